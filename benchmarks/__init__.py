@@ -1,1 +1,1 @@
-"""How fast graftlab is, beside the published protocol and the machine's own limits: ``python -m benchmarks``."""
+"""graftlab's speed, compared with the published protocol and the machine's limits: ``python -m benchmarks``."""

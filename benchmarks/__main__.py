@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, print one table, and write all of it as JSON."""
+"""``python -m benchmarks``: measure, print one table, and write the results as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import machine, table
 from benchmarks.lines import Line, Setup
 
-# In the order of the table; each is a module of that name with a function ``measure``.
+# In the order of the table; each is a module with a function ``measure``.
 SUBJECTS = (
     "grafts",
     "diff_statistics",
@@ -38,12 +38,12 @@ SUBJECTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, 1 when something could not be measured, 2 for wrong options."""
+    """Run the command line. Returns the exit status: 0, 1 when a subject could not be measured, 2 for wrong options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", choices=SUBJECTS, default=SUBJECTS, help=f"of {', '.join(SUBJECTS)}"
     )
-    parser.add_argument("--quick", action="store_true", help="few repeats: to see that it works, not how fast it is")
+    parser.add_argument("--quick", action="store_true", help="few repeats, to test the benchmark itself")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/speed.md")
     parser.add_argument("--out", type=Path, default=Path("build/bench.json"), help="the JSON file (%(default)s)")
     options = parser.parse_args(argv)
@@ -69,7 +69,7 @@ def _measured(subject: str, setup: Setup) -> list[Line]:
     try:
         lines: list[Line] = importlib.import_module(f"benchmarks.{subject}").measure(setup)
     except Exception as error:
-        # Minutes of other figures should not be lost with these.
+        # Do not lose the figures of the other subjects, which take minutes.
         traceback.print_exc()
         return [Line(subject, subject, note=f"failed: {type(error).__name__}: {error}", failed=True)]
     return lines

@@ -1,4 +1,4 @@
-"""Taps in compiled code: what they add to a compiled forward pass of the quickstart's model, and to compiling it."""
+"""Taps in compiled code: the cost for compiling the quickstart's model, and for its compiled forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA tensors: a graft between two ranks on one GPU against a copy on the device, and what it adds to a forward."""
+"""CUDA tensors: a graft between two ranks on one GPU against a copy on the device, and the cost for a forward pass."""
 
 from __future__ import annotations
 

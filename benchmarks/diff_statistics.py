@@ -1,4 +1,4 @@
-"""Diff statistics alone, of tensors that lie in this process, on one thread."""
+"""Diff statistics alone, of tensors in this process, on one thread."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmarks.lines import Budget, Line, Setup, Spread, quantity
 from benchmarks.machine import one_thread, seconds
 from graftlab.diffs import measure as diffs
 
-# Bytes, and how often we and the reference measure tensors of that size.
+# Bytes of a tensor, and the number of measurements by graftlab and by the reference.
 _SIZES = ((4 << 10, 2000, 500), (4 << 20, 100, 15), (64 << 20, 20, 5))
-# Of 4 KiB, how long one measurement may take; of 64 MiB, how many times faster than the reference it has to be, and
-# which share of the time that reading both takes once.
+# The budgets: seconds of one measurement of 4 KiB; for 64 MiB the ratio to the reference, and the share of the
+# machine's limit, which is the time for reading both tensors once.
 _SMALL, _SECONDS = 4 << 10, 4e-6
-# So many of 4 KiB are timed at once.
+# The number of measurements of 4 KiB that are timed together.
 _TOGETHER = 20
 _LARGE, _RATIO = 64 << 20, 90.0
 _SHARES = {torch.float32: 0.7, torch.bfloat16: 0.35, torch.float16: 0.35}
-# Of integers: how large they are.
+# The standard deviation of integers.
 _SPREAD = 30.0
 
 
@@ -49,7 +49,7 @@ def measure(setup: Setup) -> list[Line]:
                     "s",
                     Spread.of(ours),
                     Spread.of(theirs),
-                    # Both tensors have to be read once.
+                    # Both tensors are read once.
                     limit=2 * size / setup.read_bandwidth if size >= 4 << 20 else None,
                     budgets=_budgets(dtype, size),
                     in_docs=size in (_SMALL, _LARGE),

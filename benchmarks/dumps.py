@@ -1,4 +1,4 @@
-"""What it costs a serving thread to have a request recorded: pickled, written into the journal, and handed on."""
+"""The cost for a serving thread of recording a request: pickling, writing the journal, and queueing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From an edit of the plan to its being in force on every rank, while the ranks are idle."""
+"""The time from an edit of the plan until it is in force on every rank, with idle ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import graftlab as gl
 from benchmarks import worlds
 from benchmarks.lines import Budget, Line, Setup, Spread
 
-# A look is short beside what is measured, and leaves the interpreter to the thread that hears the ranks.
+# A pause that is short beside the figure, and lets the thread run that reads from the ranks.
 _LOOK = 1e-4
 
 

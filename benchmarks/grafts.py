@@ -1,4 +1,4 @@
-"""One graft, as the sender and as the receiver see it, by size, dtype and number of ranks."""
+"""The time of one graft on the sender and on the receiver, by size, dtype and number of ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import graftlab as gl
 from benchmarks import published, worlds
 from benchmarks.lines import Budget, Line, Setup, Spread, quantity
 from benchmarks.loops import Times, graft_repeatedly
-from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat
+from benchmarks.reference import ReferenceGrafter, ReferencePlace, ReferenceWorld
 
 FILTER = "search('hidden', name) and layer < 4"
 
-# Smaller tensors may still be in a cache, which the memory's bandwidth says nothing of.
+# Smaller tensors may be in a cache, to which the memory's bandwidth does not apply.
 _BEYOND_CACHES = 4 << 20
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Bytes of a tensor, how often we graft it, and the reference in a world of 1+1 and of 2+2; and the budgets.
+    """Bytes of a tensor, the number of grafts by graftlab and by the reference with 1+1 and 2+2 ranks, and budgets.
 
-    ``ratios`` are to the reference, by dtype; ``seconds`` is what the receiver may take.
+    ``ratios`` are to the reference, by dtype; ``seconds`` is the receiver's time.
     """
 
     bytes: int
@@ -95,6 +95,6 @@ def _ours(size: int, dtype: str, repeats: int) -> Times:
     return graft_repeatedly(gl.tap, gl.step, here.side, here.rank, size, dtype, repeats)
 
 
-def _reference(seat: Seat, size: int, dtype: str, repeats: int) -> Times:
-    grafter = ReferenceGrafter(seat, b2t=FILTER)
-    return graft_repeatedly(grafter.tap, grafter.step, seat.side, seat.rank, size, dtype, repeats)
+def _reference(place: ReferencePlace, size: int, dtype: str, repeats: int) -> Times:
+    grafter = ReferenceGrafter(place, b2t=FILTER)
+    return graft_repeatedly(grafter.tap, grafter.step, place.side, place.rank, size, dtype, repeats)

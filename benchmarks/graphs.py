@@ -1,4 +1,4 @@
-"""Captured graphs: what filling their static buffers costs, and what taps in them add to a replay."""
+"""Captured graphs: the cost of filling their static buffers, and of taps in a replay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graftlab.requests.identity import IDENTITIES
 
 _BATCH = 8
 _STEPS = 60
-# The batch's own size and the padded one: a tail to reset, and none.
+# The batch's size and the padded size: one case with padding to reset, one without.
 _SIZES = {"40 of 64 rows": (40, 64), "64 of 64 rows": (64, 64)}
 _PLANS: dict[str, dict[str, Any]] = {
     "no tap wanted": {},
@@ -59,7 +59,7 @@ def _fills(setup: Setup, device: str) -> list[Line]:
 
 
 def _fill_both_ways(setup: Setup, device: str, raw: int, padded: int) -> tuple[list[float], list[float]]:
-    """Seconds of one fill, by the registry and by hand in turns, after a look that both write the same."""
+    """Seconds of one fill by the registry and by hand, in turns, after a check that both write the same."""
     registry = build_decode_registry(device, padded)
     for identity in IDENTITIES:
         registry.enable_slot(identity)
@@ -92,7 +92,7 @@ def _fill_both_ways(setup: Setup, device: str, raw: int, padded: int) -> tuple[l
 
 
 def _fill_by_hand(buffers: SimpleNamespace, batch: SimpleNamespace, raw: int, padded: int) -> None:
-    """What a runner without a registry has in it."""
+    """Fill the buffers as a runner without a registry does."""
     if raw != padded:
         buffers.input_ids[raw:padded].zero_()
         buffers.positions[raw:padded].zero_()
@@ -123,13 +123,13 @@ def _replays(setup: Setup, device: str) -> list[Line]:
     steps = setup.repeats(_STEPS, 3)
     forwards = partial(_decode, device, steps)
     with worlds.session(setup, device=device) as session:
-        # With one side alone, taps are left alone too.
+        # While one side runs alone, its taps do nothing.
         session.run(target=forwards)
         bare = Spread.of(session.run(target=forwards).target[0])
         lines = [Line("graphs", f"captured decode of {_BATCH} requests, one side alone, {device}", "s", bare)]
         for name, plan in _PLANS.items():
             session.edit(**{"b2t": None, "compare": None, **plan})
-            # Once for the capture with these taps.
+            # The first run captures the graph with these taps.
             session.run(forwards, forwards)
             run = session.run(forwards, forwards)
             relative = Spread.of(each / bare.median for each in run.target[0])
@@ -140,7 +140,7 @@ def _replays(setup: Setup, device: str) -> list[Line]:
 
 
 def _decode(device: str, steps: int) -> list[float]:
-    """Seconds of each decode of a full batch, each its own step, by an engine that lives as long as the rank."""
+    """Seconds of each decode of a full batch, one a step, by an engine that lives as long as the rank."""
     torch.set_num_threads(1)
     me = gl.here()
     assert me is not None

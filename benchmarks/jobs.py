@@ -1,6 +1,6 @@
-"""Jobs that join a session against ranks that it launches, and a recording against the disk.
+"""Grafts between jobs that join a session against launched ranks, and a recording against a plain file.
 
-``python -m benchmarks.jobs SIZE REPEATS`` is such a job: for each line that it reads it grafts, and writes the times.
+``python -m benchmarks.jobs SIZE REPEATS`` is one job: for each line of its input it grafts, and writes the times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.loops import Times, graft_repeatedly
 
 _SIZES = ((4 << 10, 1000), (4 << 20, 100))
 _ROUNDS = 5
-# What a recording is measured with, in tensors of so many bytes.
+# Bytes of each tensor of a recording, and the number of tensors.
 _TENSOR, _TENSORS = 16 << 20, 24
 
 
@@ -65,7 +65,7 @@ def _graft(size: int, repeats: int) -> Times:
 
 @contextmanager
 def _attached(setup: Setup, size: int, repeats: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two jobs without a notebook, ready to graft; the baseline's first."""
+    """Start two jobs without a notebook, the baseline first."""
     folder = tempfile.mkdtemp(dir=setup.folder)
     jobs = []
     for role in ("baseline", "target"):
@@ -83,7 +83,7 @@ def _attached(setup: Setup, size: int, repeats: int) -> Iterator[list[subprocess
     try:
         yield jobs
     finally:
-        # All before the first is waited for: a job that ends waits for the others.
+        # Close all inputs first, because a job that ends waits for the others.
         for job in jobs:
             _pipe(job.stdin).close()
         for job in jobs:
@@ -91,7 +91,7 @@ def _attached(setup: Setup, size: int, repeats: int) -> Iterator[list[subprocess
 
 
 def _go(jobs: list[subprocess.Popen[str]]) -> list[float]:
-    """One round: what each graft took the receiver."""
+    """Run one round; return the receiver's seconds for each graft."""
     for job in jobs:
         _pipe(job.stdin).write("go\n")
         _pipe(job.stdin).flush()
@@ -127,7 +127,7 @@ def _recording(setup: Setup, tensors: int) -> list[Line]:
         function(*arguments)
         rates[what].append(total / (time.perf_counter() - began))
 
-    # In turn, and each time anew: the system's memory for files that are new costs more than that of files before.
+    # In turns, with new files each time, because the page cache costs more for a new file.
     for number in range(setup.repeats(_ROUNDS, quick=1)):
         plain, recorded = folder / f"plain-{number}", folder / f"recorded-{number}"
         timed("write", _write, plain, values)
@@ -173,7 +173,7 @@ def _write(path: Path, values: list[torch.Tensor]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have these files on the disk."""
+    """Force these files to the disk."""
     for each in [path] if path.is_file() else path.rglob("*.*"):
         with open(each, "rb") as file:
             os.fsync(file.fileno())

@@ -1,6 +1,6 @@
-"""From ``gl.launch`` to ranks that are ready: the first launch of a fresh interpreter, and later ones; and imports.
+"""The time of ``gl.launch``, first (cold) and later (warm) in an interpreter, and of imports.
 
-``python -m benchmarks.launch BASELINE TARGET FOLDER`` is that fresh interpreter; it prints the seconds.
+``python -m benchmarks.launch BASELINE TARGET FOLDER`` makes one cold launch, and prints its seconds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import graftlab as gl
 from benchmarks.lines import Budget, Line, Setup, Spread
 
 _ROOT = Path(__file__).resolve().parent.parent
-# What a cold launch may take beyond the import of torch in one process, which it has to wait for.
+# The budget of a cold launch in seconds, beyond one import of torch, for which it has to wait.
 _BEYOND_TORCH = 0.6
-# What an import may take beyond torch's own.
+# The budget of importing graftlab in seconds, beyond importing torch.
 _IMPORT = 0.05
 _TORCH = "import torch"
 _GRAFTLAB = "import torch\nbegan = time.perf_counter()\nimport graftlab"
@@ -77,7 +77,7 @@ def _launch_in_fresh_interpreter(setup: Setup, ranks: int) -> float:
 
 
 def _in_fresh_interpreter(code: str) -> float:
-    """Seconds that this code takes, or what it does after it has set ``began``."""
+    """Return the seconds that this code takes, or takes after it has set ``began``."""
     timed = f"import time\nbegan = time.perf_counter()\n{code}\nprint(time.perf_counter() - began)"
     done = subprocess.run([sys.executable, "-c", timed], cwd=_ROOT, check=True, capture_output=True, text=True)
     return float(done.stdout.split()[-1])

@@ -1,4 +1,4 @@
-"""One line of the table: what was measured, what it is compared with, and what it has to reach."""
+"""One line of the table: a measured figure, the figures to compare it with, and its budgets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = (("B", 1, 1 << 10), ("KiB", 1 << 10, 1 << 20), ("MiB", 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of repeated measurements, their quartiles, and how many there were."""
+    """The median, the quartiles and the number of repeated measurements."""
 
     median: float
     lower: float
@@ -32,7 +32,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a line has to reach: its own figure, its ratio to the reference, or its share of the physical limit."""
+    """A bound for a line's figure, its ratio to the reference, or its share of the physical limit."""
 
     of: Literal["figure", "ratio", "share"]
     relation: Literal["at least", "at most"]
@@ -41,12 +41,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table. Without ``ours`` it was not measured, and ``note`` says why.
+    """One line of the table. Without ``ours`` it was not measured, and ``note`` has the reason.
 
-    ``unit`` is ``"s"`` or ``"B"``, of which less is better, ``"x"`` (times as long), likewise, or ``"rows/s"`` or
-    ``"B/s"``, of which more is better, or ``""`` for a plain number. ``reference`` is the published protocol as written
-    in :mod:`benchmarks.reference`, ``published`` the published package itself where it is installed, and ``limit``
-    what the machine could do, all in the same unit. ``in_docs`` lines are those that the table of docs/speed.md shows.
+    ``unit`` is ``"s"``, ``"B"`` or ``"x"`` (times as long), where less is better; ``"rows/s"`` or ``"B/s"``, where more
+    is better; or ``""`` for a plain number. ``reference`` is the published protocol as written in
+    :mod:`benchmarks.reference`, ``published`` the published package itself where it is installed, and ``limit`` the
+    machine's limit, all in the same unit. The table of docs/speed.md shows the lines with ``in_docs``.
     """
 
     subject: str
@@ -63,12 +63,12 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the reference."""
+        """The ratio to the reference; more is better."""
         return None if self.ours is None or self.reference is None else self._better(self.reference.median)
 
     @property
     def share(self) -> float | None:
-        """How much of what the machine could do, from 0 to 1."""
+        """The share of the machine's limit, from 0 to 1."""
         return None if self.ours is None or self.limit is None else self._better(self.limit)
 
     def _better(self, other: float) -> float:
@@ -77,7 +77,7 @@ class Line:
         return mine / other if self.unit.endswith("/s") else other / mine
 
     def met(self, budget: Budget) -> bool | None:
-        """Whether the budget is met; None where there is nothing to tell by."""
+        """Whether the budget is met; None where its figure is missing."""
         figure = {
             "figure": None if self.ours is None else self.ours.median,
             "ratio": self.ratio,
@@ -89,7 +89,7 @@ class Line:
 
     @property
     def all_met(self) -> bool | None:
-        """Whether every budget is met; None where there is none, or nothing to tell by."""
+        """Whether every budget is met; None where there is no budget, or a figure is missing."""
         verdicts = [self.met(budget) for budget in self.budgets]
         return None if not verdicts or None in verdicts else all(verdicts)
 
@@ -102,7 +102,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every subject is given. Bandwidths are in bytes a second; ``folder`` is for what is left on disk."""
+    """The arguments of every subject. Bandwidths are in bytes a second; ``folder`` is for files."""
 
     read_bandwidth: float
     copy_bandwidth: float
@@ -114,7 +114,7 @@ class Setup:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A figure with three digits and its unit, such as ``"1.53 ms"``."""
+    """Format a figure with three digits and its unit, such as ``"1.53 ms"``."""
     if unit == "s":
         return _scaled(value, _SMALL)
     if unit in ("B", "B/s"):
@@ -124,7 +124,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _scaled(value: float, scales: tuple[tuple[str, float, float], ...]) -> str:
-    # Not 1000 of one unit, but 1.00 of the next.
+    # 1.00 of the next unit, not 1000 of this one.
     name, size, _ = next(scale for scale in scales if abs(value) < 0.9995 * scale[2])
     number = value / size
     digits = 0 if abs(number) >= 100 or number == 0 else 1 if abs(number) >= 10 else 2

@@ -1,4 +1,4 @@
-"""The loop of taps that every grafter is timed in: graftlab, the reference, and the published package."""
+"""The loop of taps in which every grafter is timed: graftlab, the reference, and the published package."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 _TAPS_A_STEP = 16
-# A sender shows several tensors in turn, or all grafts but the first would find nothing that differs.
+# A sender taps several tensors in turn; otherwise all grafts but the first would find equal tensors.
 _VALUES = 3
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that each tap took on one rank, and that the whole loop took a tap."""
+    """Seconds of each tap on one rank, and of the whole loop divided by its taps."""
 
     taps: list[float]
     wall: float
@@ -32,9 +32,9 @@ def graft_repeatedly(
     repeats: int,
     device: str = "cpu",
 ) -> Times:
-    """Tap tensors of ``size`` bytes on one rank, back to back, with a step now and then; the baseline sends.
+    """Tap tensors of ``size`` bytes on one rank in a loop, with a step every 16 taps; the baseline sends.
 
-    Half as many again come first and are not counted: buffers are paged in, and decisions made.
+    Before that, half as many taps warm up the buffers and the decisions.
     """
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(2 * rank + (side == "target"))
@@ -57,6 +57,6 @@ def graft_repeatedly(
 
 
 def finish_work_on(device: str | torch.device) -> None:
-    """Wait for what a GPU still has to do; the CPU has done it."""
+    """Wait until a GPU has finished its work; does nothing for the CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

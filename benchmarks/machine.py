@@ -1,4 +1,4 @@
-"""What the figures were measured on: the machine's facts, and how fast one core reads and copies memory."""
+"""The machine of the figures: its description, and the rates at which one core reads and copies memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES = 256 << 20
 
 
 def facts() -> dict[str, Any]:
-    """The machine, what runs on it, and how busy it is now."""
+    """Describe the machine, its software, and its load."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
@@ -46,7 +46,7 @@ def _cpu_model() -> str:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread, as each rank does."""
+    """Make torch compute with one thread, as each rank does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,9 +56,9 @@ def one_thread() -> Iterator[None]:
 
 
 def seconds(function: Callable[[], object], repeats: int, warm_up: int = 1, together: int = 1) -> list[float]:
-    """How long each of ``repeats`` calls takes, after some that are not counted.
+    """Measure the seconds of ``repeats`` calls, after ``warm_up`` calls.
 
-    ``together`` calls are timed at once, for what takes microseconds: to look at the clock takes some too.
+    For calls that take microseconds, ``together`` calls are timed at once, because reading the clock takes time too.
     """
     for _ in range(warm_up):
         function()
@@ -72,7 +72,7 @@ def seconds(function: Callable[[], object], repeats: int, warm_up: int = 1, toge
 
 
 def bandwidths(repeats: int) -> tuple[Spread, Spread]:
-    """Bytes a second that one core reads (``torch.dot`` of two large vectors), and copies (``copy_`` of one)."""
+    """Bytes a second that one core reads (``torch.dot`` of two large vectors) and copies (``copy_`` of one)."""
     one, other = (torch.full((_BYTES // 4,), value) for value in (1.0, 2.0))
     with one_thread():
         read = Spread.of(2 * _BYTES / taken for taken in seconds(lambda: torch.dot(one, other), repeats))

@@ -1,4 +1,4 @@
-"""Finding which tap is which by value: the taps of MiniLM, and a large number of taps of random values."""
+"""Matching taps by value: the taps of MiniLM, and many taps with random values."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _tap_all(count: int) -> None:
 
 
 def _tap_all_shuffled(count: int) -> None:
-    """The same values under other names, in another order, each as a matrix of another layout."""
+    """Tap the same values under different names, in a different order, each as a transposed matrix."""
     for place in range(count):
-        # A step without a common divisor with the count, so that each comes once.
+        # 7 and the count have no common divisor, so each number appears once.
         number = place * 7 % count
         gl.tap(f"second.{place}", _values(number).reshape(160, 160).T)

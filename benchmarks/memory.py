@@ -1,4 +1,4 @@
-"""Peak memory of a receiver while many grafts pass: it must not grow with their number."""
+"""Peak memory of a receiver over many grafts, which must not grow with their number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATUS = Path("/proc/self/status")
 
 def measure(setup: Setup) -> list[Line]:
     if not _STATUS.exists():
-        return [Line("memory", "memory of a receiver", note=f"skipped, there is no {_STATUS} here")]
+        return [Line("memory", "memory of a receiver", note=f"skipped, {_STATUS} does not exist")]
     early, late = (20, 60) if setup.quick else (100, 1000)
     with worlds.session(setup, b2t="name == 'hidden'") as session:
         at_early, at_late, peak = session.run(_graft, _graft, args=(early, late)).target[0]
@@ -26,14 +26,14 @@ def measure(setup: Setup) -> list[Line]:
             f"peak memory of a receiver, {late} grafts of 16 MiB",
             "B",
             Spread.of([peak]),
-            note="what it looks at of the sender's memory included, which is at most the sender's budget of 256 MiB",
+            note="includes the sender's memory that it has mapped, at most the sender's budget of 256 MiB",
         ),
         Line(
             "memory",
-            f"growth of its own memory from the {early}th to the {late}th graft",
+            f"growth of a receiver's private memory from the {early}th to the {late}th graft",
             "B",
             Spread.of([at_late - at_early]),
-            # Less than one more tensor: what is left over is rows, logs and the allocator's own.
+            # Less than one tensor: rows, logs and the allocator may grow.
             budgets=(Budget("figure", "at most", _SIZE / 2),),
             in_docs=True,
         ),
@@ -54,6 +54,6 @@ def _graft(early: int, late: int) -> tuple[int, int, int]:
 
 
 def _bytes(what: str) -> int:
-    """What the system says of this process's memory: RssAnon is its own, VmHWM the most that was ever resident."""
+    """Read a figure of this process's memory: RssAnon is its anonymous memory, VmHWM its peak."""
     (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith(f"{what}:"))
     return int(line.split()[1]) << 10

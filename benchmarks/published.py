@@ -1,4 +1,4 @@
-"""The published package's own grafter, measured beside ours where ``sglang`` happens to be installed."""
+"""The published package's own grafter, measured beside graftlab where ``sglang`` is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from benchmarks.loops import Times, graft_repeatedly
-from benchmarks.reference import ReferenceWorld, Seat
+from benchmarks.reference import ReferencePlace, ReferenceWorld
 
 _PACKAGE = "sglang"
 _MODULE = "sglang.srt.debug_utils.dumper"
@@ -20,20 +20,20 @@ _HOST = "127.0.0.1"
 
 
 class PublishedGrafter:
-    """1+1 ranks with the package's grafter. ``note`` says whether it could be measured."""
+    """1+1 ranks with the package's grafter. ``note`` has the reason where it could not be measured."""
 
     def __init__(self, ranks: ReferenceWorld | None, note: str) -> None:
         self._ranks = ranks
         self.note = note
 
     def graft(self, size: int, dtype: str, repeats: int) -> list[Times] | None:
-        """How long its grafts take on each rank; None where they cannot be measured."""
+        """Time its grafts on each rank; None where they cannot be measured."""
         if self._ranks is None:
             return None
         try:
             times: list[Times] = self._ranks.run(_graft, size, dtype, repeats)
         except Exception as error:
-            # It is somebody else's package, in whatever version: our table does not depend on it.
+            # The package may be of any version, and the table must not depend on it.
             *_, last = str(error).splitlines() or [type(error).__name__]
             self._ranks, self.note = None, f"{_PACKAGE}: could not be measured: {last}"
             return None
@@ -42,7 +42,7 @@ class PublishedGrafter:
 
 @contextmanager
 def grafter(b2t: str) -> Iterator[PublishedGrafter]:
-    """The package's grafter with this filter, for as long as the ``with`` lasts."""
+    """Start the package's grafter with this filter, and stop it at the end of the ``with``."""
     if importlib.util.find_spec(_PACKAGE) is None:
         yield PublishedGrafter(None, f"{_PACKAGE}: not installed, so not measured")
         return
@@ -58,8 +58,8 @@ def _free_port() -> int:
         return port
 
 
-def _configure(seat: Seat, folder: str, *, b2t: str, port: int) -> None:
-    # It reads its configuration from the environment when it is imported. What it would print and save is turned off.
+def _configure(place: ReferencePlace, folder: str, *, b2t: str, port: int) -> None:
+    # It reads its configuration from the environment when it is imported. Its printing and saving are switched off.
     settings: dict[str, Any] = {
         "ENABLE": 1,
         "DIR": folder,
@@ -67,18 +67,18 @@ def _configure(seat: Seat, folder: str, *, b2t: str, port: int) -> None:
         "ENABLE_OUTPUT_FILE": 0,
         "ENABLE_OUTPUT_CONSOLE": 0,
         "GRAFTER_ENABLE": 1,
-        "GRAFTER_ROLE": seat.side,
+        "GRAFTER_ROLE": place.side,
         "GRAFTER_B2T_FILTER": b2t,
         "GRAFTER_MASTER_ADDRESS": _HOST,
         "GRAFTER_MASTER_PORT": port,
-        "GRAFTER_BASELINE_WORLD_SIZE": seat.baseline,
-        "GRAFTER_TARGET_WORLD_SIZE": seat.target,
+        "GRAFTER_BASELINE_WORLD_SIZE": place.baseline,
+        "GRAFTER_TARGET_WORLD_SIZE": place.target,
         "GRAFTER_BACKEND": "gloo",
     }
     os.environ.update({f"DUMPER_{name}": str(value) for name, value in settings.items()})
 
 
-def _graft(seat: Seat, size: int, dtype: str, repeats: int) -> Times:
+def _graft(place: ReferencePlace, size: int, dtype: str, repeats: int) -> Times:
     dumper = importlib.import_module(_MODULE).dumper
     tap = functools.partial(dumper.dump, save=False)
-    return graft_repeatedly(tap, dumper.step, seat.side, seat.rank, size, dtype, repeats)
+    return graft_repeatedly(tap, dumper.step, place.side, place.rank, size, dtype, repeats)

@@ -1,8 +1,8 @@
-"""The published grafter's protocol, written from its description: what the benchmarks compare graftlab with.
+"""The published grafter's protocol, written from its description: the reference of the benchmarks.
 
-The ranks of both sides form one gloo group. A tap evaluates the filter's text; where it holds, every rank takes part
-in an ``all_gather_object``, to which senders bring ``(tensor, extras)`` and receivers None. A receiver measures how far
-the received tensor is from its own, over the full tensors, logs that, and copies the received one over its own.
+The ranks of both sides form one gloo group. A tap evaluates the filter's text. Where it is true, every rank calls
+``all_gather_object``, senders with ``(tensor, extras)`` and receivers with None. A receiver measures the difference
+between the received tensor and its own, logs it, and copies the received tensor over its own.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def diff_statistics(baseline: torch.Tensor, target: torch.Tensor) -> dict[str, f
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a reference rank stands. The group's ranks are the baseline's first, then the target's."""
+class ReferencePlace:
+    """A reference rank's side and number. The group has the baseline's ranks first, then the target's."""
 
     side: Literal["baseline", "target"]
     rank: int
@@ -56,26 +56,28 @@ class Seat:
 
 
 class ReferenceGrafter:
-    """Grafts wherever the filters ``b2t`` or ``t2b``, Python expressions over tags, say so; None matches nothing."""
+    """Grafts the taps that the filters ``b2t`` or ``t2b`` match, Python expressions over tags; None matches nothing."""
 
-    def __init__(self, seat: Seat, b2t: str | None = None, t2b: str | None = None) -> None:
-        self.seat = seat
+    def __init__(self, place: ReferencePlace, b2t: str | None = None, t2b: str | None = None) -> None:
+        self.place = place
         self._b2t = b2t
         self._t2b = t2b
         self._step = 0
 
     def tap(self, name: str, tensor: torch.Tensor, extras: Any = None, **tags: Any) -> torch.Tensor:
-        names = {"name": name, "step": self._step, "side": self.seat.side, "rank": self.seat.rank, **tags}
+        names = {"name": name, "step": self._step, "side": self.place.side, "rank": self.place.rank, **tags}
         b2t, t2b = _holds(self._b2t, names), _holds(self._t2b, names)
         if not (b2t or t2b):
             return tensor
-        senders = range(self.seat.baseline) if b2t else range(self.seat.baseline, self.seat.baseline + self.seat.target)
-        gathered: list[Any] = [None] * (self.seat.baseline + self.seat.target)
-        if self.seat.world_rank in senders:
+        senders = (
+            range(self.place.baseline) if b2t else range(self.place.baseline, self.place.baseline + self.place.target)
+        )
+        gathered: list[Any] = [None] * (self.place.baseline + self.place.target)
+        if self.place.world_rank in senders:
             dist.all_gather_object(gathered, (tensor, extras))
             return tensor
         dist.all_gather_object(gathered, None)
-        received, _ = gathered[senders[self.seat.rank % len(senders)]]
+        received, _ = gathered[senders[self.place.rank % len(senders)]]
         baseline, target = (received, tensor) if b2t else (tensor, received)
         logger.info("tap %r: %s", name, diff_statistics(baseline, target))
         tensor.copy_(received)
@@ -89,26 +91,26 @@ def _holds(expression: str | None, names: Mapping[str, Any]) -> bool:
     return expression is not None and bool(eval(expression, _HELPERS, names))
 
 
-def join_group(seat: Seat, folder: str) -> None:
-    """Make this process a rank of the gloo group of both sides. ``folder`` is one that all ranks share."""
-    # One host: nobody else should reach the group.
+def join_group(place: ReferencePlace, folder: str) -> None:
+    """Make this process a rank of the gloo group of both sides. All ranks share ``folder``."""
+    # All ranks are on this host, so the group need not be reachable from others.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-    world_size = seat.baseline + seat.target
+    world_size = place.baseline + place.target
     store = FileStore(os.path.join(folder, "store"), world_size)
     timeout = timedelta(seconds=_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=seat.world_rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=place.world_rank, world_size=world_size, timeout=timeout)
 
 
 class ReferenceWorld:
-    """Ranks that compute with one thread each, live until the end of the ``with``.
+    """Ranks with one thread each, which live until the end of the ``with``.
 
-    ``join(seat, folder)`` is the first that each of them calls.
+    Each rank calls ``join(place, folder)`` first.
     """
 
-    def __init__(self, baseline: int, target: int, join: Callable[[Seat, str], None] = join_group) -> None:
-        self._seats = [
-            *(Seat("baseline", rank, baseline, target) for rank in range(baseline)),
-            *(Seat("target", rank, baseline, target) for rank in range(target)),
+    def __init__(self, baseline: int, target: int, join: Callable[[ReferencePlace, str], None] = join_group) -> None:
+        self._places = [
+            *(ReferencePlace("baseline", rank, baseline, target) for rank in range(baseline)),
+            *(ReferencePlace("target", rank, baseline, target) for rank in range(target)),
         ]
         self._join = join
         self._folder = tempfile.TemporaryDirectory(prefix="graftlab-reference-")
@@ -117,9 +119,9 @@ class ReferenceWorld:
 
     def __enter__(self) -> ReferenceWorld:
         context: Any = torch.multiprocessing.get_context("spawn")
-        for seat in self._seats:
+        for place in self._places:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(seat, self._folder.name, theirs, self._join), daemon=True)
+            process = context.Process(target=_serve, args=(place, self._folder.name, theirs, self._join), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -130,17 +132,17 @@ class ReferenceWorld:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            # One that waits for a rank that has failed would never see its pipe close.
+            # A rank that waits for a failed one does not notice that its pipe is closed.
             process.join(5.0 if error is None else 0.0)
             process.kill()
             process.join()
         self._folder.cleanup()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(seat, *args)`` on every rank at once; returns what each returned, the baseline's first.
+        """Call ``function(place, *args)`` on every rank at once; return their results, the baseline's first.
 
-        ``function`` is one that can be imported. Raises RuntimeError with the traceback of the first rank that fails,
-        and when none answers in time.
+        ``function`` has to be importable. Raises RuntimeError with the traceback of the first rank that fails, and when
+        no rank answers in time.
         """
         for connection in self._connections:
             connection.send((function, args))
@@ -152,34 +154,36 @@ class ReferenceWorld:
                 raise RuntimeError(f"the reference's ranks did not answer within {_TIMEOUT:g} s")
             for ready in answers:
                 index = self._connections.index(ready)  # type: ignore[arg-type]
-                seat = self._seats[index]
+                place = self._places[index]
                 try:
                     fine, value = self._connections[index].recv()
                 except EOFError:
                     fine, value = False, "its process has ended"
                 if not fine:
-                    raise RuntimeError(f"the reference's {seat.side}[{seat.rank}] failed: {value}")
+                    raise RuntimeError(f"the reference's {place.side}[{place.rank}] failed: {value}")
                 results[index] = value
-        return [results[index] for index in range(len(self._seats))]
+        return [results[index] for index in range(len(self._places))]
 
 
-def _serve(seat: Seat, folder: str, connection: Connection, join: Callable[[Seat, str], None]) -> None:
+def _serve(
+    place: ReferencePlace, folder: str, connection: Connection, join: Callable[[ReferencePlace, str], None]
+) -> None:
     torch.set_num_threads(1)
-    # As graftlab's ranks do, it writes its log to a file.
-    logging.basicConfig(filename=Path(folder) / f"{seat.side}-{seat.rank}.log", level=logging.INFO)
-    join(seat, folder)
+    # Like graftlab's ranks, it writes its log to a file.
+    logging.basicConfig(filename=Path(folder) / f"{place.side}-{place.rank}.log", level=logging.INFO)
+    join(place, folder)
     while True:
         try:
             function, args = connection.recv()
         except EOFError:
             break
         try:
-            answer = (True, function(seat, *args))
+            answer = (True, function(place, *args))
         except Exception:
             answer = (False, traceback.format_exc())
         try:
             connection.send(answer)
         except BrokenPipeError:
-            break  # another rank had failed before, and nobody waits for this one any more
+            break  # another rank failed before, so the parent has closed the pipe
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Rows that come over TCP: what they cost the notebook, and the machine that sends them."""
+"""Rows over TCP: their cost for the notebook, and for the machine that sends them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import subprocess
 import sys
 import time
 
-from benchmarks.hearing import Hearing, framed_row
 from benchmarks.lines import Line, Setup, Spread
+from benchmarks.row_sink import RowSink, framed_row
 from graftlab.exchange.keys import derive_keys, new_token
 from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.jobs.proxy import SERVER_NAME, Ends, Proxy
 
 
 def measure_remote(setup: Setup) -> list[Line]:
-    """The notebook's part of a session with many ranks on other machines, whose rows one other process sends."""
+    """Measure the notebook's part of a session with many remote ranks, whose rows one other process sends."""
     ranks, rows = (64, 20_000) if setup.quick else (1024, 200_000)
     rates, costs, sent = [], [], []
     each = rows // ranks
@@ -33,7 +33,7 @@ def measure_remote(setup: Setup) -> list[Line]:
         began, worked = time.perf_counter(), time.process_time()
         sender.stdin.write(framed_row())
         sender.stdin.close()
-        server.hearing.wait()
+        server.sink.wait()
         rates.append(each * ranks / (time.perf_counter() - began))
         costs.append((time.process_time() - worked) / (each * ranks))
         server.close()
@@ -49,10 +49,10 @@ def measure_remote(setup: Setup) -> list[Line]:
 
 
 class _Server:
-    """A hub and a store, and the thread through which ranks connect; each sends its number first."""
+    """A hub and a store, with the proxy to which ranks connect; each rank first sends its number."""
 
     def __init__(self, setup: Setup, ranks: int, rows: int) -> None:
-        self.hearing = Hearing(setup, ranks, rows)
+        self.sink = RowSink(setup, ranks, rows)
         self.token = new_token()
         router = RouterSocket(derive_keys(self.token), SERVER_NAME, "127.0.0.1")
         self.port = router.port
@@ -60,8 +60,8 @@ class _Server:
 
     def _accept(self, far: TcpChannel, number: bytes) -> Ends:
         far.send(b"in")
-        return self.hearing.take_line(int(number))
+        return self.sink.connection_of(int(number))
 
     def close(self) -> None:
         self._proxy.close()
-        self.hearing.close()
+        self.sink.close()

@@ -1,5 +1,7 @@
-"""``python -m benchmarks.remote_sender PORT RANKS ROWS`` stands for ranks on other machines: each sends one row ROWS
-times, on its own connection. The token and the row come on the standard input. It imports nothing slow.
+"""``python -m benchmarks.remote_sender PORT RANKS ROWS`` stands for ranks on other machines.
+
+Each rank sends one row ROWS times on its own connection. The token and the row are read from the standard input. It
+imports nothing slow.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import zmq
 
 from graftlab.exchange.keys import derive_keys
 
-# Rows that one rank sends within the time for which its rows are gathered into one message.
+# Rows in one message of a rank.
 _AT_ONCE = 8
 _LIMIT = 120.0
 
@@ -42,7 +44,7 @@ def main() -> None:
     for number, socket in enumerate(sockets):
         socket.send(b"%d" % number)
     for socket in sockets:
-        # The answer to each, so all are connected.
+        # The answer to each, so that all are connected.
         socket.recv()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -53,7 +55,7 @@ def main() -> None:
         for socket in sockets:
             socket.send(bundle)
     for socket in sockets:
-        # The server says goodbye once it has all rows.
+        # The server closes the connection when it has all rows.
         socket.recv()
     print(time.process_time() - worked)
 

@@ -1,4 +1,4 @@
-"""How costs grow with ranks: of real sessions up to 32 ranks, and of the notebook that hears a thousand."""
+"""Costs by number of ranks: real sessions of up to 32 ranks, and a notebook that receives from a thousand."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 import graftlab as gl
-from benchmarks.hearing import Hearing, framed_row
 from benchmarks.lines import Line, Setup, Spread
 from benchmarks.remote import measure_remote
+from benchmarks.row_sink import RowSink, framed_row
 
 _TAPS = 200
 
@@ -31,7 +31,7 @@ def measure(setup: Setup) -> list[Line]:
 
 
 def _real_ranks(setup: Setup, ranks: int) -> list[Line]:
-    """Half of them on each side, all on this machine's cores: what one more rank costs, not how fast it is."""
+    """Measure a session with all ranks on this machine's cores: the cost of one more rank, not its speed."""
     rounds = setup.repeats(5, quick=2)
     folder = tempfile.mkdtemp(dir=setup.folder)
     gl.launch(1, 1, device="cpu", folder=tempfile.mkdtemp(dir=setup.folder)).close()
@@ -48,7 +48,7 @@ def _real_ranks(setup: Setup, ranks: int) -> list[Line]:
     return [
         Line("scale", f"warm launch of {ranks} ranks, a rank", "s", Spread.of([launched / ranks])),
         Line("scale", f"a row of {ranks} ranks on shared cores", "s", Spread.of(taken[1:])),
-        Line("scale", f"memory of its own, one of {ranks} ranks", "B", Spread.of([own])),
+        Line("scale", f"private memory of one of {ranks} ranks", "B", Spread.of([own])),
     ]
 
 
@@ -60,7 +60,7 @@ def _compare() -> None:
 
 
 def _private_bytes(pid: int) -> int:
-    """What of a process's memory no other process shares."""
+    """Return the bytes of memory that the process shares with no other process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
@@ -69,13 +69,13 @@ def _private_bytes(pid: int) -> int:
 
 
 def _many_senders(setup: Setup, ranks: int, rows: int) -> list[Line]:
-    """The hub and the store of a session with so many ranks, whose rows one other process sends."""
+    """Measure the hub and the store of a session with many ranks, whose rows one other process sends."""
     rates, costs = [], []
     each = rows // ranks
     for _ in range(setup.repeats(3, quick=1) + 1):
-        hearing = Hearing(setup, ranks, each * ranks)
-        # The bells stay here: closed ones would ring.
-        ends = [hearing.take_line(number) for number in range(ranks)]
+        sink = RowSink(setup, ranks, each * ranks)
+        # Keep the wake sockets open: a closed one is always readable.
+        ends = [sink.connection_of(number) for number in range(ranks)]
         descriptors = [line.fileno() for line, _ in ends]
         sender = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.sender", str(each), *map(str, descriptors)],
@@ -89,7 +89,7 @@ def _many_senders(setup: Setup, ranks: int, rows: int) -> list[Line]:
         began, worked = time.perf_counter(), time.process_time()
         sender.stdin.write(framed_row())
         sender.stdin.close()
-        hearing.wait()
+        sink.wait()
         rates.append(each * ranks / (time.perf_counter() - began))
         costs.append((time.process_time() - worked) / (each * ranks))
         for end in ends:
@@ -97,7 +97,7 @@ def _many_senders(setup: Setup, ranks: int, rows: int) -> list[Line]:
                 each_end.close()
         sender.wait()
         sender.stdout.close()
-        hearing.close()
+        sink.close()
     return [
         Line("scale", f"rows of {ranks:,} ranks onto the disk", "rows/s", Spread.of(rates[1:])),
         Line("scale", f"the notebook's processor time for one of them, {ranks:,} ranks", "s", Spread.of(costs[1:])),

@@ -1,5 +1,6 @@
-"""``python -m benchmarks.sender ROWS DESCRIPTOR ...`` stands for many ranks: it sends one row, given on its standard
-input, so many times over each socket, in turn. It imports nothing that takes time.
+"""``python -m benchmarks.sender ROWS DESCRIPTOR ...`` stands for many ranks of this machine.
+
+It reads one row from its standard input, and sends it ROWS times over each socket, in turns. It imports nothing slow.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-# Rows that one rank sends before the next one does.
+# Rows that one rank sends before the next rank's turn.
 _AT_ONCE = 8
 
 

@@ -1,4 +1,4 @@
-"""The cost of one step against its number of taps: every tap should cost the same, however many there are."""
+"""The cost of a step by its number of taps; the cost of one tap should not depend on it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import graftlab as gl
 from benchmarks import worlds
 from benchmarks.lines import Budget, Line, Setup, Spread
-from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat
+from benchmarks.reference import ReferenceGrafter, ReferencePlace, ReferenceWorld
 
 _FILTER = "search('hidden', name)"
-# Taps a step, how many steps we take, and how many the reference.
+# Taps in a step, steps of graftlab, and steps of the reference.
 _STEPS = ((10, 200, 20), (100, 60, 5), (1000, 15, 2), (10_000, 5, 0))
 
-# How many taps of 4 KiB are compared in a step.
+# Compared taps of 4 KiB in a step.
 _COMPARED = 1000
 
 
@@ -57,20 +57,20 @@ def _ours(taps: int, repeats: int) -> list[float]:
 
 
 def _compared(repeats: int) -> list[float]:
-    """Seconds a tap, of each of so many steps."""
+    """Seconds a tap in each of ``repeats`` steps."""
     torch.set_num_threads(1)
     return [taken / _COMPARED for taken in _time_steps(gl.tap, gl.step, _COMPARED, repeats, torch.randn(1024))]
 
 
-def _reference(seat: Seat, taps: int, repeats: int) -> list[float]:
-    grafter = ReferenceGrafter(seat, b2t=_FILTER)
+def _reference(place: ReferencePlace, taps: int, repeats: int) -> list[float]:
+    grafter = ReferenceGrafter(place, b2t=_FILTER)
     return _time_steps(grafter.tap, grafter.step, taps, repeats)
 
 
 def _time_steps(
     tap: Callable[..., Any], step: Callable[[], None], taps: int, repeats: int, value: torch.Tensor | None = None
 ) -> list[float]:
-    """Seconds of each step of so many distinct small taps, the first one left out."""
+    """Seconds of each step of ``taps`` distinct small taps, without the first step."""
     value = torch.randn(64) if value is None else value
     taken = []
     for _ in range(repeats + 1):

@@ -24,10 +24,10 @@ def plain(facts: dict[str, Any], lines: Sequence[Line]) -> str:
     """Aligned columns. ``+-`` is half the distance of the quartiles, in percent of the median."""
     heads = ["", "graftlab", "+-", "reference", "ratio", "sglang", "limit", "of it", "budget", ""]
     rows = [_cells(line) for line in lines]
-    # No column for what nothing was measured of.
+    # Leave out a column without figures.
     used = [i for i, head in enumerate(heads) if head != "sglang" or any(row[i] for row in rows)]
     table = [[row[i] for i in used] for row in [heads, *rows]]
-    # What has no figures is a sentence, and may be longer than a name.
+    # A line without figures is a sentence, which may be longer than a name.
     widths = [max(len(row[i]) for row in table if i or any(row[1:])) for i in range(len(used))]
     text = []
     for row in table:
@@ -41,7 +41,7 @@ def plain(facts: dict[str, Any], lines: Sequence[Line]) -> str:
 
 
 def markdown(facts: dict[str, Any], lines: Sequence[Line]) -> str:
-    """The table of docs/speed.md: ratios to the reference and shares of the limit, figures only where they say more."""
+    """The table of docs/speed.md: ratios to the reference and shares of the limit; other figures only where needed."""
     text = [
         "| | x faster than the reference | of the machine's limit | figure | budget | |",
         "|---|---|---|---|---|---|",

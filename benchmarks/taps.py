@@ -11,7 +11,7 @@ import torch
 import graftlab as gl
 from benchmarks import worlds
 from benchmarks.lines import Budget, Line, Setup, Spread
-from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat
+from benchmarks.reference import ReferenceGrafter, ReferencePlace, ReferenceWorld
 
 _FILTER = "search('attn', name) and layer < 4"
 
@@ -51,12 +51,12 @@ def _unmatched(repeats: int, calls: int) -> list[float]:
     return _time_calls(gl.tap, repeats, calls)
 
 
-def _unmatched_reference(seat: Seat, repeats: int, calls: int) -> list[float]:
-    return _time_calls(ReferenceGrafter(seat, b2t=_FILTER).tap, repeats, calls)
+def _unmatched_reference(place: ReferencePlace, repeats: int, calls: int) -> list[float]:
+    return _time_calls(ReferenceGrafter(place, b2t=_FILTER).tap, repeats, calls)
 
 
 def _time_calls(tap: Callable[..., Any], repeats: int, calls: int) -> list[float]:
-    """Seconds a call, the first round of calls left out."""
+    """Seconds a call, without the first round of calls."""
     timer = timeit.Timer("tap('mlp_out', x, layer=7)", globals={"tap": tap, "x": torch.zeros(16)})
     return [taken / calls for taken in timer.repeat(repeats + 1, calls)[1:]]
 

@@ -1,4 +1,4 @@
-"""A tensor from one process to another over TCP on loopback, encrypted, against gloo's broadcast of the bare tensor."""
+"""Sending a tensor to another process over TCP on loopback, encrypted, against gloo's broadcast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure(setup: Setup) -> list[Line]:
     theirs.close()
     try:
         if not ours.poll(_LIMIT):
-            raise TimeoutError(f"two ranks had not measured within {_LIMIT:g} s")
+            raise TimeoutError(f"the two ranks did not finish within {_LIMIT:g} s")
         measured: list[tuple[list[float], list[float]]] = ours.recv()
     finally:
         for rank in ranks:
@@ -59,34 +59,34 @@ def _be_a_rank(rank: int, folder: str, token: str, sizes: list[tuple[int, int]],
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    exchange, post = _exchange(rank, token)
+    exchange, router = _exchange(rank, token)
     exchange.begin_run(RunInfo(0, 0, (0, 1)))
     measured = [_measure(exchange, rank, step, *each) for step, each in enumerate(sizes)]
     if rank:
         line.send(measured)
     dist.barrier()
-    post.close()
+    router.close()
     dist.destroy_process_group()
 
 
 def _exchange(rank: int, token: str) -> tuple[RankExchange[None], RouterSocket]:
-    post = RouterSocket(derive_keys(token), b"rank %d" % rank, "127.0.0.1")
+    router = RouterSocket(derive_keys(token), b"rank %d" % rank, "127.0.0.1")
     ports: list[int] = [0, 0]
-    dist.all_gather_object(ports, post.port)
-    channel = post.connect(b"rank 0", "127.0.0.1", ports[0]) if rank else None
+    dist.all_gather_object(ports, router.port)
+    channel = router.connect(b"rank 0", "127.0.0.1", ports[0]) if rank else None
     while channel is None or not channel.linked:
-        post.pump()
-        channel = channel or post.channel_from(b"rank 1")
-    post.wake()
+        router.pump()
+        channel = channel or router.channel_from(b"rank 1")
+    router.wake()
     arena = Arena(*create_segment(), writable=True)
     place = Place("target" if rank else "baseline", 0, 1, 1)
-    return RankExchange(place, arena, {1 - rank: (channel, None)}, timeout=_LIMIT), post
+    return RankExchange(place, arena, {1 - rank: (channel, None)}, timeout=_LIMIT), router
 
 
 def _measure(
     exchange: RankExchange[None], rank: int, step: int, size: int, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """What ours took the receiver, and gloo's, in turn."""
+    """Return the receiver's seconds for graftlab's transfers and for gloo's, made in turns."""
     tensor, ours, gloo = torch.ones(size // 4), [], []
     for number in range(repeats):
         key = TapKey(step, "x", (), "original", number)

@@ -1,4 +1,4 @@
-"""How well and how fast a verdict names what is other: the faults and benign variants of ``graftlab zoo``."""
+"""Accuracy and time of verdicts on the planted faults and benign variants of ``graftlab zoo``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.lines import Budget, Line, Setup, Spread
 from graftlab.errors import GraftWarning
 from graftlab.zoo import scoring
 
-# One of each regime and two benign ones: to see that it works.
+# For a quick run: one fault of each regime, and two benign variants.
 _FEW = ("other_theta", "values_gradient_halved", "up_columns_swapped", "tensor_parallel", "half_precision")
 
 

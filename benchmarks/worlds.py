@@ -1,4 +1,4 @@
-"""Sessions for the benchmarks: on the CPU, with nothing compared unless asked for, and nothing left behind."""
+"""Sessions for the benchmarks: on the CPU by default, and with a plan that compares nothing by default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.lines import Setup
 def session(
     setup: Setup, baseline: int = 1, target: int = 1, *, device: str = "cpu", **plan: Any
 ) -> Iterator[gl.Session]:
-    """A session whose plan matches nothing but what ``plan`` says."""
+    """Open a session whose plan has only the filters in ``plan``."""
     wanted = gl.GraftPlan(**{"compare": "False", **plan})
     folder = tempfile.mkdtemp(dir=setup.folder)
     with gl.launch(baseline, target, device=device, plan=wanted, timeout=120.0, folder=folder) as launched:

@@ -16,8 +16,8 @@ import pandas as pd
 
 import graftlab as gl
 from graftlab import plots
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import DependencyError, GraftError, RunError
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "notebooks" / "quickstart.ipynb"
 

@@ -4,29 +4,29 @@
 
     GraftError
     |-- FilterError(ValueError)           a filter expression cannot be compiled
-    |-- LayoutError(ValueError)           a layout cannot be read, or a tensor is not of the layout it is said to have
-    |-- MatchError(ValueError)            what was given to be matched cannot be, or a proposal cannot be used like that
-    |-- PlanError(ValueError)             a plan, or a part of it, is not usable
-    |-- ConfigError(ValueError)           what a job is told of joining cannot be used, or the job is another
+    |-- LayoutError(ValueError)           a layout cannot be read, or a tensor does not have its declared layout
+    |-- MatchError(ValueError)            the inputs cannot be matched, or a proposal does not support the call
+    |-- PlanError(ValueError)             a plan, or a part of it, is invalid
+    |-- ConfigError(ValueError)           a job's configuration is invalid, or does not fit the job or the other side
     |-- TransformError                    a transform cannot be loaded, or its result cannot be used
-    |-- TagError(ValueError)              a tap was called with tags that it cannot have
+    |-- TagError(ValueError)              a tap was called with invalid tags
     |-- GraftOverlapError(RuntimeError)   one tap matches both b2t and t2b
     |-- ShippingError(TypeError)          a function or value cannot travel to the ranks
-    |-- RequestError(ValueError)          requests that cannot be told apart, served or replayed
-    |-- DependencyError(ImportError)      an optional package is needed here and is not installed
-    |-- DumpError                         recorded requests cannot be written where asked, or a file of them read
+    |-- RequestError(ValueError)          requests cannot be identified, served or replayed
+    |-- DependencyError(ImportError)      a required optional package is not installed
+    |-- DumpError                         recorded requests cannot be written, or a file of them cannot be read
     |-- RecordingError                    a recording cannot be written, or a folder cannot be read as one
-    |-- GraphError(ValueError)            a slot, a registry or a runner of captured graphs cannot be used like that
-    |-- MessageError(ValueError)          what came over a connection is no message that is expected there
+    |-- GraphError(ValueError)            a slot, registry or runner of captured graphs is misused
+    |-- MessageError(ValueError)          a connection received bytes that are not an expected message
     |-- BufferFullError                   a sender's buffer had no room for a tensor within the time limit
     `-- SessionError(RuntimeError)
         |-- LaunchError                   the ranks could not be started
-        |-- SessionBusyError              a run is still going on
-        |-- SessionClosedError            the session, or a rank that is needed, is gone
+        |-- SessionBusyError              a run is still in progress
+        |-- SessionClosedError            the session, or a required rank, is gone
         `-- RunError                      a function raised, or a rank died, during a run
 
-    WaitInterrupted(KeyboardInterrupt)    the stop button ended a wait; what was waited for goes on
-    GraftWarning(UserWarning)             something was skipped or done in another way than asked
+    WaitInterrupted(KeyboardInterrupt)    the stop button ended a wait; the ranks continue
+    GraftWarning(UserWarning)             something was skipped, or done differently from the request
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class GraftError(Exception):
     """The root of graftlab's own exceptions."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message is written for the reader, the frames inside graftlab are not."""
+        """Show the message alone in IPython, because graftlab's own frames tell the reader nothing."""
         return [f"{type(self).__name__}: {self}"]
 
 
 def _pointed(message: str, text: str, position: int) -> str:
-    """The message, and below it the text with a mark under the fault."""
+    """The message, followed by the text with a caret under the fault."""
     if not text:
         return message
     # One line of context is enough to see the fault, however much was pasted.
@@ -73,9 +73,9 @@ class FilterError(GraftError, ValueError):
 
 
 class LayoutError(GraftError, ValueError):
-    """A layout cannot be read, or a tensor does not have the layout that it is said to have.
+    """A layout cannot be read, or a tensor does not have its declared layout.
 
-    For a text that cannot be read, ``text`` is the text and ``position`` the 0-based offset of the fault in it.
+    If a layout's text cannot be read, ``text`` is that text and ``position`` the 0-based offset of the fault in it.
     """
 
     def __init__(self, message: str, text: str = "", position: int = 0) -> None:
@@ -89,15 +89,15 @@ class LayoutError(GraftError, ValueError):
 
 
 class MatchError(GraftError, ValueError):
-    """What was given to be matched cannot be, or a proposal cannot be used as asked."""
+    """The inputs cannot be matched, or a proposal does not support the call."""
 
 
 class PlanError(GraftError, ValueError):
-    """A plan, or a part of it, is not usable."""
+    """A plan, or a part of it, is invalid."""
 
 
 class ConfigError(GraftError, ValueError):
-    """What a job is told of joining a graft world cannot be used, or does not fit the job or the other side."""
+    """A job's configuration for joining a graft world is invalid, or does not fit the job or the other side."""
 
 
 class RecordingError(GraftError):
@@ -109,11 +109,11 @@ class TransformError(GraftError):
 
 
 class TagError(GraftError, ValueError):
-    """A tap was called with tags that it cannot have."""
+    """A tap was called with invalid tags."""
 
 
 class GraftOverlapError(GraftError, RuntimeError):
-    """One tap matches both the ``b2t`` and the ``t2b`` filter, so neither side would be the sender."""
+    """One tap matches both the ``b2t`` and the ``t2b`` filter, so there is no single sender."""
 
 
 class ShippingError(GraftError, TypeError):
@@ -121,18 +121,18 @@ class ShippingError(GraftError, TypeError):
 
 
 class RequestError(GraftError, ValueError):
-    """Requests that cannot be told apart, served or replayed."""
+    """Requests cannot be identified, served or replayed."""
 
 
 class DependencyError(GraftError, ImportError):
-    """An optional package is needed here and is not installed."""
+    """A required optional package is not installed."""
 
 
 class DumpError(GraftError):
-    """Recorded requests cannot be written where they should go, or a file of them cannot be read.
+    """Recorded requests cannot be written, or a file of them cannot be read.
 
-    Of a file that cannot be read to its end, ``offset`` is the byte where reading stopped and ``requests`` are those
-    that came whole before it; ``offset`` is None where the fault is not in the bytes.
+    If a file cannot be read to its end, ``offset`` is the byte where reading stopped and ``requests`` are the complete
+    requests before it; ``offset`` is None if the fault is not in the bytes.
     """
 
     def __init__(self, message: str, offset: int | None = None, requests: Sequence[Any] = ()) -> None:
@@ -146,7 +146,7 @@ class DumpError(GraftError):
 
 
 class GraphError(GraftError, ValueError):
-    """A slot, a registry, a runner of captured graphs or a compiled program cannot be made, or used, as asked."""
+    """A slot, a registry, a runner of captured graphs or a compiled program cannot be made or used in this way."""
 
 
 class BufferFullError(GraftError):
@@ -154,11 +154,11 @@ class BufferFullError(GraftError):
 
 
 class MessageError(GraftError, ValueError):
-    """What came over a connection is no message that is expected there."""
+    """A connection received bytes that are not a message expected at that point."""
 
 
 class SessionError(GraftError, RuntimeError):
-    """The session cannot do what was asked."""
+    """The session cannot do what the call requests."""
 
 
 class LaunchError(SessionError):
@@ -166,15 +166,15 @@ class LaunchError(SessionError):
 
 
 class SessionBusyError(SessionError):
-    """A run is still going on, so the ranks cannot take another."""
+    """A run is still in progress, so the ranks cannot start another."""
 
 
 class SessionClosedError(SessionError):
-    """The session is closed, or a rank that is needed is gone."""
+    """The session is closed, or a required rank is gone."""
 
 
 class RunError(SessionError):
-    """A function raised, or a rank died, during a run. ``failures`` maps ``"target[1]"`` to what happened there."""
+    """A function raised, or a rank died, during a run. ``failures`` maps labels such as ``"target[1]"`` to failures."""
 
     def __init__(self, message: str, failures: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -182,22 +182,22 @@ class RunError(SessionError):
 
 
 class WaitInterrupted(KeyboardInterrupt):
-    """The stop button ended a wait; what was waited for goes on, and the message says how to get back to it."""
+    """The stop button ended a wait. The ranks continue, and the message says how to wait again."""
 
     def _render_traceback_(self) -> list[str]:
-        """Short, as for :class:`GraftError`: whoever pressed stop knows where."""
+        """Show one line: the user who pressed stop knows where the wait was."""
         return [f"KeyboardInterrupt: {self}"]
 
 
 class GraftWarning(UserWarning):
-    """Something was skipped, or done in another way than asked; the run goes on."""
+    """Something was skipped, or done differently from the request; the run continues."""
 
 
 def warn(message: str) -> None:
-    """Show a :class:`GraftWarning` that points at the user's own line, however far up it is."""
+    """Show a :class:`GraftWarning` that points at the user's own line."""
     level, frame = 1, sys._getframe()
-    # torch's own frames lie in between where modules call hooks, and in compiled code, whose frames may have no module;
-    # those of dataclasses where a plan is made of another, and IPython's where a magic does.
+    # Frames between the user's line and here: torch's, where modules call hooks or code is compiled (frames that may
+    # have no module name); those of dataclasses, where one plan is made from another; and IPython's, for a magic.
     between = ("graftlab", "torch", "dataclasses", "IPython")
     while frame.f_back is not None and frame.f_globals.get("__name__", "torch").partition(".")[0] in between:
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""The session: what a notebook holds while two implementations run side by side."""
+"""The public session, and the functions that make one: ``launch`` and ``listen``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import describe_session, make_run_folder
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import LaunchError, PlanError, SessionError
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.launcher import launch_ranks
 from graftlab.ranks.options import LaunchOptions, StartMethod
-from graftlab.recordings.recorded import Recorded
+from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.rows.store import RowStore
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
     from graftlab.control.compiled_comparison import CompiledComparison
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 def launch(
-    baseline: int | Recorded = 1,
-    target: int | Recorded = 1,
+    baseline: int | RecordedSide = 1,
+    target: int | RecordedSide = 1,
     *,
     device: str | None = None,
     backend: str | None = None,
@@ -52,20 +52,20 @@ def launch(
     keep_budget: int = limits.KEEP_BUDGET,
     tap_timeout: float | None = None,
 ) -> Session:
-    """Start ``baseline`` + ``target`` ranks and return the :class:`Session` that holds them; usable in ``with``.
+    """Start ``baseline`` + ``target`` ranks and return their :class:`Session`, a context manager.
 
-    A side that is a :class:`Recording` has as many ranks as were recorded, and shows what was recorded again in each
-    run that gives it nothing else to do.
+    A side that is a :class:`Recording` has as many ranks as were recorded, and replays its taps in each run that gives
+    it no other code.
 
     ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or None (the GPUs if there are any); ``backend`` the collective
     backend of each side's own default process group. ``timeout``, in seconds, bounds the start and the groups'
-    collectives; ``tap_timeout`` every wait of a tap, by default half of it, so that a tap that waits in vain ends
-    before the collective in which a peer waits for its rank. ``folder`` is where this session's rows and logs go
-    (default: a new folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``, see :func:`runs`); it belongs to one session at
-    a time, and one with rows is only gone on with when ``append`` says so. ``buffer_budget`` and ``keep_budget`` are
-    bytes a rank, for tensors on their way and for pairs that the plan keeps.
+    collectives; ``tap_timeout`` bounds every wait of a tap, by default by half of it, so that a tap times out before
+    the collective in which a peer waits for its rank. ``folder`` is for this session's rows and logs (default: a new
+    folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``, see :func:`runs`); one session uses it at a time, and a folder
+    with rows needs ``append=True``. ``buffer_budget`` and ``keep_budget`` are bytes per rank, for tensors in transit
+    and for pairs that the plan keeps.
 
-    Raises :class:`LaunchError`, with the log's tail where a rank died.
+    Raises :class:`LaunchError`, with the log's tail if a rank died.
 
     >>> with gl.launch(baseline=1, target=2, timeout=30) as other:
     ...     [rank.label for rank in other.ranks]
@@ -89,7 +89,9 @@ def launch(
         prune()
     session = _start(options, plan or GraftPlan(), made, append=append)
     sides = {"baseline": baseline, "target": target}
-    internals_of(session).default_callees = {name: side for name, side in sides.items() if isinstance(side, Recorded)}
+    internals_of(session).default_callees = {
+        name: side for name, side in sides.items() if isinstance(side, RecordedSide)
+    }
     return session
 
 
@@ -107,8 +109,8 @@ def _start(options: LaunchOptions, plan: GraftPlan, folder: Path, *, append: boo
         raise
 
 
-def _ranks_of(side: int | Recorded) -> int:
-    return side.world_size if isinstance(side, Recorded) else side
+def _ranks_of(side: int | RecordedSide) -> int:
+    return side.world_size if isinstance(side, RecordedSide) else side
 
 
 def listen(
@@ -125,21 +127,21 @@ def listen(
     keep_budget: int = limits.KEEP_BUDGET,
     tap_timeout: float | None = None,
 ) -> Session:
-    """A :class:`Session` of jobs that something else starts: returns at once, and says how to start each job.
+    """Listen for jobs that another launcher starts; returns their :class:`Session` and prints how to start them.
 
-    A job joins where its environment says so, or with :func:`attach`. When all ranks of both sides are there, they
-    begin, and all that they do is one run. Plans are edited from here while they go on, rows come in, and kept tensors,
-    figures and widgets are as in a session that was launched. Only to run code on the ranks, or to interrupt it, is not
-    the session's. When it is closed, or this process ends, the jobs go on: another :func:`listen` with the same
-    ``folder`` and ``append=True`` takes them over.
+    A job joins if its environment asks for it, or with :func:`attach`. When all ranks of both sides have joined, they
+    begin one run, which lasts as long as the jobs. Meanwhile plans are edited and rows arrive as in a launched session,
+    and kept tensors, figures and widgets work. Only running code on the ranks, and interrupting it, does not. When the
+    session closes, or this process ends, the jobs continue: another :func:`listen` with the same ``folder`` and
+    ``append=True`` takes them over.
 
-    ``baseline`` and ``target`` are how many ranks each job has; the others are as for :func:`launch`, and ``folder`` is
-    also where the jobs find this session. Only processes of the same user on this machine can join, unless an
-    ``address`` is given, such as ``"tcp://10.0.0.5:29500"``, at which other machines reach this one: then whoever knows
-    the ``token`` can, which is printed, and kept in the folder for the next time. Where none is given, nor in
-    ``GRAFTLAB_TOKEN`` or the file ``GRAFTLAB_TOKEN_FILE``, the folder's is taken, or one is made.
+    ``baseline`` and ``target`` are the numbers of ranks of each job; the others are as for :func:`launch`, and the jobs
+    find this session by its ``folder``. Only processes of the same user on this machine can join, unless an ``address``
+    is given, such as ``"tcp://10.0.0.5:29500"``, at which other machines reach this one: then every process with the
+    ``token`` can. The token is printed, and kept in the folder. By default it is taken from ``GRAFTLAB_TOKEN``, the
+    file ``GRAFTLAB_TOKEN_FILE``, or the folder, or else made.
 
-    Raises :class:`LaunchError` where somebody listens in that folder already, or nothing can listen at the address.
+    Raises :class:`LaunchError` if a session listens in that folder already, or the address cannot be listened at.
 
     >>> with gl.listen(baseline=1, target=2) as other:
     ...     other.status()["state"].tolist()
@@ -171,7 +173,7 @@ def _own_endpoint(address: str) -> Endpoint:
     endpoint = Endpoint.parse(address) if isinstance(address, str) else None
     if endpoint is None or endpoint.host in ("0.0.0.0", "::"):
         raise LaunchError(
-            f"address={address!r}: give the one at which other machines reach this one, such as tcp://10.0.0.5:29500"
+            f"address={address!r}: give the address at which other machines reach this one, such as tcp://10.0.0.5:29500"
         )
     return endpoint
 
@@ -200,16 +202,16 @@ class Session(SessionCore):
     ) -> Replay:
         """Feed recorded requests to both sides, one batch per step, and report which diverge, the worst first.
 
-        ``path`` is a file of a :class:`~graftlab.requests.RequestDumper`, read as
-        :func:`~graftlab.requests.load_dump` reads it, or a folder of such files. ``baseline`` and ``target`` are
-        functions, or expressions for one where ``%%graft`` cells run: they get a list of up to ``batch_size`` requests
-        as they were recorded, and return as many outputs (token ids, text, a tensor, or a dict with ``output_ids`` and
-        perhaps ``logits``). Only the first ``limit`` requests are replayed. Rows carry the tag ``rid``; taps above
-        ``noise_floor`` (``rel_l2``) diverge. In a batch of several requests the taps stand for all of them.
+        ``path`` is a file of a :class:`~graftlab.requests.RequestDumper`, read as :func:`~graftlab.requests.load_dump`
+        reads it, or a folder of such files. ``baseline`` and ``target`` are functions, or expressions for a function in
+        the namespace of ``%%graft`` cells. A function gets a list of up to ``batch_size`` requests as they were
+        recorded, and returns as many outputs (token ids, text, a tensor, or a dict with ``output_ids`` and perhaps
+        ``logits``). Only the first ``limit`` requests are replayed. Rows carry the tag ``rid``; taps above
+        ``noise_floor`` (``rel_l2``) diverge. The taps of a batch belong to all of its requests.
 
-        A damaged request is reported and skipped; one at which a function raises has the status ``failed``. Raises
-        :class:`DumpError` for a file that cannot be read, :class:`RequestError` when it holds nothing to replay, and
-        what :meth:`run` raises.
+        A damaged request is reported and skipped; a request for which a function raises has the status ``failed``.
+        Raises :class:`DumpError` for a file that cannot be read, :class:`RequestError` when it holds nothing to replay,
+        and what :meth:`run` raises.
 
         >>> from graftlab.requests import RequestDumper
         >>> dumper = RequestDumper(session.folder / "requests")
@@ -251,7 +253,7 @@ class Session(SessionCore):
         steps: int = 1,
         graft_weights: bool = False,
     ) -> Verdict:
-        """Which computation differs on the target, whether it is the cause, and which taps only inherit the error.
+        """Find which computation differs on the target, whether it is the cause, and which taps only inherit the error.
 
         ``baseline`` and ``target`` are what :meth:`run` takes, and are called several times; each call must begin from
         the same state and be repeatable. Every tap is grafted b2t, so that its difference is the error that arose at
@@ -260,23 +262,24 @@ class Session(SessionCore):
         ``threshold`` times its floor. With ``explain``, groups are then swapped: the output is computed with the
         target's code at some of the named groups and the baseline's at the others, which shows the effect of each.
 
-        A baseline may be a :class:`Recording`. It computes nothing, so a floor is assumed by the dtypes unless
-        ``floor`` is given, nothing is swapped, and the text says so first; a target cannot be one.
+        A baseline may be a :class:`Recording`. It computes nothing, so a floor is assumed for the dtypes unless
+        ``floor`` is given, nothing is swapped, and the text begins with that. A target cannot be a recording.
 
-        ``output`` is the tap at which effects are measured, the last time that it is there. By default it is the last
-        one whose numbers round: logits, and not the token that is chosen by them and seldom shows a mistake.
-        ``floor`` is ``"auto"`` or a ``rel_l2`` for all taps. ``exact`` is the baseline in float64, with the same taps,
-        also run on the baseline's ranks: its distance is added to the floor. The plan's filters are set aside, and
-        restored afterwards; its transform and its renaming stay in force.
+        ``output`` is the tap at which effects are measured, in its last call. By default it is the last tap whose
+        numbers round: logits, not the token chosen by them, which seldom shows a mistake. ``floor`` is ``"auto"`` or a
+        ``rel_l2`` for all taps. ``exact`` is the baseline in float64, with the same taps, also run on the baseline's
+        ranks: its distance is added to the floor. The verdict replaces the plan's filters, and restores them
+        afterwards; the transform and the renaming stay in force.
 
-        The jobs of a session that listens are judged in what they do anyway: give no functions. Each run of the verdict
-        is then ``steps`` whole steps of theirs, which begin at a multiple of that number. Where the baseline shows the
-        same in each, the floor is measured and code is swapped, as above. Where it does not, as in training, a floor is
-        assumed by the dtypes unless ``floor`` is given, nothing is swapped, and the text says so first. Weights and the
-        state of optimizers are left alone, unless ``graft_weights`` gives the target the baseline's, for good.
+        For jobs that joined, give no functions: they are judged in the steps that they make anyway. Each run of the
+        verdict is then ``steps`` whole steps of theirs, beginning at a multiple of that number. If the baseline shows
+        the same values in each, the floor is measured and code is swapped, as above. If it does not, as in training, a
+        floor is assumed for the dtypes unless ``floor`` is given, nothing is swapped, and the text begins with that.
+        Weights and the state of optimizers are not grafted, unless ``graft_weights`` gives the target the baseline's,
+        permanently.
 
-        Raises what :meth:`run` raises, and :class:`SessionError` where no tap is named ``output``, or a job ends before
-        the verdict is there.
+        Raises what :meth:`run` raises, and :class:`SessionError` if no tap is named ``output``, or a job ends before
+        the verdict is done.
 
         >>> session.verdict(forward, forward, args=(x,)).text
         'No tap adds more than rounding (2 groups of taps, at most 0 x the floor, threshold 5).'
@@ -291,13 +294,13 @@ class Session(SessionCore):
         return self._verdict
 
     def post_mortem(self, on: str, command: str = "") -> str:
-        """What pdb says to a command in the frames of the last failure on a rank, such as ``"target[1]"``.
+        """Run a pdb command in the frames of the last failure on a rank, such as ``"target[1]"``; returns its output.
 
-        Without a command it names the exception and where it was raised, ``w`` shows the frames, ``u`` and ``d`` go up
-        and down in them, ``l`` shows the source, ``p EXPR`` a value, as on a rank where it fails: the frames are the
-        real ones, on the rank, with all that they hold. They are kept until the next run begins.
+        Without a command it returns the exception and where it was raised. ``w`` shows the frames, ``u`` and ``d`` move
+        up and down, ``l`` shows the source and ``p EXPR`` a value. The frames are the real ones, on the rank, with all
+        their variables. They are kept until the next run begins.
 
-        Raises :class:`SessionError` where nothing has failed, and for what would run the code on.
+        Raises :class:`SessionError` if nothing has failed, and for commands that would resume the code.
 
         >>> def fails(scale):
         ...     raise ValueError(f"no such scale: {scale}")
@@ -317,9 +320,9 @@ class Session(SessionCore):
 
         It has the conclusion and the newest verdict, the taps of the newest run as a figure and a table that can be
         sorted and searched, the worst taps with their figures, failed transforms and notes, the plan, the code that was
-        run, and the versions of what it ran on. It opens from disk and loads nothing. Values of tensors are only in it,
-        as pictures of the kept pairs, when ``tensors`` says so; messages of exceptions and the code are there as they
-        are.
+        run, and the versions of what it ran on. It opens from disk and loads nothing. It shows values of tensors, as
+        pictures of the kept pairs, only with ``tensors=True``; messages of exceptions and the code are included
+        unchanged.
 
         Raises :class:`SessionError` when it cannot be written.
 
@@ -340,16 +343,16 @@ class Session(SessionCore):
         rounds: int = 12,
         budget: int = 1 << 30,
     ) -> Proposal:
-        """Find by value which tap of the target is which of the baseline, and in which layout, whatever their names.
+        """Find by value which tap of the target corresponds to which of the baseline, and in which layout.
 
-        ``baseline`` and ``target`` are what :meth:`run` takes. Both sides run once and record what their taps show, up
-        to ``budget`` bytes per rank; of the rest they record only sketches. What matches is grafted into the target,
-        which runs again, until nothing changes or ``rounds`` are over: behind a fault no value matches until the fault
-        is grafted away. So the target's code must begin from the same state each time. The plan plays no part, and no
-        rows are made.
+        ``baseline`` and ``target`` are what :meth:`run` takes. Both sides run once and record their taps, up to
+        ``budget`` bytes per rank; of the rest they record only sketches. Matches are grafted into the target, which
+        runs again, until nothing changes or ``rounds`` are over: behind a fault no value matches until the fault is
+        grafted away. So the target's code must begin from the same state each time. The plan is not used, and no rows
+        are made.
 
-        The :class:`Proposal` shows the pairs, how sure each is, and what has no partner and why. To apply it:
-        ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
+        The :class:`Proposal` shows the pairs, how sure each is, and the taps without a partner with the reason. To
+        apply it: ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
 
         >>> def mine(x):
         ...     return gl.tap("h.scaled", x * 2)
@@ -377,7 +380,7 @@ class Session(SessionCore):
         threshold: float = 5.0,
         **options: Any,
     ) -> CompiledComparison:
-        """Does this function compute the same when it is compiled, and if not, where does it differ?
+        """Find whether this function computes the same when it is compiled, and if not, where it differs.
 
         The baseline calls it as it is and the target as ``torch.compile(function, **options)``: ``backend``,
         ``fullgraph``, ``dynamic``, ``mode``. It is a function or an expression, as for :meth:`run`; both sides need
@@ -385,7 +388,7 @@ class Session(SessionCore):
         computation differs. Since a tap keeps the compiler from fusing across it, the results without any tap are
         compared too. If they differ only without taps, the tap that makes the difference is found by leaving taps out
         of the graph, which compiles the function a few more times. Fused code rounds less often, so how far rounding
-        alone takes the eager result is measured, with the taps moved by one unit in the last place and in float64, and
+        alone moves the eager result is measured, with the taps moved by one unit in the last place and in float64, and
         is part of every floor.
 
         Raises what :meth:`verdict` raises.
@@ -409,24 +412,24 @@ class Session(SessionCore):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> ReplicaCheck:
-        """What the ranks of one side should agree on and do not; no other side is needed.
+        """Find where the ranks of one side should agree and do not; no other side is needed.
 
-        ``target`` (or ``baseline``) is what :meth:`run` takes, and is run once, on that side alone. It finds copies
-        that differ (activations, and with ``gl.watch(params=True)`` and ``gl.watch_training`` weights, gradients and
-        optimizer state), partial sums that were not reduced, and inputs that differ. Which taps are copies is read from
-        the placements of DTensors. For others ``layouts`` says it, with a layout for a filter over ``name``, such as
-        ``{"search('q_proj', name)": "shard(dim=-1, mesh='tp')"}``, on ``mesh`` (``{"tp": 2}``, by default one
-        dimension); ``gl.tap(layout=)`` says it at the tap. On a mesh of several dimensions, such as
-        ``{"dp": 2, "tp": 2}``, copies along one of them are looked for too: a weight that is sharded over ``tp`` has
-        to be equal within each ``dp`` group, and what is computed from one group's inputs within each ``tp`` group.
-        For all other taps it is inferred: tensors that are near to each other are taken for copies, as are those whose
-        counterparts in another layer are equal, and gradients of weights that are copies.
+        ``target`` (or ``baseline``) is what :meth:`run` takes, and runs once, on that side alone. The check finds
+        copies that differ (activations, and with ``gl.watch(params=True)`` and ``gl.watch_training`` weights, gradients
+        and optimizer state), partial sums that were not reduced, and inputs that differ. Which taps are copies is read
+        from the placements of DTensors. For other taps ``layouts`` declares it, with a layout for a filter over
+        ``name``, such as ``{"search('q_proj', name)": "shard(dim=-1, mesh='tp')"}``, on ``mesh`` (``{"tp": 2}``, by
+        default one dimension), or ``gl.tap(layout=)`` at the tap. On a mesh of several dimensions, such as
+        ``{"dp": 2, "tp": 2}``, the check also looks for copies along one of them: a weight that is sharded over ``tp``
+        has to be equal within each ``dp`` group, and values computed from one group's inputs within each ``tp`` group.
+        For all other taps it infers copies: tensors that are near to each other, those whose counterparts in another
+        layer are equal, and gradients of weights that are copies.
 
         Raises what :meth:`run` raises, and :class:`SessionError` for a side of one rank.
 
         >>> session.check(target=forward, args=(x,))
         Traceback (most recent call last):
-        graftlab.errors.SessionError: check: the target has one rank, which has nobody to agree with; launch ...
+        graftlab.errors.SessionError: check: the target has one rank, and a check compares several; launch ...
         """
         self._require_workers("run code on")
         from graftlab.control.replica_check import check
@@ -463,9 +466,9 @@ class Session(SessionCore):
         return FilterEditor(self)
 
     def match_editor(self, proposal: Proposal) -> MatchEditor:
-        """A widget that shows which tap is which, and in which one accepts and rejects pairs, and applies the rest.
+        """A widget for a proposal's pairs: shows both sides' taps, accepts and rejects pairs, and applies the rest.
 
-        Its ``proposal`` is what is left of the one that was given.
+        Its ``proposal`` has the pairs that were not rejected.
 
         >>> session.match_editor(session.match(forward, forward, args=(x,))).close()
         """

@@ -17,7 +17,7 @@ from kit import warm
 from benchmarks import __main__ as command
 from benchmarks import edit, machine, taps
 from benchmarks.lines import Budget, Line, Spread, quantity
-from benchmarks.reference import ReferenceGrafter, ReferenceWorld, Seat, diff_statistics
+from benchmarks.reference import ReferenceGrafter, ReferencePlace, ReferenceWorld, diff_statistics
 from benchmarks.table import markdown, plain
 from graftlab.ranks import forkserver
 
@@ -39,7 +39,7 @@ def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ranks
-def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: Path) -> None:
+def test_a_quick_run_prints_its_lines_and_writes_them_as_json(tmp_path: Path) -> None:
     out = tmp_path / "made" / "bench.json"
     done = benchmarks("--quick", "--only", "taps", "edit", "rows", "graphs", "cuda", "--out", str(out))
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_a_quick_run_prints_its_lines_and_writes_all_of_them_as_json(tmp_path: P
 
 
 @pytest.mark.ranks
-def test_an_unknown_name_is_refused_and_the_known_ones_are_listed() -> None:
+def test_an_unknown_subject_is_refused_and_the_known_ones_are_listed() -> None:
     refused = benchmarks("--only", "no_such_line")
     assert refused.returncode == 2
     assert "no_such_line" in refused.stderr
@@ -78,7 +78,7 @@ def test_an_unknown_name_is_refused_and_the_known_ones_are_listed() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_measured_is_told_and_costs_no_other_line(
+def test_a_failing_subject_is_reported_and_costs_no_other_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(setup: object) -> list[Line]:
@@ -110,7 +110,7 @@ def test_less_time_and_more_a_second_are_better() -> None:
     assert many.share == 0.5
 
 
-def test_a_budget_is_met_missed_or_cannot_be_told() -> None:
+def test_a_budget_is_met_missed_or_unknown() -> None:
     both = (Budget("figure", "at most", 1e-6), Budget("ratio", "at least", 15))
     met = line(ours=Spread.of([1e-6]), reference=Spread.of([15e-6]), budgets=both)
     assert met.all_met is True
@@ -141,7 +141,7 @@ def test_figures_have_three_digits_and_a_unit(value: float, unit: str, text: str
     assert quantity(value, unit) == text
 
 
-def test_the_readme_shows_ratios_of_chosen_lines_and_where_they_were_measured() -> None:
+def test_the_page_shows_ratios_of_chosen_lines_and_the_machine() -> None:
     shown = line(ours=Spread.of([1.0]), reference=Spread.of([30.0]), in_docs=True)
     hidden = Line("taps", "another", ours=Spread.of([1.0]))
     text = markdown(FACTS, [shown, hidden, Line("cuda", "cuda", note="skipped", in_docs=True)])
@@ -155,9 +155,9 @@ def test_the_readme_shows_ratios_of_chosen_lines_and_where_they_were_measured() 
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
-def graft_on(seat: Seat, b2t: str | None, t2b: str | None, name: str) -> list[float]:
-    grafter = ReferenceGrafter(seat, b2t, t2b)
-    tensor = torch.full((3,), 10.0 * (seat.side == "target") + seat.rank)
+def graft_on(place: ReferencePlace, b2t: str | None, t2b: str | None, name: str) -> list[float]:
+    grafter = ReferenceGrafter(place, b2t, t2b)
+    tensor = torch.full((3,), 10.0 * (place.side == "target") + place.rank)
     assert grafter.tap(name, tensor, layer=3) is tensor
     return tensor.tolist()
 
@@ -174,7 +174,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("warm_ranks")
-def test_the_reference_grafts_what_matches_into_the_receivers_counterpart() -> None:
+def test_the_reference_grafts_matching_taps_into_the_receivers_counterpart() -> None:
     with ReferenceWorld(2, 2) as world:
         expression = "search('attn', name) and layer < 4 and side in ('baseline', 'target')"
         assert world.run(graft_on, expression, None, "attn_out") == [[0.0] * 3, [1.0] * 3, [0.0] * 3, [1.0] * 3]
@@ -182,10 +182,10 @@ def test_the_reference_grafts_what_matches_into_the_receivers_counterpart() -> N
         assert world.run(graft_on, expression, None, "mlp_out") == [[0.0] * 3, [1.0] * 3, [10.0] * 3, [11.0] * 3]
 
 
-def fail_on_target(seat: Seat) -> None:
-    if seat.side == "target":
+def fail_on_target(place: ReferencePlace) -> None:
+    if place.side == "target":
         raise ValueError("a mistake of the target")
-    ReferenceGrafter(seat, "True").tap("x", torch.zeros(1))
+    ReferenceGrafter(place, "True").tap("x", torch.zeros(1))
 
 
 @pytest.mark.ranks

@@ -203,6 +203,6 @@ def test_compiled_names_the_compilers_mistake_and_the_tap_across_which_it_fuses(
     assert not any(output.output_type == "error" for output in outputs)
     said = texts(outputs)
     assert "gelu is computed differently in layers 0-2" in said
-    assert "They part only without the tap 'scaled' in the graph" in said
+    assert "They differ only without the tap 'scaled' in the graph" in said
     assert re.search(r"off by \de-05 \(relative L2\)\ncompiled, with the graft: the output is off by 0e\+00", said)
     assert pictures(outputs) == 1

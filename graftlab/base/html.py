@@ -1,4 +1,4 @@
-"""The little HTML that renderings are made of."""
+"""Building blocks of HTML renderings: tables, cells, MIME bundles."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _NUMBERS = frozenset(
         "order",
     }
 )
-# JupyterLab's own sheet has all text of tables lean to the right, and breaks numbers at their minus.
+# JupyterLab's own style sheet aligns all text in tables to the right, and breaks numbers at the minus sign.
 _LEFT, _RIGHT = "text-align:left", "text-align:right;white-space:nowrap"
 
 
 def bundle(plain: str, rich: str) -> dict[str, str]:
-    """A MIME bundle for ``_repr_mimebundle_``."""
+    """Return a MIME bundle for ``_repr_mimebundle_``."""
     return {"text/plain": plain, "text/html": rich}
 
 
 def table(head: tuple[str, ...], lines: list[str]) -> str:
-    """A table of these lines; without any title it has no head."""
+    """Return a table of these rows; it has a header only if some title is not empty."""
     titles = "".join(_cell("th", title, "number" if title in _NUMBERS else "") for title in head)
     above = f"<thead><tr>{titles}</tr></thead>" if any(head) else ""
     return f"<table>{above}<tbody>{''.join(lines)}</tbody></table>"
 
 
 def cell(value: object, kind: str = "") -> str:
-    """A cell of that kind; numbers stand at the right edge and are never broken."""
+    """Return a table cell; cells of the kind ``number`` are right-aligned and never wrapped."""
     return _cell("td", html.escape(str(value)), kind)
 
 
 def marked_up(markup: str) -> str:
-    """A cell of text that is markup already."""
+    """Return a cell whose text is already markup."""
     return _cell("td", markup, "")
 
 

@@ -1,5 +1,4 @@
-"""A place in a cell's output whose text is renewed, and that leaves nothing behind: no widget that a saved notebook
-would miss."""
+"""Live text in a cell's output, updated in place. It is not a widget, which a saved notebook could not show."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-# An output without text has the height of a line all the same, and so has the part of a cell that holds no other one.
+# Even an empty output has the height of a line, and so has the output area of a cell that contains nothing else.
 _NOTHING = """<span class="graftlab-gone"></span><style>
 .jp-OutputArea-child:has(.graftlab-gone) { display: none }
 .jp-Cell-outputWrapper:has(.jp-OutputArea-child:only-child .graftlab-gone) { display: none }
@@ -18,7 +17,7 @@ _STYLE = "margin:0;font-size:var(--jp-code-font-size,13px);white-space:pre-wrap"
 
 
 def publisher() -> Callable[..., Any] | None:
-    """What shows a bundle in this notebook; None outside of one."""
+    """Return the function that displays a MIME bundle in this notebook; None outside a notebook."""
     shell = sys.modules.get("IPython.core.getipython")
     if shell is None or getattr(shell.get_ipython(), "kernel", None) is None:
         return None
@@ -29,14 +28,14 @@ def publisher() -> Callable[..., Any] | None:
 
 
 class LiveText:
-    """Shows text in a notebook, in the place of the one before; outside of a notebook nothing."""
+    """Shows text in a notebook and replaces it with each update; does nothing outside a notebook."""
 
     def __init__(self) -> None:
         self._id: str | None = None
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """Show this; the empty text leaves the place empty, and without a height."""
+        """Show this text; an empty text removes the output and its height."""
         publish = publisher()
         if publish is None or text == self._shown:
             return

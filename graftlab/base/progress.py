@@ -13,18 +13,18 @@ from graftlab.base.live import LiveText, publisher
 
 # Shorter waits need no bar, and would only flicker.
 PATIENCE = 1.0
-# Seconds between two looks at the counter.
+# Seconds between two reads of the counter.
 INTERVAL = 0.2
-# Seconds without news until the bar says what is waited for.
+# Seconds without progress until the bar says what it waits for.
 SILENCE = 5.0
 _SAID = 160
 
 
 class LongWait:
-    """Shows how many of ``what`` have come by now, once it has taken more than a second. For use in ``with``.
+    """Shows a count of ``what`` during a wait of more than a second. Use it as a context manager.
 
-    ``total`` is how many there will be, if that is known. ``where`` says who waits for what, once nothing has come for
-    some seconds.
+    ``total`` is the expected count, if it is known. ``where`` describes who waits for what; its text is shown after
+    some seconds without progress.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LongWait:
         return self
 
     def next_look(self, remaining: float | None) -> float:
-        """Bring the bar up to date; returns how many seconds to wait before the next call, at most ``remaining``."""
+        """Update the bar; returns the seconds to wait before the next call, at most ``remaining``."""
         now = time.monotonic()
         if self._bar is None and now >= self._show_from:
             self._bar = self._made()
@@ -61,25 +61,25 @@ class LongWait:
 
         options: dict[str, Any] = {"desc": self._title, "total": self._total, "unit": f" {self._what}", "leave": False}
         if publisher() is None:
-            # A file or a pipe should get none.
+            # No bar in a file or a pipe.
             return tqdm(**options, disable=not sys.stdout.isatty())
         place = LiveText()
 
         class Bar(tqdm):  # type: ignore[misc]
-            """Lines of text in a cell's output, because a widget would be missing in the saved notebook."""
+            """A bar of text in a cell's output, because a saved notebook cannot show a widget."""
 
             def display(self, msg: str | None = None, pos: int | None = None) -> bool:
                 place.show(str(self) if msg is None else msg)
                 return True
 
-        # Its own file would get the line that it clears at the end.
+        # The default file would receive the line that tqdm clears at the end.
         return Bar(**options, file=io.StringIO(), ncols=100)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            # Count what came since the last look: a bar that closes short of its total would look like a failure.
+            # Include the last items: a bar that closes below its total would look like a failure.
             self._count_up()
             self._bar.close()
 
@@ -93,5 +93,5 @@ class LongWait:
         said = f"nothing for {silent:.0f} s: {said}" if said else ""
         self._bar.set_postfix_str(said if len(said) <= _SAID else f"{said[:_SAID]}…", refresh=False)
         self._bar.update(more)
-        # Of itself a bar to which nothing is added does not show that time goes by.
+        # Without a refresh, a bar that receives no items does not show the elapsed time.
         self._bar.refresh()

@@ -1,7 +1,7 @@
-"""Functions and values on their way between the notebook and the ranks.
+"""Serialize functions and values between the notebook and the ranks.
 
-A function of a notebook cell travels by value, together with the cell's source, so that a traceback on a rank shows
-the cell's lines. What cannot travel is named.
+A function defined in a notebook cell travels by value, with the cell's source, so that a traceback on a rank shows the
+cell's lines. An error names the part of a value that cannot be pickled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from graftlab.errors import ShippingError, warn
 
 logger = logging.getLogger(__name__)
 
-# A captured value of this size is nearly always a mistake (a tensor or frame in a global), and it goes to every rank.
+# A captured value of this size is nearly always a mistake (a tensor or frame in a global), and every rank receives it.
 LARGE = 16 << 20
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle that notes which cells' sources have to travel too."""
+    """cloudpickle that also collects the sources of the notebook cells involved."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -48,7 +48,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _ResultPacker(_Packer):
-    """Tensors leave a rank as plain CPU tensors of just their own bytes; a view leaves its storage behind."""
+    """Sends tensors as plain CPU tensors with only their own bytes, without the rest of a view's storage."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
@@ -72,9 +72,9 @@ def _unpack(blob: bytes) -> Any:
 
 
 def pack_function(function: Callable[..., Any], what: str = "the function") -> bytes:
-    """A function as bytes, by value where it is not importable.
+    """Pickle a function, by value if it is not importable.
 
-    Raises :class:`ShippingError`, which names what cannot travel.
+    Raises :class:`ShippingError`, which names the part that cannot be pickled.
     """
     return _pack_or_name(function, _parts(function, what), what)
 
@@ -87,7 +87,7 @@ def unpack_function(blob: bytes) -> Callable[..., Any]:
 def pack_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str = "the function"
 ) -> bytes:
-    """A function with its arguments. Raises :class:`ShippingError`, which names what cannot travel."""
+    """Pickle a function with its arguments. Raises :class:`ShippingError`, which names an unpicklable part."""
     parts = [(what, function), *((f"positional argument {index}", arg) for index, arg in enumerate(args))]
     parts += [(f"argument {name!r}", arg) for name, arg in kwargs.items()]
     return _pack_or_name((function, args, dict(kwargs)), parts, what)
@@ -99,7 +99,7 @@ def unpack_call(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
 
 
 def pack_result(value: Any) -> bytes:
-    """What a rank's function returned. What cannot travel arrives as a :class:`Unshipped` that shows its repr."""
+    """Pickle a function's result on a rank; an unpicklable one becomes an :class:`Unshipped` with its repr."""
     try:
         return _pack(value, _ResultPacker)
     except Exception as error:
@@ -121,7 +121,7 @@ def unpack_result(blob: bytes) -> Any:
 
 
 class Unshipped:
-    """Stands for a value that stayed on its rank because it cannot be pickled; ``why`` says what was in the way."""
+    """Placeholder for a value that stayed on its rank because it cannot be pickled; ``why`` is the reason."""
 
     def __init__(self, kind: str, text: str, why: str) -> None:
         self.kind, self.text, self.why = kind, text, why
@@ -131,11 +131,11 @@ class Unshipped:
 
 
 def _pack_or_name(value: Any, parts: list[tuple[str, Any]], what: str) -> bytes:
-    """``parts`` are the parts of the value by name; ``what`` is the name of the whole."""
+    """Pickle a value, or raise an error that names the offending part of ``parts``; ``what`` names the whole value."""
     try:
         blob = _pack(value, _Packer)
     except Exception as error:
-        # cloudpickle makes an error of its own of a RecursionError.
+        # cloudpickle turns a RecursionError into its own error.
         if deep := next((name for name, part in parts if _is_deep(part)), None):
             raise ShippingError(
                 f"{deep} cannot be sent to the ranks: it nests deeper than pickle can follow. Flatten it, or create it "
@@ -143,7 +143,7 @@ def _pack_or_name(value: Any, parts: list[tuple[str, Any]], what: str) -> bytes:
             ) from error
         raise ShippingError(
             f"{_culprit(parts, {id(value)}) or what} cannot be sent to the ranks: {error}. Create it on the ranks "
-            f"instead (in a %%graft cell, or inside the function), or pass what it is made from"
+            f"instead (in a %%graft cell, or inside the function), or pass the values that it is built from"
         ) from error
     if len(blob) > LARGE:
         biggest = _biggest(parts, len(blob), {id(value)})
@@ -155,9 +155,9 @@ def _pack_or_name(value: Any, parts: list[tuple[str, Any]], what: str) -> bytes:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists, tuples and dicts are deeper in each other than Python calls may be."""
+    """Whether lists, tuples and dicts nest deeper than Python's recursion limit."""
     level = _nested([value])
-    seen: set[int] = set()  # what holds itself is another matter
+    seen: set[int] = set()  # a value that contains itself is not deep
     for _ in range(sys.getrecursionlimit()):
         inner = [_nested(each.values() if type(each) is dict else each) for each in level]
         level = list({id(part): part for parts in inner for part in parts if id(part) not in seen}.values())
@@ -172,7 +172,7 @@ def _nested(values: Iterable[Any]) -> list[Any]:
 
 
 def _culprit(parts: list[tuple[str, Any]], seen: set[int]) -> str | None:
-    """The name of the innermost part that cannot be pickled."""
+    """Return the name of the innermost part that cannot be pickled."""
     for name, part in parts:
         if id(part) not in seen and _size(part) < 0:
             seen.add(id(part))
@@ -181,7 +181,7 @@ def _culprit(parts: list[tuple[str, Any]], seen: set[int]) -> str | None:
 
 
 def _biggest(parts: list[tuple[str, Any]], size: int, seen: set[int]) -> str | None:
-    """The name of the innermost part that is more than half of the whole."""
+    """Return the name of the innermost part that makes up more than half of the whole."""
     for name, part in parts:
         if id(part) not in seen and (own := _size(part)) > size // 2:
             seen.add(id(part))
@@ -190,7 +190,7 @@ def _biggest(parts: list[tuple[str, Any]], size: int, seen: set[int]) -> str | N
 
 
 def _parts(value: Any, what: str) -> list[tuple[str, Any]]:
-    """What travels with a value, by the names its author gave."""
+    """Return the parts that travel with a value, under the names from its source code."""
     if isinstance(value, types.FunctionType):
         return [(f"variable {name!r} used by {value.__name__}()", part) for name, part in _captured(value)]
     if isinstance(value, types.MethodType):
@@ -208,7 +208,7 @@ def _parts(value: Any, what: str) -> list[tuple[str, Any]]:
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Globals, closure variables and defaults, which travel with a function, by name."""
+    """Yield the globals, closure variables and defaults that travel with a function, by name."""
     codes = [function.__code__]
     for code in codes:
         # A comprehension or an inner function is a constant of the code around it.
@@ -225,7 +225,7 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _size(value: Any) -> int:
-    """Bytes of the pickled value; -1 when it cannot be pickled."""
+    """Return the size of the pickled value in bytes; -1 if it cannot be pickled."""
     try:
         return len(_pack(value, _Packer))
     except Exception as error:

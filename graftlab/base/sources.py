@@ -1,4 +1,4 @@
-"""Source text that is no file (cells, expressions, transforms), made known to tracebacks."""
+"""Register source text that is not in a file (cells, expressions, transforms), so that tracebacks show it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Tree = TypeVar("Tree", bound=ast.AST)
 
 
 def install_source(filename: str, source: str) -> None:
-    """Let tracebacks show the lines of this source."""
+    """Make tracebacks show the lines of this source."""
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
 
 
 def source_of(filename: str) -> str | None:
-    """The source that goes by this name and is no file; None where there is none, or it is a file."""
+    """Return the source registered under this name; None if none is, or if it is a file."""
     entry = linecache.cache.get(filename)
     # Entries with a modification time are files, which any process can read itself.
     if entry is None or len(entry) != 4 or entry[1] is not None:
@@ -29,21 +29,21 @@ def source_of(filename: str) -> str | None:
 
 
 def parse(source: str, filename: str = "<unknown>") -> ast.Module:
-    """As :func:`ast.parse`, which in Python 3.11 fails now and then where another thread parses at the same time.
+    """Parse as :func:`ast.parse` does, and retry when Python 3.11 fails because another thread parses too.
 
-    There all threads count the depth of the tree in one place. A garbage collection in the midst of a tree lets
-    another thread run, and change the count; then a SystemError tells that it differs. The tree was right.
+    In that version all threads share one counter of the tree's depth. If a garbage collection lets another thread run
+    in the middle of a tree, the counter is off and Python raises a SystemError, although the tree was correct.
     (github.com/python/cpython/issues/106905)
     """
     return _whole(lambda: ast.parse(source, filename))
 
 
 def parse_expression(source: str) -> ast.expr:
-    """The tree of an expression, without Python's warnings of how it is written.
+    """Parse an expression, without Python's syntax warnings.
 
-    ``'\\d'`` in a pattern that is not a raw string is deprecated in Python, and what everybody writes.
+    ``'\\d'`` in a pattern that is not a raw string is deprecated in Python, but common.
     """
-    # Not catch_warnings: what it puts back may be what another thread has set for a while only.
+    # Not catch_warnings: it might restore a state that another thread had set only temporarily.
     warnings.filterwarnings("ignore", module=_EXPRESSION)
     return _whole(lambda: ast.parse(source, _EXPRESSION, mode="eval")).body
 

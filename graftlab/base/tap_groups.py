@@ -1,4 +1,4 @@
-"""Groups: the taps that show one computation of each layer, which a verdict speaks of together."""
+"""Groups of taps: those of one computation in all layers, which a verdict reports together."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 _NUMBER = re.compile(r"\d+")
 GRADIENT = "@grad"
-"""What the group of a gradient's taps ends with."""
+"""The suffix of a gradient's group."""
 KINDS = ("input", "grad", "param_grad", "optimizer", "param")
-"""The values of the tag ``kind`` that have groups of their own. Everything else shows a value of the forward pass."""
+"""The values of the tag ``kind`` that form separate groups. Any other tap shows a value of the forward pass."""
 
 DATA = "((kind == 'param' or kind == 'optimizer') and not updated)"
-"""A filter for the taps that show what both sides were given, not what they computed: weights before a step, and an
-optimizer's settings. They are compared and never grafted, for a weight that was overwritten would stay so."""
+"""A filter for taps that show inputs of the computation: weights before a step, and an optimizer's settings. They are
+compared and never grafted, because an overwritten weight would stay overwritten."""
 
 
 def is_data(tags: Mapping[str, Any]) -> bool:
@@ -23,16 +23,16 @@ def is_data(tags: Mapping[str, Any]) -> bool:
 
 
 def kind_of(tags: Mapping[str, Any] | None) -> str | None:
-    """The kind of a tap with these tags; None for a value of the forward pass."""
+    """Return the kind of a tap with these tags; None for a value of the forward pass."""
     kind = tags.get("kind") if tags else None
     return kind if kind in KINDS else None
 
 
 def group_of(name: str, tags: Mapping[str, Any] | None = None) -> str:
-    """The group of a tap: its path with each part that is a number replaced by ``*``.
+    """Return the group of a tap: its path with each numeric part replaced by ``*``.
 
     Digits within a part stay, so ``n1`` and ``n2`` are two groups. A tap whose tag ``kind`` is one of :data:`KINDS` is
-    in another group than a value of the same name.
+    not in the group of the value with the same name.
 
     >>> group_of("layers.3.experts.0.q1"), group_of("layers.3.q", {"kind": "grad"})
     ('layers.*.experts.*.q1', 'layers.*.q@grad')
@@ -43,25 +43,25 @@ def group_of(name: str, tags: Mapping[str, Any] | None = None) -> str:
 
 
 def kind_of_group(group: str) -> str | None:
-    """The kind of a group's taps; see :func:`kind_of`."""
+    """Return the kind of a group's taps; see :func:`kind_of`."""
     kind = group.rpartition("@")[2]
     return kind if "@" in group and kind in KINDS else None
 
 
 def place_in_blame(group: str) -> int:
-    """Blame goes to what is computed first: data, values, their gradients, those of weights, then the update."""
+    """Return a group's place in the order of computation: data, values, gradients, weights' gradients, update."""
     return ("input", None, "grad", "param_grad", "optimizer", "param").index(kind_of_group(group))
 
 
 def numbers_in(name: str) -> tuple[int, ...]:
-    """What stands in the places of the group's stars."""
+    """Return the numbers that the group's stars replace."""
     return tuple(int(part) for part in name.split(".") if _NUMBER.fullmatch(part))
 
 
 def filter_of(names: Iterable[tuple[str, str | None]]) -> str | None:
-    """A filter expression for all taps of these groups. Each is a tap's name, and its kind.
+    """Return a filter expression for all taps of these groups, each given as a tap's name and kind.
 
-    A group is given by the names of its taps, on either side; None where there is no name.
+    The name may be that of either side. Returns None if ``names`` is empty.
     """
     patterns: dict[tuple[str, str | None], None] = {}
     for name, kind in names:

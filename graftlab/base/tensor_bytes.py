@@ -1,7 +1,7 @@
-"""Tensors as bytes: to copy dtypes that torch has no kernels for, and to carry a tensor without its class.
+"""Tensors as bytes: to copy dtypes for which torch has no kernels, and to send a tensor without its class.
 
-torch copies, selects and compares no numbers of fewer than eight bits, and few of the eight-bit floats; it does all of
-that with the bytes that hold them.
+torch does not copy, select or compare numbers of fewer than eight bits, and supports few of the eight-bit floats. It
+supports all of that for the bytes that hold them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 _BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _BY_NAME.values()}
-"""How each dtype is called in ``torch``, and wherever a dtype is written down."""
+"""The name of each dtype in ``torch``, which is used wherever a dtype is stored as text."""
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The inverse of :data:`DTYPE_NAMES`. Raises ValueError for a name that this torch does not have."""
+    """The inverse of :data:`DTYPE_NAMES`. Raises ValueError for a name that this torch does not know."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -25,23 +25,23 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that torch can copy, select and compare."""
+    """Return a view of the same memory in a dtype that torch can copy, select and compare."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements row by row as a flat tensor of bytes; a view where the tensor lies like that in memory."""
+    """Return the elements in row-major order as a flat tensor of bytes; a view if the tensor is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return copyable(plain).contiguous().view(-1).view(torch.uint8)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements row by row, from whatever device."""
+    """Return the elements in row-major order as bytes, from any device."""
     return as_bytes(tensor).to("cpu").as_subclass(torch.Tensor).numpy().tobytes()
 
 
 def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor whose elements these are, on the CPU. Raises RuntimeError where the three do not fit together."""
+    """Build a CPU tensor from its bytes. Raises RuntimeError if the data does not fit dtype and shape."""
     if not data:
         return torch.empty(0, dtype=dtype, device="cpu").view(shape)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
@@ -54,14 +54,14 @@ def assembled(
     shape: tuple[int, ...],
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tensor whose elements are in these pieces; a window into the only one, where it lies as the dtype needs it.
+    """Build a tensor from pieces of its bytes; a view of a single piece if its alignment allows that.
 
-    With ``into``, so many flat bytes, it is a window into those. Raises ValueError or RuntimeError where they do not
-    fit together.
+    With ``into``, a flat tensor of ``nbytes`` bytes, the result is a view of it. Raises ValueError or RuntimeError if
+    the data does not fit dtype and shape.
     """
     came = sum(map(len, pieces))
     if came != nbytes:
-        raise ValueError(f"{came} bytes came of {nbytes}")
+        raise ValueError(f"received {came} of {nbytes} bytes")
     if not nbytes:
         return torch.empty(0, dtype=dtype, device="cpu").view(shape)
     flat = torch.frombuffer(pieces[0], dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""msgpack for what processes tell each other: plain data, checked against its type on arrival, and never executed.
+"""msgpack encoding of messages between processes: plain data, type-checked on arrival, and never executed.
 
-Two things that Python has and msgpack lacks travel as extensions, so that a tag's value arrives as it was: integers of
-more than 64 bits, and text with lone surrogates, which UTF-8 cannot express.
+Two kinds of values that msgpack lacks travel as extensions, so that a tag's value arrives unchanged: integers of more
+than 64 bits, and text with lone surrogates, which UTF-8 cannot express.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(value: object) -> bytes:
-    """A :class:`msgspec.Struct` or plain data as bytes.
+    """Encode a :class:`msgspec.Struct` or plain data.
 
-    Values in dicts arrive exactly. In text that is only to be read (a field of type ``str``, a dict's key) lone
-    surrogates become escapes.
+    Values in dicts arrive exactly. In text for display (a field of type ``str``, a dict's key) lone surrogates become
+    escapes.
     """
     try:
         return _encode(value)
@@ -30,7 +30,7 @@ def encode(value: object) -> bytes:
 
 
 def integer_to_bytes(value: int) -> bytes:
-    """An integer of any length."""
+    """Encode an integer of any length."""
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
 
@@ -40,7 +40,7 @@ def integer_from_bytes(data: bytes | memoryview) -> int:
 
 
 def text_to_bytes(text: str) -> bytes:
-    """Any text of Python's, which may have halves of surrogate pairs."""
+    """Encode any Python text, which may contain lone surrogates."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -50,18 +50,18 @@ def text_from_bytes(data: bytes | memoryview) -> str:
 
 
 class Decoder:
-    """Reads values of one type, which may be a union of structs."""
+    """Decodes values of one type, which may be a union of structs."""
 
     def __init__(self, kind: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(kind, ext_hook=_from_extension).decode
 
     def decode(self, data: bytes | memoryview) -> Any:
-        """Raises :class:`MessageError` for bytes that are no value of the type."""
+        """Decode one value. Raises :class:`MessageError` for bytes that are not a value of the type."""
         try:
             return self._decode(data)
-        # Beside what msgspec itself refuses: extensions that are damaged, and lists in lists without end.
+        # Beyond msgspec's own errors: damaged extensions, and lists nested too deep.
         except (ValueError, RecursionError) as error:
-            raise MessageError(f"{len(data)} bytes are not what is expected here: {error}") from error
+            raise MessageError(f"{len(data)} bytes are not a message expected here: {error}") from error
 
 
 def _expressible(value: Any) -> Any:
@@ -95,4 +95,4 @@ def _from_extension(code: int, data: memoryview) -> int | str:
         return integer_from_bytes(data)
     if code == _TEXT:
         return text_from_bytes(data)
-    raise ValueError(f"extension {code} is none that graftlab sends")
+    raise ValueError(f"graftlab does not send extension {code}")

@@ -1,4 +1,4 @@
-"""The graft world: all ranks of both sides, and where one of them stands in it."""
+"""The graft world, which is all ranks of both sides, and a rank's place in it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Side = Literal["baseline", "target"]
 Direction = Literal["b2t", "t2b"]
 
 MAX_RANKS = 512
-"""How many ranks a graft world may have, both sides together: a rank's page has one bit for each that it awaits."""
+"""The largest number of ranks of both sides together: a rank's status page has one bit for each rank it may await."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in the graft world. ``world_size`` counts the ranks of its own side."""
+    """A rank's place in the graft world. ``world_size`` counts the ranks of that side."""
 
     side: Side
     rank: int
@@ -31,7 +31,7 @@ class Place:
         return f"{self.side}[{self.rank}]"
 
     def everyone(self) -> list[Place]:
-        """All places of the graft world, in world-rank order, mine included."""
+        """Return all places of the graft world, in world-rank order, including this one."""
         mine, others = self.world_size, self.other_world_size
         baseline, target = (mine, others) if self.side == "baseline" else (others, mine)
         return [Place("baseline", rank, baseline, target) for rank in range(baseline)] + [
@@ -41,10 +41,10 @@ class Place:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a rank needs to know of a run: who takes part (world ranks), and where its own step numbers begin.
+    """A rank's view of a run: the participating world ranks, and its first step number.
 
-    ``generations`` says how often the baseline and the target have been started so far. A job that resumes at its own
-    step k begins at step ``base + k``.
+    ``generations`` counts the starts of the baseline and of the target so far. A job that resumes at its own step k
+    begins at step ``base + k``.
     """
 
     run: int
@@ -55,5 +55,5 @@ class RunInfo:
 
     @property
     def leader(self) -> int:
-        """The rank whose plan changes everybody follows: the baseline's rank 0 where it takes part."""
+        """The rank whose plan changes all others follow: the baseline's rank 0 if it participates."""
         return min(self.participants)

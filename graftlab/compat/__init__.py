@@ -1,4 +1,4 @@
-"""Code that is written for other kits: the same calls, as taps.
+"""The calls of other debugging kits, as taps.
 
-Internal, but for what docs/attach.md shows of it: it may change without notice; docs/api says what is public.
+Internal, except for what docs/attach.md shows: it may change without notice; docs/api says what is public.
 """

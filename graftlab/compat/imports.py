@@ -1,4 +1,4 @@
-"""Gives a module of graftlab where another kit's is imported: what ``GRAFTLAB_COMPAT`` asks for."""
+"""Replace the imports of another kit's modules by graftlab's, as ``GRAFTLAB_COMPAT`` asks for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def replace_imports() -> None:
-    """Put in place what ``GRAFTLAB_COMPAT`` names. Raises :class:`ConfigError` for a kit that is not known."""
+    """Replace the modules of the kit that ``GRAFTLAB_COMPAT`` names. Raises :class:`ConfigError` for an unknown kit."""
     kit = os.environ.get(f"{PREFIX}COMPAT")
     if not kit:
         return
@@ -40,7 +40,5 @@ def replace_imports() -> None:
         raise ConfigError(f"compat ({PREFIX}COMPAT) is {kit!r}; it takes {', '.join(_KITS)}")
     late = [name for name in _KITS[kit] if name in sys.modules]
     if late:
-        raise ConfigError(
-            f"{late[0]} was imported before graftlab, which could not take its place; import graftlab first"
-        )
+        raise ConfigError(f"{late[0]} was imported before graftlab, which could not replace it; import graftlab first")
     sys.meta_path.insert(0, _Finder(_KITS[kit]))

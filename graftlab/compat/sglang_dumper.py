@@ -1,8 +1,8 @@
-"""SGLang's dumper with its own calls, each of which is a tap.
+"""The calls of SGLang's dumper, as taps.
 
-``from graftlab.compat.sglang_dumper import dumper`` in the place of ``from sglang.srt.debug_utils.dumper import
-dumper``; with ``GRAFTLAB_COMPAT=sglang`` the latter gives this one too, so that engines and trainers which carry such
-calls join unchanged. ``DUMPER_GRAFTER_*`` variables say how, as :class:`graftlab.GraftConfig` reads them.
+Use ``from graftlab.compat.sglang_dumper import dumper`` instead of ``from sglang.srt.debug_utils.dumper import
+dumper``. With ``GRAFTLAB_COMPAT=sglang`` the latter imports this module too, so that engines and trainers with such
+calls join unchanged, with the settings of the ``DUMPER_GRAFTER_*`` variables (:class:`graftlab.GraftConfig`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 _GRAFTER = "grafter_"
-# What of a tap is shown, and whether it is at first; the variable is DUMPER_ and the name.
+# The kinds of tensors to tap, with their defaults; the variable is DUMPER_ and the name.
 _SHOWN = {"enable_value": True, "enable_grad": False, "enable_model_value": False, "enable_model_grad": False}
-# What only concerns files and the other kit's own servers.
-_WITHOUT_MEANING = frozenset(
+# Settings for files and servers that only SGLang's dumper has.
+_IGNORED = frozenset(
     {
         *("dir", "enable_output_file", "enable_output_console", "exp_name", "cleanup_previous"),
         *("collective_timeout", "server_port", "non_intrusive_mode", "source_patcher_config"),
@@ -47,11 +47,11 @@ _FIELDS = {
 
 
 class Dumper:
-    """The calls of SGLang's dumper. A rank that is not attached, nor recorded, does nothing in them."""
+    """The calls of SGLang's dumper. They do nothing on a rank that is neither attached nor recorded."""
 
     def __init__(self) -> None:
         self._shown = {name: _flag(name, default) for name, default in _SHOWN.items()}
-        # There it is off at first; here a process that joins or records has its taps unless it says otherwise.
+        # SGLang's default is off; here a process that joins or records has its taps unless the variable is 0.
         self._enabled = _flag("enable", True)
         self._filter: str | None = os.environ.get("DUMPER_FILTER") or None
         self._context: dict[str, Any] = {}
@@ -60,15 +60,15 @@ class Dumper:
         if self._filter is not None:
             _refuse_filter()
 
-    # ---- what model code calls ----------------------------------------------------------------------------------
+    # ---- taps ---------------------------------------------------------------------------------------------------
 
     @property
     def may_enable(self) -> bool:
-        """Whether taps do anything here, or would with ``configure(enable=True)``."""
+        """Whether taps are handled here, or would be with ``configure(enable=True)``."""
         return calls.tap_handler() is not None
 
     def step(self) -> None:
-        """The end of an iteration: see :func:`graftlab.step`. As there, it is none while ``enable`` is off."""
+        """End an iteration: see :func:`graftlab.step`. While ``enable`` is off it does nothing, as in SGLang."""
         if self._enabled:
             calls.step()
 
@@ -86,9 +86,9 @@ class Dumper:
         grafter_extras: Any = None,
         **tags: Any,
     ) -> None:
-        """Tap a value. ``dims`` is its layout and ``dims_grad`` its gradient's, ``grafter_extras`` travel with it.
+        """Tap a value. ``dims`` is its layout, ``dims_grad`` its gradient's; ``grafter_extras`` are the tap's extras.
 
-        ``save`` concerns files, of which there are none. The gradient is shown where ``enable_grad`` is set.
+        ``save`` is for SGLang's files, and ignored. The gradient is tapped if ``enable_grad`` is set.
         """
         if not self._is_on:
             return
@@ -107,9 +107,10 @@ class Dumper:
         step: int | None = None,
         **tags: Any,
     ) -> None:
-        """Tap every parameter, and the gradient that it has now, as far as ``enable_model_value`` and ``_grad`` say.
+        """Tap all parameters if ``enable_model_value`` is set, and their gradients if ``enable_model_grad`` is.
 
-        ``get_grad`` says where a parameter's gradient is. ``step`` is for files' names: a tap is of the step it is in.
+        ``get_grad`` returns a parameter's gradient. ``step`` is for SGLang's files, and ignored: a tap belongs to the
+        current step.
         """
         if not self._is_on:
             return
@@ -134,14 +135,14 @@ class Dumper:
     # ---- tags around taps ---------------------------------------------------------------------------------------
 
     def set_ctx(self, **tags: Any) -> None:
-        """Give these tags to every tap from now on, in all threads; None takes one away."""
+        """Give these tags to every later tap, in all threads; None removes a tag."""
         merged = {**self._context, **tags}
         self._context = {name: value for name, value in merged.items() if value is not None}
 
     def ctx(self, extractor: Callable[..., dict[str, Any]] | None = None, **tags: Any) -> Callable[[F], F]:
-        """A decorator: tags for every tap within the function, given, or made from its first argument."""
+        """Return a decorator that tags every tap within a function, with tags given or made from its first argument."""
         if (extractor is None) == (not tags):
-            raise TagError("dumper.ctx takes a function of the first argument, or tags: one of the two")
+            raise TagError("dumper.ctx takes either a function of the first argument, or tags")
 
         def decorate(function: F) -> F:
             @functools.wraps(function)
@@ -161,9 +162,9 @@ class Dumper:
     # ---- settings -----------------------------------------------------------------------------------------------
 
     def configure(self, **settings: Any) -> None:
-        """Change settings, by SGLang's names. ``grafter_enable=True`` joins as the ``grafter_`` settings say.
+        """Change settings by SGLang's names. ``grafter_enable=True`` joins with the ``grafter_`` settings.
 
-        Raises :class:`~graftlab.errors.ConfigError` for one that is not known, or cannot be used.
+        Raises :class:`~graftlab.errors.ConfigError` for an unknown setting, or a value that cannot be used.
         """
         for name, value in settings.items():
             if name in self._shown:
@@ -179,8 +180,8 @@ class Dumper:
             elif name == "filter":
                 if value is not None:
                     _refuse_filter()
-            elif name in _WITHOUT_MEANING:
-                logger.info("dumper.configure(%s=...): it concerns files and servers that are not made here", name)
+            elif name in _IGNORED:
+                logger.info("dumper.configure(%s=...) is ignored: graftlab has no such files or servers", name)
             else:
                 known = ", ".join(["enable", *self._shown, *_FIELDS])
                 raise ConfigError(f"dumper.configure: {name!r} is not a setting; the settings are {known}")
@@ -188,17 +189,17 @@ class Dumper:
             attach(GraftConfig.with_defaults(**self._settings))
 
     def configure_default(self, **settings: Any) -> None:
-        """As :meth:`configure`, where the environment says nothing else."""
+        """Change the settings that the environment does not give; see :meth:`configure`."""
         self.configure(
             **{name: value for name, value in settings.items() if f"DUMPER_{name.upper()}" not in os.environ}
         )
 
     def get_state(self) -> dict[str, Any]:
-        """The settings that mean something here."""
+        """Return the settings, without those that graftlab ignores."""
         return {"config": {"enable": self._enabled, **self._shown, **self._settings}}
 
     def reset(self) -> None:
-        """Forget the tags that were set, and take out the taps of watched models."""
+        """Remove the tags that were set, and the taps of watched models."""
         self._context = {}
         for watched in self._watches:
             watched.remove()
@@ -210,13 +211,13 @@ class Dumper:
         return self._watches[-1]
 
     def apply_source_patches(self) -> None:
-        """Does nothing: patches of source code are not made here."""
+        """Do nothing: graftlab patches no source code."""
         if os.environ.get("DUMPER_SOURCE_PATCHER_CONFIG"):
-            logger.warning("DUMPER_SOURCE_PATCHER_CONFIG is set, and graftlab patches no source code")
+            logger.warning("DUMPER_SOURCE_PATCHER_CONFIG is ignored: graftlab patches no source code")
 
     @contextmanager
     def capture_output(self) -> Iterator[dict[str, Any]]:
-        """Refused: rows and kept tensors take its place."""
+        """Raise ConfigError: rows and kept tensors replace it."""
         raise ConfigError("dumper.capture_output has no counterpart; session.tensors and gl.record keep tensors")
         yield {}
 
@@ -231,16 +232,16 @@ def _flag(name: str, default: bool) -> bool:
 
 def _refuse_filter() -> None:
     raise ConfigError(
-        "filter (DUMPER_FILTER) chooses what is dumped to files; a plan chooses here: GRAFTLAB_COMPARE_FILTER, or "
-        "session.edit(compare=...)"
+        "filter (DUMPER_FILTER) chooses what is dumped to files; graftlab's plan chooses taps: use "
+        "GRAFTLAB_COMPARE_FILTER, or session.edit(compare=...)"
     )
 
 
 def _attributes(data: Any) -> dict[str, Any]:
-    """What the object has and can be read, methods left out."""
+    """Return the object's readable attributes, without methods."""
     found = {}
     for name in dir(data):
-        # Properties may raise whatever they like, and the job is to go on.
+        # Properties may raise anything, and the job must continue.
         with suppress(Exception):
             if not (name.startswith("__") and name.endswith("__")) and not callable(value := getattr(data, name)):
                 found[name] = value
@@ -248,7 +249,7 @@ def _attributes(data: Any) -> dict[str, Any]:
 
 
 def get_truncated_value(value: Any) -> Any:
-    """The corner of a large tensor, for a line of a log; anything else as it is."""
+    """Return the first elements of a large tensor, for a log; other values unchanged."""
     if isinstance(value, tuple):
         return [get_truncated_value(each) for each in value]
     if not isinstance(value, torch.Tensor) or value.numel() < 200:
@@ -257,7 +258,7 @@ def get_truncated_value(value: Any) -> Any:
 
 
 def get_tensor_info(x: Any) -> str:
-    """What a tensor is, in a line of a log."""
+    """Describe a tensor in one line, for a log."""
     if not isinstance(x, torch.Tensor):
         return f"type={type(x)} value={x}"
     numbers = x.detach().float()

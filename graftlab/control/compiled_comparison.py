@@ -1,4 +1,4 @@
-"""The question that compiled code raises: does it compute what eager code does, and where not?"""
+"""A comparison of compiled code with eager code: whether they compute the same, and where not."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from graftlab.taps.compiled_calls import CompiledCall
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
-# So many times farther off than rounding takes it is other code; less is another order of rounding.
+# A result farther off than this many times rounding is a different computation; a nearer one is rounded differently.
 _PARTED = 5.0
 
 
 @dataclass(frozen=True)
 class CompiledComparison:
-    """What ``session.compare_compiled`` returns: the verdict with taps in the graph, and what only their absence shows.
+    """The result of ``session.compare_compiled``: the verdict with taps in the graph, and the results without them.
 
-    ``untapped`` and ``tapped`` are how far the compiled function's result is from the eager one's, as ``rel_l2``,
-    without a tap in its graphs and with all of them; NaN where it returns neither tensors nor
-    numbers. ``floor`` is how far rounding alone takes the eager result, measured: with each tap moved by one unit in
-    its last place, and from the same function in float64. ``exact`` are the distances from that float64 result, of the
-    eager result, of the compiled one without taps and of that with taps; NaN where the function does not run in
-    float64. ``fused`` is the tap with which in the graph the two agree, and without which, those before it being in the
-    graph, they part; None where the result is as near without taps.
+    ``untapped`` and ``tapped`` are the distances of the compiled result from the eager one, as ``rel_l2``, without any
+    tap in the graphs and with all of them; NaN where the function returns neither tensors nor numbers. ``floor`` is how
+    far rounding alone moves the eager result, measured with each tap moved by one unit in its last place, and from the
+    same function in float64. ``exact`` are the distances from that float64 result: of the eager result, of the compiled
+    one without taps, and of that with taps; NaN where the function does not run in float64. ``fused`` is the tap that
+    makes the difference: the results agree with it and all earlier taps in the graph, and differ with only the earlier
+    ones; None where the result is as near without taps.
 
     >>> session.compare_compiled(forward, args=(x,), backend="eager").fused is None
     True
@@ -78,16 +78,16 @@ class CompiledComparison:
         limit, floor = _PARTED * self.floor, f"rounding alone takes the eager result {self.floor:.1e} away"
         if self.fused is not None:
             return (
-                f"They part only without the tap {self.fused!r} in the graph: the compiler fuses across it, and "
-                f"what it makes of that is wrong ({floor}), which no row can show. gl.compile_taps chooses the taps of "
+                f"They differ only without the tap {self.fused!r} in the graph: the compiler fuses across it, and "
+                f"the fused code is wrong ({floor}), which no row can show. gl.compile_taps chooses the taps of "
                 f"a graph."
             )
         if max(self.untapped, self.tapped) <= limit:
             return f"That is within rounding: {floor}."
         if self.tapped <= limit:
             return (
-                f"Without taps that is more than rounding ({floor}), but not {_PARTED:g} times as far as with taps, so "
-                f"no single tap could be found that makes the difference."
+                f"Without taps that is more than rounding ({floor}), but less than {_PARTED:g} times as with "
+                f"taps, so no single tap can be found that makes the difference."
             )
         if self.verdict.named:
             return f"That is more than rounding: {floor}."
@@ -100,13 +100,13 @@ class CompiledComparison:
         eager, *compiled = self.exact
         if self.not_in_float64 is not None:
             return [
-                f"The function does not run in float64 ({self.not_in_float64}), so the floors leave out what fusion "
-                f"saves of rounding: a small excess over them may be no mistake."
+                f"The function does not run in float64 ({self.not_in_float64}), so the floors do not include how "
+                f"much less fused code rounds: a small excess over them may not be a mistake."
             ]
         far = f"The same function in float64 is {eager:.1e} from the eager result"
         without = f"{far} and {max(compiled):.1e} from the compiled one"
         if not math.isfinite(eager):
-            return [f"{without}: the eager one is not finite in places where it should be."]
+            return [f"{without}: the eager result is not finite in places where it should be."]
         if max(compiled) <= eager:
             blameless = "" if self.fused or self.verdict.named else " and is not at fault"
             return [f"{without}, which rounds less often{blameless}."]
@@ -188,14 +188,14 @@ class _CompiledRuns:
 
     @property
     def floor(self) -> ResultFloor:
-        """How far rounding takes the eager result; known once a distance is."""
+        """How far rounding moves the eager result; known after the first call of :meth:`distances`."""
         assert self._floor is not None
         return self._floor
 
     def distances(self, names: tuple[str, ...] | None, title: str) -> tuple[float, float]:
-        """How far the compiled result is from the eager one, and from that in float64.
+        """The distances of the compiled result from the eager one, and from that in float64.
 
-        Each is a rel_l2, on the ranks where it is largest.
+        Each is a rel_l2, on the rank where it is largest.
         """
         self.graphs += 1
         target = CompiledCall(_source(self._function), self._packed, self._options, names)
@@ -207,7 +207,7 @@ class _CompiledRuns:
         return apart, distance(self._floor.in_float64, found) if self._floor.error is None else math.nan
 
     def first_that_mends(self, names: list[str], untapped: float, tapped: float) -> str:
-        """The tap with which, and with all before it, the results agree, and with only those before it they part."""
+        """Find the first tap that makes the results agree when it is in the graph with all taps before it."""
         limit = math.sqrt(untapped * max(tapped, self.floor.rel_l2))
         parted, agreed = 0, len(names)
         while agreed - parted > 1:
@@ -240,7 +240,7 @@ class _CompiledRuns:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Run:
         rows, before = self._session.row_count, self._session.plan
-        # A graft of the plan in force would repair the very thing that is looked for.
+        # A graft of the plan in force would repair the difference.
         nothing: PlanEdit = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
         callees: dict[Side, Callee | None] = {"baseline": baseline, "target": target}
         run, plan = start_under(self._session, nothing, callees, args, kwargs)
@@ -250,7 +250,7 @@ class _CompiledRuns:
             self._session.interrupt()
             raise
         finally:
-            # Somebody else's newer plan is theirs.
+            # A newer plan was published by the user, and stays.
             if self._session.plan.version == plan.version:
                 self._session.edit(b2t=before.b2t, t2b=before.t2b, compare=before.compare, keep=before.keep)
 

@@ -1,7 +1,4 @@
-"""What holds a session together, for widgets, replays and whatever else drives one.
-
-Each thing that a session does has a file of its own beside this one; the core joins them and says when it is closed.
-"""
+"""The core of a session: it joins the parts, each in a module beside this one, and knows whether it is closed."""
 
 from __future__ import annotations
 
@@ -68,7 +65,9 @@ class SessionInternals:
 
 
 class SessionCore:
-    """Ranks of both sides, the plan in force, and every row so far. :class:`graftlab.Session` adds what needs more.
+    """Ranks of both sides, the plan in force, and every row so far.
+
+    :class:`graftlab.Session` adds what needs rooms above this one.
 
     Methods may be called from any thread (widgets do).
     """
@@ -80,7 +79,7 @@ class SessionCore:
         self.options = options
         self._ranks = list(ranks)
         self._rows = rows
-        # Held where one thing must not come between two others: an edit between a run and its plan.
+        # Held while several changes belong together, such as a run and its plan.
         self._lock = threading.RLock()
         self._closed = False
         self._ending = threading.Lock()
@@ -116,12 +115,12 @@ class SessionCore:
     ) -> Run:
         """Call ``baseline`` on the baseline's ranks and ``target`` on the target's, both at once, and wait.
 
-        Each is a function, which is called with ``args`` and ``kwargs``, or an expression, which is evaluated where
-        ``%%graft`` cells run. A side that is None stays idle. The run begins a new step. When a rank fails, the others
+        Each is a function, called with ``args`` and ``kwargs``, or an expression, evaluated in the namespace of
+        ``%%graft`` cells. A side that is None stays idle. The run begins a new step. When a rank fails, the others
         are interrupted, unless ``on_failure`` is ``"continue"``.
 
         Raises :class:`RunError` when the code raised or a rank died, :class:`SessionBusyError` while another run is
-        going on, :class:`ShippingError` when a function or an argument cannot be sent.
+        in progress, :class:`ShippingError` when a function or an argument cannot be sent.
 
         >>> run = session.run(forward, forward, args=(x,))
         >>> run.target, len(run.frame)
@@ -186,7 +185,7 @@ class SessionCore:
         return run.wait()
 
     def select(self, on: str) -> list[RankHandle]:
-        """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or ``"target[1]"`` means.
+        """The ranks that ``"baseline"``, ``"target"``, ``"both"`` or a label such as ``"target[1]"`` selects.
 
         >>> [rank.label for rank in session.select("target")]
         ['target[0]']
@@ -222,7 +221,7 @@ class SessionCore:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """All rows so far, one a tap a receiving rank, by step and execution order.
+        """All rows so far, one per tap and receiving rank, by step and execution order.
 
         The frame is yours; replace the lists and dicts in its cells rather than change them.
 
@@ -240,7 +239,7 @@ class SessionCore:
         return self._rows.frame(number)
 
     def live_taps(self) -> LiveTaps:
-        """A new follower of this session's rows, for whoever shows them while they come.
+        """A new view of the newest row of each tap, for displays that follow a run.
 
         >>> len(session.live_taps().look()) > 0
         True
@@ -273,10 +272,10 @@ class SessionCore:
         return pair
 
     def kept(self, *, failed: bool = False) -> list[dict[str, Any]]:
-        """The tags of every pair that is kept at this moment, oldest first, rank by rank.
+        """The tags of every pair that is kept now, oldest first, rank by rank.
 
-        With ``failed``, also inputs whose transform failed, on which another one can be tried; there is then no
-        pair.
+        With ``failed``, also those of inputs whose transform failed. They have no pair, but a draft can be tried on
+        them.
 
         >>> "hidden" in [tags["name"] for tags in session.kept()]
         True
@@ -296,11 +295,11 @@ class SessionCore:
         """Run a draft on a kept pair without touching any rank; see :class:`.Trial` for what comes back.
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`; without a name the draft is only loaded.
-        It runs on the rank's device in a process of its own, which is ended after ``limit`` seconds, since a draft may
-        loop forever, or exit. Of several transforms the first that is for the pair's tap runs. The result holds what is
-        wrong with the draft, and says so where the draft would not be applied at this tap. Raises :class:`SessionError`
-        only when no such pair is kept, :class:`FilterError` for a filter that cannot be compiled, and
-        :class:`ShippingError` for a function that cannot be sent.
+        It runs on the rank's device in a separate process, which is ended after ``limit`` seconds, since a draft may
+        loop forever, or exit. Of several transforms the first that applies to the pair's tap runs. The result holds
+        what is wrong with the draft, and a note if the draft would not be applied at this tap. Raises
+        :class:`SessionError` only when no such pair is kept, :class:`FilterError` for a filter that cannot be compiled,
+        and :class:`ShippingError` for a function that cannot be sent.
 
         >>> trial = session.try_transform(lambda graft_input: graft_input.received_list[0], "hidden", layer=3)
         >>> trial.ok, trial.after.max_abs
@@ -309,8 +308,8 @@ class SessionCore:
         self._require_open()
         drafts = specs_of(transform, TransformSpec.draft)
         if drafts is None:
-            raise TransformError("the default transform needs no trying: the rows show what it makes of each tap")
-        # Refused here, where the message finds its reader.
+            raise TransformError("the default transform is not tried as a draft: the rows show its result at each tap")
+        # Compiled here, so that a bad filter raises in this process.
         filters_of(each_of(drafts))
         kept: bytes | None = None
         process = self._ranks[-1]
@@ -321,9 +320,9 @@ class SessionCore:
     def difference_map(
         self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any
     ) -> DifferenceMap:
-        """``|baseline - target|`` of a kept pair over two axes, reduced by maximum where the pair is kept.
+        """``|baseline - target|`` of a kept pair over two axes, reduced by maximum on the rank that keeps it.
 
-        ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, and the same is raised;
+        ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, which raises the same errors;
         :func:`graftlab.plots.draw_difference_map` draws it.
 
         >>> session.difference_map("hidden", layer=3).worst
@@ -337,7 +336,7 @@ class SessionCore:
 
     @property
     def plan(self) -> GraftPlan:
-        """The newest plan: in force at the next step of a run that is going on, at once otherwise.
+        """The newest plan: in force from the next step of a run in progress, at once otherwise.
 
         >>> session.plan.compare
         'True'
@@ -355,11 +354,11 @@ class SessionCore:
 
     @takes_plan_edit
     def edit(self, **changes: Unpack[PlanEdit]) -> GraftPlan:
-        """Publish a new plan with what is given changed; see :class:`graftlab.GraftPlan`. Returns it.
+        """Publish a new plan with these changes and return it; see :class:`graftlab.GraftPlan`.
 
-        A run that is going on uses it from its next step on, on all ranks alike. What is not usable is refused here
+        A run in progress uses it from its next step on, on all ranks alike. An unusable plan raises
         (:class:`FilterError`, :class:`TransformError`, :class:`PlanError`; :class:`GraftOverlapError` where b2t and t2b
-        both match a tap that has been seen) and the plan in force stays.
+        both match a tap that has been seen), and the plan in force stays.
 
         >>> session.edit(b2t="name == 'hidden' and layer == 3", rename={"target": {r"^model\\.": ""}}).b2t
         "name == 'hidden' and layer == 3"
@@ -374,7 +373,7 @@ class SessionCore:
             return plan
 
     def adopted(self, version: int) -> dict[str, int]:
-        """From which step on each rank uses this plan, by rank; a rank that is not there yet is left out.
+        """The step from which each rank uses this plan, by rank; ranks that do not use it yet are left out.
 
         >>> sorted(session.adopted(run.frame["plan_version"].max()))
         ['baseline[0]', 'target[0]']
@@ -383,9 +382,9 @@ class SessionCore:
 
     @property
     def taps(self) -> list[dict[str, Any]]:
-        """The tags of every distinct tap seen so far on either side, wanted by some filter or not, as first seen.
+        """The tags of every distinct tap seen so far on either side, whether a filter matches it or not, as first seen.
 
-        ``name`` is what the plan in force calls the pair, ``baseline_name`` and ``target_name`` what each side does.
+        ``name`` is the pair's name under the plan in force, ``baseline_name`` and ``target_name`` each side's own.
 
         >>> {"hidden", "out"} <= {tags["name"] for tags in session.taps}
         True
@@ -396,7 +395,7 @@ class SessionCore:
 
     @property
     def ranks(self) -> list[RankHandle]:
-        """Every rank as the notebook sees it: the baseline's first, then the target's.
+        """The notebook's handle of every rank: the baseline's first, then the target's.
 
         >>> [rank.label for rank in session.ranks]
         ['baseline[0]', 'target[0]']
@@ -404,7 +403,7 @@ class SessionCore:
         return list(self._ranks)
 
     def status(self) -> pd.DataFrame:
-        """One line a rank: where it is at this moment, read from shared memory, so that a hanging rank shows too.
+        """One row per rank: where it is now, read from shared memory, so that a hanging rank is included.
 
         >>> session.status()["state"].tolist()
         ['idle', 'idle']
@@ -413,7 +412,7 @@ class SessionCore:
 
     @property
     def failing(self) -> dict[str, str]:
-        """What went wrong so far in the run that goes on, a line a rank, the first one first.
+        """What went wrong so far in the run in progress, a line a rank, in the order of failing.
 
         >>> session.failing
         {}
@@ -422,9 +421,9 @@ class SessionCore:
 
     @property
     def lost_groups(self) -> dict[str, str]:
-        """The sides whose process group is gone, and why; :meth:`restart` brings it back.
+        """The sides that have lost their process group, and why; :meth:`restart` makes a new one.
 
-        A group is gone when one of its ranks is, or when a collective in it has failed or run into its time limit.
+        A group is lost when one of its ranks is gone, or when a collective in it has failed or timed out.
 
         >>> session.lost_groups
         {}
@@ -432,7 +431,7 @@ class SessionCore:
         return self._runs.groups.lost()
 
     def stacks(self) -> dict[str, str]:
-        """Where each live rank's threads are in the code, by rank. Works on a rank that computes or waits.
+        """The stacks of each live rank's threads, by rank, also while the rank computes or waits.
 
         >>> sorted(session.stacks())
         ['baseline[0]', 'target[0]']
@@ -440,9 +439,9 @@ class SessionCore:
         return {rank.label: self._queries.stack_of(rank) for rank in self._ranks if rank.alive}
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the code that the ranks run; the ranks go on.
+        """Raise KeyboardInterrupt in the code that the ranks run; the ranks stay alive.
 
-        Code that waits inside a collective cannot be interrupted: it ends with its group's time limit, or with
+        Code that waits in a collective cannot be interrupted: it ends with its group's time limit, or with
         :meth:`close`.
 
         >>> def serve():
@@ -468,10 +467,9 @@ class SessionCore:
         return "\n".join(tails)
 
     def close(self) -> None:
-        """End every rank; rows and logs stay in ``folder``. Safe to call twice, and again after the stop
-        button ended the wait for it.
+        """End every rank; rows and logs stay in ``folder``. Safe to call again, also after the stop button.
 
-        Raises :class:`SessionError` in the end when there are rows that the disk does not take.
+        Raises :class:`SessionError`, once all ranks have ended, if some rows could not be written to disk.
 
         >>> other = gl.launch()
         >>> other.close()
@@ -502,11 +500,11 @@ class SessionCore:
             self._internals.reports.on_gone(rank)
 
     def restart(self) -> None:
-        """End every rank and start the same ones anew, where a rank or a side's process group is gone, or hangs.
+        """End every rank and start the same ranks anew, for when a rank or a side's process group is gone, or hangs.
 
-        The session stays: its plan, its rows, its folder and the taps it has seen; runs and steps count on. What was
-        on the ranks is gone: variables of cells, models, kept tensors. Nothing is run again by itself. A run that is
-        going on ends with :class:`RunError`.
+        The session keeps its plan, rows, folder and seen taps, and continues its numbers of runs and steps. Whatever
+        the ranks held is lost: variables of cells, models, kept tensors. Nothing is rerun automatically. A run in
+        progress ends with :class:`RunError`.
 
         Raises :class:`LaunchError` when the ranks cannot be started; the session can then be restarted again, read
         and closed. The stop button ends the wait, not the restart.
@@ -569,7 +567,7 @@ class SessionCore:
     def _require_workers(self, to: str) -> None:
         if not all(rank.takes_work for rank in self._ranks):
             raise SessionError(
-                f"this session did not start its ranks, which are jobs of their own, and cannot {to} them; do that "
+                f"this session cannot {to} its ranks, because they are jobs that another launcher started; do that "
                 f"where each was started. Plans, rows, kept tensors, status and stacks work from here"
             )
 

@@ -1,4 +1,4 @@
-"""Floors that were measured before, and still hold: the baseline's runs against itself are not repeated."""
+"""A cache of measured floors, which saves repeating the baseline's run against itself."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from graftlab.verdict.added import records
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
-# Each holds the outputs that the baseline's ranks recorded.
+# Entries per session; each holds the outputs that the baseline's ranks recorded.
 _MOST_KEPT = 8
-# What of a row tells the baseline's value there, and what was made of it.
+# The columns that describe the baseline's value at a tap, and what was made of it.
 _SEEN = (
     *("name", "tags", "occurrence", "side", "rank", "shape", "dtype", "cast", "aligned_by"),
     *("numel", "mean_baseline", "std_baseline", "min_baseline", "max_baseline"),
@@ -45,16 +45,16 @@ def floor_key(
     kwargs: Mapping[str, Any],
     keep: Sequence[str],
 ) -> str:
-    """What a floor depends on: code with its arguments, dtypes, the plan, and the values that the baseline showed.
+    """A digest of what a floor depends on: code with its arguments, dtypes, the plan, and the baseline's values.
 
-    The values stand for all that code depends on and its text does not say, such as weights that live on the ranks.
+    The values represent what the code reads from elsewhere, such as weights that live on the ranks.
     ``rows`` are those of the run in which every tap was grafted b2t.
     """
     digest = hashlib.blake2b(digest_size=16)
     for callee in callees:
         shipped = callee if isinstance(callee, str) else callee and shipping.pack_call(callee, args, kwargs, what="it")
         digest.update(repr(shipped).encode())
-    # The plan's filters are set aside; its transform and its renaming count.
+    # A verdict replaces the plan's filters; its transform and its renaming count.
     digest.update(pack_plan(replace(plan, version=0, b2t="True", t2b=None, compare=None, keep=None)))
     digest.update(repr((list(keep), session.options.keep_budget)).encode())
     measured = rows[rows["status"].isin(MEASURED)]
@@ -74,7 +74,7 @@ def known_floor(session: SessionCore, key: str) -> list[SelfGraft] | None:
 
 
 def remember_floor(session: SessionCore, key: str, measured: list[SelfGraft]) -> None:
-    """Keep a floor, unless the baseline did not repeat itself: then there is none."""
+    """Store a floor, unless the baseline did not repeat itself and so has none."""
     if any(each.not_repeated for each in measured):
         return
     with _lock:

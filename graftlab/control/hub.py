@@ -1,6 +1,6 @@
-"""The notebook's ear: one thread that reads what every rank sends, and hands it on.
+"""The hub: one thread of the notebook that reads what every rank sends, and passes it on.
 
-A fault in the listener costs what it was told at that moment and no more: what follows is still read, from every rank.
+If handling a message raises, only that message is lost: the thread continues to read from every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-# After rows, so many milliseconds pass before the next look, unless a bell rings. Waking a thread that listens costs a
-# rank many times what sending a row costs; while nobody listens, rows gather in the socket, which holds a few hundred.
+# Milliseconds of rest after reading rows, unless a wake socket ends it. Waking a polling thread costs a rank many times
+# what sending a row costs; without a poll, rows gather in the socket, which holds a few hundred.
 _REST = 20
 _SHORT_REST = 2
 _MANY_ROWS = 16
@@ -38,11 +38,11 @@ class MessageSink(Protocol):
     def on_message(self, message: FromRank, rank: RankHandle) -> None: ...
 
     def on_gone(self, rank: RankHandle) -> None:
-        """The rank's process has ended, or will at once."""
+        """The rank's process has ended, or is about to."""
 
 
 class Hub:
-    """Reads until :meth:`stop`."""
+    """Reads from ranks until :meth:`stop`, and passes messages to the ``sink``."""
 
     def __init__(self, ranks: Sequence[RankHandle], sink: MessageSink) -> None:
         self._ranks = {rank.channel.fileno(): rank for rank in ranks}
@@ -50,26 +50,26 @@ class Hub:
         self._added: deque[RankHandle] = deque()
         self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(target=self._listen, name="graftlab-hub", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="graftlab-hub", daemon=True)
         self._thread.start()
 
     def add(self, rank: RankHandle) -> None:
-        """Read what this rank sends too; any thread may say so."""
+        """Start reading from this rank too; any thread may call this."""
         self._added.append(rank)
         os.write(self._wake_write, b"+")
 
     def stop(self) -> None:
-        """Read what has come, and end the thread."""
+        """Read what has arrived, and end the thread."""
         if self._thread.is_alive():
             self._stopping = True
             os.write(self._wake_write, b"x")
             self._thread.join(5.0)
 
-    def _listen(self) -> None:
-        poller, bells = select.poll(), _WakeSockets(self._wake_read)
+    def _run(self) -> None:
+        poller, wake_sockets = select.poll(), _WakeSockets(self._wake_read)
         for each in self._ranks.values():
             poller.register(each.channel.fileno(), select.POLLIN)
-            bells.add(each.wake_socket)
+            wake_sockets.add(each.wake_socket)
         poller.register(self._wake_read, select.POLLIN)
         stopping = False
         while not stopping:
@@ -82,7 +82,7 @@ class Hub:
                     added = self._added.popleft()
                     self._ranks[added.channel.fileno()] = added
                     poller.register(added.channel.fileno(), select.POLLIN)
-                    bells.add(added.wake_socket)
+                    wake_sockets.add(added.wake_socket)
             for descriptor in list(self._ranks) if stopping else ready:
                 rank = self._ranks.get(descriptor)
                 if rank is None:
@@ -90,75 +90,76 @@ class Hub:
                 rows += self._read(rank)
                 if rank.channel.closed:
                     poller.unregister(descriptor)
-                    bells.remove(rank.wake_socket)
+                    wake_sockets.remove(rank.wake_socket)
                     del self._ranks[descriptor]
                     rank.alive = False
                     rank.end_programs()
-                    self._tell(rank, self._sink.on_gone, rank)
+                    self._call(rank, self._sink.on_gone, rank)
             if rows and not stopping:
-                bells.wait(_REST if rows < _MANY_ROWS else _SHORT_REST)
+                wake_sockets.wait(_REST if rows < _MANY_ROWS else _SHORT_REST)
         os.close(self._wake_read)
         os.close(self._wake_write)
 
     def _read(self, rank: RankHandle) -> int:
-        """Read what this rank has sent; returns how many rows there were."""
-        came = 0
+        """Read what this rank has sent; returns the number of rows."""
+        count = 0
         rows: list[bytes] = []
         for frame in rank.channel.receive():
             try:
                 message = unpack_from_rank(frame)
             except MessageError as error:
-                # What is lost with it, or whether what follows means what it says, nobody can tell.
+                # The messages after it may be misread.
                 logger.error("%s is dropped: %s", rank.label, error)
                 rank.drop(str(error))
                 break
             if isinstance(message, bytes):
                 rows.append(message)
-                came += 1
+                count += 1
                 continue
-            # Order matters: a run is over only when its rows are in.
+            # In order, because a run is over only when its rows have arrived.
             if rows:
-                self._tell(rank, self._sink.on_rows, rows)
+                self._call(rank, self._sink.on_rows, rows)
                 rows = []
-            self._tell(rank, self._sink.on_message, message, rank)
+            self._call(rank, self._sink.on_message, message, rank)
         if rows:
-            self._tell(rank, self._sink.on_rows, rows)
-        return came
+            self._call(rank, self._sink.on_rows, rows)
+        return count
 
-    def _tell(self, rank: RankHandle, listen: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _call(self, rank: RankHandle, handle: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            listen(*args, **kwargs)
+            handle(*args, **kwargs)
         except Exception:
             logger.exception("graftlab could not handle what %s sent", rank.label)
 
 
 class _WakeSockets:
-    """What ends a rest: a rank that sent more than rows, has more rows than its socket holds, or is gone."""
+    """The sockets that end a rest: of a rank that sent more than rows, has filled its socket, or is gone."""
 
     def __init__(self, wake: int) -> None:
         self._poller = select.poll()
         self._poller.register(wake, select.POLLIN)
-        self._bells: dict[int, socket.socket] = {}
+        self._sockets: dict[int, socket.socket] = {}
 
-    def add(self, bell: socket.socket) -> None:
-        bell.setblocking(False)
-        self._bells[bell.fileno()] = bell
-        self._poller.register(bell, select.POLLIN)
+    def add(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sockets[sock.fileno()] = sock
+        self._poller.register(sock, select.POLLIN)
 
-    def remove(self, bell: socket.socket) -> None:
-        if self._bells.pop(bell.fileno(), None) is not None:
-            self._poller.unregister(bell)
+    def remove(self, sock: socket.socket) -> None:
+        if self._sockets.pop(sock.fileno(), None) is not None:
+            self._poller.unregister(sock)
 
     def wait(self, milliseconds: int) -> None:
         for descriptor, _ in self._poller.poll(milliseconds):
-            bell = self._bells.get(descriptor)
-            # A closed bell would ring forever; the rank's channel reports the rest.
-            if bell is not None and not _rings(bell):
-                self.remove(bell)
+            sock = self._sockets.get(descriptor)
+            # A closed socket would stay readable; the rank's channel reports its end.
+            if sock is not None and not _drain(sock):
+                self.remove(sock)
 
 
-def _rings(bell: socket.socket) -> bool:
+def _drain(sock: socket.socket) -> bool:
+    """Read what was written; False at the end of the stream."""
     try:
-        return bool(bell.recv(4096))
+        return bool(sock.recv(4096))
     except OSError:
         return False

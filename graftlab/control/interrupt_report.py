@@ -1,4 +1,4 @@
-"""Interrupting a run, and telling what that ended and what it could not."""
+"""Interrupting a run, and reporting which ranks it ended and why others still run."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from graftlab.control.run import state_of
 from graftlab.ranks.handle import RankHandle
 
 PATIENCE = 2.0
-"""Seconds until what still goes on is told of."""
+"""Seconds to wait before reporting the ranks that still run."""
 
 
 def interrupt_and_report(session: SessionCore, patience: float = PATIENCE) -> list[str]:
-    """Interrupt the run that goes on; a line on each of its ranks: what it was in, and whether that has ended."""
+    """Interrupt the run in progress; returns a line for each of its ranks: where it was, and whether it has ended."""
     run = state_of(session.runs[-1]) if session.runs else None
     if run is None or run.done:
         return ["nothing is running"]
-    going_on = [rank for rank in run.ranks if not run.has_ended(rank)]
-    before = {rank.label: str(rank.status()) for rank in going_on}
+    running = [rank for rank in run.ranks if not run.has_ended(rank)]
+    before = {rank.label: str(rank.status()) for rank in running}
     session.interrupt()
-    run.wait_ended(going_on, time.monotonic() + patience)
+    run.wait_ended(running, time.monotonic() + patience)
     lines = []
-    for rank in going_on:
+    for rank in running:
         if rank.was_ended:
             lines.append(f"{rank.label}: {rank.how_it_ended()}")
         elif run.has_ended(rank):
             lines.append(f"{rank.label}: ended; it was {before[rank.label]}")
         else:
-            lines.append(f"{rank.label}: goes on; {_why(session, rank)}")
+            lines.append(f"{rank.label}: still running; {_why(session, rank)}")
     for side, why in session.lost_groups.items():
         lines.append(f"the process group of the {side} is gone ({why}); `%graft restart` brings it back")
     return lines
@@ -46,4 +46,4 @@ def _why(session: SessionCore, rank: RankHandle) -> str:
         )
     last = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")][-1:]
     place = f" ({last[0]})" if last else ""
-    return f"its code has not come back from where no interrupt is seen{place}; `%graft restart` ends it"
+    return f"its code has not returned from a call that no interrupt reaches{place}; `%graft restart` ends it"

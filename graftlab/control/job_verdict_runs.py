@@ -1,4 +1,4 @@
-"""The runs that a verdict is made of, where both sides are jobs: each is so many whole steps that they make anyway."""
+"""The runs of a verdict on jobs: each is a number of whole steps that the jobs make anyway."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graftlab.control.pickles import open_value
 from graftlab.control.queries import A
 from graftlab.control.run import Run, state_of
 from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictRuns, coarser_dtypes
+from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictAbandoned, VerdictRuns, coarser_dtypes
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 
-_GIVEN_UP = "the verdict was given up, and the plan from before it is in force: "
+_GIVEN_UP = "the verdict was abandoned, and the plan from before it is in force: "
 
 
 class StepRuns(VerdictRuns):
-    """Lets the jobs make ``steps`` steps for each run, the first of which is a multiple of that number.
+    """Takes ``steps`` steps of the jobs for each run, beginning at a multiple of that number.
 
-    Nothing is written into weights or into an optimizer's state, which would stay as they were made, unless
-    ``graft_weights`` says so: then the target has the baseline's from its first grafted step on.
+    Weights and the state of optimizers are not grafted, because that could not be undone. With ``graft_weights`` they
+    are, and the target has the baseline's from its first grafted step on.
     """
 
     def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
@@ -89,16 +89,16 @@ class StepRuns(VerdictRuns):
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         before = self.session.row_count
         version = self._publish(wanted)
-        # In the first grafted steps the target gets the baseline's weights and state; in the next ones it has them.
+        # The first grafted steps give the target the baseline's weights and state; the next ones begin with them.
         first = self._after_steps(why, version, 2 if self._graft_weights and wanted.b2t else 1)
         first += self._steps if self._graft_weights and wanted.b2t else 0
         for rank in self.session.ranks:
-            # Its answer comes after its rows.
+            # The answer arrives after the rank's rows.
             self._ask(rank, AskKeptTags(failed=False), KeptTags)
         frame = self._jobs.rows_from(before)
         frame = frame[(frame["run"] == self._state.number) & frame["step"].between(first, first + self._steps - 1)]
         if self._is_edited(version) or not set(frame["plan_version"]) <= {version}:
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         self._zero = int(frame["step"].min()) if len(frame) else first
         if wanted.b2t is not None:
             written = frame["status"].isin(MEASURED) & ~frame.index.isin(without_data(frame).index)
@@ -107,8 +107,8 @@ class StepRuns(VerdictRuns):
         return frame.reset_index(drop=True)
 
     def _publish(self, wanted: RunFilters) -> int:
-        """Put a plan of the verdict's in force; returns its version."""
-        # Beforehand too, because an interrupt may come between the edit and its result.
+        """Publish the plan of a run of the verdict; returns its version."""
+        # Before the edit too, because an interrupt may come between the edit and its result.
         self.expect()
         plan = self.session.edit(**self.changes(wanted))
         self.expect(plan.version)
@@ -118,7 +118,7 @@ class StepRuns(VerdictRuns):
         try:
             return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
         except SessionError:
-            # The jobs go on meanwhile, and the pair had to go for newer ones, which are the same.
+            # The jobs continue meanwhile, and newer pairs, with equal values, have replaced this one.
             if not self._repeats or self._steps > 1:
                 raise
             return self.session.tensors(name, rank=rank, **tags)
@@ -133,7 +133,7 @@ class StepRuns(VerdictRuns):
         self._target_moved = _differing(target)
         self._repeats = not _differing(baseline)
         if not self._repeats:
-            # There is no floor of these.
+            # Code that does not repeat itself has no floor.
             return [replace(each, not_recorded=0) for each in baseline]
         ranks = self.session.select("baseline")
         grafted = self._against_themselves(
@@ -175,7 +175,7 @@ class StepRuns(VerdictRuns):
         keep: Sequence[str] = (),
         dtypes: Mapping[str, str] | None = None,
     ) -> list[SelfGraft]:
-        """What these ranks do to themselves, while all others take no tap."""
+        """Run these ranks against themselves, while all others skip their taps."""
         version = self.session.plan.version + 1
         for rank in self.session.ranks:
             order = RunSelfGraft(
@@ -188,16 +188,16 @@ class StepRuns(VerdictRuns):
             )
             self._ask(rank, order, Acknowledgement)
         if self._publish(RunFilters(compare="True")) != version:
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         self._after_steps(why, version, len(passes))
         found = []
         for rank in ranks:
             packed = self._ask(rank, AskSelfGraft(), SelfGraftResult).packed
             if packed is None:
-                raise SessionError(f"verdict: {rank.label} did not do what it was to do ({why}); its log says why")
+                raise SessionError(f"verdict: {rank.label} did not run against itself ({why}); its log has the reason")
             found.append(open_value(rank, packed))
         if self._is_edited(version):
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         return found
 
     def _ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
@@ -210,7 +210,7 @@ class StepRuns(VerdictRuns):
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def _after_steps(self, why: str, version: int, runs: int) -> int:
-        """Wait until every rank has ended so many runs of steps under this plan; returns the first step of them."""
+        """Wait until every rank has ended ``runs`` runs of steps under this plan; returns their first step."""
         self.count += 1
         ranks, adopted = self.session.ranks, dict[str, int]()
 
@@ -219,18 +219,18 @@ class StepRuns(VerdictRuns):
             return -(-max(adopted.values()) // self._steps) * self._steps if len(adopted) == len(ranks) else math.inf
 
         def there() -> bool:
-            # A sender hears in the step after it what nobody has asked for.
+            # A sender learns of its unmatched tensors only in the step after.
             return min(rank.status().step for rank in ranks) > first() + runs * self._steps
 
         title = f"verdict, run {self.count}: {why}"
         steps = self._state.steps
         patience = _ProgressTimeout(self.session)
         bar = LongWait(title, "steps", lambda: self._state.steps - steps, where=self._state.where)
-        # Of two plans that are published between two steps the jobs never hear of the first.
+        # Jobs skip a plan if a newer one is published before their next step.
         edited = partial(self._is_edited, version)
         self._state.wait_until(lambda: self._has_ended() or there() or edited() or patience.is_over(), bar)
         if edited():
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         if not there():
             self._refuse(patience)
         return int(first())
@@ -242,22 +242,22 @@ class StepRuns(VerdictRuns):
         return [rank.label for rank in self._state.ranks if self._state.has_ended(rank)]
 
     def _refuse(self, patience: _ProgressTimeout) -> None:
-        """Say why the jobs did not make the steps that were waited for."""
+        """Raise the reason why the jobs did not make the expected steps."""
         self._state.raise_failures(_GIVEN_UP)
         if ended := self._has_ended():
-            raise SessionError(
-                f"the verdict was given up: {', '.join(ended)} ended before it was there, after run {self.count - 1} "
-                f"of it. A verdict takes some twenty steps of the jobs; let them make more"
+            raise VerdictAbandoned(
+                f"the verdict was abandoned: {', '.join(ended)} ended before it was done, after its run "
+                f"{self.count - 1}. A verdict takes about twenty steps of the jobs; let them make more"
             )
-        raise SessionError(
-            f"the verdict was given up: no job made progress for {patience.seconds:g} s ({self._state.where()}). Each "
+        raise VerdictAbandoned(
+            f"the verdict was abandoned: no job made progress for {patience.seconds:g} s ({self._state.where()}). Each "
             f"run of a verdict is {self._steps} of the jobs' steps, which end where they call gl.step(); "
             f"gl.listen(timeout=...) says how long one may take"
         )
 
 
 class _ProgressTimeout:
-    """Is over when no rank has reached anything for as long as a session's time limit is."""
+    """Expires when no rank has made progress for the session's time limit."""
 
     def __init__(self, session: SessionCore) -> None:
         self.seconds = session.options.timeout
@@ -273,12 +273,13 @@ class _ProgressTimeout:
 
 
 def _run_of_jobs(session: SessionCore) -> Run:
-    """The one run that all that the jobs do is. Raises :class:`SessionError` where they cannot be judged."""
+    """The run of the jobs. Raises :class:`SessionError` if a rank is missing."""
     missing = [rank.label for rank in session.ranks if not rank.alive]
     if missing or not session.runs:
-        who = f"{', '.join(missing) or 'the run'} {'are' if len(missing) > 1 else 'is'}"
+        who = ", ".join(missing) or "a run of the jobs"
         raise SessionError(
-            f"verdict: {who} not there, and a verdict needs every rank of both jobs; session.status() shows them"
+            f"verdict: {who} {'are' if len(missing) > 1 else 'is'} missing, and a verdict needs every rank of both "
+            f"jobs; session.status() shows them"
         )
     return session.runs[-1]
 

@@ -1,4 +1,4 @@
-"""What a session does with jobs that join it: their lines, and the run that all they do is, one each time they meet."""
+"""A session's side of jobs that join it: their connections, and the run that they take part in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graftlab.rows.store import RowStore, to_frame
 
 
 class JoinedJobs:
-    """For whoever lets jobs join. ``lock`` is held where one thing must not come between two others."""
+    """What the session server does with a session. ``lock`` is the session's: held while changes belong together."""
 
     def __init__(
         self,
@@ -42,31 +42,31 @@ class JoinedJobs:
         self.ask = ask
 
     def hear(self, rank: RankHandle) -> None:
-        """Read what this rank sends, from now on: its line is a new one."""
+        """Start reading from this rank, which has a new connection."""
         self._hub.add(rank)
 
     def assemble(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
-        """A run in which all ranks do their own work, under this plan. A rank whose work goes on is in it once it says
-        so: :meth:`note_moved`. Without a ``base`` the run's first step is the base."""
+        """Begin a run of all ranks, and return it with its plan. A rank that is still in the run before it joins with
+        :meth:`note_moved`. Without a ``base`` the run's first step is the base."""
         with self._lock:
             info = self._runs.assemble()
             base = info.first_step if base is None else base
             return replace(info, generations=generations, base=base), self._plans.newest
 
     def note_moved(self, rank: RankHandle) -> None:
-        """The rank takes part in no run but the newest any more."""
+        """Note that the rank has left every run but the newest."""
         self._runs.note_moved(rank)
 
     def note_return(self, rank: RankHandle, run: int) -> None:
-        """The rank, whose line was cut, is there again, and has been in this run all the time."""
+        """Note that the rank has reconnected; it never left this run."""
         self._runs.note_return(rank, run)
 
     def remark(self, text: str) -> None:
-        """Have the summary of the run say this first."""
+        """Put this sentence first in the summary of the newest run."""
         self._runs.remark(text)
 
     def resume(self, run: RunInfo, plan: GraftPlan, *, published: bool) -> None:
-        """Take over a run of jobs that another session held, under their plan, or under the one ``published`` here."""
+        """Take over an earlier session's run of jobs, with their plan, or this session's if it was ``published``."""
         with self._lock:
             self._runs.resume(run)
             mine = self._plans.newest
@@ -74,21 +74,23 @@ class JoinedJobs:
             self._plans.publish(replace(mine, version=version) if published else plan)
 
     def outrank(self, plan: GraftPlan) -> None:
-        """Of a job that comes back with another plan than the session's, which was taken over from an earlier one:
-        the session's goes on, under a number by which this job takes it for the newer."""
+        """Publish the session's plan again, with a higher version, if a job returns with a different plan.
+
+        The job would otherwise take its own plan, from an earlier session, for the newer one.
+        """
         with self._lock:
             mine = self._plans.newest
             if plan.version >= mine.version and to_wire(plan) != to_wire(mine):
                 self._plans.publish(replace(mine, version=plan.version + 1))
 
     def tell_plan(self, rank: RankHandle) -> None:
-        """Send the newest plan to a rank that has come back."""
+        """Send the newest plan to a rank that has reconnected."""
         self._plans.tell(rank)
 
     def tell(self, rank: RankHandle, message: ToRank) -> None:
-        """Send a rank what it answers nothing to."""
+        """Send a rank a message that has no answer."""
         rank.channel.send(pack(message))
 
     def rows_from(self, number: int) -> pd.DataFrame:
-        """The rows from this one on, of which there are few: all that the jobs do is one run."""
+        """The rows from this row on, as a frame."""
         return to_frame(self._rows.rows(number))

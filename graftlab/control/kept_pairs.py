@@ -1,4 +1,4 @@
-"""The pairs of tensors that the ranks keep, found from the notebook."""
+"""The kept pairs of tensors: finding them on the ranks, and advice where a tap has none."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from graftlab.ranks.messages import (
 
 
 class PairsOnRanks:
-    """Looks through what the ``keep`` filter held.
+    """Finds pairs that ranks keep because the ``keep`` filter matched.
 
-    ``name``, ``rank`` (the receiving rank's) and ``tags`` choose the newest pair that has them. Methods raise
-    :class:`SessionError` that lists what is kept when there is none; ``advise(name, tags)`` says what to do then.
+    ``name``, ``rank`` (the receiving rank's) and ``tags`` choose the newest pair that has them. If there is none,
+    methods raise :class:`SessionError` with a list of what is kept and the text of ``advise(name, tags)``.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PairsOnRanks:
         self._advise = advise
 
     def tags(self, failed: bool) -> list[dict[str, Any]]:
-        """Of every pair, oldest first, rank by rank; with ``failed`` of those without a value too."""
+        """The tags of every pair, oldest first, rank by rank; with ``failed`` also of inputs whose transform failed."""
         return [tags for rank in self._receivers() for tags in self._tags_on(rank, failed)]
 
     def pair(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> Any:
@@ -54,7 +54,7 @@ class PairsOnRanks:
         return open_value(*self._find(AskKeptMap(name, _plain(tags), dims), rank))
 
     def packed_input(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankHandle, Pickled]:
-        """The rank that has the pair, and a :class:`graftlab.grafting.kept.KeptPair` that another process may open."""
+        """The rank that has the pair, and a pickled :class:`graftlab.grafting.kept.KeptPair` for another process."""
         process, packed = self._find(AskKeptInput(name, _plain(tags)), rank)
         require_trusted(process)
         return process, packed
@@ -74,8 +74,8 @@ class PairsOnRanks:
                 gone.update(
                     (process, max(found["step"], gone.get(process, -1))) for found in answer.missing if fits(found)
                 )
-        # What is grafted t2b was received, and kept, by the other side: the newest counts, whoever has it.
-        # One that has none may know why, as where the newest one, received by the other side since, is not held.
+        # A tap grafted t2b is kept by the other side, so the newest pair of both sides counts.
+        # A rank whose newer pair did not fit its budget is asked first, because it knows that.
         asked = sorted(steps, key=lambda process: -steps[process])
         if asked:
             later = [process for process, step in gone.items() if step > steps[asked[0]]]
@@ -102,12 +102,12 @@ def _plain(tags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep_advice(plan: GraftPlan, taps: Sequence[Mapping[str, Any]], name: str, tags: Mapping[str, Any]) -> str:
-    """A sentence for whoever asked for a pair of this tap with these tags; ``taps`` are those seen so far."""
+    """A sentence on how to keep a pair of this tap with these tags; ``taps`` are those seen so far."""
     names = list(dict.fromkeys(str(tap["name"]) for tap in taps))
     if names and name not in names:
         close = get_close_matches(name, names, n=1)
         return f"No tap seen so far is called {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-    # Where and when a tap was first seen says nothing of the pair that is asked for.
+    # A tap's place and step are those of its first occurrence, not of the requested pair.
     wanted = {tag: plain(value) for tag, value in tags.items() if tag not in PLACE_TAGS}
     meant = [tap for tap in taps if tap["name"] == name and all(plain(tap.get(k)) == v for k, v in wanted.items())]
     if names and not meant:
@@ -117,7 +117,7 @@ def keep_advice(plan: GraftPlan, taps: Sequence[Mapping[str, Any]], name: str, t
     if not keep:
         return "Set session.edit(keep=...) to a filter that matches the tap, and run again"
     if any(compile_filter(keep).matches(tap) for tap in meant):
-        why = "matches the tap, but no step under that plan has brought a pair; run again"
+        why = "matches the tap, but no pair has been kept since that plan took effect; run again"
     else:
         why = "does not match the tap; widen it with session.edit(keep=...), and run again"
     return f"The plan's keep filter, {keep}, {why}"

@@ -1,4 +1,4 @@
-"""A run that is over, read back from its folder: its rows as a frame, a report of them, and a verdict on them."""
+"""A past run read from its folder: its rows as a frame, a report of them, and a verdict on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_run(folder: str | Path) -> LoadedRun:
     """The rows in a session's run folder as a frame, also of one that was killed: half a line at the end is left out.
 
     Every function of :mod:`graftlab.plots` that takes a frame takes this one. ``report`` writes the rows as a page,
-    ``verdict`` says what they tell of the computation that differs.
+    ``verdict`` names the computation that differs.
 
     Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or a line or a block
     is not the one that was written, by its checksum.
@@ -39,11 +39,11 @@ def load_run(folder: str | Path) -> LoadedRun:
 
 
 class LoadedRun(pd.DataFrame):
-    """The frame that :func:`graftlab.load_run` returns. Whatever is made of it by pandas is a plain frame."""
+    """The frame that :func:`graftlab.load_run` returns. Frames that pandas derives from it are plain."""
 
     _metadata = ["folder"]  # noqa: RUF012
     folder: Path
-    """Where its rows were read from."""
+    """The folder that its rows were read from."""
 
     @property
     def _constructor(self) -> Callable[..., pd.DataFrame]:
@@ -56,10 +56,10 @@ class LoadedRun(pd.DataFrame):
         return RowsFrame(self)._repr_html_()
 
     def report(self, path: str | Path = "report.html", *, verdict: Verdict | None = None) -> Path:
-        """Write what the newest run in the folder came to as one page; returns its path.
+        """Write a report of the newest run in the folder as one page; returns its path.
 
-        It is that of :meth:`graftlab.Session.report`, without what is not among rows: the plan, the code, the tensors,
-        and what the ranks ran on. Raises :class:`SessionError` when it cannot be written.
+        It is like that of :meth:`graftlab.Session.report`, but without the plan, the code, the tensors and the
+        environment, which are not among the rows. Raises :class:`SessionError` when it cannot be written.
         """
         from graftlab.control.report import write_report_of_rows
 
@@ -73,14 +73,14 @@ class LoadedRun(pd.DataFrame):
         run: int | None = None,
         step: int | None = None,
     ) -> Verdict:
-        """Which computation differs on the target, as far as rows tell.
+        """Name the computation that differs on the target, judged by rows alone.
 
         It needs a step in which every tap was grafted b2t, as with ``GRAFTLAB_B2T_FILTER=True``: there the difference
-        at each tap is the error that arose at it. The last such step of the newest run that has one counts, or of
-        ``run``, or the given ``step``; the text says where other such steps show more. ``floor`` is a ``rel_l2``;
-        without it one is assumed for the dtypes. Nothing is run, so the text says what is not known for that reason.
+        at each tap is the error that arose at it. By default it takes the last such step of the newest run that has
+        one; ``run`` and ``step`` choose another. The text reports other such steps that show more. ``floor`` is a
+        ``rel_l2``; by default it is assumed for the dtypes. Nothing is run, so the text lists what is not known.
 
-        Raises :class:`SessionError` where no step has every tap grafted.
+        Raises :class:`SessionError` if no step has every tap grafted.
         """
         from graftlab.control.judge import judge_rows
         from graftlab.verdict.model_data import data_of_run
@@ -92,7 +92,8 @@ class LoadedRun(pd.DataFrame):
             this = "this run" if run is None else f"run {run}"
             in_none = "in no step of {} was every tap" if step is None else f"in step {step} of {{}} not every tap was"
             raise SessionError(
-                f"verdict: {in_none.format(this)} grafted from the baseline, so the rows do not tell what arose where. "
+                f"verdict: {in_none.format(this)} grafted from the baseline, so the rows do not show "
+                f"where each error arose. "
                 f"{_what_to_do(of_step)}"
             )
         number, step, grafted = found
@@ -108,9 +109,9 @@ class LoadedRun(pd.DataFrame):
 
 
 def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame] | None:
-    """The last step in which all that was measured, apart from weights and settings, has this status.
+    """The last step in which every measured row, apart from weights and settings, has this status.
 
-    Of a run it is one of those with the most rows, since the last step may have been cut short.
+    It is one of the run's steps with the most rows, since the last step may be incomplete.
     """
     whole = _whole_steps(rows, status)
     if not len(whole):
@@ -121,7 +122,7 @@ def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame]
 
 
 def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
-    """The steps in which all that was measured has this status, by run and step, and how many rows they have."""
+    """The steps in which every measured row has this status, by run and step, with their numbers of rows."""
     from graftlab.verdict.model_data import without_data
 
     computed = without_data(rows[rows["status"].isin(MEASURED)])
@@ -136,7 +137,7 @@ def _what_to_do(rows: pd.DataFrame) -> str:
     from graftlab.verdict.model_data import without_data
 
     if not len(rows):
-        return "There are no rows of it"
+        return "It has no rows"
     if len(without_data(rows[rows["status"].isin(MEASURED)])):
         return "Let the jobs run with GRAFTLAB_B2T_FILTER=True; graftlab.plots shows the differences as they are"
     return f"No tap was measured on both sides: {' '.join(unseen_of(rows)).rstrip('.')}"

@@ -1,4 +1,4 @@
-"""The runs of a match: both sides record their taps, then the target again with what is matched grafted."""
+"""The runs of a match: both sides record their taps, then the target again with the matches grafted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 SENT = 1 << 28
-"""Bytes of values that each rank sends to the notebook at once; of more, sketches come, and values when asked for."""
+"""Bytes of values that each rank sends at once; of the rest it sends sketches, and values on request."""
 
 
 def match(
@@ -55,7 +55,7 @@ def match(
 
 
 class _MatchRuns:
-    """One match on its way: what the baseline showed, which does not change, and what is grafted into the target."""
+    """One match in progress: the baseline's record, which does not change, and the grafts into the target."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _MatchRuns:
         return self._baseline, target
 
     def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
-        """What is grafted now and was not in the run before, and which of the target's taps no longer are."""
+        """The grafts that are new since the last run, and the target's taps that are no longer grafted."""
         wanted: dict[str, list[Pair]] = {}
         for pair in grafts:
             wanted.setdefault(pair.target, []).append(pair)
@@ -154,11 +154,11 @@ class _MatchRuns:
             if found is not None:
                 self._values[pair.baseline] = found
         if found is None:
-            self._note(f"{pair.baseline} was not kept, so {pair.target} was not grafted to look behind it")
+            self._note(f"{pair.baseline} was not kept, so {pair.target} was not grafted to match the taps after it")
         return found
 
     def _fetch(self, side: Side, name: str) -> Tensor | None:
-        """A value that only a rank has."""
+        """Fetch a value that only a rank has."""
         work = partial(recorded_value, name)
         if side == "baseline":
             values: list[Tensor | None] = self._session.run(baseline=work).baseline
@@ -170,7 +170,7 @@ class _MatchRuns:
     # ---- ranks --------------------------------------------------------------------------------------------------
 
     def _one(self, ranks: Sequence[MatchRecord], side: Side) -> list[RecordedTap]:
-        """One side's taps as one rank would have them, of what each of its ranks recorded."""
+        """Join the records of a side's ranks into taps of whole tensors."""
         for rank, records in enumerate(ranks):
             self._moved += sum(_size(tap.value) for tap in records.taps if tap.value is not None)
             for note in records.notes:
@@ -201,8 +201,8 @@ class _MatchRuns:
             if all(each.shape == tap.shape and _alike(each, tap) for each in held):
                 return tap
             return (
-                "its ranks hold different tensors and do not say which part of the whole each has: "
-                "gl.tap(layout=...) says it, and DTensors do by themselves"
+                "its ranks hold different tensors, and which part of the whole each has is not known: "
+                "declare it with gl.tap(layout=...), or tap a DTensor"
             )
         values = [held[rank].value for rank in layout.layout.mesh.ranks if rank < len(held)]
         if len(values) < layout.layout.mesh.size or any(value is None for value in values):
@@ -224,6 +224,6 @@ def _size(tensor: Tensor) -> int:
 
 
 def _alike(one: RecordedTap, other: RecordedTap) -> bool:
-    """Whether two ranks hold the same, as far as sketches tell."""
+    """Whether two ranks hold the same tensor, judged by their sketches."""
     mine, theirs = (torch.from_numpy(each.sketch.extremes.copy()) for each in (one, other))
     return mine.shape == theirs.shape and bool(torch.allclose(mine, theirs, rtol=1e-5, atol=0, equal_nan=True))

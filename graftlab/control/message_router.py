@@ -1,4 +1,4 @@
-"""What the ranks report, brought to the part of the session that it is for."""
+"""Routing of the ranks' messages to the parts of a session."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from graftlab.rows.store import RowStore
 
 
 class MessageRouter:
-    """The hub's listener. A new message to the notebook is a line here."""
+    """Handles what the hub receives. A new message to the notebook needs one line here."""
 
     def __init__(self, rows: RowStore, runs: Runs, plans: Plans, taps: TapCatalog, queries: Queries) -> None:
         self._rows = rows
@@ -52,7 +52,7 @@ class MessageRouter:
         self._handle.on(WorldSwitch, lambda moved, rank: self.on_moved(rank, moved))
         self._handle.on(AskWaitReason, lambda ask, rank: self.on_ask_missing(rank))
         self._handle.on(StatusUpdate, lambda where, rank: rank.note_status(where))
-        # For whoever lets jobs join.
+        # Set by the session server, where jobs join.
         self.on_contact: Callable[[RankHandle, Contact], None] = lambda rank, contact: None
         self.on_joined: Callable[[RankHandle], None] = lambda rank: None
         self.on_linked: Callable[[RankHandle, LinkReport], None] = lambda rank, linked: None

@@ -1,8 +1,7 @@
-"""The run folders below ``~/.graftlab/runs``: which there are, what they hold, and which go when they are too many."""
+"""The run folders below ``~/.graftlab/runs``: their list, their sizes, and the removal of old ones."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
@@ -16,19 +15,19 @@ import pandas as pd
 
 from graftlab.control.run_folder import description_of, home
 from graftlab.errors import SessionError
-from graftlab.rows.loading import ROWS_FILE
+from graftlab.rows.log import ROWS_FILE, lock
 
 logger = logging.getLogger(__name__)
 
 GIB_VARIABLE, DAYS_VARIABLE = "GRAFTLAB_RUNS_GIB", "GRAFTLAB_RUNS_DAYS"
 _GIB, _DAYS = 10.0, 30.0
-# A folder that is made at this moment has no lock yet.
+# Seconds; a folder that was just made has no lock yet.
 _NEW = 600.0
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """One run folder. ``is_open``: a session of this or another notebook writes into it."""
+    """One run folder. ``is_open`` tells whether a session, of any process, writes into it."""
 
     folder: Path
     started: float
@@ -38,12 +37,12 @@ class PastRun:
 
 
 def runs(folder: str | Path | None = None) -> pd.DataFrame:
-    """The run folders of past and open sessions, oldest first, a line each.
+    """The run folders of past and open sessions, oldest first, one per row.
 
-    Columns are ``started``, ``bytes``, ``row_bytes``, ``open`` and ``folder``. The argument is where they lie, by
-    default ``$GRAFTLAB_HOME/runs`` or ``~/.graftlab/runs``. :func:`load_run` reads the rows of one. A launch removes
-    the oldest ones beyond 30 days or 10 GiB in all, which ``$GRAFTLAB_RUNS_DAYS`` and ``$GRAFTLAB_RUNS_GIB`` change,
-    never an open one; folders that a launch was given elsewhere are left alone.
+    Columns are ``started``, ``bytes``, ``row_bytes``, ``open`` and ``folder``. ``folder`` is their parent, by default
+    ``$GRAFTLAB_HOME/runs`` or ``~/.graftlab/runs``. :func:`load_run` reads the rows of a run. A launch removes folders
+    older than 30 days (``$GRAFTLAB_RUNS_DAYS``), and the oldest while all together exceed 10 GiB
+    (``$GRAFTLAB_RUNS_GIB``); never an open one, nor one made with ``folder=`` elsewhere.
 
     >>> session.folder in list(gl.runs()["folder"])
     True
@@ -61,14 +60,14 @@ def runs(folder: str | Path | None = None) -> pd.DataFrame:
 
 
 def find_runs(where: Path) -> list[PastRun]:
-    """Oldest first. What is no run folder of graftlab's is left out."""
+    """The run folders in this folder, oldest first; other folders are left out."""
     found = []
     for path in where.iterdir() if where.is_dir() else ():
         rows = path / ROWS_FILE
         if path.is_dir() and not path.is_symlink() and rows.is_file() and (path / "logs").is_dir():
             try:
                 sizes = [file.lstat().st_size for file in path.rglob("*")]
-                of_rows = sum(file.stat().st_size for file in path.glob("rows.*"))
+                of_rows = sum(file.stat().st_size for file in path.glob("rows[.-]*"))
                 found.append(PastRun(path, _started(path), sum(sizes), of_rows, _is_open(rows)))
             except FileNotFoundError:  # another launch removes it
                 continue
@@ -76,10 +75,10 @@ def find_runs(where: Path) -> list[PastRun]:
 
 
 def prune(where: Path | None = None, gib: float | None = None, days: float | None = None) -> list[PastRun]:
-    """Remove the oldest run folders until the rest fit into ``gib`` and are younger than ``days``; returns those.
+    """Remove the oldest run folders until the rest fit into ``gib`` and are younger than ``days``; returns the removed.
 
-    None stands for what the environment says, or 10 GiB and 30 days. Raises :class:`SessionError` for budgets that are
-    no numbers.
+    None stands for the environment's setting, or 10 GiB and 30 days. Raises :class:`SessionError` for a budget that is
+    not a number.
     """
     limit = _budget(GIB_VARIABLE, gib, _GIB) * 2**30
     oldest = time.time() - _budget(DAYS_VARIABLE, days, _DAYS) * 86400
@@ -127,11 +126,10 @@ def _started(path: Path) -> float:
 
 
 def _is_open(rows: Path) -> bool:
-    with open(rows, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    try:
+        lock(rows).close()
+    except BlockingIOError:
+        return True
     return False
 
 
@@ -140,9 +138,8 @@ def _remove(run: PastRun) -> bool:
     try:
         if time.time() - rows.stat().st_mtime < _NEW:
             return False
-        with open(rows, "rb") as file:
-            # Held until all is gone, so that no session can begin in it.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Locked until the folder is removed, so that no session can begin in it.
+        with lock(rows):
             shutil.rmtree(run.folder)
     except OSError as error:
         if not isinstance(error, (BlockingIOError, FileNotFoundError)):

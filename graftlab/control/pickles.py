@@ -1,4 +1,4 @@
-"""What ranks send pickled, opened here: only from processes that this one started, for it runs what the sender says."""
+"""Unpickling what ranks send, from processes that this one started only: a pickle can run any code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def require_trusted(rank: RankHandle) -> None:
     """Raises :class:`SessionError` for a rank that is not trusted."""
     if not rank.trusted:
         raise SessionError(
-            f"{rank.label} was not started by this notebook, so what it sends is not unpickled: that would run "
-            f"whatever it says"
+            f"{rank.label} was not started by this notebook, so what it sends is not unpickled: a pickle "
+            f"can run any code"
         )
 
 
 def open_value(rank: RankHandle, packed: Pickled) -> Any:
-    """A result, or what a rank keeps. Raises :class:`SessionError` for a rank that is not trusted."""
+    """Unpack a result or a kept value. Raises :class:`SessionError` for a rank that is not trusted."""
     require_trusted(rank)
     return shipping.unpack_result(packed)
 
 
 def open_exception(rank: RankHandle, failure: Failure) -> BaseException | None:
-    """The exception itself, where it can travel and the rank is trusted; None otherwise."""
+    """The exception itself, if it was sent and the rank is trusted; None otherwise."""
     if failure.exception is None or not rank.trusted:
         return None
     try:

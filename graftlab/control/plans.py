@@ -1,4 +1,4 @@
-"""The plans of a session: every one that was published, and from which step on each rank uses it."""
+"""The plans of a session: all that were published, and the step from which each rank uses them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Plans:
         return list(self._published)
 
     def publish(self, plan: GraftPlan) -> None:
-        """Send a plan to every rank that is there; it is the newest from now on."""
+        """Make this the newest plan, and send it to every live rank."""
         self._published.append(plan)
         self._send()
 
     def publish_again(self) -> None:
-        """Send the newest plan to ranks that have just begun; what earlier ones used says nothing of them."""
+        """Send the newest plan to ranks that have just begun, and forget which plans earlier ranks used."""
         self._adopted.clear()
         self._send()
 
@@ -48,5 +48,5 @@ class Plans:
         self._adopted.setdefault(message.version, {})[rank.label] = message.step
 
     def adopted(self, version: int) -> dict[str, int]:
-        """From which step on each rank uses this plan, by rank; a rank that is not there yet is left out."""
+        """The step from which each rank uses this plan, by rank; ranks that do not use it yet are left out."""
         return dict(self._adopted.get(version, {}))

@@ -1,4 +1,4 @@
-"""The frames of a failure on a rank, asked from the notebook."""
+"""Debugging the last failure on a rank from the notebook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDS = ("q", "quit", "exit")
 
 
 def post_mortem(ranks: Sequence[RankHandle], on: str, command: str, ask: AskRank) -> str:
-    """What a debugger says on this one rank."""
+    """Send a command to the debugger on this one rank, and return its answer."""
     if len(ranks) != 1:
         labels = ", ".join(rank.label for rank in ranks)
         raise SessionError(f"{on!r} is more than one rank; name one of {labels}")
@@ -21,7 +21,7 @@ def post_mortem(ranks: Sequence[RankHandle], on: str, command: str, ask: AskRank
 
 
 def prompt(label: str, ask: Callable[[str], str], read: Callable[[str], str], write: Callable[[str], object]) -> None:
-    """Ask for commands and show what a debugger says to each, until ``q``, the end of the input or the stop button."""
+    """Read debugger commands and show each answer, until ``q``, the end of the input or the stop button."""
     write(f"{ask('')}\n\nw: the frames, u and d: up and down, l: the source, p EXPR: a value, q: the end\n")
     last = ""
     while True:

@@ -14,7 +14,7 @@ from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refusal,
 
 A = TypeVar("A", bound=Answer)
 
-# How long a rank may take to answer a question that needs no waiting.
+# Seconds that a rank may take to answer a question that needs no waiting.
 _ANSWER_TIMEOUT = 5.0
 
 
@@ -25,7 +25,7 @@ class AskRank(Protocol):
 
 
 class Queries:
-    """Asks, and brings each answer to whoever asked. Any thread may ask; ``timeout``, in seconds, bounds the wait."""
+    """Sends questions to ranks and returns their answers, from any thread. ``timeout``, in seconds, bounds the wait."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -33,9 +33,9 @@ class Queries:
         self._answers: dict[int, tuple[RankHandle, queue.SimpleQueue[Answer]]] = {}
 
     def ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
-        """The answer of the rank's control thread, which is of the type ``expected``.
+        """Return the answer of the rank's control thread, which has the type ``expected``.
 
-        Raises :class:`SessionError` when there is none in time, or the rank says why it has none.
+        Raises :class:`SessionError` when no answer arrives in time, or the rank refuses with a reason.
         """
         number = next(self._numbers)
         waiting: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -64,13 +64,13 @@ class Queries:
             waiting[1].put(reply.answer)
 
     def note_gone(self, rank: RankHandle) -> None:
-        """Nobody waits for the answer of a rank that has died."""
+        """End every wait for the answer of a rank that has died."""
         for asked, waiting in list(self._answers.values()):
             if asked is rank:
                 waiting.put(Refusal(f"it {rank.how_it_ended()} before it answered"))
 
     def stack_of(self, rank: RankHandle) -> str:
-        """Where the rank's threads are in the code, even if one of them never releases the interpreter."""
+        """The stacks of the rank's threads, even if one of them never releases the interpreter."""
         try:
             return self.ask(rank, AskStacks(), Stacks).text
         except SessionError as error:

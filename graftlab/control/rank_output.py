@@ -1,4 +1,4 @@
-"""What ranks print and display, shown where somebody waits for them, labelled by rank and in order."""
+"""Output of the ranks, shown in the cell that waits for them, in order and labelled by rank."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from graftlab.ranks.messages import DisplayData, LiveOutput, Output
 
 Piece = Output | LiveOutput | DisplayData
 
-# Of a rank that this notebook did not start, nothing that a browser would run.
+# What is shown from ranks that this notebook did not start: nothing that a browser would run.
 _HARMLESS = frozenset({"text/plain", "image/png", "image/jpeg"})
 
 
 class RankOutput:
-    """Shows pieces until it is closed. Progress bars stand in a place of their own, one for each rank and stream."""
+    """Shows pieces of output until it is closed; each rank and stream has one live area for its progress bars."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
         self._bars: dict[tuple[str, int], LiveText] = {}
 
     def show(self, pieces: list[tuple[str, bool, Piece]]) -> None:
-        """Each with the label of its rank, and whether that rank is trusted."""
-        # Of a bar only how it stands in the end.
+        """Show pieces, each with the label of its rank and whether that rank is trusted."""
+        # Only the last state of each bar.
         last = {(label, piece.stream): piece.text for label, _, piece in pieces if isinstance(piece, LiveOutput)}
         for label, trusted, piece in pieces:
             if isinstance(piece, Output):
@@ -34,7 +34,7 @@ class RankOutput:
             place.show("\n".join(f"{label} | {line}" for line in text.splitlines()))
 
     def close(self) -> None:
-        """Take the bars away: the lines that they end with were shown as lines."""
+        """Remove the bars: their last state was also sent as a line."""
         for place in self._bars.values():
             place.show("")
 

@@ -1,4 +1,4 @@
-"""Where every rank is at this moment: as a frame, and as the strip that sessions and dashboards show."""
+"""Where every rank is now: as a frame, and as the table that sessions and dashboards show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graftlab.rows.rendering import bounded_repr
 
 
 class RanksFrame(pd.DataFrame):
-    """A pandas frame in all it does; only a notebook shows it without columns in which nothing stands, and whole."""
+    """A pandas frame that a notebook shows with all its rows and without its empty columns."""
 
     @property
     def _constructor(self) -> Any:
@@ -39,9 +39,9 @@ class RanksFrame(pd.DataFrame):
 def ranks_frame(
     ranks: Sequence[RankHandle], closed: bool, failing: Mapping[str, str], lost_groups: Mapping[str, str]
 ) -> RanksFrame:
-    """One line a rank; see :meth:`Session.status`.
+    """One row per rank; see :meth:`Session.status`.
 
-    ``failing`` says by rank what failed in a run that goes on, ``lost_groups`` by side why its group is gone.
+    ``failing`` has the failures of the run in progress by rank, ``lost_groups`` why a side lost its process group.
     """
     lines = []
     for rank in ranks:
@@ -70,7 +70,7 @@ def ranks_frame(
 def ranks_table(
     ranks: Sequence[RankHandle], closed: bool, failing: Mapping[str, str], lost_groups: Mapping[str, str]
 ) -> str:
-    """The strip: most of what the frame says, in a line each."""
+    """The HTML table: most of the frame, a line per rank."""
     lines = []
     for rank in ranks:
         look = rank.status()
@@ -111,7 +111,7 @@ def titled_table(
     failing: Mapping[str, str],
     lost_groups: Mapping[str, str],
 ) -> str:
-    """What a notebook shows for a session: these words, which process groups are gone and why, and the ranks."""
+    """What a notebook shows for a session: a title, facts, lost process groups with the reason, and the ranks."""
     lost = "".join(
         f"<div>the process group of the {side} is gone ({html.escape(why)}): session.restart() brings it back</div>"
         for side, why in lost_groups.items()

@@ -1,4 +1,4 @@
-"""Recorded requests, fed to both sides again: which of them diverge, and where first."""
+"""Replay of recorded requests on both sides: which requests diverge, and at which tap first."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tags import display_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import DumpError, RequestError
 from graftlab.ranks.remote_functions import Feed, feed_batches
 from graftlab.requests.journal import SUFFIX
 from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dump, Opaque, RecordedRequest
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,14 +37,14 @@ COLUMNS = (
     *("baseline_as_recorded", "target_as_recorded", "error"),
 )
 
-# What a file says of a request's own part that is not as it was given.
+# How a dump names a part of a request that it could not keep as it was.
 _LOST = re.compile(r"(?:the key of )?requests\[(\d+)\]\.request")
 _KEPT_BY_ATTRIBUTES = "kept by its attributes"
 
 
 @dataclass(frozen=True)
 class SkippedRequest:
-    """A recorded request that was not replayed, and why. ``index`` is its place among all that were read."""
+    """A recorded request that was not replayed, and why. ``index`` is its place among the requests read."""
 
     rid: str
     index: int
@@ -53,7 +53,7 @@ class SkippedRequest:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of a replay. ``run`` is its run, one step a batch; ``skipped`` are the requests that were damaged."""
+    """The result of a replay. ``run`` is its run, one step per batch; ``skipped`` are the damaged requests."""
 
     run: Run
     summary: pd.DataFrame
@@ -61,7 +61,7 @@ class Replay:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """The rows, one a tap a receiving rank; the tag ``rid`` says of which request, or of which batch."""
+        """The rows, one per tap and receiving rank; the tag ``rid`` names the request, or those of the batch."""
         return self.run.frame
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ def replay(
     )
 
     def ended() -> int:
-        # The last step is only counted as ended by the next one, which there is none of.
+        # A step counts as ended when the next one begins, and the last has no next one.
         return len(batches) if run.done and not run.failing else run.steps
 
     run.wait(bar=LongWait("replay", "batches", ended, total=len(batches), where=run.where))
@@ -120,14 +120,14 @@ def replay(
 
 @dataclass(frozen=True)
 class _RequestAsRead:
-    """A recorded request, and why it cannot be replayed, if it cannot."""
+    """A recorded request, and the reason if it cannot be replayed."""
 
     record: RecordedRequest
     lost: str | None
 
 
 def _read(path: Path, trusted: bool) -> list[_RequestAsRead]:
-    """The requests of a file, or of every file in a folder in the order of their names, which is that of their time."""
+    """The requests of a file, or of every file in a folder, sorted by name, which is by time."""
     if not path.is_dir():
         return _read_file(path, trusted)
     whole = sorted(file for file in path.glob("*.pkl") if not file.name.startswith("."))
@@ -142,7 +142,7 @@ def _read(path: Path, trusted: bool) -> list[_RequestAsRead]:
 
 
 def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_RequestAsRead]:
-    """The requests of a file; of a crash's, without those that another of these files has too."""
+    """The requests of a file; of a crash dump, without those that another of these files has too."""
     try:
         dump = load_dump(path, trusted)
     except OSError as error:
@@ -162,7 +162,7 @@ def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_
 
 
 def _marks(dump: Dump) -> dict[int, str]:
-    """Where else the requests of a crash's file are, by their number."""
+    """The other files that have the requests of a crash dump, by the request's number."""
     crash = dump.get("crash")
     marks = crash.get("marks") if isinstance(crash, dict) else None
     found = enumerate(marks) if isinstance(marks, list) else ()
@@ -170,7 +170,7 @@ def _marks(dump: Dump) -> dict[int, str]:
 
 
 def _lost(dump: Dump) -> dict[int, str]:
-    """Which requests are not in the file as they were given, and why."""
+    """The requests that the file does not have as they were, and why."""
     found: dict[int, str] = {}
     for dropped in dump["dropped"]:
         match = _LOST.match(str(dropped["where"]))
@@ -211,7 +211,7 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
         at = run.first_step + number
         rows = of_step.get(at)
         suspect = None if rows is None else first_divergent(rows, noise_floor=noise_floor)
-        # Every rank of a side has been given every request; the first speaks for its side.
+        # Every rank of a side gets every request; the first one represents its side.
         sides = {"baseline": run.baseline[0][number], "target": run.target[0][number]}
         errors = [f"{side}: {fed.error}" for side, fed in sides.items() if fed.error is not None]
         for position, (index, record) in enumerate(batch):
@@ -248,7 +248,7 @@ def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[SkippedRequest]
 
 
 def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
-    """Worst first: failures, then other tokens, then the largest difference. Skipped requests come last."""
+    """A sort key, worst first: failures, then differing tokens, then the largest difference; skipped requests last."""
     difference = line.get("final_difference", math.nan)
     return (
         {"failed": 0, "replayed": 1, "skipped": 2}[line["status"]],
@@ -261,13 +261,13 @@ def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _tap(row: Any) -> str:
-    # The line of a summary has the request's id already.
+    # The summary has a column for the request's id.
     given = {tag: value for tag, value in display_tags(row["tags"]).items() if tag != "rid"}
     return str(row["name"]) + (f" ({', '.join(f'{k}={v}' for k, v in given.items())})" if given else "")
 
 
 def _tokens(output: Any) -> list[Any] | str | None:
-    """The tokens, or else the text, of an output in one of the usual forms."""
+    """The tokens, or else the text, of an output in one of the common forms."""
     if isinstance(output, Mapping):
         for key in ("output_ids", "token_ids", "text"):
             if output.get(key) is not None:
@@ -287,7 +287,7 @@ def _same(one: Any, other: Any) -> bool | None:
 
 
 def _final_difference(ours: Any, theirs: Any, rows: Any) -> float:
-    """``rel_l2`` of what was returned, where that is numbers; else of the last tap that was measured.
+    """``rel_l2`` of the returned logits if there are any, else of the last measured tap.
 
     Infinite where values that are not finite differ.
     """

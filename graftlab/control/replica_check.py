@@ -1,4 +1,4 @@
-"""A check of one side alone: its ranks run, and what they hold is compared among them."""
+"""A check of one side alone: its ranks run, and their tensors are compared with each other."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import is_data
 from graftlab.base.world import Side
 from graftlab.control.work import arguments, refuse_invalid_expressions
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.filters.expressions import compile_filter
 from graftlab.layouts.replicas import Replicas, TapSketch, replicas_of
 from graftlab.layouts.text import parse_layout
 from graftlab.ranks.remote_functions import Callee, sketch_callee
-from graftlab.verdict.added import roundoff
 from graftlab.verdict.replicas import ReplicaComparison, TapAcrossRanks, check_replicas
 from graftlab.verdict.replicas_wording import judged, text_of_check
 
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplicaCheck:
-    """What the ranks of one side should agree on, and do not. See :meth:`graftlab.Session.check`."""
+    """Where the ranks of one side should agree and do not. See :meth:`graftlab.Session.check`."""
 
     checked: ReplicaComparison
     inputs: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """The conclusion; what was not looked at stands first."""
+        """The conclusion, after a list of what was not examined."""
         return text_of_check(self.checked, self.inputs)
 
     @property
     def found(self) -> list[str]:
-        """The groups of taps that should be equal on the ranks and are not, in the order of blame."""
+        """The groups of taps that should be equal on the ranks and are not, the most likely cause first."""
         return list(dict.fromkeys(each.group for each in judged(self.checked, self.inputs)))
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line for each call of a tap, in execution order.
+        """A row for each call of a tap, in execution order.
 
         ``relation`` is ``agrees``, ``disagrees`` or ``own data``; ``apart`` is the largest relative distance of a copy
-        from the first one, ``ranks`` are those that differ, and ``layout`` tells what says, or infers, that they are
-        copies.
+        from the first one, ``ranks`` are those that differ, and ``layout`` is why the tensors are taken for copies:
+        declared or inferred.
         """
         import pandas as pd
 
@@ -102,11 +102,11 @@ def check(
     given = arguments("check", args, kwargs)
     size = getattr(session.options, side)
     if size < 2:
-        raise SessionError(f"check: the {side} has one rank, which has nobody to agree with; launch {side}=2 or more")
+        raise SessionError(f"check: the {side} has one rank, and a check compares several; launch {side}=2 or more")
     if mesh is not None and math.prod(mesh.values()) != size:
         raise SessionError(
             f"check: a mesh of {dict(mesh)} has {math.prod(mesh.values())} ranks, and the side has {size}; give "
-            "mesh={name: size} whose sizes multiply to it"
+            "mesh={name: size} whose sizes multiply to that"
         )
     declared = _DeclaredLayouts(layouts or {}, mesh, size)
     if target is not None:
@@ -123,7 +123,7 @@ def check(
 
 
 def _groups_along(mesh: Mapping[str, int] | None, size: int) -> dict[str, list[tuple[int, ...]]]:
-    """The groups of ranks along each dimension of a mesh of several: those that differ in that coordinate alone."""
+    """For each dimension of a mesh with several, the groups of ranks that differ in that coordinate alone."""
     along: dict[str, list[tuple[int, ...]]] = {}
     if mesh is None or sum(extent > 1 for extent in mesh.values()) < 2:
         return along
@@ -136,7 +136,7 @@ def _groups_along(mesh: Mapping[str, int] | None, size: int) -> dict[str, list[t
 
 
 class _DeclaredLayouts:
-    """What the user says of taps' layouts, by their names."""
+    """The layouts that the user declares, by filters over taps' names."""
 
     def __init__(self, layouts: Mapping[str, str], mesh: Mapping[str, int] | None, size: int) -> None:
         self._layouts = [(compile_filter(text), parse_layout(layout, mesh or size)) for text, layout in layouts.items()]
@@ -147,7 +147,7 @@ class _DeclaredLayouts:
 
 
 def _inputs(shown: Sequence[TapSketch]) -> list[str]:
-    """The taps of what the model is given: those of kind ``input``, and integers before all computation."""
+    """The names of input taps: those of kind ``input``, and integers before all computation."""
     found: dict[str, None] = {}
     leads = True
     for each in shown:

@@ -1,7 +1,7 @@
-"""A session as one page to attach to an issue: what was run, what it came to, and where to look.
+"""A session as one page to attach to an issue: what was run, the conclusions, and the worst taps.
 
-The page needs nothing but a browser, and its own policy forbids it to load anything. Values of tensors are only in it
-where they are asked for; errors and notes are the words of the code that was run.
+The page is one file, and its content security policy forbids it to load anything. It shows values of tensors only on
+request; messages of errors and notes are included unchanged.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _written(path: str | Path, parts: Sequence[str], found: Conclusion) -> Path:
 
 
 def _page(parts: Sequence[str], state: dict[str, Any]) -> str:
-    # What closes a script element must not stand in it.
+    # A closing tag in the data would end the script element.
     data = json.dumps(state, separators=(",", ":")).replace("<", "\\u003c")
     script = explorer.SCRIPT.read_text(encoding="utf-8")
     return (
@@ -128,7 +128,7 @@ def _conclusion(found: Conclusion, verdict: Verdict | None) -> str:
     lines = [explorer.headline(found), *found.sentences[1:]]
     said = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
     if verdict is None:
-        return _section("Conclusion", f"{said}<p>No verdict was asked for.</p>")
+        return _section("Conclusion", f"{said}<p>No verdict was computed.</p>")
     words = "".join(f"<p>{html.escape(line)}</p>" for line in verdict.text.split("\n"))
     return _section("Conclusion", said) + _section("Newest verdict", words)
 
@@ -183,7 +183,7 @@ def _plan(plan: GraftPlan) -> str:
 
 
 def _code(runs: Sequence[Run]) -> str:
-    """Each piece of code once, at the run that ran it first."""
+    """Each piece of code once, under the first run that ran it."""
     first: dict[tuple[str, str | CodeType], int] = {}
     for run in runs:
         for where, code in state_of(run).code.items():
@@ -216,7 +216,7 @@ def _environment(session: SessionCore) -> str:
 
 
 def _pictures(session: SessionCore) -> str:
-    """Of the pairs that are kept: asked for, because one sees values in them."""
+    """Heatmaps of the kept pairs; on request only, because they show values."""
     plot = SessionPlots(session)
     kept = {(str(tags["name"]), tuple(_own(tags).items())): None for tags in session.kept()}
     shown = []

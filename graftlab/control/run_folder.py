@@ -18,9 +18,9 @@ _DESCRIPTION = "session.json"
 
 
 def home() -> Path:
-    """Where run folders lie that nobody named: ``$GRAFTLAB_HOME`` or ``~/.graftlab``.
+    """The folder for run folders without an explicit path: ``$GRAFTLAB_HOME`` or ``~/.graftlab``.
 
-    Raises :class:`LaunchError` where the user has no home.
+    Raises :class:`LaunchError` if the user has no home.
     """
     try:
         return Path(os.environ.get(HOME_VARIABLE) or "~/.graftlab").expanduser()
@@ -29,7 +29,7 @@ def home() -> Path:
 
 
 def make_run_folder(folder: str | Path | None) -> Path:
-    """The session's run folder, made if need be, for nobody else to enter. Raises LaunchError when it cannot be."""
+    """Make the run folder if it is missing, readable by this user alone. Raises :class:`LaunchError` when it cannot."""
     if folder is None:
         path = home() / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
         source = f"set {HOME_VARIABLE} to a folder you can write to"
@@ -37,7 +37,7 @@ def make_run_folder(folder: str | Path | None) -> Path:
         path, source = Path(folder).expanduser(), "pass another folder="
     else:
         raise LaunchError(f"folder={folder!r}: give a path, or None for a new folder below ${HOME_VARIABLE}")
-    # The notebook may change its folder.
+    # The notebook may change its working directory.
     path = path.absolute()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -48,10 +48,10 @@ def make_run_folder(folder: str | Path | None) -> Path:
 
 
 def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rendezvous: Path | None = None) -> None:
-    """Note in the run folder what its rows do not say of its session.
+    """Write the facts of a session that its rows lack into the run folder.
 
-    When it began, in which process, how many ranks the baseline and the target have from which run on, and where its
-    jobs meet if it is one of jobs.
+    When it began, in which process, the sizes of baseline and target and the first run with these sizes, and the
+    rendezvous of its jobs, if it is a session of jobs.
     """
     before = description_of(folder)
     if before.get("ranks") == list(sizes) and isinstance(before.get("first_run"), int):
@@ -68,7 +68,7 @@ def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rende
 
 
 def description_of(folder: Path) -> dict[str, Any]:
-    """What was noted of the session; nothing where that cannot be read."""
+    """The facts that :func:`describe_session` wrote; empty if they cannot be read."""
     try:
         said = json.loads((folder / _DESCRIPTION).read_bytes())
     except (OSError, ValueError):
@@ -77,7 +77,7 @@ def description_of(folder: Path) -> dict[str, Any]:
 
 
 def sizes_of(folder: Path, run: int) -> tuple[int, int] | None:
-    """How many ranks the baseline and the target had in this run; None where that was not noted."""
+    """The sizes of baseline and target in this run; None if they are not known."""
     said = description_of(folder)
     try:
         baseline, target = (int(size) for size in said["ranks"])

@@ -1,4 +1,4 @@
-"""The runs of a session: one at a time, begun here, and told here what becomes of them."""
+"""The runs of a session, one at a time: begins them, and records what their ranks report."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from graftlab.rows.store import RowStore
 
 logger = logging.getLogger(__name__)
 
-# Ranks of one side mostly fail alike, and each may tell so itself before those that go on are interrupted.
+# Seconds before the other ranks are interrupted: ranks of one side mostly fail alike, and can report it themselves.
 _MOMENT = 0.25
-# So many seconds those that were interrupted have to end. What waits in a collective does not: gloo cannot be told to.
+# Seconds that interrupted ranks have to end. A rank in a collective does not end: gloo cannot be interrupted.
 _GRACE = 1.5
-# Of a log, where it tells of a death: faulthandler takes some thirty for a segmentation fault.
+# Lines of a log that the message of a death shows: faulthandler writes about thirty for a segmentation fault.
 _LAST_LINES = 60
 
 
 class Runs:
-    """Begins runs on these ranks, and knows all that there were. What :class:`.Run` shows comes from ``rows``."""
+    """Begins runs on these ranks, and holds every run so far. ``rows`` has the rows that :class:`.Run` shows."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Runs:
         self._states: list[RunState] = []
         self._next_step = rows.first_step
         self._first_run = rows.first_run
-        # Why ranks end that are to end: no run begins any more, and what fails from now on fails because of it.
+        # Set while the session ends its ranks: why it does, which is then the reason of every failure.
         self._closing: str | None = None
 
     def all(self) -> list[Run]:
@@ -58,16 +58,16 @@ class Runs:
 
     @property
     def busy(self) -> bool:
-        """Whether a run is going on."""
+        """Whether a run is in progress."""
         return bool(self._states) and not self._states[-1].done
 
     @property
     def failing(self) -> dict[str, str]:
-        """What went wrong so far in the run that goes on, by rank."""
+        """What went wrong so far in the run in progress, by rank."""
         return self._states[-1].failing if self.busy else {}
 
     def refuse_what_cannot_begin(self, works: Iterable[int]) -> None:
-        """Raise :class:`SessionBusyError` while a run goes on, :class:`SessionClosedError` where a rank is gone."""
+        """Raise :class:`SessionBusyError` during a run, :class:`SessionClosedError` if one of these ranks is gone."""
         if self.busy:
             raise SessionBusyError(
                 f"run {self._runs[-1].number} is still running ({self._runs[-1].where()}); wait for it with "
@@ -75,7 +75,7 @@ class Runs:
             )
         for rank in (self._ranks[world_rank] for world_rank in sorted(works)):
             if not rank.alive:
-                # Of a rank that the session ended itself the log says nothing of the end.
+                # The log of a rank that the session ended does not mention the end.
                 end = "" if rank.was_ended else f" Its log ({rank.log}) ends:\n{rank.log_tail()}"
                 raise SessionClosedError(
                     f"{rank.label} is gone ({rank.how_it_ended()}) and cannot run anything; session.restart(), or "
@@ -89,7 +89,7 @@ class Runs:
         on_failure: OnFailure = "stop",
         code: Mapping[str, str | CodeType] | None = None,
     ) -> Run:
-        """Have ranks, by world rank, do their works as one run under this plan. ``code`` is that of :class:`.RunState`.
+        """Send the ranks their work, by world rank, as one run under this plan. ``code`` is that of :class:`.RunState`.
 
         Raises as :meth:`refuse_what_cannot_begin` does.
         """
@@ -100,35 +100,35 @@ class Runs:
         for rank in ranks:
             rank.channel.send(pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])))
         for rank in ranks:
-            # It may have died before this run existed, so nobody has noted its death yet.
+            # A rank that died before this run existed has no death in it yet.
             if not rank.alive:
                 self.note_death(rank)
         return run
 
     def resume(self, info: RunInfo) -> Run:
-        """Take over a run that goes on already, as the first of these; its ranks know of it."""
+        """Take over a run that its ranks have already begun, as the first run of this session."""
         self._first_run, self._next_step = info.run, info.first_step
         return self._make([self._ranks[world_rank] for world_rank in info.participants], "continue")
 
     def assemble(self) -> RunInfo:
-        """A run of all ranks, each of which does its own work. What some of them still do is of the run before."""
+        """Begin a run of jobs, whose ranks do their own work; a rank may still be in the run before."""
         self._next_step = max(self._next_step, *(rank.status().step + 1 for rank in self._ranks))
         run = self._make(list(self._ranks), "continue")
         return RunInfo(run.number, self._next_step, tuple(rank.place.world_rank for rank in self._ranks))
 
     def note_moved(self, rank: RankHandle) -> None:
-        """The rank takes part in no run but the newest any more."""
+        """Note that the rank has left every run but the newest."""
         for run in self._states[:-1]:
             run.note_settled(rank)
 
     def note_return(self, rank: RankHandle, number: int) -> None:
-        """The rank goes on in this run: what was taken for its death was the end of its line alone."""
+        """Note that the rank is still in this run: only its connection had ended."""
         for run in self._states:
             if run.number == number:
                 run.note_return(rank)
 
     def remark(self, text: str) -> None:
-        """Have the newest run's summary say this first."""
+        """Put this sentence first in the newest run's summary."""
         self._states[-1].remarks.append(text)
 
     def _make(
@@ -150,7 +150,7 @@ class Runs:
         return run
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the code of the run that is going on; its ranks go on."""
+        """Raise KeyboardInterrupt in the code of the run in progress; its ranks stay alive."""
         if not self.busy:
             return
         run = self._states[-1]
@@ -158,15 +158,15 @@ class Runs:
             if rank.status().state in ("running", "waiting"):
                 rank.signal(signal.SIGINT)
             else:
-                # It may be about to begin, when a signal would come too early.
+                # It may be about to begin, and a signal would come too early.
                 rank.channel.send(pack(Interrupt(run.number)))
 
     def close(self, why: str) -> None:
-        """Ranks are about to end, for a reason such as ``"the session was closed"``: what fails now fails for it."""
+        """Report every failure from now on as ``why``, such as ``"the session was closed"``: the ranks will end."""
         self._closing = why
 
     def reopen(self, ended: Sequence[RankHandle]) -> None:
-        """Go on with new ranks in the place of those that ended, and with steps that none of those has begun."""
+        """Continue with new ranks, and with steps that none of the ``ended`` ranks has begun."""
         self._next_step = max(self._next_step, *(rank.status().step + 1 for rank in ended))
         self.groups.renew()
         self._closing = None
@@ -211,7 +211,7 @@ class Runs:
 
     def _interrupt_others(self, run: RunState) -> None:
         for rank in run.mark_stopped():
-            # By its number: were the run over by now, the next one must not be hit.
+            # With the run's number, so that it cannot interrupt the next run.
             rank.channel.send(pack(Interrupt(run.number)))
         _later(_GRACE, self._end_those_in_collectives, run)
 
@@ -221,11 +221,11 @@ class Runs:
             try:
                 where = collective_in(self._stack_of(rank))
             except SessionError as error:
-                logger.warning("%s goes on after a failure, and cannot be asked where it is: %s", rank.label, error)
+                logger.warning("%s still runs after a failure, and did not report where it is: %s", rank.label, error)
                 continue
             if where is not None and not run.has_ended(rank):
                 first = next(iter(run.failing))
-                rank.end(f"was ended, because it waited in a collective ({where}) when {first} had failed")
+                rank.end(f"was ended, because it waited in a collective ({where}) after {first} had failed")
                 ending.append(rank)
         run.stop_waiting(ending)
 

@@ -1,4 +1,4 @@
-"""A session's figures: the functions of :mod:`graftlab.plots` on what this session has recorded and kept."""
+"""A session's figures: the functions of :mod:`graftlab.plots` applied to its rows and kept pairs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _like(function: Callable[..., Any], leaving_out: str) -> Callable[[F], F]:
-    """Let help and completion show the options of a function that a method hands its ``options`` to, and its text."""
+    """Give a method the options and the docstring of the function that it passes its ``options`` to."""
 
     def show(method: F) -> F:
-        # A function of its own: tools that read a method's defaults from its source would not find these options there.
+        # A wrapper, because tools that read a method's defaults from its source would not find these options there.
         def call(self: SessionPlots, /, *args: Any, **options: Any) -> Any:
             return method(self, *args, **options)
 
@@ -55,10 +55,10 @@ class SessionPlots:
 
     @_like(plots.divergence, leaving_out="frames")
     def divergence(self, *, step: int | None = None, **options: Any) -> Figure:
-        """One step of the newest run that has rows, by default its last one: each tap's difference, in execution order.
+        """Each tap's difference in one step of the newest run with rows, in execution order; by default the last step.
 
-        While the run goes on, that is the last step that every rank has ended. Without ``noise_floor`` the one that is
-        assumed for these dtypes is drawn; None leaves it out.
+        While the run is in progress, that is the last step that every rank has ended. By default the line of
+        ``noise_floor`` is the floor assumed for these dtypes; None leaves it out.
 
         >>> figure = session.plot.divergence(noise_floor=1e-5)
         """
@@ -72,7 +72,7 @@ class SessionPlots:
             raise _no_rows(frame, f"step {step}")
         options.setdefault("noise_floor", floor_of(frame)[0])
         at = first_divergent_at(frame, math.inf if options["noise_floor"] is None else options["noise_floor"])
-        # The step that is shown may be in order by now.
+        # The first divergent tap may be in another step than the shown one.
         first = None if at is None else int(frame["step"].iloc[at])
         elsewhere = f" (the first divergent tap is in step {first})" if first not in (None, step) else ""
         figure = plots.divergence(frame[frame["step"] == step].reset_index(drop=True), **options)
@@ -83,7 +83,7 @@ class SessionPlots:
 
     @_like(plots.over_steps, leaving_out="frame")
     def over_steps(self, *, steps: range | None = None, **options: Any) -> Figure:
-        """The newest run that has rows: its taps over all its steps, or over those of ``steps``.
+        """The taps of the newest run with rows, over all its steps or those of ``steps``.
 
         >>> figure = session.plot.over_steps()
         """
@@ -97,10 +97,10 @@ class SessionPlots:
         return plots.over_steps(frame, **options)
 
     def _last_ended(self, steps: Any) -> Any:
-        """The last of these steps; of a run that goes on the one before, as that may lack taps yet."""
+        """The last of these steps; during a run the one before, since the last may still lack taps."""
         runs = self._session.runs
-        going_on = bool(runs) and not runs[-1].done
-        return sorted(steps)[-2] if going_on and len(steps) > 1 else steps.max()
+        in_progress = bool(runs) and not runs[-1].done
+        return sorted(steps)[-2] if in_progress and len(steps) > 1 else steps.max()
 
     @_like(plots.history, leaving_out="frame")
     def history(self, name: str, **options: Any) -> Figure:
@@ -144,7 +144,7 @@ class SessionPlots:
 def _no_rows(frame: pd.DataFrame, wanted: str) -> SessionError:
     first, last = frame["step"].min(), frame["step"].max()
     has = f"step {first}" if first == last else f"steps {first} to {last}"
-    return SessionError(f"run {frame['run'].iloc[0]} has no rows of {wanted}; it has those of {has}")
+    return SessionError(f"run {frame['run'].iloc[0]} has no rows of {wanted}; it has rows of {has}")
 
 
 def _title(name: str, tags: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The runs that a verdict is made of, where both sides are functions that it calls as often as it likes."""
+"""The runs of a verdict, where both sides are functions that can be called again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from graftlab.control.core import start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.remote_functions import Callee, graft_baseline_into_itself, repeat_callee
-from graftlab.recordings.recorded import Recorded
-from graftlab.verdict.added import coarser_dtype, records, roundoff
+from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.model_data import without_data
 from graftlab.verdict.unexplained import ReturnedValues, compare_returned
@@ -33,12 +34,16 @@ if TYPE_CHECKING:
 
     from graftlab.control.core import SessionCore
 
-EDITED = "the verdict was given up: somebody edited the plan while it ran. Leave the filters alone until it is there"
+EDITED = "the plan was edited during the verdict. Do not edit the filters until it is done"
+
+
+class VerdictAbandoned(SessionError):
+    """No further run of the verdict is possible."""
 
 
 @dataclass(frozen=True)
 class RunFilters:
-    """The filters of one run, None where it needs none. No tap that matches ``leaving`` is grafted."""
+    """The plan's filters in one run of a verdict. Taps that match ``leaving`` are never grafted."""
 
     b2t: str | None = None
     t2b: str | None = None
@@ -48,19 +53,19 @@ class RunFilters:
 
 
 class VerdictRuns:
-    """Makes runs under plans of its own, and gives the plan that was in force back in the end. For use in ``with``.
+    """Makes runs under the verdict's plans, and restores the earlier plan at the end. A context manager.
 
-    ``count`` is how many it made so far, ``before`` the plan that was in force.
+    ``count`` is the number of runs so far, ``before`` the plan that was in force before the verdict.
     """
 
     never_grafted = DATA
-    """A filter for the taps that are compared where nothing is grafted, and left alone everywhere else."""
+    """A filter for the taps that are compared in the run without grafts, and never grafted."""
 
     recorded = False
-    """Whether the baseline is a recording, which computes nothing of what it is given."""
+    """Whether the baseline is a recording, which computes nothing from a graft."""
 
     has_twin = False
-    """Whether a twin of the baseline in higher precision was given."""
+    """Whether the request has a twin of the baseline in higher precision."""
 
     def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
         self.session = session
@@ -75,21 +80,21 @@ class VerdictRuns:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Somebody else's newer plan is theirs.
+        # A newer plan was published by the user, and stays.
         if not self.session.closed and self.session.plan.version in self._ours:
             before = {name: getattr(self.before, name) for name in FILTERS}
             self.session.edit(**before, transform=self.before.transform)
 
     def changes(self, wanted: RunFilters) -> PlanEdit:
-        """What makes of the plan one of the verdict's."""
+        """The edit that turns the earlier plan into the plan of a run with these filters."""
         left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
-        # A verdict grafts every tap, so what applies where the plan grafts applies at each, in all of its runs alike.
+        # A verdict grafts every tap, so a transform for grafted taps applies at each tap, in all of its runs.
         transforms = [replace(spec, where=spec.where or "True") for spec in self.before.transforms]
         return {"b2t": b2t, "t2b": t2b, "compare": wanted.compare, "keep": wanted.keep, "transform": transforms}
 
     def expect(self, version: int | None = None) -> None:
-        """Know this version, or the next one, as the verdict's own."""
+        """Note that this plan version, or the next one, is the verdict's."""
         self._ours.add(self.session.plan.version + 1 if version is None else version)
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
@@ -97,28 +102,27 @@ class VerdictRuns:
         raise NotImplementedError
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
-        """What the baseline's ranks do to themselves. ``rows`` are of the run in which every tap was grafted."""
+        """Run the baseline against its own record. ``rows`` are of the run in which every tap was grafted."""
         raise NotImplementedError
 
     def target_against_itself(self) -> list[str]:
-        """Taps at which the target differs from itself, on any of its ranks."""
+        """The taps at which the target differs from itself in a second run, on any of its ranks."""
         raise NotImplementedError
 
     def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Those of the rows at taps that are grafted where every tap is."""
+        """The rows of taps that are grafted in the run in which every tap is."""
         return without_data(rows)
 
     def baseline_changed(self) -> list[str]:
-        """Taps at which the baseline does not show any more what it did before its code was swapped."""
+        """The taps at which the baseline no longer shows the values from before its code was swapped."""
         return []
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
-        """What is to be said of jobs, whose baseline differed from itself at ``moved``, or of a recording; None of
-        functions."""
+        """Remarks on jobs, whose baseline differed from itself at ``moved``, or on a recording; None for functions."""
         return None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pair that was kept in the newest run of both sides, in this step of it."""
+        """The pair that was kept in this step of the newest run of both sides."""
         raise NotImplementedError
 
 
@@ -131,7 +135,7 @@ class CalledRuns(VerdictRuns):
         assert request.target is not None
         self._baseline: Callee = request.baseline
         self._target: Callee = request.target
-        self.recorded = isinstance(request.baseline, Recorded)
+        self.recorded = isinstance(request.baseline, RecordedSide)
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
@@ -139,7 +143,7 @@ class CalledRuns(VerdictRuns):
         run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
         frame = run.frame
         if len(frame) and set(frame["plan_version"]) != {version}:
-            raise SessionError(EDITED)
+            raise VerdictAbandoned(EDITED)
         self.returned = compare_returned(run.baseline, run.target)
         return frame
 
@@ -151,11 +155,11 @@ class CalledRuns(VerdictRuns):
         kwargs: Mapping[str, Any] | None = None,
         changes: PlanEdit | None = None,
     ) -> tuple[Run, int]:
-        """One run to its end, and the version of the plan that it began under."""
+        """Make one run to its end; returns it with the version of the plan that it began under."""
         self.count += 1
         before = self.session.row_count
         if changes:
-            # Beforehand too, because an interrupt may come between the edit and its result.
+            # Before the edit too, because an interrupt may come between the edit and its result.
             self.expect()
         run, plan = start_under(self.session, changes or {}, callees, args, kwargs)
         if changes:
@@ -164,13 +168,13 @@ class CalledRuns(VerdictRuns):
         try:
             return run.wait(bar=LongWait(title, "rows", lambda: self.session.row_count - before)), plan.version
         except KeyboardInterrupt:
-            # Of no use to anybody without the verdict that waits for it.
+            # Without the verdict the run is useless.
             self.session.interrupt()
             raise
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
         if self.recorded:
-            # It would show what was recorded, whatever is grafted: no rounding goes on with it.
+            # A recording shows its values whatever is grafted, so it has no rounding to measure.
             return []
         args, kwargs = self.request.arguments
         callees = (self._baseline, self.request.exact)
@@ -206,7 +210,7 @@ class CalledRuns(VerdictRuns):
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:
-    """By a tap's name, which of the dtypes that it has on either side rounds the most."""
+    """The dtype of each tap, by name, that rounds the most of those on either side."""
     dtypes: dict[str, str] = {}
     for row in records(rows):
         name = row["name"]

@@ -1,4 +1,4 @@
-"""What ``session.verdict`` returns: words, a frame and a figure."""
+"""The result of ``session.verdict``: text, a frame and a figure."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The conclusion; what was not looked at stands first."""
+        """The conclusion, after a list of what was not examined."""
         return text_of(self.findings)
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line for each tap of each receiving rank, in execution order; ``step`` counts from 0 in each run.
+        """A row for each tap of each receiving rank, in execution order; ``step`` counts from 0 in each run.
 
-        ``added`` is the error that arose at the tap, ``floor`` what rounding adds there and ``ratio`` how many times
-        that it is; ``error`` and ``error_ratio`` are those of a run without grafts. ``alone`` is how far the group
-        alone moves the output, over the output's floor. ``label`` is ``culprit``, ``minor``, ``cancels``,
+        ``added`` is the error that arose at the tap, ``floor`` what rounding adds there and ``ratio`` their quotient;
+        ``error`` and ``error_ratio`` are those of a run without grafts. ``alone`` is how far the group alone moves the
+        output, over the output's floor. ``label`` is ``culprit``, ``minor``, ``cancels``,
         ``inherited``, ``clean``, or ``unmeasured`` where there is no pair of finite numbers.
         """
         return self.findings.frame
@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The label of each group: the gravest of its taps'."""
+        """The label of each group: the most serious of its taps' labels."""
         found: dict[str, str] = {}
         for group, label in zip(self.frame["group"], self.frame["label"], strict=True):
             found[group] = min(found.get(group, label), label, key=LABELS.index)
@@ -76,7 +76,7 @@ class Verdict:
 
     def _html(self) -> str:
         lines = self.text.split("\n")
-        # What was not looked at comes first, and the conclusion is still what the eye finds.
+        # The conclusion is bold, because what was not examined stands before it.
         told = next((place for place, line in enumerate(lines) if not line.startswith(NOT_CHECKED)), 0)
         text = "".join(
             f"<p><b>{html.escape(line)}</b></p>" if place == told else f"<p>{html.escape(line)}</p>"

@@ -1,4 +1,4 @@
-"""What ranks are asked to do, made of what a person gave: a function, an expression, or a cell."""
+"""Work requests to ranks, made from a user's function, expression or cell."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from graftlab.errors import SessionError, warn
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Call, Evaluate, Execute
 from graftlab.ranks.remote_functions import Callee
-from graftlab.recordings.recorded import Recorded
+from graftlab.recordings.recorded_side import RecordedSide
 
 
 def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the user gave a ``session.call`` for its functions.
+    """Check the ``args`` and ``kwargs`` of a session's method ``call``, and return them as a tuple and a dict.
 
-    Raises :class:`SessionError` for one argument in place of a tuple of them. A tensor would else be taken apart along
-    its first dimension, and the functions be called with something else than was meant.
+    Raises :class:`SessionError` for a single argument that is not in a tuple. A tensor, for example, would otherwise be
+    split along its first dimension.
     """
     if not isinstance(args, (tuple, list)):
         raise SessionError(
@@ -35,16 +35,16 @@ def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[
 
 
 class WorkFactory:
-    """Makes works, and gives each source a name of its own for tracebacks.
+    """Makes work requests, and gives each source a unique file name for tracebacks.
 
-    What is not Python, or cannot travel, is refused here, so that no rank begins.
+    Source that is not Python and values that cannot be sent raise here, before any rank begins.
     """
 
     def __init__(self) -> None:
         self._cells = itertools.count(1)
 
     def of(self, side: str, callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call | Evaluate:
-        """Call a function, or evaluate an expression.
+        """The work of calling a function or evaluating an expression.
 
         Raises :class:`SessionError` for anything else, and :class:`ShippingError` for what cannot be sent.
         """
@@ -59,13 +59,13 @@ class WorkFactory:
     def of_sides(
         self, callees: Mapping[Side, Callee | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[Side, Call | Evaluate]:
-        """What each side that has a callee is to do. Raises as :meth:`of` does."""
+        """The work of each side that has a callee. Raises as :meth:`of` does."""
         made: dict[Side, Call | Evaluate] = {}
         shared: dict[str, Call | Evaluate] = {}
         for side, callee in callees.items():
             if callee is None:
                 continue
-            # One expression for both sides is one piece of work, so that a mistake in it is reported once.
+            # One request for both sides, so that a mistake in their expression is reported once.
             work = shared.get(callee) if isinstance(callee, str) else None
             made[side] = work or self.of(side, callee, args, kwargs)
             if isinstance(callee, str):
@@ -73,7 +73,7 @@ class WorkFactory:
         return made
 
     def of_cell(self, source: str) -> Execute:
-        """Execute a cell. Raises :class:`SessionError` for what is not Python."""
+        """The work of executing a cell. Raises :class:`SessionError` if it is not Python."""
         return Execute(source, self._named(source, "exec", "the cell"))
 
     def _named(self, source: str, mode: Literal["eval", "exec"], what: str) -> str:
@@ -83,7 +83,7 @@ class WorkFactory:
 
 
 def refuse_invalid_expressions(*callees: Callee | None) -> None:
-    """Raise :class:`SessionError` for a text that is no Python expression, before anything is made for its run."""
+    """Raise :class:`SessionError` for a text that is not a Python expression."""
     for callee in callees:
         if isinstance(callee, str):
             _refuse_no_python(callee, "<graft cell>", "eval", "the expression")
@@ -98,21 +98,21 @@ def _refuse_no_python(source: str, filename: str, mode: Literal["eval", "exec"],
 
 
 def warn_of_grafts_into_recordings(callees: Mapping[Side, Callee | None], plan: GraftPlan) -> list[str]:
-    """Warn of grafts into a side that is a recording, and say it for the run: nothing there goes on with them."""
+    """Warn of grafts into a side that is a recording, where they have no effect; returns the warnings."""
     said = []
     sides: tuple[tuple[Side, str, str | None], ...] = (("baseline", "t2b", plan.t2b), ("target", "b2t", plan.b2t))
     for side, direction, filter_ in sides:
-        if isinstance(callees.get(side), Recorded) and (filter_ or "").strip():
+        if isinstance(callees.get(side), RecordedSide) and (filter_ or "").strip():
             said.append(
-                f"{direction} grafts into the {side}, which is a recording: it computes nothing with what it is given, "
-                f"so no tap after a graft shows what it does"
+                f"{direction} grafts into the {side}, which is a recording: it computes nothing from a graft, "
+                f"so no later tap shows the graft's effect"
             )
             warn(said[-1])
     return said
 
 
 def code_of(callee: Callee) -> str | CodeType:
-    """What tells later what was run, and holds nothing else of it: the text, or the code of a function."""
+    """The text of a callee, or the code object of a function, which holds none of its data."""
     if isinstance(callee, str):
         return callee
     code = getattr(inspect.unwrap(callee), "__code__", None)
@@ -120,7 +120,7 @@ def code_of(callee: Callee) -> str | CodeType:
 
 
 def source_of(code: str | CodeType) -> str:
-    """The source of :func:`code_of`, as far as it is known."""
+    """The source of what :func:`code_of` returned, if it is known."""
     if isinstance(code, str):
         return code
     try:

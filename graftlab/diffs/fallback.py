@@ -1,9 +1,9 @@
-"""The statistics where the compiled kernel cannot take the tensors, or is missing: by torch operations.
+"""Measure tensors by torch operations, if the compiled kernel is missing or does not support them.
 
-On CUDA `triton_kernel` measures instead, where it can, and this puts together what it finds.
+On CUDA `triton_kernel` measures instead, where possible, and this module combines its partial results.
 
-Float64 throughout, block by block. All results of all blocks are fetched at once, so that a device is waited for once;
-values whose squares leave float64 take a second pass, scaled by a power of two.
+Everything is computed in float64, block by block. The results of all blocks are fetched at once, so that a device is
+synchronized only once; values whose squares exceed float64 take a second pass, scaled by a power of two.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from graftlab.diffs.statistics import DiffStats
 logger = logging.getLogger(__name__)
 
 CPU_BLOCK = 1 << 17
-"""Elements that are measured at once on the CPU: what is computed from them fits in a large cache."""
+"""Elements measured at once on the CPU: the intermediate results fit into a large cache."""
 
 DEVICE_BLOCK = 1 << 24
-"""The same elsewhere, where each operation costs a kernel launch."""
+"""The same on other devices, where each operation costs a kernel launch."""
 
-# Within these magnitudes squares, and products of two sums of squares, keep clear of the ends of float64's range.
+# Within these magnitudes squares, and products of two sums of squares, stay within float64's range.
 _SMALLEST, _LARGEST = 2.0**-200, 2.0**200
 
 Block = tuple[torch.Tensor, torch.Tensor]
@@ -45,7 +45,7 @@ class _Scale(NamedTuple):
 
 
 class _TensorMoments(NamedTuple):
-    """One of the tensors, as far as its pairs are finite."""
+    """Statistics of one of the tensors, over the finite pairs."""
 
     low: float
     high: float
@@ -55,7 +55,7 @@ class _TensorMoments(NamedTuple):
 
 
 class _Total(NamedTuple):
-    """``squares`` is of the difference, ``place`` where that is largest; all but low and high are scaled."""
+    """``squares`` is that of the difference, ``place`` the position of the largest; all but low and high are scaled."""
 
     x: _TensorMoments
     y: _TensorMoments
@@ -84,17 +84,17 @@ def measure(x: torch.Tensor, y: torch.Tensor) -> DiffStats:
 
 
 def _parts(x: torch.Tensor, y: torch.Tensor, blocks: Sequence[Block], scale: _Scale) -> list[dict[str, float]]:
-    """What is found of each part of both tensors. ``place`` counts from the first element of all."""
+    """Measure each part of both tensors. ``place`` counts from the tensors' first element."""
     fused = _fused_kernel(x.device.type)
     if fused is not None and not _failed and fused.takes(x, y):
         try:
             found: list[dict[str, float]] = fused.measure(x, y, _factors(scale))
             return found
-        except Exception as error:  # it compiles when it is first called, for which much may be missing
+        except Exception as error:  # it is compiled at the first call, which may lack requirements
             _failed.append(error)
             logger.warning(
-                "tensors on %s are measured by several torch operations from now on, slower, because the kernel in "
-                "Triton failed: %s: %s",
+                "tensors on %s are measured by several torch operations from now on, slower, because the Triton "
+                "kernel failed: %s: %s",
                 x.device,
                 type(error).__name__,
                 error,
@@ -107,7 +107,7 @@ _failed: list[Exception] = []
 
 @functools.cache
 def _fused_kernel(device: str) -> ModuleType | None:
-    """One kernel for all of a pair, where Triton brings it: with torch's builds for CUDA."""
+    """Return the fused Triton kernel, if Triton is installed, as with torch's CUDA builds."""
     if device != "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         return None
     if importlib.util.find_spec("triton") is None:
@@ -157,12 +157,12 @@ def _total(parts: Sequence[dict[str, float]]) -> _Total:
 
 
 def _measure_block(x: torch.Tensor, y: torch.Tensor, scale: _Scale) -> dict[str, torch.Tensor]:
-    """What is found of a block, each a float64 tensor without dimensions on its device."""
+    """Measure a block; each result is a 0-d float64 tensor on its device."""
     x, y = x.to(torch.float64), y.to(torch.float64)
     kind_x, kind_y = _kinds(x), _kinds(y)
     gaps = kind_x.bool() | kind_y.bool()
     pairs = x.numel() - gaps.sum(dtype=torch.float64)
-    # Large values are scaled before they are subtracted, small differences after.
+    # Large values are scaled before the subtraction, small differences after it.
     before, after = (scale.difference, 0) if scale.difference > 0 else (0, scale.difference)
     differences = _scaled(_scaled(y, before) - _scaled(x, before), after).masked_fill_(gaps, 0.0)
     distances = differences.abs()
@@ -183,7 +183,7 @@ def _measure_block(x: torch.Tensor, y: torch.Tensor, scale: _Scale) -> dict[str,
         found[f"high_{name}"] = side.masked_fill(gaps, -math.inf).amax()
         filled[name] = values = _scaled(side, exponent).masked_fill(gaps, 0.0)
         center = values.sum() / pairs.clamp(min=1)
-        # Sums around the mean keep a spread that is small beside it.
+        # Sums of deviations from the mean stay precise if the spread is small compared with the mean.
         deviations = (values - center).masked_fill_(gaps, 0.0)
         found[f"center_{name}"], found[f"rest_{name}"] = center, deviations.sum()
         found[f"spread_{name}"], found[f"squares_{name}"] = deviations.square().sum(), values.square().sum()
@@ -192,13 +192,13 @@ def _measure_block(x: torch.Tensor, y: torch.Tensor, scale: _Scale) -> dict[str,
 
 
 def _kinds(x: torch.Tensor) -> torch.Tensor:
-    """0 for what is finite; NaN, and both infinities, have a number each."""
+    """Return 0 for finite elements, and different numbers for NaN and the two infinities."""
     return x.isnan().to(torch.int8) + x.isposinf().to(torch.int8) * 2 + x.isneginf().to(torch.int8) * 3
 
 
 def _side(parts: Sequence[dict[str, float]], name: str, pairs: int) -> _TensorMoments:
     low, high = min(part[f"low_{name}"] for part in parts), max(part[f"high_{name}"] for part in parts)
-    # Means are taken from one of them, so that they keep their digits where they are far from zero.
+    # Means are relative to the first one, so that they stay precise far from zero.
     origin = parts[0][f"center_{name}"]
     means = [part[f"center_{name}"] - origin + part[f"rest_{name}"] / part["pairs"] for part in parts]
     mean = _sum(part["pairs"] * each for part, each in zip(parts, means, strict=True)) / pairs
@@ -247,7 +247,7 @@ def _statistics(total: _Total, scale: _Scale, numel: int, nonfinite: dict[str, i
 
 
 def _ratio(squares: tuple[float, int], one: tuple[float, int], other: tuple[float, int]) -> float:
-    """``squares / (one + other)``, where each is a number and the exponent by which its roots were divided."""
+    """Return ``squares / (one + other)``; each comes with the exponent by which its roots were divided."""
     (top, of_top), *below = (
         (fraction, more + 2 * exponent)
         for (fraction, more), exponent in ((math.frexp(number), exponent) for number, exponent in (squares, one, other))
@@ -257,7 +257,7 @@ def _ratio(squares: tuple[float, int], one: tuple[float, int], other: tuple[floa
 
 
 def _exponent(magnitude: float) -> int:
-    """The power of two by which to divide before squaring: 0 for what may be squared as it is."""
+    """Return the power of two by which to divide before squaring; 0 if squaring is safe."""
     if magnitude == 0 or _SMALLEST <= magnitude <= _LARGEST:
         return 0
     return max(-1000, min(1000, math.frexp(magnitude)[1])) if math.isfinite(magnitude) else 1000
@@ -275,7 +275,7 @@ def _times_two_to(number: float, exponent: int) -> float:
 
 
 def _sum(numbers: Sequence[float] | object) -> float:
-    """As math.fsum, but infinite where numbers are too large, which a scaled pass sets right."""
+    """Like math.fsum, but infinite if numbers are too large, which a scaled pass corrects."""
     try:
         return math.fsum(numbers)  # type: ignore[arg-type]
     except (OverflowError, ValueError):

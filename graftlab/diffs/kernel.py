@@ -1,9 +1,9 @@
-"""The compiled kernel (`c/`): finding, checking and calling it.
+"""Find, check and call the compiled kernel (`c/`).
 
-It is built with the package (`hatch_build.py`). Where that failed, where the processor is of another kind than the
-library was made for, or where the sources have changed since, :func:`load` says so once in the log, and tensors are
-measured by `fallback`, slower. ``GRAFTLAB_KERNEL=fallback`` asks for that, and ``GRAFTLAB_KERNEL=v3`` for another level
-of the processor's instructions than the highest that it has.
+It is built with the package (`hatch_build.py`). If the build failed, if the library was made for a different kind of
+processor, or if the sources have changed since, :func:`load` logs that once, and `fallback` measures tensors, slower.
+``GRAFTLAB_KERNEL=fallback`` requests that, and ``GRAFTLAB_KERNEL=v3`` requests a lower level of instructions than the
+processor's highest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIBRARY = SOURCES / "kernel.so"
 CHOICE = "GRAFTLAB_KERNEL"
 FALLBACK = "fallback"
 
-# What each level adds for the loops to use, under the names of /proc/cpuinfo; the highest first.
+# The instruction sets that each level adds for the loops, with their names in /proc/cpuinfo; the highest level first.
 X86_LEVELS = {
     "v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma"},
@@ -60,28 +60,28 @@ _C_TYPES = {
     torch.int64: "I64",
 }
 
-# While a call that lets the GIL go takes 20 us and more, another Python thread may as well run.
+# From this number of elements on, a call takes at least 20 us, so it releases the GIL for other threads.
 LETS_GO_FROM = 1 << 16
-# Below so many elements other threads are not worth waking.
+# Below this number of elements, waking other threads takes longer than it saves.
 THREADS_FROM = 1 << 18
 
 
-# Two addresses, the number of elements, of the types, and of threads, and which is copied over the other. In one
-# argument, which costs least.
+# Two addresses, the numbers of elements, of the type pair and of threads, and which tensor is copied over the other.
+# Passed as one argument, which is fastest.
 _REQUEST = struct.Struct("=QQqqqq")
 NEITHER, X_OVER_Y, Y_OVER_X = range(3)
-"""What :meth:`Kernel.measure` copies over what, when it has been measured."""
-# Values whose squares may leave float64 are measured a second time, for which both tensors have to be there still.
+"""The tensor that :meth:`Kernel.measure` copies over the other after measuring."""
+# Values whose squares may exceed float64 need a second pass, for which both tensors must still exist.
 _WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
 _pack = _REQUEST.pack_into
 
 
 class KernelError(Exception):
-    """The library cannot be used; the message says why."""
+    """The library cannot be used; the message gives the reason."""
 
 
 class _Memory(threading.local):
-    """Where the library writes its results, for each thread that calls it."""
+    """The result buffer of each thread that calls the library."""
 
     def __init__(self, size: int) -> None:
         self.buffer = ctypes.create_string_buffer(size)
@@ -89,13 +89,13 @@ class _Memory(threading.local):
 
 
 NAMES = tuple(field.name for field in fields(DiffStats))
-# DiffStats while it is being made: a frozen dataclass takes ten times as long to fill.
+# DiffStats under construction: filling a frozen dataclass takes ten times as long.
 _Draft: Any = make_dataclass("_Draft", NAMES, slots=True)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The library, at one level. ``types`` has the number of each pair of dtypes that it takes."""
+    """The library at one instruction level. ``types`` maps each supported pair of dtypes to its number."""
 
     level: str
     types: dict[tuple[torch.dtype, torch.dtype], int]
@@ -111,8 +111,8 @@ class Kernel:
     def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER) -> DiffStats:
         """Measure ``numel`` elements, at least one, at each of two addresses.
 
-        ``copied``: then one of them is given the other one's, each block while it is in the cache. Only where
-        :func:`may_copy`.
+        ``copied`` also copies one over the other, each block while it is in the cache; only where :func:`may_copy`
+        allows it.
         """
         memory = self.memory
         if numel < LETS_GO_FROM:
@@ -123,7 +123,7 @@ class Kernel:
             _pack(memory.buffer, 0, x, y, numel, types, threads, copied)
             failed = self.call_without_gil(memory.address)
         if failed:
-            raise RuntimeError("the kernel did not find the largest difference again; this is a fault of graftlab's")
+            raise RuntimeError("the kernel did not find the largest difference again; this is a bug in graftlab")
         stats = _Draft(*self.results.unpack_from(memory.buffer, _REQUEST.size))
         stats.max_abs_index = index_in(shape, stats.max_abs_index)
         stats.__class__ = DiffStats
@@ -131,13 +131,13 @@ class Kernel:
 
 
 def may_copy(dtype: torch.dtype) -> bool:
-    """Whether :meth:`Kernel.measure` can copy one tensor of this dtype over the other."""
+    """Whether :meth:`Kernel.measure` can copy tensors of this dtype."""
     return dtype in _C_TYPES and dtype not in _WIDE
 
 
 @functools.cache
 def load() -> Kernel | None:
-    """The kernel, at the level that this processor has; None where there is none, which the log says once."""
+    """Return the kernel at this processor's level; None, with one log message, if it cannot be used."""
     try:
         return open_library(LIBRARY, os.environ.get(CHOICE, ""))
     except KernelError as error:
@@ -151,7 +151,7 @@ def load() -> Kernel | None:
 
 @functools.cache
 def description() -> str:
-    """How tensors on the CPU are measured here, in one line: by which kernel, or why by none."""
+    """Describe in one line how tensors on the CPU are measured: by which kernel, or why without one."""
     try:
         return f"compiled kernel, level {open_library(LIBRARY, os.environ.get(CHOICE, '')).level}"
     except KernelError as error:
@@ -161,16 +161,16 @@ def description() -> str:
 def open_library(path: Path, choice: str = "") -> Kernel:
     """Open the library, at the level that ``choice`` names or the processor's highest. Raises KernelError."""
     if choice == FALLBACK:
-        raise KernelError(f"{CHOICE}={FALLBACK} asks for it")
+        raise KernelError(f"{CHOICE}={FALLBACK} requests it")
     rebuild = "reinstall graftlab, or run python hatch_build.py in its sources"
     if not path.exists():
-        raise KernelError(f"the kernel was not built when graftlab was installed, for want of a C compiler; {rebuild}")
+        raise KernelError(f"the kernel was not built when graftlab was installed, for lack of a C compiler; {rebuild}")
     try:
         keeping, letting_go = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelError(f"{path} cannot be loaded ({error}); {rebuild}") from None
     if f"made from {fingerprint(kernel_sources(SOURCES))} for" not in _text(keeping, "graftlab_made"):
-        raise KernelError(f"{path} was made from other sources than those in {SOURCES}; {rebuild}")
+        raise KernelError(f"{path} was not built from the sources in {SOURCES}; {rebuild}")
     level = choice or processor_level()
     try:
         calls = [library[f"graftlab_measure_{level}"] for library in (keeping, letting_go)]
@@ -191,7 +191,7 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     }
     codes, names = zip(*(line.split() for line in _text(keeping, "graftlab_results").splitlines()), strict=True)
     if names != NAMES:
-        raise KernelError(f"{path} gives {', '.join(names)}, where DiffStats has {', '.join(NAMES)}")
+        raise KernelError(f"{path} returns {', '.join(names)}, but DiffStats has {', '.join(NAMES)}")
     results = struct.Struct("=" + "".join(codes))
     return Kernel(
         level, types, results, _Memory(_REQUEST.size + results.size), calls[0], calls[1], read_lines, sum_lines
@@ -199,12 +199,12 @@ def open_library(path: Path, choice: str = "") -> Kernel:
 
 
 def processor_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The highest level that this processor has, and the operating system allows. Raises KernelError."""
+    """Return the highest level that this processor and the operating system support. Raises KernelError."""
     machine = platform.machine()
     if machine in ("aarch64", "arm64"):
         return "neon"
     if machine not in ("x86_64", "AMD64"):
-        raise KernelError(f"there is none for {machine} processors")
+        raise KernelError(f"there is no kernel for {machine} processors")
     flags: set[str] = set()
     with contextlib.suppress(OSError), open(cpuinfo) as lines:  # no such file: not Linux
         flags = set(next((line for line in lines if line.startswith("flags")), "").split())

@@ -1,6 +1,6 @@
-"""What a figure needs from a pair of tensors, reduced block by block on the tensors' own device.
+"""The data of a figure of a pair of tensors, reduced block by block on the tensors' own device.
 
-Nothing here knows about matplotlib: a rank can reduce its tensors and send the small result to the
+This module does not use matplotlib: a rank can reduce its tensors and send the small result to the
 notebook. A tensor of 64M elements is read in blocks of about a million, so no full-sized copy is made
 whatever its dtype or strides.
 """
@@ -34,7 +34,7 @@ class DifferenceMap:
     ``extent`` places it in element indices (left, right, bottom, top). ``worst`` is the largest finite
     difference, found at ``worst_index`` (full index, None when no finite pair exists) with ``worst_values``
     (baseline, target). ``nonfinite_differ`` counts pairs where at least one value is not finite and the two
-    are not the same; ``nonfinite_equal`` those where both are NaN, or both the same infinity.
+    are not the same; ``nonfinite_equal`` counts those where both are NaN, or both the same infinity.
     """
 
     grid: Array
@@ -52,7 +52,7 @@ class DifferenceMap:
 
 
 def check_pair(baseline: Tensor, target: Tensor) -> None:
-    """Raise TypeError or ValueError, saying what was given, unless both are tensors of one shape."""
+    """Raise TypeError or ValueError unless both are tensors of one shape."""
     for role, tensor in (("baseline", baseline), ("target", target)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{role} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -195,7 +195,7 @@ def _difference(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None, int]:
     Returned with a mask of the latter (None when there are none) and the number of the former.
     """
     diff = (x - y).abs()
-    if bool(torch.isfinite(diff.amax())):  # a NaN or an infinity anywhere would have come through
+    if bool(torch.isfinite(diff.amax())):  # a NaN or an infinity anywhere would show in the maximum
         return diff, None, 0
     special = ~(torch.isfinite(x) & torch.isfinite(y))
     same = special & ((x == y) | (torch.isnan(x) & torch.isnan(y)))
@@ -268,7 +268,7 @@ def difference_map(
 
 
 def blocks(baseline: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...]]]:
-    """Matching blocks of both tensors in working precision, and where they lie."""
+    """Yield matching blocks of both tensors in working precision, with their positions."""
     work = working_dtype(baseline, target)
     x, y = (t.detach() if t.ndim else t.detach().reshape(1) for t in (baseline, target))
     if x.numel():

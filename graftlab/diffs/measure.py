@@ -1,4 +1,4 @@
-"""Measuring a pair of tensors: by the compiled kernel where it can, by torch operations where it cannot."""
+"""Measure a pair of tensors with the compiled kernel, or with torch operations if the kernel cannot."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from graftlab.diffs.statistics import DiffStats, index_in
 
 __all__ = ["DiffStats", "measure", "measure_and_overwrite"]
 
-# A subclass may keep its elements elsewhere than where its address points.
+# A subclass may keep its elements elsewhere than at its address.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _LONG = frozenset({torch.int64, torch.uint64})
 
-# From here on float64 has not every whole number.
+# Above this, float64 cannot represent every integer.
 _LARGEST = 2.0**53
 
 
 def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
     """Measure how far ``target`` is from ``baseline``: two tensors of one shape, on one device, of any dtypes.
 
-    Neither is modified and no autograd graph is built; what is not contiguous is copied. Raises ValueError for tensors
+    Neither is modified and no autograd graph is built; a non-contiguous tensor is copied. Raises ValueError for tensors
     of different shapes or devices and for tensors that are not dense (sparse, quantized, meta); torch itself raises
     NotImplementedError for dtypes of less than a byte.
     """
     compiled = kernel.load()
     if compiled is not None:
-        # The common case first, which takes no longer than it must: a tap pays for it.
+        # The common case first, because its time is added to each tap.
         types = compiled.types.get((baseline.dtype, target.dtype))
         shape = baseline.shape
         if (
@@ -51,17 +51,17 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
 
 
 def _unrounded(stats: DiffStats, baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
-    """What seems to be equal, and may be whole numbers that float64 does not tell apart."""
+    """Measure exactly if the tensors seem equal, but are integers that float64 may not distinguish."""
     if stats.max_abs == 0 and stats.numel and {baseline.dtype, target.dtype} <= _LONG:
         return _exact(stats, baseline, target)
     return stats
 
 
 def measure_and_overwrite(baseline: torch.Tensor, target: torch.Tensor, *, own: torch.Tensor) -> DiffStats | None:
-    """As :func:`measure`; then ``own``, one of the two, holds the other one's elements.
+    """Measure as :func:`measure` does, and overwrite ``own``, one of the two, with the other's elements.
 
-    In one pass, which reads both tensors from memory once, and past autograd's version counter. None, with nothing
-    done, where that is not possible: both must be plain, contiguous and of one dtype whose squares float64 can hold.
+    Both happen in one pass over memory, past autograd's version counter. Returns None, without any effect, if that is
+    not possible: both tensors must be plain, contiguous and of one dtype whose squares fit float64.
     """
     compiled = kernel.load()
     dtype = baseline.dtype
@@ -104,7 +104,7 @@ def _check(baseline: torch.Tensor, target: torch.Tensor) -> None:
     if baseline.shape != target.shape:
         raise ValueError(
             f"the baseline has shape {list(baseline.shape)} and the target {list(target.shape)}; only tensors of one "
-            "shape can be compared, so bring one into the other's shape first"
+            "shape can be compared, so convert one to the other's shape first"
         )
     if baseline.device != target.device:
         raise ValueError(
@@ -117,7 +117,7 @@ def _check(baseline: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _real_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in one dimension, detached; a complex one becomes two. Copies only what is not contiguous."""
+    """Return all elements, detached, in one dimension; complex ones as two each. Copies only non-contiguous tensors."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_complex():
@@ -125,13 +125,13 @@ def _real_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-# ---- whole numbers too large for float64 ----------------------------------------------------------------------------
+# ---- integers too large for float64 ----------------------------------------------------------------------------
 
 
 def _exact(stats: DiffStats, baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
-    """The statistics of two tensors of a dtype of :data:`_LONG` that seem to be equal.
+    """Correct the statistics of two seemingly equal tensors of dtypes in :data:`_LONG`.
 
-    Where they are not, what tells of the difference is measured anew, exactly but for its last rounding.
+    If they differ, the statistics of the difference are measured again, exactly up to the last rounding.
     """
     if not max(abs(stats.min_baseline), abs(stats.max_baseline), abs(stats.max_target)) >= _LARGEST:
         return stats
@@ -158,6 +158,6 @@ def _exact(stats: DiffStats, baseline: torch.Tensor, target: torch.Tensor) -> Di
 
 
 def _high(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What 64 bits hold above the lower 32, as float64."""
+    """Return the upper 32 of 64 bits, as float64."""
     high = values >> 32
     return (high & 0xFFFFFFFF if dtype == torch.uint64 else high).double()

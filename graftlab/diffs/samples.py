@@ -151,7 +151,7 @@ def distributions(baseline: Tensor, target: Tensor, *, bins: int = 120) -> Distr
 def sample(baseline: Tensor, target: Tensor, *, points: int = 20_000) -> Sample:
     """At most ``points`` finite pairs: the worst tenth by ``|x - y|`` without exception, the others at random.
 
-    A tensor of no more than ``points`` elements is kept whole. The draw is the same every time and leaves the
+    A tensor of at most ``points`` elements is kept whole. The draw is the same every time and leaves the
     global generators alone. Raises as `difference_map`.
     """
     check_pair(baseline, target)

@@ -1,4 +1,4 @@
-"""By what built files tell which sources they were made from. `hatch_build.py` loads this file alone, without torch."""
+"""Fingerprints of the sources of built files. Stands apart because `hatch_build.py` loads this file without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ KERNEL_SOURCES = Path("graftlab", "diffs", "c")
 
 
 def kernel_sources(folder: Path) -> list[Path]:
-    """The files in this folder that the kernel is made from."""
+    """Return the kernel's source files in this folder."""
     return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """Sixteen digits that change with the names and the contents of these files."""
+    """Return sixteen digits that depend on the names and contents of these files."""
     digest = hashlib.sha256()
     for path in paths:
         content = path.read_bytes()

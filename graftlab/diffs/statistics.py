@@ -1,4 +1,4 @@
-"""What is said of two tensors: how far a target is from its baseline."""
+"""The statistics of a pair of tensors: how far a target is from its baseline."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _NAN = math.nan
 class DiffStats:
     """How far ``y`` (the target) is from ``x`` (the baseline).
 
-    A pair of elements of which either is not finite is counted and left out of all else. Integers and booleans are
-    measured as float64 (beyond 2**53 they are rounded, and those that seem equal then are compared as they are),
-    complex tensors as their real and imaginary parts: each part is an element of its own everywhere, except that
-    ``numel`` and ``max_abs_index`` are the complex tensor's.
+    Pairs with a non-finite element are counted and excluded from everything else. Integers and booleans are measured as
+    float64 (beyond 2**53 they are rounded, and those that then seem equal are compared exactly), complex tensors as
+    their real and imaginary parts: each part counts as a separate element, except that ``numel`` and ``max_abs_index``
+    are those of the complex tensor.
 
     * ``numel``: elements in each tensor;
     * ``rel_l2``: ``||x - y|| / ||x||``; 0 if nothing differs, inf if only the baseline is zero;
     * ``rel_diff``: ``sum((x - y)**2) / sum(x**2 + y**2)``, from 0 to 2, which is ``1 - 2<x, y> / (|x|**2 + |y|**2)``
       without its cancellation; 0 if both are zero;
-    * ``max_abs``, ``max_abs_index``, ``mean_abs``: of ``|x - y|``, and where it is largest (None: nowhere);
+    * ``max_abs``, ``max_abs_index``, ``mean_abs``: of ``|x - y|``, with the index of the largest (None: no pair);
     * ``cosine``: ``<x, y> / (||x|| ||y||)``; 1 if both are zero, 0 if one is;
-    * ``nonfinite_baseline``, ``nonfinite_target``: how many are nan or infinite; ``nonfinite_differ``: pairs of which
-      one is finite and the other not, or that differ in kind (nan, +inf, -inf);
+    * ``nonfinite_baseline``, ``nonfinite_target``: how many are nan or infinite; ``nonfinite_differ``: pairs with one
+      finite element, or with different kinds (nan, +inf, -inf);
     * ``mean_*``, ``std_*`` (of the population), ``min_*``, ``max_*``: of each tensor.
 
-    Where no pair is finite all statistics are nan. For empty tensors ``cosine`` is 1, what measures a difference is 0,
+    If no pair is finite, all statistics are nan. For empty tensors ``cosine`` is 1, the measures of difference are 0,
     and the rest is nan.
     """
 
@@ -53,7 +53,7 @@ class DiffStats:
 
 
 def index_in(shape: Sequence[int], place: int) -> tuple[int, ...] | None:
-    """The index of the element that comes after ``place`` others; None for a negative place, which is none."""
+    """Convert a flat position to an index; None for a negative position."""
     if place < 0:
         return None
     index: list[int] = []

@@ -1,8 +1,8 @@
-"""The statistics of CUDA tensors by one fused kernel, through Triton, which torch brings on its CUDA builds.
+"""The statistics of CUDA tensors by one fused Triton kernel; torch's CUDA builds include Triton.
 
-One pass over both tensors, and one transfer of what all programs found. `fallback` puts that together as it does for
-torch operations, and imports this module where Triton is there. ``TRITON_INTERPRET=1`` has Triton's interpreter run the
-kernel, on tensors of the CPU too.
+This takes one pass over both tensors, and one transfer of all programs' results. `fallback` combines these as it does
+for torch operations, and imports this module if Triton is installed. With ``TRITON_INTERPRET=1`` Triton's interpreter
+runs the kernel, also on CPU tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-# What a program finds, in the order in which the kernel writes it; of the difference where no side is named.
+# The results of a program, in the order in which the kernel writes them; those without a side are of the difference.
 NAMES = (
     *("pairs", "nonfinite_baseline", "nonfinite_target", "nonfinite_differ", "place", "max_abs", "distances"),
     *("squares", "product"),
@@ -27,10 +27,10 @@ DTYPES = frozenset(
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 BLOCK = 512
-"""Elements that a program takes at once: four for each of its threads."""
+"""Elements that a program processes at once: four for each of its threads."""
 
 PROGRAMS = 2048
-"""More than a GPU runs at once, and few enough to be put together on the CPU."""
+"""More than a GPU runs at once, and few enough to combine on the CPU."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -52,7 +52,7 @@ def _measure(x_at, y_at, factors, out, numel, tiles, BLOCK: tl.constexpr, SCALED
         inside = at < numel
         x = tl.load(x_at + at, mask=inside, other=0).to(tl.float64)
         y = tl.load(y_at + at, mask=inside, other=0).to(tl.float64)
-        # 0 for what is finite; NaN, and both infinities, have a number each.
+        # 0 for finite elements, and different numbers for NaN and the two infinities.
         kind_x = tl.where(x != x, 1, tl.where(x == float("inf"), 2, tl.where(x == -float("inf"), 3, 0)))
         kind_y = tl.where(y != y, 1, tl.where(y == float("inf"), 2, tl.where(y == -float("inf"), 3, 0)))
         is_pair = inside & (kind_x == 0) & (kind_y == 0)
@@ -64,7 +64,7 @@ def _measure(x_at, y_at, factors, out, numel, tiles, BLOCK: tl.constexpr, SCALED
         low_y, high_y = tl.where(is_pair & (y < low_y), y, low_y), tl.where(is_pair & (y > high_y), y, high_y)
         x, y = tl.where(is_pair, x, 0.0), tl.where(is_pair, y, 0.0)
         if SCALED:
-            # Large values are scaled before they are subtracted, small differences after.
+            # Large values are scaled before the subtraction, small differences after it.
             before, after = tl.load(factors + 2), tl.load(factors + 3)
             difference = (y * before - x * before) * after
             x, y = x * tl.load(factors), y * tl.load(factors + 1)
@@ -79,7 +79,7 @@ def _measure(x_at, y_at, factors, out, numel, tiles, BLOCK: tl.constexpr, SCALED
         squares_x += x * x
         squares_y += y * y
         if tile == 0:
-            # Sums around the mean of what comes first keep a spread that is small beside it.
+            # Sums of deviations from the first block's mean stay precise if the spread is small in comparison.
             count = tl.maximum(tl.sum(is_pair.to(tl.float64), 0), 1.0)
             center_x, center_y = tl.sum(x, 0) / count, tl.sum(y, 0) / count
         from_x, from_y = tl.where(is_pair, x - center_x, 0.0), tl.where(is_pair, y - center_y, 0.0)
@@ -113,15 +113,15 @@ def _measure(x_at, y_at, factors, out, numel, tiles, BLOCK: tl.constexpr, SCALED
 
 
 def takes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the kernel can measure these."""
+    """Whether the kernel supports these tensors."""
     return all(type(t) in _PLAIN and t.dtype in DTYPES and (t.is_cuda or INTERPRETED) for t in (x, y))
 
 
 def measure(x: torch.Tensor, y: torch.Tensor, factors: list[float] | None) -> list[dict[str, float]]:
-    """What each program finds, of its share of two tensors of one dimension; places count from the first element.
+    """Return each program's results for its share of two 1-d tensors; places count from the first element.
 
-    ``factors`` are powers of two: by which x and y are multiplied before they are squared, and their difference before
-    and after the subtraction.
+    ``factors`` are powers of two by which to multiply x and y before squaring, and their difference before and after
+    the subtraction.
     """
     x, y = x.resolve_neg().contiguous(), y.resolve_neg().contiguous()
     numel = x.numel()

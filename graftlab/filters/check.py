@@ -1,4 +1,4 @@
-"""What a filter's text matches among the taps that a session has seen; and where it matches none, what may be meant."""
+"""FilterCheck a filter's text against the taps that a session has seen, and suggest corrections if it matches none."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from graftlab.filters.patterns import bounded
 Tags = Mapping[str, object]
 
 TAP_LIMIT = 10_000
-"""Taps that a text is matched against. More would be felt while typing."""
+"""The most taps that a text is matched against. With more, typing would feel slow."""
 
-# A text may mention any number of things that nobody has.
+# A text may mention any number of unknown tags.
 _SUGGESTIONS = 3
 
 
 class FilterCheck:
-    """A text, compiled once, and which of the taps seen so far it matches, each judged once.
+    """A filter's text, compiled once, and the taps seen so far that it matches, each tested once.
 
-    ``fault`` is the :class:`FilterError` of a text that is no filter or takes too long, and ``hits`` the indices of
-    what it matches.
+    ``fault`` is the :class:`FilterError` of a text that is invalid or takes too long, and ``hits`` the indices of the
+    matching taps.
     """
 
     def __init__(self, text: str) -> None:
@@ -34,29 +34,28 @@ class FilterCheck:
         self.fault: FilterError | None = None
         self.filter: Filter | None = None
         self.hits: list[int] = []
-        self._judged = 0
+        self._tested = 0
         try:
             self.filter = compile_filter(text)
         except FilterError as fault:
             self.fault = fault
 
     def catch_up(self, taps: Sequence[Tags]) -> None:
-        """Judge the taps that were not there the last time, up to :data:`TAP_LIMIT`."""
+        """Test the taps that are new since the last call, up to :data:`TAP_LIMIT`."""
         stop = min(len(taps), TAP_LIMIT)
         if self.filter is not None:
             matches = self.filter.matches
             try:
-                self.hits += [index for index in range(self._judged, stop) if matches(taps[index])]
+                self.hits += [index for index in range(self._tested, stop) if matches(taps[index])]
             except FilterError as fault:
                 self.fault, self.filter, self.hits = fault, None, []
-        self._judged = stop
+        self._tested = stop
 
 
 def matched_by_both(checks: Mapping[str, FilterCheck]) -> Collection[int]:
-    """The taps that b2t and t2b both match, in the order in which they were seen.
+    """Return the taps that both b2t and t2b match, in the order in which they were seen.
 
-    None where one of them looks at the step, the side or the rank: those at which a tap happened to be seen first say
-    nothing of others.
+    Empty if one of the filters uses the step, the side or the rank: a tap is listed only with those of its first call.
     """
     pair = checks["b2t"], checks["t2b"]
     if any(check.filter is None or check.filter.names & PLACE_TAGS for check in pair):
@@ -65,13 +64,13 @@ def matched_by_both(checks: Mapping[str, FilterCheck]) -> Collection[int]:
 
 
 def unknown_tags(filter_: Filter, tags_seen: Set[str]) -> dict[str, str | None]:
-    """The tags that a filter mentions and no tap has, each with the one that may be meant."""
+    """Return the tags that a filter mentions and no tap has, each with the most similar known tag."""
     unknown = sorted(filter_.names - tags_seen)[:_SUGGESTIONS]
     return {name: next(iter(get_close_matches(name, tags_seen, n=1)), None) for name in unknown}
 
 
 def unknown_values(filter_: Filter, taps: Sequence[Tags]) -> dict[str, str]:
-    """The texts in a filter that are in no tag of any tap, each with the value that may be meant."""
+    """Return the texts in a filter that occur in no tag of any tap, each with the most similar known value."""
     values = dict.fromkeys(value for tags in taps[:TAP_LIMIT] for value in tags.values() if isinstance(value, str))
     found = {}
     for text in _texts(filter_):
@@ -83,7 +82,7 @@ def unknown_values(filter_: Filter, taps: Sequence[Tags]) -> dict[str, str]:
 
 
 def check_summary(check: FilterCheck, taps: Sequence[Tags]) -> str:
-    """What came of a check that has caught up, in a line: ``0 of 501 seen; did you mean 'name'?``."""
+    """Summarize a check that has caught up, in one line: ``0 of 501 seen; did you mean 'name'?``."""
     if check.fault is not None or check.filter is None:
         return str(check.fault)
     if not check.text.strip():
@@ -105,7 +104,7 @@ def _texts(filter_: Filter) -> list[str]:
 
 
 def _occurs(text: str, value: str) -> bool:
-    """Whether a text that a filter looks for is in a value, as it is or as the pattern that it may be."""
+    """Whether a text from a filter occurs in a value, literally or as a pattern."""
     try:
         return text in value or bounded(text, "search")(value) is not None
     except (re.error, FilterError):

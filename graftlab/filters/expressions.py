@@ -2,8 +2,8 @@
 
     search('attn', name) and layer < 4 and step == 0
 
-Nothing is ever evaluated as code. The text is parsed to a syntax tree, every node of the tree has to be on the
-list below, and the tree becomes nested closures over the mapping of tags:
+Nothing is ever evaluated as code. The text is parsed to a syntax tree. Each node must be on the list below, and the
+tree becomes nested closures over the mapping of tags:
 
 * a name is a tag; a tag that is absent is ``None``;
 * constants (text, numbers, ``True``, ``False``, ``None``) and tuples, lists and sets of expressions;
@@ -11,13 +11,13 @@ list below, and the tree becomes nested closures over the mapping of tags:
 * ``==``, ``!=``, ``is``, ``is not``, ``in``, ``not in`` as in Python, also with ``None``: a tag that is absent is
   ``not in (1, 2)``;
 * ``<``, ``<=``, ``>``, ``>=``: false when either side is ``None``, so that their ``not`` is true;
-* what Python cannot compare, order or search, ``'x' in None`` among it, is false, but for ``!=``;
-* ``+``, ``-``, ``*``, ``/``, ``//``, ``%`` on numbers; on anything else, or dividing by zero, they give ``None``;
-* ``search(pattern, value)``, ``match(pattern, value)``, ``fullmatch(pattern, value)``: the functions of `re`, as true
-  or false; false for ``None``, and other values than text are matched as ``str(value)``.
+* a comparison that Python cannot carry out, such as ``'x' in None``, is false; ``!=`` is true;
+* ``+``, ``-``, ``*``, ``/``, ``//``, ``%`` on numbers; on anything else, or for a division by zero, ``None``;
+* ``search(pattern, value)``, ``match(pattern, value)``, ``fullmatch(pattern, value)``: the functions of `re`, with a
+  result of true or false; false for ``None``. A value that is not text is matched as ``str(value)``.
 
-What is not on the list is refused when the filter is made, with the place in the text. A filter that was made
-never raises on a rank, whatever the tags hold.
+Anything else is refused when the filter is made, with the position in the text. A compiled filter never raises on a
+rank, whatever the tags contain.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_LENGTH = 10_000
 """Characters in an expression. A longer one is a paste into the wrong field."""
 
 MAX_DEPTH = 100
-"""Levels of nesting, so that a filter that compiles cannot exhaust the stack of the rank that asks it."""
+"""Levels of nesting, so that a compiled filter cannot exhaust the stack of a rank."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def compile_filter(expression: str | None) -> Filter:
     >>> compile_filter("search('attn', name) and layer < 4").matches({"name": "attn_out", "layer": 3})
     True
 
-    Raises `FilterError` (a `ValueError`) that says what was found, where, and what to write instead.
+    Raises `FilterError` (a `ValueError`), which names the fault, its position, and what to write instead.
     """
     if expression is not None and not isinstance(expression, str):
         kind = type(expression).__name__
@@ -141,15 +141,15 @@ def _check_characters(text: str) -> None:
         found = f"the expression has {len(text)} characters, and a filter at most {MAX_LENGTH}"
         raise FilterError(f"{found}; write a condition such as layer < 4", text, MAX_LENGTH)
     if "\0" in text:
-        raise FilterError("the expression holds a null character; delete it", text, text.index("\0"))
+        raise FilterError("the expression contains a null character; delete it", text, text.index("\0"))
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise FilterError("the expression holds half a surrogate pair; delete it", text, error.start) from None
+        raise FilterError("the expression contains half a surrogate pair; delete it", text, error.start) from None
 
 
 def _check_brackets(text: str) -> None:
-    """Refuse unbalanced brackets: Python reports them differently in each release, and rarely at the right place."""
+    """Refuse unbalanced brackets, which Python reports differently in each release, and rarely at the right place."""
     opened: list[tuple[str, int]] = []
     for found in _STRING_COMMENT_OR_BRACKET.finditer(text):
         lexeme, position = found.group(), found.start()
@@ -159,7 +159,7 @@ def _check_brackets(text: str) -> None:
         elif lexeme in _CLOSERS:
             opened.append((lexeme, position))
             if len(opened) > MAX_DEPTH:
-                fault = f"more than {MAX_DEPTH} brackets within each other; split the expression up"
+                fault = f"brackets are nested more than {MAX_DEPTH} deep; split the expression up"
         elif lexeme in _CLOSERS.values():
             opener = opened.pop()[0] if opened else ""
             if not opener:
@@ -183,7 +183,7 @@ _REFUSED: dict[type[ast.AST], str] = {
     ast.SetComp: _NO_COMPREHENSION,
     ast.DictComp: _NO_COMPREHENSION,
     ast.GeneratorExp: "a generator is only allowed as the one argument of any() or all()",
-    ast.Slice: "a slice is only allowed by itself, as in name[:4]",
+    ast.Slice: "a slice is only allowed alone, as in name[:4]",
     ast.NamedExpr: "':=' is not allowed; write '==' to compare",
     ast.JoinedStr: "f-strings are not allowed; write a plain string",
     ast.Starred: "'*' in front of a value is not allowed; write the values out",
@@ -204,20 +204,20 @@ _USAGE = "search('pattern', tag), match('pattern', tag) or fullmatch('pattern', 
 
 
 class _Compiler:
-    """Turns the nodes of one expression into closures, and knows where in the text each node stands."""
+    """Turns the nodes of one expression into closures, and knows each node's position in the text."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text = text
-        self.source = source  # the text behind one added character
+        self.source = source  # the text after one added character
         self.names: set[str] = set()
-        self._bound = ""  # the variable of the generator that is being built
+        self._bound = ""  # the variable of the generator being compiled
         self._line_starts = [0, *(found.end() for found in re.finditer(r"\r\n?|\n", source))]
 
     def offset(self, node: ast.AST) -> int:
-        """Where ``node`` starts in the text, in characters (`ast` counts UTF-8 bytes); -1 is the added character."""
+        """Return ``node``'s start in the text, in characters (`ast` counts UTF-8 bytes); -1 is the added character."""
         start = self._line_starts[getattr(node, "lineno", 1) - 1]
         column = getattr(node, "col_offset", 0)
-        # A character has at least one byte, so these characters hold all the bytes that count.
+        # A character has at least one byte, so this slice covers all the bytes in question.
         return start + len(self.source[start : start + column].encode()[:column].decode(errors="ignore")) - 1
 
     def refuse(self, node: ast.AST, message: str) -> NoReturn:
@@ -235,7 +235,7 @@ class _Compiler:
         if foreign:
             message = f"{foreign.group()!r} is not an operator here; write {_OWN_OPERATOR[foreign.group()]!r}"
             return FilterError(message, self.text, foreign.start())
-        if "comma" in error.msg:  # Python's guess at what is missing would make a tuple
+        if "comma" in error.msg:  # Python suggests a comma, which would make a tuple
             return FilterError("two values side by side; write 'and' or 'or' between them", self.text, position)
         message = f"not a Python expression ({error.msg}); write a condition such as layer < 4"
         return FilterError(message, self.text, position)
@@ -283,7 +283,7 @@ class _Compiler:
 
     def _build_BoolOp(self, node: ast.BoolOp, depth: int) -> Evaluate:
         *parts, last = [self.build(value, depth) for value in node.values]
-        decisive = isinstance(node.op, ast.Or)  # the truth at which `or`, respectively `and`, looks no further
+        decisive = isinstance(node.op, ast.Or)  # the value at which `or`, respectively `and`, stops
 
         def decide(tags: Tags) -> Any:
             for part in parts:
@@ -368,7 +368,7 @@ class _Compiler:
     def _build_method(self, node: ast.Call, function: ast.Attribute, depth: int) -> Evaluate:
         name = function.attr
         if name not in METHODS:
-            self.refuse(node, f"{name!r} is not a method that filters have; there are {', '.join(METHODS)}")
+            self.refuse(node, f"{name!r} is not a method that filters have; the methods are {', '.join(METHODS)}")
         if node.keywords:
             self.refuse(node.keywords[0], f"keyword arguments are not allowed; write them by position in {name}()")
         value, arguments = self.build(function.value, depth), [self.build(each, depth) for each in node.args]
@@ -389,11 +389,11 @@ class _Compiler:
     def _build_generator(self, node: ast.GeneratorExp, decide: Callable[..., bool], depth: int) -> Evaluate:
         (loop, *others), outer = node.generators, self._bound
         if others or outer:
-            self.refuse(node, "one generator within another is not allowed; write the outer one's values out")
+            self.refuse(node, "nested generators are not allowed; write out the values of the outer one")
         if loop.is_async or not isinstance(loop.target, ast.Name) or loop.target.id in HELPERS:
             self.refuse(loop.target, "a generator has one variable, as in any(part in name for part in ('q', 'k'))")
         if not _is_simple(loop.iter):
-            self.refuse(loop.iter, "a generator goes over a tag, values written out, a range or a split text")
+            self.refuse(loop.iter, "a generator iterates over a tag, values written out, a range or a split text")
         values = self.build(loop.iter, depth)
         self._bound = variable = loop.target.id
         element, tests = self.build(node.elt, depth), [self.build(test, depth) for test in loop.ifs]
@@ -416,12 +416,12 @@ class _Compiler:
         except FilterError as error:
             self.refuse(node, error.message)
         except (re.error, OverflowError, RecursionError) as error:
-            self.refuse(node, f"bad pattern ({error}); mend it, or write a backslash before a special character")
+            self.refuse(node, f"bad pattern ({error}); correct it, or write a backslash before a special character")
         return find
 
 
 def _is_simple(node: ast.expr) -> bool:
-    """Whether a generator may go over it."""
+    """Whether a generator may iterate over this."""
     if isinstance(node, ast.Call):
         function = node.func
         is_range = isinstance(function, ast.Name) and function.id == "range"
@@ -429,13 +429,13 @@ def _is_simple(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.Constant | ast.Tuple | ast.List | ast.Set)
 
 
-# -- what the closures do with values: none of it raises --------------------------------------------------------------
+# -- operations on values, which never raise --------------------------------------------------------------
 
 
 def _truth(value: object) -> bool:
     try:
         return bool(value)
-    except Exception:  # an array with several elements, say: neither true nor false, so it does not match
+    except Exception:  # such as an array with several elements, which is neither true nor false
         return False
 
 
@@ -491,7 +491,7 @@ def _finds(compiled: Callable[[], Find], value: object) -> bool:
         return False
     try:
         return compiled()(value if isinstance(value, str) else str(value)) is not None
-    except FilterError:  # the time was over: nobody knows
+    except FilterError:  # the search ran out of time, so the result is unknown
         raise
     except Exception:  # a pattern from a tag that is not a regex, or a value whose str() raises
         return False

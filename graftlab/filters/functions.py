@@ -1,7 +1,7 @@
-"""The functions and methods of Python that filters may use. None of them raises: what has no answer gives None.
+"""The Python functions and methods that filters may use. None of them raises; without a result they return None.
 
-Each is bounded in time and size, whatever the tags hold: of a text that is too long, or of too many items, there is no
-answer either.
+Each is bounded in time and size, whatever the tags contain: the result for a text that is too long, or for too many
+items, is None too.
 """
 
 from __future__ import annotations
@@ -10,52 +10,52 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MAX_ITEMS = 1_000
-"""Items that a filter goes through at most, of a range, a collection or a text that was split."""
+"""The most items of a range, a collection or a split text that a filter iterates over."""
 
 MAX_TEXT = 100_000
-"""Characters of a text that methods and functions take."""
+"""The most characters of a text that methods and functions accept."""
 
 METHODS = ("startswith", "endswith", "lower", "upper", "strip", "split")
-"""What may be called on a text."""
+"""The methods that may be called on text."""
 
 
 def _plain(value: Any) -> Any:
-    """A text without what its class may have made of it, so that no code of a tag's class is run."""
+    """Return plain text for an instance of a subclass of str, so that no code of a tag's class runs."""
     return str.__str__(value) if isinstance(value, str) else value
 
 
 def call_method(name: str, text: object, arguments: list[Any]) -> Any:
-    """``text.name(*arguments)``; None for what is no text, or for arguments that Python would refuse."""
+    """Return ``text.name(*arguments)``; None if ``text`` is not text, or if Python refuses the arguments."""
     text = _plain(text)
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         return None
     try:
         result = getattr(text, name)(*map(_plain, arguments))
-    except Exception:  # a tag can be any object, as argument too
+    except Exception:  # any object can be a tag, and so an argument
         return None
     return result if not isinstance(result, list) or len(result) <= MAX_ITEMS else None
 
 
 def items_of(value: object) -> Iterable[Any] | None:
-    """What can be gone through: a collection, a range or a text that is not too long."""
+    """Return the items to iterate over: of a collection, a range or a text, if it is not too long."""
     value = _plain(value)
     if type(value) in (tuple, list, set, frozenset, range) or isinstance(value, str):
         try:
             if len(value) <= MAX_ITEMS:  # type: ignore[arg-type]
                 return value  # type: ignore[return-value]
-        except OverflowError:  # a range that has no length
+        except OverflowError:  # a range too long for len()
             return None
     return None
 
 
 def item_or_slice(value: object, key: object) -> Any:
-    """``value[key]`` of a text or a collection in order; None where there is no such item."""
+    """Return ``value[key]`` of a text or an ordered collection; None if there is no such item."""
     value = _plain(value)
     if type(value) not in (tuple, list, range) and not isinstance(value, str):
         return None
     try:
         return value[key]  # type: ignore[index]
-    except Exception:  # out of range, or no index
+    except Exception:  # out of range, or not an index
         return None
 
 
@@ -66,14 +66,14 @@ def _guarded(function: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
             return None
         try:
             return function(*arguments)
-        except Exception:  # as int("x"), or of a subclass that raises what it likes
+        except Exception:  # such as int("x"), or any error of a subclass
             return None
 
     return call
 
 
 def _of_items(function: Callable[[Iterable[Any]], Any]) -> Callable[..., Any]:
-    """A function of one collection, or of several values."""
+    """Wrap a function so that it takes one collection, or several values."""
 
     def call(*arguments: Any) -> Any:
         items = items_of(arguments[0]) if len(arguments) == 1 else arguments
@@ -81,7 +81,7 @@ def _of_items(function: Callable[[Iterable[Any]], Any]) -> Callable[..., Any]:
             return None
         try:
             return function(items)
-        except Exception:  # items that do not compare, or none at all
+        except Exception:  # items that cannot be compared, or no items
             return None
 
     return call
@@ -93,7 +93,7 @@ def _length(value: Any) -> int | None:
 
 _SCALAR = (int, float, str)
 
-# By name: what it does, and how few and how many arguments it takes.
+# By name: the function, and the minimum and maximum number of arguments.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "len": (_guarded(_length, object), 1, 1),
     "range": (_guarded(range, int), 1, 3),

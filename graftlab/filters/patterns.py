@@ -1,8 +1,8 @@
-"""Regular expressions of filters and of renames: those of `re`, bounded in time.
+"""Regular expressions of filters and renames: those of `re`, bounded in time.
 
-`re` cannot be stopped, and some patterns take it longer than anybody lives, on a text of forty characters. Most filters
-hold none that could: `re` answers those, in less than a microsecond. The others go to the package `regex`, which reads
-the same language and has a time limit. (`google-re2` needs none, and has no lookahead and no backreference.)
+`re` cannot be stopped, and some patterns take it centuries on a text of forty characters. Most filters contain no such
+pattern, and `re` matches them in less than a microsecond. The others go to the package `regex`, which reads the same
+syntax and has a time limit. (`google-re2` needs no limit, but lacks lookahead and backreferences.)
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import regex
 from graftlab.errors import FilterError
 
 SECONDS = 0.25
-"""That one pattern may take on one text."""
+"""The time limit for one pattern on one text."""
 
 _QUANTIFIER = re.compile(r"[*+?{]")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
-# What `re` takes as it stands and `regex` may not: a brace that begins no number of times, outside of sets.
+# A brace outside of sets that does not start a repeat count: `re` takes it literally, `regex` may not.
 _BRACE = re.compile(r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?!(?:\d*,\d*|\d+)\})")
-# Steps of which a search surely needs fewer, so that it needs no limit.
+# A search of at most this many steps needs no limit.
 _FEW_STEPS = 1e7
 
 
 def bounded(pattern: str, helper: str) -> Callable[[str], object]:
-    """The function ``helper`` of a pattern: ``search``, ``match`` or ``fullmatch``.
+    """Return a pattern's function ``helper``: ``search``, ``match`` or ``fullmatch``.
 
-    Raises what ``re.compile`` raises. The function raises :class:`FilterError` when its time is over.
+    Raises the errors of ``re.compile``. The returned function raises :class:`FilterError` at the time limit.
     """
     quickly: Callable[[str], object] = getattr(_compile(pattern), helper)
     longest = _longest_for_re(pattern)
@@ -49,9 +49,9 @@ def bounded(pattern: str, helper: str) -> Callable[[str], object]:
 
 
 def bounded_rewrite(pattern: str, replacement: str) -> Callable[[str], str | None]:
-    """The function that makes of a text what ``re.sub`` makes of it, and None where the pattern is not found.
+    """Return a function that rewrites a text as ``re.sub`` does, and returns None if the pattern is not found.
 
-    Raises what ``re.compile`` raises. The function raises :class:`FilterError` when its time is over.
+    Raises the errors of ``re.compile``. The returned function raises :class:`FilterError` at the time limit.
     """
     expression = _compile(pattern)
     longest = _longest_for_re(pattern)
@@ -71,33 +71,35 @@ def bounded_rewrite(pattern: str, replacement: str) -> Callable[[str], str | Non
 
 
 def _longest_for_re(pattern: str) -> int | None:
-    """How long a text may be for `re` to search it without a limit; None for any length."""
+    """Return the longest text that `re` may search without a time limit; None for any length."""
     quantifiers = len(_QUANTIFIER.findall(pattern))
     if not quantifiers:
         return None
-    # Each thing that may be repeated, and the place where a match begins, can be tried at each place of the text; what
-    # is repeated may be tried in far more ways where it has alternatives or repeats of its own.
+    # Each repeat, and the start of a match, can be tried at each position of the text. A repeated group can be tried in
+    # far more ways, because it may contain alternatives or further repeats.
     return 0 if _REPEATED_GROUP.search(pattern) else int(_FEW_STEPS ** (1 / (quantifiers + 1)))
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    # That another version of Python may read a set in another way. Not catch_warnings: what it puts back may be what
-    # another thread has set for a while only.
+    # This warns that future versions of Python may read a set differently. Not catch_warnings: it might restore a state
+    # that another thread had set only temporarily.
     warnings.filterwarnings("ignore", "Possible (nested )?set ", FutureWarning, module=__name__)
     return re.compile(pattern)
 
 
 def _compile_limited(pattern: str) -> regex.Pattern[str]:
-    # To `regex` x{e} is an x with any number of errors.
+    # `regex` reads x{e} as an x with any number of errors.
     same = _BRACE.sub(lambda found: "\\{" if found.group() == "{" else found.group(), pattern)
     try:
         return regex.compile(same, regex.VERSION0)
     except regex.error as error:
-        raise FilterError(f"this pattern may take for ever, and cannot be bounded ({error}): {pattern}") from None
+        raise FilterError(
+            f"this pattern may take forever, and its time cannot be limited ({error}): {pattern}"
+        ) from None
 
 
 def _over(what: str, text: str) -> FilterError:
     return FilterError(
-        f"{what} takes more than {SECONDS:g} s on {text[:80]!r} ({len(text)} characters); write it without repeats of "
-        f"what repeats itself"
+        f"{what} takes more than {SECONDS:g} s on {text[:80]!r} ({len(text)} characters); write it without nested "
+        f"repeats"
     )

@@ -1,4 +1,4 @@
-"""The grafter of this process, once it is a rank."""
+"""This process's grafter, if the process is a rank."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _grafter: Grafter | None = None
 
 
 def activate(grafter: Grafter, where: calls.Here) -> None:
-    """Make this process a rank: from now on its taps go to this grafter. Called once, by whatever makes ranks."""
+    """Make this process a rank whose taps go to this grafter. Called once."""
     global _grafter
     _grafter = grafter
     install_handler(grafter, where)
-    # Forked children are no ranks; see there.
+    # Forked children are not ranks; see there.
     os.register_at_fork(after_in_child=_forget)
 
 
 def install_handler(handler: calls.RankTapHandler, where: calls.Here | None) -> None:
-    """Give this process's taps to one that stands before the grafter, or in its place."""
+    """Send this process's taps to ``handler``, which may pass them on to the grafter."""
     calls.activate(handler, where, compiled, torch.compiler.is_dynamo_compiling)
 
 
 def deactivate() -> None:
-    """Make this process no rank any more: its taps are left alone from now on."""
+    """End this process's role as a rank: its taps do nothing from now on."""
     _forget()
     calls.deactivate()
 
@@ -38,5 +38,5 @@ def _forget() -> None:
 
 
 def grafter() -> Grafter | None:
-    """This rank's grafter; None outside a session."""
+    """Return this rank's grafter; None outside a session."""
     return _grafter

@@ -1,4 +1,4 @@
-"""Decisions: what the plan in force says of each distinct tag set on this rank, and the address of each call."""
+"""Decisions of the plan in force about each distinct tag set on this rank, and the addresses of calls."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from graftlab.plan.pairs import Pairing, as_tags
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.taps.backward import is_backward
 
-# Tag sets that never repeat (a request id, say) must not fill the memory.
+# Tag sets that never repeat (with a request id, for example) must not fill the memory.
 _DECISIONS_LIMIT = 100_000
 _SEEN_LIMIT = 10_000
 
 
 def recompute_status() -> RecomputeStatus:
-    """``"recompute"`` while activation checkpointing runs a forward again inside the backward pass.
+    """Return ``"recompute"`` while activation checkpointing repeats a forward pass inside the backward pass.
 
     Hooks and custom backward functions run there too, but without grad mode.
     """
@@ -41,31 +41,31 @@ def recompute_status() -> RecomputeStatus:
 
 
 def sends(place: Place, direction: Direction | None) -> bool:
-    """Whether the side of this place gives its tensors away, where they go this way."""
+    """Whether the side of this place sends its tensors in this direction."""
     return direction == ("b2t" if place.side == "baseline" else "t2b")
 
 
 WarnOnce = Callable[[str, str], None]
-"""Told the name of a tap, and what a person should know of it; says each such thing once."""
+"""Shows a warning about the tap of a given name, once per text."""
 
 
 def given_tags(
     name: str, around: Mapping[str, Any], own: Mapping[str, Any], warn_once: WarnOnce
 ) -> tuple[dict[str, Any], bool]:
-    """A tap's own tags with those set around it, and whether all of them: what can be no tag is left out."""
+    """Merge a tap's own tags with those set around it, without invalid ones; also returns whether all are valid."""
     given = {**around, **own}
     refused = [tag for tag, value in given.items() if is_no_tag(tag, value)]
     for tag in refused:
         warn_once(
             name,
-            f"{tag}={type(given.pop(tag)).__name__} can be no tag, since it would never be the same on both sides; "
-            "it is left out. extras= takes what travels to the other side's transform",
+            f"{tag}={type(given.pop(tag)).__name__} cannot be a tag, since it would never be equal on both sides; "
+            "it is left out. Pass data for the other side's transform as extras=",
         )
     return given, not refused
 
 
 def all_tags(name: str, given: Mapping[str, Any], place: Place, step: int) -> dict[str, Any]:
-    """The tags of a tap that is reached now, as filters see them: those that graftlab sets, and those given."""
+    """Return the tags of the current call as filters see them: those that graftlab sets, and those given."""
     return {
         "name": name,
         "step": step,
@@ -77,18 +77,18 @@ def all_tags(name: str, given: Mapping[str, Any], place: Place, step: int) -> di
 
 
 def paired_tags(tags: Mapping[str, Any], given: Mapping[str, Any], pairing: Pairing) -> dict[str, Any]:
-    """The tags of a tap as one of its pairs has them, which are the same on both sides but for its place."""
+    """Return a tap's tags in one of its pairs; except for the place tags they are equal on both sides."""
     own = given if pairing.tags is not None else ()
     return {**{tag: value for tag, value in tags.items() if tag not in own}, **as_tags(pairing)}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the plan says of one pair of a distinct tag set, worked out once: what is done, and under which address.
+    """The plan's decision about one pair of a distinct tag set, made once: the action, and the parts of the address.
 
-    ``tags`` are those that the filters saw, but for the names that ``pairing`` has; of a later call its step and
-    ``recompute_status`` may be others. ``name`` is that in the pair's address. ``others`` are those of the tap's
-    further pairs.
+    ``tags`` are those that the filters saw, without the names in ``pairing``; step and ``recompute_status`` of a later
+    call may differ. ``name`` is the name in the pair's address. ``others`` are the decisions about the tap's further
+    pairs.
     """
 
     action: Action
@@ -101,14 +101,14 @@ class Decision:
     own_name: str = ""
 
     def tags_at(self, step: int, status: str) -> dict[str, Any]:
-        """The tags of a call in this step."""
+        """Return the tags of a call in this step."""
         return {**self.tags, "step": step, "recompute_status": status}
 
 
 class SeenTags:
-    """Reports each tag set that is reached for the first time, whether or not some filter wants it.
+    """Reports each tag set at its first call, whether or not a filter matches it.
 
-    It outlives plans, and knows a limited number of tag sets.
+    It outlives plans, and remembers a limited number of tag sets.
     """
 
     def __init__(self, report: Callable[[dict[str, Any]], None]) -> None:
@@ -124,13 +124,13 @@ class SeenTags:
 
 
 TapLookup = tuple[Any, ...]
-"""How a call of a tap is looked up: its name, the tags around it, and each of its own as a pair."""
+"""The key of a call in the decisions: the name, the tags around the call, and the tap's tags, each as a pair."""
 
 
 class Decisions:
-    """One plan's decisions on this rank, each made when it is first needed; None for a tap that is left alone.
+    """One plan's decisions on this rank, each made when it is first needed; None for a tap that no filter matches.
 
-    Good for as long as the plan is in force and, where a filter looks at the step, for one step.
+    Valid while the plan is in force, or for one step if a filter uses the step.
     """
 
     def __init__(self, plan: GraftPlan, place: Place, step: int, seen: SeenTags, warn_once: WarnOnce) -> None:
@@ -140,43 +140,43 @@ class Decisions:
         self._place = place
         self._seen = seen
         self._warn_once = warn_once
-        # What changes from call to call cannot be remembered.
-        self._remembers = "recompute_status" not in plan.looks_at
+        # A decision that changes from call to call cannot be cached.
+        self._caches = "recompute_status" not in plan.looks_at
 
     def of(self, lookup: TapLookup) -> Decision | None:
-        """What the plan says of a tap. Raises :class:`TagError` for a name or tags that it cannot have."""
+        """Return the decision about a call. Raises :class:`TagError` for an invalid name or tag."""
         try:
             return self.known[lookup]
         except (KeyError, TypeError):
             return self.decide(lookup)
 
     def decide(self, lookup: TapLookup) -> Decision | None:
-        """The same, worked out anew."""
+        """Make the decision anew."""
         name, around, *own = lookup
         given, is_whole = given_tags(name, dict(around), dict(own), self._warn_once)
-        decision = self._worked_out(name, own, given)
-        # What would be remembered holds a tensor that was left out for as long as the plan is in force.
-        if self._remembers and is_whole:
+        decision = self._decide_anew(name, own, given)
+        # A cached key would keep an excluded tensor alive as long as the plan is in force.
+        if self._caches and is_whole:
             if len(self.known) >= _DECISIONS_LIMIT:
                 self.known.clear()
-            # Some tag's value may be one that cannot be hashed.
+            # A tag's value may be unhashable.
             with contextlib.suppress(TypeError):
                 self.known[lookup] = decision
         return decision
 
-    def _worked_out(self, name: str, own: Iterable[tuple[str, Any]], given: dict[str, Any]) -> Decision | None:
+    def _decide_anew(self, name: str, own: Iterable[tuple[str, Any]], given: dict[str, Any]) -> Decision | None:
         if not isinstance(name, str) or not name:
             raise TagError(f"gl.tap: the name must be a non-empty string, not {name!r}")
         taken = RESERVED_TAGS.intersection(tag for tag, _ in own)
         if taken:
             raise TagError(
-                f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give yours another name"
+                f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give your tags other names"
             )
         tags = all_tags(name, given, self._place, self.step)
         self._seen.note(tags, tuple(given.items()))
         decisions = [self._of_pair(tags, given, each) for each in self.plan.pairings(self._place.side, name, given)]
         first, *others = decisions
-        # Where ranks may decide differently, a tap that is not wanted here is still counted, and declined.
+        # If ranks may decide differently, a tap that this rank does not use is still counted, and declined.
         if all(each.action == Action() for each in decisions) and not self.plan.rank_dependent:
             return None
         return replace(first, others=tuple(others)) if others else first
@@ -186,22 +186,22 @@ class Decisions:
         action = self.plan.action_for(seen)
         own = identity(seen).tags
         for tag in SIDE_NAMES:
-            # Rows have columns for them.
+            # Rows have separate columns for these.
             del seen[tag]
         return Decision(action, sends(self._place, action.direction), seen, pairing.key, own, pairing, (), tags["name"])
 
 
 class Addresses:
-    """The address of each call of a tap that some filter wants, within one step."""
+    """Assigns addresses to the calls of taps within one step."""
 
     def __init__(self, step: int, warn_once: WarnOnce) -> None:
         self._step = step
         self._warn_once = warn_once
-        # How often, and by which thread last.
+        # The number of calls so far, and the thread of the last one.
         self._reached: dict[tuple[str, tuple[tuple[str, Plain], ...], str], tuple[int, int]] = {}
 
     def next(self, decision: Decision) -> TapKey:
-        """The address of the call that is made now; each further call of one tap has another occurrence."""
+        """Return the address of the current call; further calls of one tap have increasing occurrences."""
         status = recompute_status()
         tap = (decision.name, decision.key_tags, status)
         thread = get_ident()
@@ -211,12 +211,12 @@ class Addresses:
             self._warn_once(
                 decision.own_name,
                 "two threads reach it in one step, with the same tags. Its calls are paired in the order in which they "
-                "come, which may be another on the other side: put gl.tags(lane=...) around what each thread does",
+                "arrive, which may differ on the other side: put gl.tags(lane=...) around each thread's code",
             )
         return TapKey(self._step, *tap, occurrence)
 
     def of_pairs(self, decision: Decision) -> list[tuple[Decision, TapKey | None]]:
-        """The same for each pair that the call is in; None in place of an address for a call that is in none."""
+        """Return the address for each pair of the current call; None instead of an address if it is in no pair."""
         found: list[tuple[Decision, TapKey | None]] = []
         for each in (decision, *decision.others):
             key = self.next(each)
@@ -224,6 +224,6 @@ class Addresses:
             if wanted is None:
                 found.append((each, key))
             elif wanted == key.occurrence:
-                # Which call it is on the other side, the pair says.
+                # The pair determines which call it is on the other side.
                 found.append((each, key._replace(occurrence=0)))
         return found or [(decision, None)]

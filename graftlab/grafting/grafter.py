@@ -1,4 +1,4 @@
-"""The grafter: one in each rank. It owns the rank's runs and steps and the plan in force, and takes its taps.
+"""The grafter, one per rank: it owns the rank's runs, steps and plan in force, and handles its taps.
 
 It is the only user of the exchange.
 """
@@ -48,7 +48,7 @@ from graftlab.taps.untraced import outside_compiled_code
 
 logger = logging.getLogger(__name__)
 
-# These have no placements; asking a tensor for an attribute that it lacks is slow.
+# These have no placements; looking up a missing attribute of a tensor is slow.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -56,28 +56,28 @@ def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
     return not pair[0].sends
 
 
-# How often a step that ends looks for the taps of other threads, in seconds.
+# Seconds between two checks for other threads' taps at the end of a step.
 _LOOK = 0.1
 
 
 class Reporter(Protocol):
-    """What a grafter tells whoever runs it, on the thread of the tap."""
+    """Receives a grafter's reports, on the thread of the tap."""
 
     def row(self, row: Row) -> None:
-        """One tap's row."""
+        """Report one tap's row."""
 
     def seen(self, tags: dict[str, Any]) -> None:
-        """A tag set that is reached for the first time, whether or not some filter wants it."""
+        """Report a tag set at its first call, whether or not a filter matches it."""
 
     def adopted(self, version: int, step: int) -> None:
-        """This plan is in force here from this step on."""
+        """Report that this plan is in force from this step on."""
 
 
 class Grafter:
-    """Asks the plan about each tap that this rank reaches, sends or receives, and reports a row.
+    """Applies the plan to each tap that this rank reaches: sends or receives, and reports a row.
 
-    Plans arrive through :meth:`offer_plan` from any thread; everything else happens on the
-    threads that run the model, one at a time.
+    Plans arrive through :meth:`offer_plan` from any thread; everything else happens on the threads that run the model,
+    one at a time.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Grafter:
         self._ambient = ambient
         self._reporter = reporter
         self._emit = reporter.row
-        # Held by the thread that takes a tap, but not while that waits for other ranks.
+        # Held by the thread that handles a tap, but released while that thread waits for other ranks.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Older than any plan, so that the first one is adopted whatever its version.
@@ -109,13 +109,13 @@ class Grafter:
         self._order = 0
         self._before_step = 0
         self._last_tap = ""
-        # The threads that are taking a tap. A signal handler or a finalizer may come upon another in the middle of it.
+        # The threads that are handling a tap. A signal handler or a finalizer may reach a second tap on such a thread.
         self._at_work: set[int] = set()
-        # Whether the thread that holds the lock calls a function of the user's, which may reach taps itself.
+        # Whether the thread that holds the lock calls a user's function, which may itself reach taps.
         self._computes = 0
-        # Whether an interrupt came while the exchange was at work, and is to be raised when it no longer is.
+        # Whether an interrupt arrived during the exchange's work, and must be raised after it.
         self.interrupt_due = False
-        # None outside a run that has both sides: then a tap is left alone without a look at the plan.
+        # None outside a run of both sides; then a tap does nothing, without using the plan.
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step, self._warn_once)
         self._warned: set[tuple[str, str]] = set()
@@ -124,7 +124,7 @@ class Grafter:
     def _use(self, exchange: Exchange[PendingRow]) -> None:
         self._exchange = exchange
         exchange.on_wait = self._on_wait
-        exchange.share(self._let_others_in, self._take_lock)
+        exchange.share(self._release_lock, self._take_lock)
 
     # ---- runs, steps and plans ----------------------------------------------------------------------------------
 
@@ -135,27 +135,27 @@ class Grafter:
 
     @property
     def newest_plan(self) -> GraftPlan:
-        """The plan that is in force from the next step on, unless a newer one comes."""
+        """The plan for the next step, unless a newer one arrives."""
         return self._offered if self._offered.version > self._plan.version else self._plan
 
     @property
     def moment(self) -> tuple[int, int] | None:
-        """The run and the step that go on; None between runs."""
+        """The current run and step; None between runs."""
         run = self._run
         return None if run is None else (run.run, self._step)
 
     @property
     def next_step(self) -> int:
-        """The first step number that nothing has used yet."""
+        """The first unused step number."""
         return self._step + 1
 
     @property
     def decision_epoch(self) -> object:
-        """The same object for as long as actions stay as they are; None while taps are left alone altogether."""
+        """An object that stays the same while decisions do not change; None while all taps do nothing."""
         return self._decisions
 
     def action(self, name: str, tags: Mapping[str, Any]) -> Action | None:
-        """What the plan says of a tap that is not reached now; None where it would be left alone.
+        """Return the action for a tap that is not being called now; None if the tap would do nothing.
 
         Raises :class:`TagError` as the tap would.
         """
@@ -165,7 +165,7 @@ class Grafter:
         return None if decision is None else self._combined([decision.action, *(o.action for o in decision.others)])
 
     def actions_of_side(self, name: str, tags: Mapping[str, Any]) -> list[Action]:
-        """What the plan says of such a tap on each rank of this side, as far as ``rank`` tells them apart."""
+        """Return the actions for such a tap on all ranks of this side, which differ only by the tag ``rank``."""
         given, _ = given_tags(name, dict(self._ambient.get()), tags, self._warn_once)
         full = all_tags(name, given, self.place, self._step)
         pairs = [paired_tags(full, given, each) for each in self._plan.pairings(self.place.side, name, given)]
@@ -175,35 +175,35 @@ class Grafter:
         ]
 
     def _combined(self, actions: list[Action]) -> Action:
-        """What becomes of a tap that is in several pairs: of what is done at it, what changes the most."""
+        """Combine the actions of a tap in several pairs: return the one with the largest effect."""
         if len(actions) == 1:
             return actions[0]
         return max(actions, key=lambda a: (a.overlap, a.graft and not self.sends(a), a.direction is not None))
 
     def sends(self, action: Action) -> bool:
-        """Whether this side is the one that gives its tensor away."""
+        """Whether this side is the sender."""
         return sends(self.place, action.direction)
 
     def offer_plan(self, plan: GraftPlan) -> None:
-        """A newer plan, in force from the next step. Any thread; never waits for a tap."""
+        """Offer a newer plan for the next step. Any thread may call this; it never waits for a tap."""
         self._offered = plan
 
     def begin_with(self, plan: GraftPlan) -> None:
-        """Be idle under a first plan, of which the notebook hears when it speaks of it."""
+        """Put a first plan in force before any run, without reporting it to the notebook."""
         with self._lock:
             self._plan = self._offered = plan
             self._receive_pipeline.adopt(plan)
             self._write_page("idle")
 
     def adopt_offered_plan(self) -> None:
-        """Put the newest plan in force, if no run is going on."""
+        """Put the newest plan in force, if there is no current run."""
         with self._lock:
             if self._run is None:
                 self._adopt(self._offered)
                 self._write_page("idle")
 
     def begin_run(self, run: RunInfo, plan: GraftPlan) -> None:
-        """The first step of a run begins, under this plan on every rank."""
+        """Begin the first step of a run, with this plan on every rank."""
         with self._lock:
             forget_open_tags()
             self._enter_run(run, plan)
@@ -220,24 +220,24 @@ class Grafter:
         self._begin_step(run)
 
     def step(self) -> None:
-        """One step ends and the next begins, with the plan that the leader says."""
-        self._go_on_to_next_step()
+        """End a step and begin the next one, with the leader's plan."""
+        self._begin_next_step()
         if self.interrupt_due:
             self._raise_interrupt()
 
     def _raise_interrupt(self) -> None:
-        # Another thread of the user's may get here first.
+        # A different user thread may get here first.
         if threading.current_thread() is threading.main_thread():
             self.interrupt_due = False
             raise KeyboardInterrupt
 
-    def _go_on_to_next_step(self) -> None:
+    def _begin_next_step(self) -> None:
         with self._lock:
             run = self._run
             if run is None:
                 return
             if threading.get_ident() in self._at_work:
-                self._warn_once("gl.step", "it was called inside of a tap, by a signal handler, say, and is skipped")
+                self._warn_once("gl.step", "it was called inside a tap, perhaps by a signal handler, and is skipped")
                 return
             self._wait_for_taps()
             self._end_step()
@@ -250,22 +250,22 @@ class Grafter:
                 self._follow(run)
 
     def _follow(self, run: RunInfo) -> None:
-        """The step begins, with the plan that the leader says."""
+        """Begin a step with the plan that the leader announces."""
         messages = self._exchange.announcements(run.leader, self._step)
         if messages is None:
-            # Filtering by another plan than the other side's would pair the wrong taps, so nothing is compared.
+            # With different plans on the two sides, wrong taps would be paired, so nothing is compared.
             self._record_timeout_of_leader(run)
             self._begin_step(run)
             self._decisions = None
             return
-        # An empty list: the leader has ended its run, so the ranks that go on keep the plan in force.
+        # An empty list: the leader has ended its run, so the remaining ranks keep the plan in force.
         for message in messages:
             if message:
                 self._adopt(unpack_plan(message))
         self._begin_step(run)
 
     def end_run(self) -> None:
-        """The last step of the run ends. Rows of what nobody asked for may still come: see :meth:`record_unmatched`."""
+        """End the last step of a run. Rows of unrequested tensors may still follow: see :meth:`record_unmatched`."""
         with self._lock:
             self._wait_for_taps()
             self._end_step()
@@ -273,7 +273,7 @@ class Grafter:
             self._decisions = None
 
     def close_run(self) -> None:
-        """The run is over on every rank."""
+        """Close a run that has ended on every rank."""
         with self._lock:
             self.record_unmatched()
             self._run = None
@@ -282,7 +282,7 @@ class Grafter:
 
     @contextmanager
     def patiently(self) -> Iterator[None]:
-        """Wait as long as the other side is there, whatever the time limit: for a side that computes nothing itself."""
+        """Ignore the time limit inside the block: for a side that computes nothing itself."""
         before, self._exchange.timeout = self._exchange.timeout, limits.LONGEST
         try:
             yield
@@ -290,13 +290,13 @@ class Grafter:
             self._exchange.timeout = before
 
     def record_unmatched(self) -> None:
-        """Report the rows of what this rank sent, and nobody asked for."""
-        unasked = self._exchange.take_unmatched()
-        if unasked:
-            # A rank tells what it had asked for when its step ends, which one that dies does not live to do.
+        """Report the rows of tensors that this rank sent and no receiver requested."""
+        pending = self._exchange.take_unmatched()
+        if pending:
+            # A rank reports its requests at the end of its step, and a rank that died cannot.
             lost = self._exchange.lost_peers()
-            error = f"{lost}, and can no longer say whether it had asked for this tap" if lost else None
-            for each in unasked:
+            error = f"{lost}, and can no longer report whether it requested this tap" if lost else None
+            for each in pending:
                 self._emit(each.row(error=error))
 
     def _announce_plan(self) -> None:
@@ -333,7 +333,7 @@ class Grafter:
     def _record_timeout_of_leader(self, run: RunInfo) -> None:
         leader = self.place.everyone()[run.leader].label
         error = (
-            f"{leader}, which says the plan of each step, did not begin step {self._step} within "
+            f"{leader}, which announces the plan of each step, did not begin step {self._step} within "
             f"{self._exchange.timeout:g} s; no tap of this step is compared here. {self._exchange.where_peers_are()}"
         )
         logger.warning("%s: %s", self.place.label, error)
@@ -345,32 +345,32 @@ class Grafter:
     # ---- one tap ------------------------------------------------------------------------------------------------
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        """See :func:`graftlab.tap`. With ``replace`` a grafted value comes back as a new tensor."""
+        """See :func:`graftlab.tap`. With ``replace`` a grafted value is returned as a new tensor."""
         decisions = self._decisions
         if decisions is None:
             return value
-        asked: TapLookup = (name, self._ambient.get(), *tags.items())
+        lookup: TapLookup = (name, self._ambient.get(), *tags.items())
         try:
-            # As decisions.of, without the call: most taps that a model reaches end here.
-            decision = decisions.known[asked]
+            # Inlined from decisions.of, because most taps of a model end here.
+            decision = decisions.known[lookup]
         except (KeyError, TypeError):
-            decision = decisions.decide(asked)
+            decision = decisions.decide(lookup)
         if decision is None:
             return value
-        return self._wanted(decision, name, value, extras, replace)
+        return self._handle(decision, name, value, extras, replace)
 
     @outside_compiled_code
-    def _wanted(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
+    def _handle(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         if decision.action.overlap or any(other.action.overlap for other in decision.others):
             raise self._overlap(decision, name)
         thread = threading.get_ident()
         if thread in self._at_work:
-            # The exchange is in the middle of something, and nobody could go on with that before this has ended.
-            self._warn_once(name, "it was reached inside of another tap, by a signal handler, say, and is skipped")
+            # The exchange is in the middle of an operation that cannot continue before this call returns.
+            self._warn_once(name, "it was reached inside another tap, perhaps by a signal handler, and is skipped")
             return value
         with self._lock:
             try:
-                # In here, as the stop button may interrupt this anywhere.
+                # Inside the try block, because the stop button may interrupt this anywhere.
                 self._at_work.add(thread)
                 taken = self._take(decision, name, value, extras, replace)
             finally:
@@ -381,8 +381,8 @@ class Grafter:
             self._raise_interrupt()
         return taken
 
-    def _let_others_in(self) -> bool:
-        """Give up the lock for a wait; False where a function of the user's, which is part of a tap, is to wait."""
+    def _release_lock(self) -> bool:
+        """Release the lock for a wait; False if the waiting code is a user's function inside a tap."""
         if self._computes:
             return False
         self._lock.release()
@@ -392,9 +392,9 @@ class Grafter:
         self._lock.acquire()
 
     def _wait_for_taps(self) -> None:
-        """Wait for the taps that other threads are in the middle of: they belong to the step that is to end."""
+        """Wait for the current taps of other threads, which belong to the step that is ending."""
         while self._at_work:
-            # An interrupt of a tap may keep it from telling that it has ended.
+            # With a time limit, because an interrupted tap may fail to notify.
             self._changed.wait(_LOOK)
 
     def _take(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
@@ -417,51 +417,51 @@ class Grafter:
                 if key is not None:
                     self._exchange.decline(key)
             return value
-        told = self._told(decision, shown, extras)
+        sent_extras = self._sent_extras(decision, shown, extras)
         extras = resolved(extras)
         self._page.pass_tap(self._step, self._plan.version, self._order, name)
-        # What is sent is sent as it was before anything was received.
+        # Send first, so that the sent tensor is the one before any graft.
         if len(pairs) > 1:
             pairs.sort(key=_received_after)
         for each, key in pairs:
             call = self._call(each, key, own, order)
             if key is None or (each.pairing is not None and each.pairing.alone):
                 self._leave_alone(key, call, each, began)
-            elif isinstance(told, LayoutError):
-                self._refuse_layout(key, call, told, began)
+            elif isinstance(sent_extras, LayoutError):
+                self._refuse_layout(key, call, sent_extras, began)
             elif each.sends:
-                self._publish(key, call, extras, told, began)
+                self._publish(key, call, extras, sent_extras, began)
             else:
                 # A DTensor can only be overwritten through its local shard, in place.
                 replaced = shown if replace and not hasattr(shown, "to_local") else None
-                result = self._receive(key, call, own, shown, extras, told, replaced, began)
+                result = self._receive(key, call, own, shown, extras, sent_extras, replaced, began)
                 if result is not None and result is not own and (own is value or replaced is not None):
                     value = shown = own = result
         return value
 
-    def _told(self, decision: Decision, shown: Any, extras: Any) -> SentExtras | LayoutError | None:
-        """What there is to say of the tensor beside the extras, or why it cannot be said."""
-        is_laid = type(extras) is ExtrasWithLayout or (
+    def _sent_extras(self, decision: Decision, shown: Any, extras: Any) -> SentExtras | LayoutError | None:
+        """Return the layout and name to send beside the extras, if any; or the error in the layout."""
+        has_layout = type(extras) is ExtrasWithLayout or (
             type(shown) not in _PLAIN_TENSORS and hasattr(shown, "placements")
         )
         name = decision.own_name if self._plan.rename else None
-        if not is_laid and name is None:
+        if not has_layout and name is None:
             return None
         try:
             given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
-            return SentExtras(None, rank_layout(shown, given, self.place.world_size) if is_laid else None, name)
+            return SentExtras(None, rank_layout(shown, given, self.place.world_size) if has_layout else None, name)
         except LayoutError as error:
             return error
 
     def _leave_alone(self, key: TapKey | None, call: TapCall, decision: Decision, began: float) -> None:
-        """A tap that no tap of the other side belongs to: said, and not waited for."""
+        """Report a tap without a counterpart, instead of waiting for the other side."""
         pairing = decision.pairing
         assert pairing is not None
         if key is not None:
             self._exchange.decline(key)
-            error = f"{pairing.alone}, so this tap has no partner"
+            error = f"{pairing.alone}, so this tap has no counterpart"
         else:
-            error = f"no pair of the plan is about this call of {decision.own_name!r} in the step"
+            error = f"the plan has no pair for this call of {decision.own_name!r} in the step"
         status: Status = "unmatched" if decision.sends else "missing"
         self._emit(row_of(call, TapResult(status, [], error=error), time.perf_counter() - began))
 
@@ -471,7 +471,7 @@ class Grafter:
         self._emit(row_of(call, TapResult("failed", [], error=str(error)), time.perf_counter() - began))
 
     def _computed(self, value: Any) -> Any:
-        """What the user's function shows, which may reach taps itself."""
+        """Call the user's function, which may itself reach taps."""
         thread = threading.get_ident()
         self._at_work.discard(thread)
         self._computes += 1
@@ -485,7 +485,7 @@ class Grafter:
         tags = decision.tags_at(self._step, recompute_status())
         return GraftOverlapError(
             f"tap {name!r} matches both b2t and t2b on {self.place.label}, tags {tags}; "
-            f"change one filter so that each tap goes one way (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
+            f"change one filter so that each tap has one direction (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
         )
 
     def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor, order: int) -> TapCall:
@@ -505,18 +505,18 @@ class Grafter:
         )
 
     def _decline_for_other_ranks(self, key: TapKey) -> None:
-        """Where the plan may have said otherwise on a rank of the other side, it must not wait for this one."""
+        """Decline, so that a rank of the other side that decided differently does not wait for this one."""
         if self._plan.rank_dependent:
             self._exchange.decline(key)
 
-    def _publish(self, key: TapKey, call: TapCall, extras: Any, told: SentExtras | None, began: float) -> None:
+    def _publish(self, key: TapKey, call: TapCall, extras: Any, sent_extras: SentExtras | None, began: float) -> None:
         own = call.tensor
         assert own is not None
-        # The note must not keep the model's tensor alive.
+        # The row must not keep the model's tensor alive.
         memo = PendingRow(
             call._replace(tensor=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began
         )
-        sent = extras if told is None else dataclasses.replace(told, extras=extras)
+        sent = extras if sent_extras is None else dataclasses.replace(sent_extras, extras=extras)
         try:
             self._exchange.publish(key, own.detach() if own.requires_grad else own, sent, memo)
         except BufferFullError as full:
@@ -539,31 +539,31 @@ class Grafter:
         own: torch.Tensor,
         shown: Any,
         extras: Any,
-        told: SentExtras | None,
+        sent_extras: SentExtras | None,
         replaced: torch.Tensor | None,
         began: float,
     ) -> torch.Tensor | None:
         self._decline_for_other_ranks(key)
-        layout = None if told is None else told.layout
+        layout = None if sent_extras is None else sent_extras.layout
         reduced: torch.Tensor | str | None = None
         if layout is not None and layout.is_partial:
             reduced = self._reduced(shown, own, layout)
         receipt = self._exchange.receive(key, own)
         try:
-            call, arrival = self._receive_pipeline.take_named(call, extras, receipt, replaced, layout, reduced)
+            call, result = self._receive_pipeline.take_named(call, extras, receipt, replaced, layout, reduced)
         finally:
             receipt.release()
-        if arrival.status == "missing" and key.recompute_status == "recompute":
-            arrival = arrival._replace(status="recomputed", note=arrival.error, error=None)
-        self._emit(row_of(call, arrival, time.perf_counter() - began))
-        return arrival.result
+        if result.status == "missing" and key.recompute_status == "recompute":
+            result = result._replace(status="recomputed", note=result.error, error=None)
+        self._emit(row_of(call, result, time.perf_counter() - began))
+        return result.result
 
     def _reduced(self, shown: Any, own: torch.Tensor, layout: RankLayout) -> torch.Tensor | str:
-        """The receiver's own tensor with its partial sums taken; or, in words, why they cannot be."""
+        """Return the receiver's tensor with its partial sums added up; or the reason why that is impossible."""
         if self._plan.rank_dependent:
             return (
-                f"{layout.layout}: the sums are taken by all ranks together, and the plan's filters may choose this "
-                "tap on some of them only; leave rank and tags that end in _rank out of the filters"
+                f"{layout.layout}: adding up the partial sums takes all ranks, but the plan's filters may select "
+                "this tap on some of them only; leave rank and tags that end in _rank out of the filters"
             )
         try:
             return summed_partial(shown, own, layout, self.place.world_size)
@@ -571,7 +571,7 @@ class Grafter:
             return str(error)
 
     def tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
-        """The plain tensor behind a tap's value; None, with one warning a tap, where there is none."""
+        """Return the plain tensor behind a tap's value; None, with one warning per tap, if there is none."""
         found = plain_tensor(shown)
         if isinstance(found, str):
             self._warn_once(name, found)
@@ -583,7 +583,7 @@ class Grafter:
             self._warned.add((name, what))
             warn(f"gl.tap({name!r}) on {self.place.label}: {what}")
 
-    # ---- where this rank is -------------------------------------------------------------------------------------
+    # ---- the status page ---------------------------------------------------------------------------------------
 
     def _on_wait(self, awaits: Collection[int]) -> None:
         self._write_page("waiting" if awaits else "running", awaits)

@@ -1,7 +1,7 @@
-"""The same code in float64: each operator computes in it, so that a result shows what rounding between them takes away.
+"""Run code in float64, operator by operator, so that results are not rounded between operators.
 
-Code that a compiler has fused rounds less often than the eager operators do, so the two differ although nobody made a
-mistake. How far eager code is from itself in float64 tells how much of a difference that can explain.
+Compiled code that fuses operators rounds less often than eager code, so the two differ even if both are correct. The
+distance of eager code from its own result in float64 shows how much of a difference that can explain.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _here = threading.local()
 def in_float64() -> Iterator[None]:
     """Have this thread's operators compute in float64, whatever lower precision their inputs have.
 
-    Their results stay in float64, so nothing is rounded between them. What is written into a tensor that is there
-    already, and a random number, has that tensor's dtype as ever; an operator that knows no float64 runs as it is.
+    Their results stay in float64, so nothing is rounded between them. Writes into an existing tensor, and random
+    numbers, keep their dtype; an operator without a float64 version runs unchanged.
 
-    Raises what the code raises if it insists on a dtype.
+    Raises the code's own errors if it requires a certain dtype.
 
     >>> with in_float64():
     ...     torch.ones(2, dtype=torch.bfloat16).div(3).dtype
     torch.float64
     """
-    # An accelerator's backward pass would run in a thread of its own, without the mode.
+    # An accelerator's backward pass would run in a separate thread, without the mode.
     with torch.autograd.set_multithreading_enabled(False), _Float64Mode():  # type: ignore[no-untyped-call]
         yield
 
 
 @contextlib.contextmanager
 def as_it_is() -> Iterator[None]:
-    """Inside of :func:`in_float64`: have this thread's operators compute in the dtypes that they are given."""
+    """Suspend :func:`in_float64` for this thread, so that operators compute in the dtypes of their inputs."""
     before = getattr(_here, "off", False)
     _here.off = True
     try:
@@ -67,7 +67,7 @@ class _Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema.is_mutable:
             return func(*_fitting(args, written := _written(schema, args, kwargs)), **_fitting(kwargs, written))
         is_view = any(each.alias_info is not None for each in schema.returns)
-        # What autograd rounds to the dtype of a weight has to have it.
+        # A gradient that autograd rounds to a weight's dtype must have that dtype.
         moves = func in _MOVES or (func is torch.ops.aten._to_copy.default and is_backward())
         if is_view or moves or torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
@@ -76,14 +76,14 @@ class _Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             asked = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
             if _FLOATING.isdisjoint(dtypes) or _WIDE.keys().isdisjoint([*dtypes, *asked]):
                 return func(*args, **kwargs)
-            with contextlib.suppress(RuntimeError):  # has no float64, as some fused attention
+            with contextlib.suppress(RuntimeError):  # no float64 version, as for some fused attention
                 return func(*_wide(args), **_wide(kwargs))
         return func(*_fitting(args, narrow := _narrow(args)), **_fitting(kwargs, narrow))
 
 
-# They compute nothing, and have much to copy.
+# They compute nothing, and would copy much data.
 _MOVES = {torch.ops.aten.embedding.default}
-# Some of these read float64 for what they expect instead, without a check.
+# Some of these misread float64 as a different dtype, without a check.
 _PACKED = re.compile(r"pack|int[48]|quant|fbgemm|cslt|_scaled_(grouped_)?mm")
 
 
@@ -96,7 +96,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _narrow(args: Any) -> torch.dtype | None:
-    """The dtype in which the tensors meet that are not wide yet; None where there are no floating numbers."""
+    """Return the first narrower dtype among the tensors; None if there are no floating-point tensors."""
     found = [each.dtype for each in _tensors(args) if each.dtype in _FLOATING]
     return next((dtype for dtype in found if dtype in _WIDE), torch.float32 if found else None)
 
@@ -114,7 +114,7 @@ def _wide(value: Any) -> Any:
 
 
 def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype of the numbers that an operator writes into its arguments; None where they are no floating numbers."""
+    """Return the floating-point dtype of the arguments that an operator writes into; None if there is none."""
     given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -125,7 +125,7 @@ def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype |
 
 
 def _fitting(value: Any, dtype: torch.dtype | None) -> Any:
-    """With real floating tensors in this dtype: few operators write into one dtype what comes in another."""
+    """Convert real floating-point tensors to this dtype, because few operators write across dtypes."""
     if dtype is None or dtype.is_complex:
         return value
     if isinstance(value, torch.Tensor):

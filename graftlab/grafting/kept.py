@@ -1,4 +1,4 @@
-"""What a plan's ``keep`` filter holds on a rank: both values of a tap and what they were made from, newest last."""
+"""The pairs of tensors that a plan's ``keep`` filter keeps on a rank, with the transform's input, newest last."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from graftlab.base.tensor_bytes import copyable
 from graftlab.errors import SessionError
 from graftlab.transforms import GraftTransformInput
 
-# Taps of which it is known that their newest pair is not held.
+# The most taps remembered whose newest pair was not kept.
 _MISSING_LIMIT = 10_000
-# How often the heap is tidied while as much is kept as the budget has.
+# How often the heap is trimmed for each budget's worth of kept bytes.
 _TRIMS_A_BUDGET = 8
 
 
 @dataclass(frozen=True)
 class KeptPair:
-    """Both values of one tap before anything was overwritten, and the input of the transform; all on the CPU.
+    """Both values of one tap before any graft, and the transform's input; all on the CPU.
 
-    ``value`` is None where the transform in force failed: then there is an input to try another one on, and no pair.
+    ``value`` is None if the transform in force failed. Then only the input exists, for trying a different transform.
     """
 
     graft_input: GraftTransformInput
@@ -48,14 +48,14 @@ class KeptPair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; what two of the tensors share counts once."""
+        """Bytes kept; a tensor that occurs twice counts once."""
         tensors = [self.value, self.graft_input.target, *self.graft_input.received_list]
         return sum({id(tensor): _nbytes(tensor) for tensor in tensors if tensor is not None}.values())
 
 
 @dataclass(frozen=True)
 class _MissingPair:
-    """The newest pair of a tap, where that is not held any more or never was; ``number`` counts what was added."""
+    """A tap's newest pair that was dropped or never kept; ``number`` counts the pairs added so far."""
 
     number: int
     tags: dict[str, Any]
@@ -63,12 +63,12 @@ class _MissingPair:
 
 
 class KeptPairs:
-    """Holds pairs until ``budget`` bytes are full, then lets the oldest go. Any thread may ask."""
+    """Keeps pairs up to ``budget`` bytes, then drops the oldest. Any thread may query it."""
 
     def __init__(self, budget: int = limits.KEEP_BUDGET) -> None:
         self._budget = budget
         self._bytes = 0
-        # With the number of each among all that were added.
+        # Each with its number among all added pairs.
         self._pairs: deque[tuple[int, KeptPair]] = deque()
         self._added = 0
         self._missing: dict[Any, _MissingPair] = {}
@@ -76,16 +76,16 @@ class KeptPairs:
         self._lock = threading.Lock()
 
     def add(self, graft_input: GraftTransformInput, value: torch.Tensor | None) -> str | None:
-        """Keep copies of the input and of the value that the transform made of it, if it made one.
+        """Keep copies of the input and of the transform's result, if it has one.
 
-        Returns a note when the pair alone is over the budget and was not kept, or not all of it could be.
+        Returns a note if the pair alone exceeds the budget and was not kept, or if a part of it could not be kept.
         """
-        # Usually the value is one of the received tensors, unchanged, and need not be kept twice.
+        # Usually the value is one of the received tensors, and need not be kept twice.
         same = None
         if value is not None:
             same = next((i for i, tensor in enumerate(graft_input.received_list) if _is_same(tensor, value)), None)
-        held = [graft_input.target, *graft_input.received_list]
-        size = sum(map(_nbytes, held if value is None or same is not None else [*held, value]))
+        tensors = [graft_input.target, *graft_input.received_list]
+        size = sum(map(_nbytes, tensors if value is None or same is not None else [*tensors, value]))
         if size > self._budget:
             with self._lock:
                 self._added += 1
@@ -93,20 +93,20 @@ class KeptPairs:
                     self._added,
                     graft_input.tags,
                     f"was not kept: its tensors have {size >> 20} MiB and the budget of a rank is {self._budget >> 20} "
-                    f"MiB; gl.launch(..., keep_budget={-(-size >> 20)} << 20) or more keeps it",
+                    f"MiB; keep it with gl.launch(..., keep_budget={-(-size >> 20)} << 20) or more",
                 )
             return f"not kept: the tensors have {size >> 20} MiB and the budget is {self._budget >> 20} MiB"
         note: str | None = None
         with self._lock:
-            # First, so that both are never there at once.
+            # First, so that old and new tensors never exist at the same time.
             self._make_room(size)
         received = [_copy(tensor) for tensor in graft_input.received_list]
         try:
             extras = copy.deepcopy(graft_input.target_extras)
         except Exception as error:
-            # The pair is worth keeping without them; only a transform that needs them cannot be tried on it.
+            # The pair is useful without them, except for transforms that need them.
             extras = None
-            note = f"kept without the extras of its own tap, which cannot be copied: {error}"
+            note = f"kept without the receiver's extras, which cannot be copied: {error}"
         own = replace(
             graft_input,
             tags=dict(graft_input.tags),
@@ -128,7 +128,7 @@ class KeptPairs:
         self._since_trim += size
         if self._since_trim > self._budget // _TRIMS_A_BUDGET:
             self._since_trim = 0
-            _give_holes_back()
+            _trim_heap()
         return note
 
     def _make_room(self, size: int) -> None:
@@ -140,8 +140,8 @@ class KeptPairs:
                 self._miss(
                     number,
                     gone.tags,
-                    "is not kept any more: it had to go for newer ones, as the budget of a rank is "
-                    f"{self._budget >> 20} MiB; gl.launch(..., keep_budget=...) takes more, in bytes",
+                    "is no longer kept: newer pairs replaced it, because the budget of a rank is "
+                    f"{self._budget >> 20} MiB; set a larger one, in bytes, with gl.launch(..., keep_budget=...)",
                 )
 
     def _miss(self, number: int, tags: Mapping[str, Any], why: str) -> None:
@@ -150,10 +150,9 @@ class KeptPairs:
         self._missing[_tap(tags)] = _MissingPair(number, dict(tags), why)
 
     def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
-        """The newest pair of this tap whose tags have these plain values; with ``failed``, one without a value too.
+        """Return the tap's newest pair with these plain tag values; with ``failed``, also a pair without a value.
 
-        Raises :class:`SessionError` that says why, where that pair is older than one of the same tap that is not held;
-        and where there is none, because it is not held.
+        Raises :class:`SessionError` with the reason if the newest pair was not kept or was dropped.
         """
 
         def fits(tags_of: Mapping[str, Any]) -> bool:
@@ -172,17 +171,17 @@ class KeptPairs:
                     return None
         own = [f"{tag}={plain(value)}" for tag, value in missing.tags.items() if tag not in RESERVED_TAGS]
         which = f"{' '.join([name, *own])} at step {missing.tags.get('step')}"
-        older = f". An older one is kept: step={newest.tags.get('step')}" if pairs else ""
+        older = f". An older pair is kept: step={newest.tags.get('step')}" if pairs else ""
         raise SessionError(f"the pair of {which} {missing.why}{older}")
 
     def tags(self, failed: bool = False) -> list[dict[str, Any]]:
-        """The tags of every pair here as plain values, oldest first; with ``failed``, of those without a value too."""
+        """Return the tags of all kept pairs as plain values, oldest first; with ``failed``, also without a value."""
         with self._lock:
             pairs = [pair for _, pair in self._pairs if failed or pair.value is not None]
         return [_plain(pair.tags) for pair in pairs]
 
     def missing(self) -> list[dict[str, Any]]:
-        """The tags of each tap's newest pair, of those whose newest is not held."""
+        """Return the tags of the newest pair of each tap for which that pair is not kept."""
         with self._lock:
             missing = list(self._missing.values())
         return [_plain(each.tags) for each in missing]
@@ -193,7 +192,7 @@ def _plain(tags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tap(tags: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Which tap it is, of this rank."""
+    """Return the identity of a tap on this rank."""
     own = ((tag, plain(value)) for tag, value in tags.items() if tag not in PLACE_TAGS)
     return tuple(sorted(own, key=lambda pair: pair[0]))
 
@@ -201,7 +200,7 @@ def _tap(tags: Mapping[str, Any]) -> tuple[Any, ...]:
 def _load_trim() -> Callable[[int], int] | None:
     try:
         trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):  # another C library
+    except (OSError, AttributeError):  # a different C library
         return None
     return trim
 
@@ -209,11 +208,11 @@ def _load_trim() -> Callable[[int], int] | None:
 _trim = _load_trim()
 
 
-def _give_holes_back() -> None:
+def _trim_heap() -> None:
     """Return freed memory to the system.
 
-    Between what a pair leaves on the heap for long, its dicts say, lie the model's tensors of that moment, and where
-    they were nothing of their size fits again: a budget of 256 MiB made a rank grow by 400.
+    Small long-lived objects of a pair, such as its dicts, lie between the model's tensors of that moment, whose freed
+    memory then fits no tensor of the same size: with a budget of 256 MiB a rank grew by 400 MiB.
     """
     if _trim is not None:
         _trim(0)

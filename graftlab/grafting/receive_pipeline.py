@@ -1,4 +1,4 @@
-"""An arrival: from what one receipt brought to the row. Transform, measure, keep, overwrite, log."""
+"""The receive pipeline, from one receipt to the row: transform, measure, keep, overwrite, log."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from graftlab.transforms import (
 
 logger = logging.getLogger(__name__)
 
-# So many lines of the log are written together at most, or a process that is killed would leave too few.
+# The most log lines that are written together. A process that is killed loses the lines not yet written.
 _LINES_AT_ONCE = 64
 _NO_STATISTICS = (None,) * len(STATISTICS)
 
 
 class TapCall(NamedTuple):
-    """One call of a tap that some filter wants: all that its row says before anything was sent or received.
+    """One call of a tap that a filter matches: the contents of its row before anything is sent or received.
 
-    ``tensor`` is the rank's own; None where there is none to speak of, or where nobody needs more than the row.
+    ``tensor`` is the rank's own; None if there is none, or if only the row is needed.
     """
 
     run: int
@@ -64,7 +64,7 @@ class TapCall(NamedTuple):
 
 
 class TapResult(NamedTuple):
-    """What came of a call. ``result`` is the tensor to go on with; None leaves the model's value alone."""
+    """The result of one call. ``result`` is the tensor to continue with; None keeps the model's value."""
 
     status: Status
     senders: list[int]
@@ -81,7 +81,7 @@ class TapResult(NamedTuple):
 
 
 class PendingRow(NamedTuple):
-    """A tensor that was sent, from which a row is made only if nobody asks for it."""
+    """The row of a tensor that was sent, which is reported only if no receiver requests the tensor."""
 
     call: TapCall
     shape: list[int]
@@ -90,18 +90,18 @@ class PendingRow(NamedTuple):
 
     def row(self, status: Status | None = None, error: str | None = None) -> Row:
         if status is None:
-            # A side that checkpoints runs a forward twice; that the other does not is no tap that it lacks.
+            # With checkpointing one side repeats a forward pass; the other side does not lack a tap.
             status = "recomputed" if self.call.tags["recompute_status"] == "recompute" else "unmatched"
         row = row_of(self.call, TapResult(status, [], error=error), self.seconds)
         return row._replace(shape=self.shape, dtype=self.dtype)
 
 
-def row_of(call: TapCall, arrival: TapResult, seconds: float) -> Row:
-    """The row of a call. This is where every row of a rank is made."""
+def row_of(call: TapCall, result: TapResult, seconds: float) -> Row:
+    """Build the row of a call. All rows of a rank are built here."""
     run, step, order, tags, action, place, plan_version, occurrence, own, pairing = call
-    status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = arrival
+    status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = result
     rule = None if pairing is None else pairing.rule
-    # How many statistics there are is the table's business, and nothing that a type checker can know.
+    # A type checker cannot know the number of statistics.
     return Row(  # type: ignore[call-arg]
         run,
         step,
@@ -135,7 +135,7 @@ def row_of(call: TapCall, arrival: TapResult, seconds: float) -> Row:
 
 
 class ReceivePipeline:
-    """Makes of each receipt what the plan in force says. ``warn_once(name, what)`` tells the user of a tap."""
+    """Applies the plan in force to each receipt. ``warn_once(name, what)`` shows a warning about a tap."""
 
     def __init__(self, kept: KeptPairs, warn_once: Callable[[str, str], None]) -> None:
         self._kept = kept
@@ -144,7 +144,7 @@ class ReceivePipeline:
         self._grafted: list[_GraftLogEntry] = []
 
     def adopt(self, plan: GraftPlan) -> None:
-        """This plan's transforms are in force from now on."""
+        """Put this plan's transforms in force."""
         self._transforms = [(spec.label, _load(spec)) for spec in plan.transforms]
 
     def take_named(
@@ -156,7 +156,7 @@ class ReceivePipeline:
         layout: RankLayout | None,
         reduced: torch.Tensor | str | None,
     ) -> tuple[TapCall, TapResult]:
-        """As :meth:`take`, with the call as it is once the sender has said what it calls the tap itself."""
+        """Like :meth:`take`; also returns the call with the sender's own name of the tap, if the sender passed it."""
         name = None
         for each in receipt.contributions:
             if type(each.extras) is SentExtras and each.extras.name:
@@ -180,20 +180,20 @@ class ReceivePipeline:
         layout: RankLayout | None = None,
         reduced: torch.Tensor | str | None = None,
     ) -> TapResult:
-        """What comes of a call that this rank receives at. The receipt is not released here.
+        """Process a receipt for a call of this rank. The caller releases the receipt.
 
-        A graft is written into the call's tensor; with ``replaced``, the value as the model sees it, it makes a new one
-        in its place. ``layout`` is that of the call's tensor on the ranks, ``reduced`` the tensor with its partial sums
-        taken, or why they cannot be.
+        A graft is written into the call's tensor; with ``replaced``, the model's value, it makes a new tensor instead.
+        ``layout`` is the layout of the call's tensor on the ranks, ``reduced`` the tensor with its partial sums added
+        up, or the reason why that is impossible.
         """
         if not receipt.contributions:
-            return _nothing_came(receipt)
+            return _no_contribution(receipt)
         if receipt.unreadable:
             return _unreadable(call, receipt)
         theirs = _sent_as_it_is(call, receipt) if call.action.transform is None and layout is None else None
         if theirs is None:
             return self._take_transformed(call, _input(call, extras, receipt, layout, reduced), receipt, replaced)
-        # The usual case: nothing to bring into shape, and no code that could write into what is the sender's.
+        # The usual case: no conversion, and no user code that could write into the sender's memory.
         mine = call.tensor
         assert mine is not None
         baseline, target = (theirs, mine) if call.action.direction == "b2t" else (mine, theirs)
@@ -226,7 +226,7 @@ class ReceivePipeline:
         if outcome.rows is not None:
             matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
             if unmatched and not matched:
-                return _no_rows_came(graft_input, outcome, label, note)
+                return _no_matching_rows(graft_input, outcome, label, note)
         if call.action.keep:
             note = _joined(note, self._keep(graft_input, outcome))
         if call.action.graft:
@@ -250,7 +250,7 @@ class ReceivePipeline:
         note: str | None,
         replaced: torch.Tensor | None,
     ) -> TapResult:
-        """What comes of a call that was measured: its tensor is overwritten, if the plan says so."""
+        """Finish a measured call: overwrite its tensor, if the plan grafts it."""
         if not call.action.graft:
             return TapResult("compared", senders, stats, note=note)
         result, overwrite_note = self._overwrite(call, theirs, replaced)
@@ -282,13 +282,13 @@ class ReceivePipeline:
             self.log_grafts()
 
     def log_grafts(self) -> None:
-        """Log the grafts since the last time. Called at the end of each step: the row is what a graft leaves at once.
+        """Log the grafts since the last call. Called at the end of each step; rows are reported immediately.
 
-        In the middle of a model a line costs three times what it does among others.
+        Logging in the middle of a model costs three times as much as logging in a batch.
         """
         grafted, self._grafted = self._grafted, []
         for each in grafted:
-            # logger.info without its search of the stack for this line, which would cost more than all the rest.
+            # logger.info without its stack inspection, which would cost more than everything else.
             record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, each.line(), (), None, "log_grafts")
             record.created, record.msecs = each.when, each.when % 1 * 1000
             logger.handle(record)
@@ -310,7 +310,7 @@ class ReceivePipeline:
         text = f"{type(error).__name__}: {error}\n\n{user_traceback(error)}"
         logger.error("%s: the transform failed at tap %r: %s", call.place.label, call.name, text)
         if call.action.keep:
-            # To try a better transform on.
+            # Kept as input for trying a better transform.
             note = _joined(note, self._kept.add(graft_input, None))
         return TapResult("failed", graft_input.senders, transform=transform, note=note, error=text)
 
@@ -327,7 +327,7 @@ class ReceivePipeline:
 
 
 def _load(spec: TransformSpec) -> Transform:
-    """A transform of the plan. One that loads in the notebook but not here fails each tap, not the whole run."""
+    """Load a transform of the plan. If it loads in the notebook but not here, each tap fails, not the whole run."""
     try:
         return spec.load()
     except (Exception, SystemExit) as error:
@@ -340,7 +340,7 @@ def _load(spec: TransformSpec) -> Transform:
 
 
 def _sent_as_it_is(call: TapCall, receipt: Receipt) -> torch.Tensor | None:
-    """The tensor that the default transform would hand on as it came; None where there is more to do, or to say."""
+    """Return the tensor that the default transform would pass on unchanged; None if it would convert or add a note."""
     own, place, pairing = call.tensor, call.place, call.pairing
     assert own is not None
     contributions, senders = receipt.contributions, place.other_world_size
@@ -402,7 +402,7 @@ def _senders(receipt: Receipt) -> list[int]:
 
 
 def _absent(receipt: Receipt) -> str | None:
-    """Why some senders' contributions are not there, where others' are."""
+    """Return the reasons why some senders' contributions are missing."""
     return "; ".join(receipt.absent.values()) or None
 
 
@@ -410,7 +410,7 @@ def _joined(*notes: str | None) -> str | None:
     return "; ".join(filter(None, notes)) or None
 
 
-def _nothing_came(receipt: Receipt) -> TapResult:
+def _no_contribution(receipt: Receipt) -> TapResult:
     return TapResult("timeout" if receipt.timed_out else "missing", [], error=_absent(receipt))
 
 
@@ -420,10 +420,10 @@ def _unreadable(call: TapCall, receipt: Receipt) -> TapResult:
     return TapResult("failed", _senders(receipt), note=_absent(receipt), error=error)
 
 
-def _no_rows_came(
+def _no_matching_rows(
     graft_input: GraftTransformInput, outcome: Outcome, transform: str | None, note: str | None
 ) -> TapResult:
-    """Where rows are paired by what they are of, and the senders had others only: then nothing was measured."""
+    """Return the result for rows that are paired by identity, if no sender has any of them: nothing was measured."""
     return TapResult(
         "missing",
         graft_input.senders,
@@ -444,7 +444,7 @@ _of_side = {
 
 
 class _GraftLogEntry(NamedTuple):
-    """What the log says of a graft, without the tensors."""
+    """The data of a graft's log line, without the tensors."""
 
     when: float
     place: str
@@ -474,7 +474,7 @@ def _kind(tensor: torch.Tensor) -> _Kind:
 
 
 def _described(kind: _Kind, stats: DiffStats, side: str) -> str:
-    """Shape, dtype, device and what was measured of it, for the log."""
+    """Describe shape, dtype, device and statistics for the log."""
     mean, std, low, high, nonfinite = _of_side[side](stats)
     dtype, shape, device = kind
     counted = f" nonfinite={nonfinite}" if nonfinite else ""

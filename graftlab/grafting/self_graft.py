@@ -1,8 +1,8 @@
-"""The self-graft: a side against its own recorded run, which tells what rounding alone adds at each tap.
+"""The self-graft: a side against its own recorded run, which measures what rounding alone adds at each tap.
 
-The code runs once and every tap is recorded. It runs again, and must show the same. Then it runs with each tap
-overwritten by its own record, moved by one unit in the last place up or down at random: what a tap then differs from
-its record is what rounding before it adds there. All of it happens on the rank; no other side takes part.
+The code runs once and every tap is recorded. It runs again, and must show the same values. Then it runs with each tap
+overwritten by its own record, moved by one unit in the last place up or down at random: a tap's difference from its
+record is then the effect of rounding before it. All of this happens on the rank, without the other side.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from graftlab.base.tags import identity, plain
 from graftlab.base.tap_groups import group_of, is_data
 from graftlab.diffs.measure import measure
 from graftlab.diffs.results import compare_named, named_tensors
+from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
@@ -29,7 +30,7 @@ Call = Callable[[], Any]
 
 
 class AddedRounding(NamedTuple):
-    """What one tap of the repeated run differs from the record, the taps before it being as recorded."""
+    """One tap's difference from the record in a repeated run in which the taps before it had their recorded values."""
 
     name: str
     tags: dict[str, Any]
@@ -38,32 +39,32 @@ class AddedRounding(NamedTuple):
     rel_max: float
     """The largest difference over the root mean square of the record."""
     squares: float
-    """The sum of the record's squares: how much this tap weighs among those of its group."""
+    """The sum of the record's squares, which is the tap's weight in its group."""
     dtype: str
 
 
 @dataclass
 class SelfGraft:
-    """What a rank's code does to itself."""
+    """The result of a self-graft."""
 
     added: list[AddedRounding] = field(default_factory=list)
     exact: list[AddedRounding] = field(default_factory=list)
-    """The same for the twin in higher precision, its taps overwritten by the record as it is."""
+    """The same for the run in higher precision, with taps overwritten by the unchanged record."""
     outputs: list[AddedRounding] = field(default_factory=list)
-    """What taps differ when each was moved, and none was reset: how rounding adds up over the whole run."""
+    """Differences when each tap is moved and none is reset: how rounding accumulates over the whole run."""
     exact_outputs: list[AddedRounding] = field(default_factory=list)
-    """What taps differ in the twin, none of them being overwritten."""
+    """Differences in the run in higher precision when no tap is overwritten."""
     not_repeated: list[str] = field(default_factory=list)
-    """Taps that a repeat without any change showed differently, in their order; or in words what else was other."""
+    """Taps that differed in a repeat without changes, in order; or descriptions of other differences."""
     skipped: list[str] = field(default_factory=list)
     """Taps whose value is not a tensor that can be recorded."""
     not_recorded: int = 0
-    """Taps that came after the budget was spent."""
+    """The number of taps after the budget was used up."""
     last: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What was recorded the last time at each tap of ``keep``, on the CPU, by group."""
+    """The last record at each tap of ``keep``, on the CPU, by group."""
     returned: dict[str, float] = field(default_factory=dict)
-    """The rel_l2 of what the call returns, by its place in the result, when each tap was moved and none was reset; with
-    that of what the twin returns."""
+    """The rel_l2 of each returned tensor, by its path in the result, when each tap is moved and none is reset, combined
+    with that of the run in higher precision."""
 
 
 def graft_self(
@@ -78,13 +79,12 @@ def graft_self(
 ) -> SelfGraft:
     """Run ``call`` against itself; see the module.
 
-    ``dtypes`` names the coarser dtype of a tap, where it is not its own, by the names that ``paired_names`` makes of
-    the tap's, one for each pair it is in. ``keep`` are groups whose last record is returned. The record holds at most
-    ``budget`` bytes; taps that come after are counted, and left alone.
+    ``dtypes`` maps a tap to the coarser dtype of its pair, if that is not its own; the keys are the names from
+    ``paired_names``, one for each pair of the tap. ``keep`` are the groups whose last record is returned. The record
+    has at most ``budget`` bytes; later taps are counted, and not grafted.
     """
     record = SelfGraftRecorder(budget)
-    # Copies, as a call may return a buffer that the next one overwrites.
-    result = {path: value.detach().clone() for path, value in named_tensors(_run(call, record)).items()}
+    result = _copied(_run(call, record))
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
     for recorded in record.taps.values():
         for name in paired_names(recorded.place[0]):
@@ -92,15 +92,15 @@ def graft_self(
             if group in keep:
                 found.last[group] = recorded.value.cpu()
     repeat = RepeatComparer(record.taps)
-    _run(call, repeat)
-    found.not_repeated = repeat.differences()
+    again = _run(call, repeat)
+    found.not_repeated = repeat.differences() or _changed_results(result, again)
     if found.not_repeated:
         return found
 
     def dtype_of(name: str) -> str:
         return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
 
-    # First, as what is moved in place may be an argument, and stay so.
+    # First, because a tensor moved in place may be an argument, and would stay moved.
     if exact is not None:
         twin = SelfGrafter(record.taps, dtype_of, seed, moves=False)
         _run(exact, twin)
@@ -118,17 +118,17 @@ def graft_self(
 
 
 def _note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
-    """Add how far this result is from the recorded one to what is known of it; squares add up."""
+    """Add this result's distance from the recorded one to ``found.returned``, as a root of summed squares."""
     differences, _ = compare_named(recorded, named_tensors(result))
     for path, rel_l2, _ in differences:
-        # One that is not finite on one side alone would excuse everything.
+        # A distance that is not finite would excuse any difference.
         if math.isfinite(rel_l2):
             found.returned[path] = math.hypot(found.returned.get(path, 0.0), rel_l2)
 
 
 @dataclass(frozen=True)
 class RoundedResults:
-    """What a function returns when rounding goes otherwise."""
+    """A function's results with different rounding."""
 
     moved: Any
     """With each tap's value moved by one unit in its last place."""
@@ -144,7 +144,7 @@ def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults
     _run(call, record)
     exact, failed = None, None
     try:
-        # Before anything is moved, as that may be an argument. The handler records nothing, and keeps the grafter out.
+        # Before anything is moved, because that may be an argument. This handler takes the grafter's place.
         with in_float64():
             exact = _run(call, SelfGraftRecorder(0))
     except Exception as error:
@@ -155,12 +155,30 @@ def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults
 
 
 def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
-    """Run ``call`` twice without any change: the taps that differ, in their order, as far as the budget goes."""
+    """Run ``call`` twice without changes; return the taps that differ, in order, or the differing results.
+
+    Taps that do not fit into ``budget`` bytes are not compared.
+    """
     record = SelfGraftRecorder(budget)
-    _run(call, record)
+    result = _copied(_run(call, record))
     repeat = RepeatComparer(record.taps)
-    _run(call, repeat)
-    return repeat.differences()
+    again = _run(call, repeat)
+    return repeat.differences() or _changed_results(result, again)
+
+
+def _copied(result: Any) -> dict[str, torch.Tensor]:
+    """Copy the tensors of a result, because a call may return a buffer that the next call overwrites."""
+    return {path: value.detach().clone() for path, value in named_tensors(result).items()}
+
+
+def _changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
+    """Describe the returned values that differ from those of the previous call by more than rounding."""
+    differences, _ = compare_named(result, named_tensors(again))
+    return [
+        f"the returned value{f' {path}' if path else ''}"
+        for path, rel_l2, (dtype, _) in differences
+        if rel_l2 > (assumed_floor([dtype])[0] if roundoff(dtype) else 0.0)
+    ]
 
 
 def _run(call: Call, handler: TapHandler) -> Any:
@@ -179,9 +197,9 @@ class TapRecord:
 
 
 class CountingHandler:
-    """Counts calls as the grafter does, and gives each that shows a tensor to :meth:`take`."""
+    """Counts calls as the grafter does, and passes each call with a tensor to :meth:`take`."""
 
-    # A weight is not computed in a run, and would stay as it was moved.
+    # A weight is not recomputed in a run, and would stay moved.
     takes_data = False
 
     def __init__(self) -> None:
@@ -215,7 +233,7 @@ class CountingHandler:
         return result if result is not own and own is value else value
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
-        """What the tap is overwritten with, if anything."""
+        """Return the tensor to overwrite the tap with, or None."""
         raise NotImplementedError
 
 
@@ -228,7 +246,7 @@ class SelfGraftRecorder(CountingHandler):
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
         size = own.numel() * own.element_size()
-        # Once something does not fit nothing after it is recorded: a tap after a gap would have inherited differences.
+        # After a tap that does not fit nothing is recorded: a tap after a gap would have inherited differences.
         if self.not_recorded or size > self._left:
             self.not_recorded += 1
             return
@@ -237,26 +255,26 @@ class SelfGraftRecorder(CountingHandler):
 
 
 class RepeatComparer(CountingHandler):
-    """Compares with the record and leaves all alone."""
+    """Compares taps with the record, without grafting, and ignores differences within rounding."""
 
     def __init__(self, taps: Mapping[CallKey, TapRecord]) -> None:
         super().__init__()
         self._taps = taps
         self._left = dict.fromkeys(taps)
-        self._other: list[str] = []
+        self._differing: list[str] = []
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
         recorded = self._taps.get(place)
         self._left.pop(place, None)
-        if recorded is not None and not _same(recorded.value, own):
-            self._other.append(_label(place))
+        if recorded is not None and not _repeated(recorded, own):
+            self._differing.append(_label(place))
 
     def differences(self) -> list[str]:
-        return self._other + [f"{_label(place)} was not reached again" for place in self._left]
+        return self._differing + [f"{_label(place)} was not reached again" for place in self._left]
 
 
 class SelfGrafter(CountingHandler):
-    """Measures each tap against its record and overwrites it; or, without ``resets``, moves what it finds."""
+    """Measures each tap against its record and overwrites it; without ``resets``, moves the tap's current value."""
 
     def __init__(
         self,
@@ -281,12 +299,12 @@ class SelfGrafter(CountingHandler):
         if not self._moves:
             return value
         dtype = getattr(torch, self._dtype_of(place[0]), value.dtype)
-        # Seeded by the tap's place, so that ranks which hold one value move it alike.
+        # Seeded by the tap's position, so that ranks with copies of one value move them alike.
         return moved(value, dtype, self._seed + 7919 * len(self.rows))
 
 
 def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """``value`` rounded to ``dtype``, each number one unit in its last place up or down; zeros stay, as do integers."""
+    """Round ``value`` to ``dtype`` and move each number by one unit in the last place; zeros and integers stay."""
     if value.is_complex():
         parts = moved(torch.view_as_real(value.resolve_conj().resolve_neg()), dtype, seed)
         return torch.view_as_complex(parts.contiguous())
@@ -315,6 +333,23 @@ def _added(recorded: TapRecord, own: torch.Tensor) -> AddedRounding:
     return AddedRounding(name, tags, occurrence, stats.rel_l2, rel_max, squares, dtype)
 
 
+_LARGEST_OVER_NORM = 10.0
+"""A repeat's largest difference, over the root mean square, may be this many times the limit for its rel_l2."""
+
+
+def _repeated(recorded: TapRecord, own: torch.Tensor) -> bool:
+    """Whether a repeat shows the recorded value, but for the order of its sums, which differs on some devices."""
+    if _same(recorded.value, own):
+        return True
+    whole = not (own.is_floating_point() or own.is_complex())
+    if whole or recorded.value.shape != own.shape or recorded.value.dtype != own.dtype:
+        return False
+    difference = _added(recorded, own)
+    limit, _ = assumed_floor([difference.dtype])
+    finite = torch.equal(recorded.value.isfinite(), own.isfinite())
+    return finite and difference.rel_l2 <= limit and difference.rel_max <= _LARGEST_OVER_NORM * limit
+
+
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -333,4 +368,4 @@ def _label(place: CallKey) -> str:
 
 
 def _ignore_warning(name: str, what: str) -> None:
-    """The grafter has told of a tag that is none, in the run before."""
+    """Ignore a warning about an invalid tag, which the grafter showed in the previous run."""

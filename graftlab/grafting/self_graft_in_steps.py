@@ -1,7 +1,7 @@
-"""The self-graft of a job, which nobody can call again: each pass of it is so many whole steps of the job.
+"""The self-graft of a job, which cannot be called again: each pass consists of whole steps of the job.
 
-The first pass records, the second looks whether the job shows the same once more. Only if it does, further passes graft
-the record, as in :mod:`.self_graft`.
+The first pass records; the second checks whether the job repeats the same values. Only then do further passes graft the
+record, as in :mod:`.self_graft`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from graftlab.taps.calls import TapHandler, ambient
 
 Pass = Literal["record", "repeat", "graft", "drift", "rest"]
 
-# Whatever is written into one of these stays: the job would go on with other weights.
+# A graft into one of these persists: the job would continue with different weights.
 _STATE = ("param", "optimizer")
 
 
 class SelfGraftInSteps:
-    """One order to run against itself: ``passes`` of ``steps`` steps each, from the first step on that is a multiple of
-    ``steps``. With ``before`` it goes on with that one's record.
+    """A self-graft of ``passes`` with ``steps`` steps each, starting at the next step that is a multiple of ``steps``.
+    With ``before`` it continues with that self-graft's record.
 
     ``dtypes``, ``keep``, ``budget`` and ``paired_names`` are as for :func:`.graft_self`.
     """
@@ -54,7 +54,7 @@ class SelfGraftInSteps:
         return self._at >= len(self._passes)
 
     def handler_at(self, step: int) -> TapHandler:
-        """What takes the taps of this step, which begins now. Called once for each step, in their order."""
+        """Return the tap handler for this step, which begins now. Called once for each step, in order."""
         if self._first is None:
             self._first = -(-step // self._steps) * self._steps
         at = (step - self._first) // self._steps
@@ -97,7 +97,7 @@ class SelfGraftInSteps:
 
 
 class _SerialHandler:
-    """Gives one tap at a time to a handler that counts them, and none that shows a job's state; with None, no tap."""
+    """Serializes taps for a counting handler, and excludes taps of the job's state; None excludes all taps."""
 
     def __init__(self, handler: CountingHandler | None) -> None:
         self._handler = handler

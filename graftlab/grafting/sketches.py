@@ -1,4 +1,4 @@
-"""Sketches of what one side's rank shows, from which ranks are compared without sending their tensors."""
+"""Sketches of the tensors on one side's ranks, which allow comparing ranks without sending tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graftlab.taps.routing import handled_by
 
 
 def sketch_taps(call: Callable[[], Any]) -> tuple[list[TapSketch], list[str]]:
-    """Run ``call`` on this rank alone; what its taps showed, in execution order, and the taps without a tensor."""
+    """Run ``call`` on this rank; return sketches of its taps, in execution order, and the taps without a tensor."""
     sketcher = _Sketcher()
     with handled_by(sketcher):
         call()
@@ -60,7 +60,7 @@ class _Sketcher(CountingHandler):
 
 
 def sketched(tensor: torch.Tensor) -> tuple[bytes, float, int]:
-    """The sketch of a tensor, its norm, and how many numbers are not finite; those count as zero in both."""
+    """Return a tensor's sketch, its norm, and the number of non-finite elements, which count as zero in both."""
     flat = tensor.detach().flatten()
     flat = torch.view_as_real(flat.resolve_conj()).flatten() if flat.is_complex() else flat
     wide = flat.to("cpu").double()
@@ -76,6 +76,6 @@ def sketched(tensor: torch.Tensor) -> tuple[bytes, float, int]:
 
 @functools.lru_cache(maxsize=8)
 def _signs(count: int) -> torch.Tensor:
-    """The same on every rank."""
+    """Return random signs that are equal on every rank."""
     drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int8)
     return drawn.double() * 2 - 1

@@ -1,4 +1,4 @@
-"""What a rank sends of a tap's value: the plain tensor behind it, and beside the extras its layout and name."""
+"""The parts of a tap's value that a rank sends: a plain tensor, and beside the extras its layout and name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from graftlab.errors import LayoutError
 from graftlab.layouts import Partial, RankLayout
 
-# These are known to wrap no other tensor; asking a tensor for an attribute that it lacks is slow.
+# These never wrap another tensor; looking up a missing attribute of a tensor is slow.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-# Torch neither converts these nor computes with them: several numbers share a byte.
+# torch neither converts nor computes with these dtypes, in which several numbers share a byte.
 _NOT_NUMBERS = frozenset(
     value
     for name, value in vars(torch).items()
@@ -23,40 +23,40 @@ _NOT_NUMBERS = frozenset(
 
 
 def plain_tensor(shown: Any) -> torch.Tensor | str:
-    """The plain tensor behind a tap's value, which shares its memory; or, in words, why there is none."""
+    """Return the plain tensor behind a tap's value, which shares its memory; or the reason why there is none."""
     if type(shown) in _PLAIN_TENSORS and shown.layout == torch.strided and not shown.is_meta:
         own: torch.Tensor = shown
-        return _lacks(own) or own
+        return _fault(own) or own
     if not isinstance(shown, torch.Tensor):
         return f"its value is {type(shown).__name__}, not a tensor; the tap is skipped"
     local: Any = shown.to_local() if hasattr(shown, "to_local") else shown
     if hasattr(local, "trigger_wait"):
-        # The result of a collective that may still be on its way; the plain tensor shares its memory.
+        # The result of a collective that may not be finished; the plain tensor shares its memory.
         local = local.wait()
     if not isinstance(local, torch.Tensor) or local.layout != torch.strided or local.device.type == "meta":
         return f"a {shown.layout} tensor on {shown.device} cannot travel; the tap is skipped"
     if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        # Its elements are whatever its class makes of them.
-        return f"a {type(shown).__name__} is no plain tensor; the tap is skipped (tap the tensors that it is made of)"
-    return _lacks(local) or local
+        # The class of such a tensor defines what its elements are.
+        return f"a {type(shown).__name__} is not a plain tensor; the tap is skipped (tap the tensors that it contains)"
+    return _fault(local) or local
 
 
-def _lacks(tensor: torch.Tensor) -> str:
-    """In words, why a strided tensor cannot be carried or measured; empty where it can."""
+def _fault(tensor: torch.Tensor) -> str:
+    """Return the reason why a strided tensor cannot be sent or measured; empty if it can."""
     if tensor.is_quantized or tensor.is_nested or tensor.dtype in _NOT_NUMBERS:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.dtype)
-        return f"a {kind} tensor cannot be compared; the tap is skipped (tap what it stands for, say as float32)"
+        return f"a {kind} tensor cannot be compared; the tap is skipped (tap its values, for example as float32)"
     try:
         tensor.data_ptr()
     except RuntimeError:
-        # What torch.func's transforms hand to the function that they transform.
-        return "inside torch.func or torch.vmap a tensor has no values of its own; the tap is skipped"
+        # The wrapper tensors that torch.func passes to a transformed function.
+        return "inside torch.func or torch.vmap a tensor has no plain values; the tap is skipped"
     return ""
 
 
 @dataclass(frozen=True)
 class SentExtras:
-    """Travels in place of the extras where there is more to say than those."""
+    """Extras with the tensor's layout and the tap's own name, sent instead of the bare extras if either is needed."""
 
     extras: Any
     layout: RankLayout | None = None
@@ -64,9 +64,9 @@ class SentExtras:
 
 
 def summed_partial(shown: Any, own: torch.Tensor, layout: RankLayout, world_size: int) -> torch.Tensor:
-    """What a rank holds once the partial sums are taken, by a collective in which every rank of the mesh takes part.
+    """Add up partial sums, by a collective in which every rank of the mesh takes part.
 
-    Raises :class:`LayoutError` where it is not clear in which group they are to be taken.
+    Raises :class:`LayoutError` if the layout does not determine the process group.
     """
     if hasattr(shown, "placements"):
         from torch.distributed.tensor import Replicate as Whole
@@ -80,8 +80,8 @@ def summed_partial(shown: Any, own: torch.Tensor, layout: RankLayout, world_size
     partial = [step for step in layout.layout.steps if isinstance(step, Partial) and step.mesh in wide]
     if len(wide) != 1 or layout.layout.mesh.size != world_size or partial[0].op != "sum":
         raise LayoutError(
-            f"{layout.layout}: the sums cannot be taken on the receiving side, because the layout does not say in "
-            "which process group; make the tensor a DTensor, or compare it t2b, where it is sent"
+            f"{layout.layout}: the partial sums cannot be added up on the receiving side, because the layout does not "
+            "determine the process group; make the tensor a DTensor, or compare it t2b, so that it is sent"
         )
     total = own.detach().clone()
     torch.distributed.all_reduce(total)

@@ -1,4 +1,4 @@
-"""A trial of a transform's draft: run it once on a kept pair, and tell what came of it."""
+"""A trial of a transform's draft: run it once on a kept pair, and report the result."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from graftlab.plan.plan import GraftPlan, filters_of, first_for
 from graftlab.transforms import TransformSpec, compare, dtype_name, run_transform, user_traceback
 from graftlab.transforms.spec import Specs, each_of
 
-# A draft may print megabytes, or raise an error as long; nobody reads more than this.
+# A draft may print megabytes, or raise an error as long. More than this is of no use to a reader.
 PRINTED_LIMIT = 10_000
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a draft. With ``error`` None it can be applied.
+    """The result of trying a draft. If ``error`` is None, it can be applied.
 
-    ``received``, ``target`` and ``result`` are shapes and dtypes in words. ``before`` compares the target with what the
-    transform in force made of the received tensors when the pair was kept (None if it failed), ``after`` with what the
-    draft makes of them; ``cast`` says what was converted for that. ``seconds`` is the draft's own time. ``error_line``
-    is the line of the draft's source at fault, from 1. ``note`` says where the draft would not be applied at this tap.
+    ``received``, ``target`` and ``result`` are shapes and dtypes as text. ``before`` compares the target with the
+    result of the transform in force when the pair was kept (None if it failed), ``after`` with the draft's result;
+    ``cast`` describes conversions for that. ``seconds`` is the draft's run time. ``error_line`` is the line of the
+    draft's source with the error, from 1. ``note`` says if the plan would not apply the draft at this tap.
     """
 
     tags: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Trial:
 
 
 class _Bounded(io.TextIOBase):
-    """Keeps the first characters that are written, and counts the rest."""
+    """Keeps the first characters written, and counts the rest."""
 
     def __init__(self) -> None:
         self.text, self.dropped = "", 0
@@ -68,10 +68,10 @@ class _Bounded(io.TextIOBase):
 
 
 def try_draft(drafts: Specs, kept: KeptPair | None, device: str, plan: GraftPlan | None = None) -> Trial:
-    """Load the draft and, given a pair, run it once. Whatever the draft raises is in the result.
+    """Load the draft and, given a pair, run it once. Errors of the draft are in the result.
 
-    Of several, the first that is for the pair's tap runs; all are loaded where there is no pair. ``plan`` tells whether
-    the tap is grafted; without one it is.
+    From several drafts, the first that matches the pair's tap runs; without a pair, all are loaded. ``plan`` decides
+    whether the tap is grafted; without a plan it is.
     """
     specs = each_of(drafts)
     if kept is None:
@@ -82,9 +82,9 @@ def try_draft(drafts: Specs, kept: KeptPair | None, device: str, plan: GraftPlan
         return _try_one(specs[which], kept, device, None)
     if len(specs) > 1:
         where = "; ".join(spec.described for spec in specs)
-        return replace(_described(kept), error=f"none of these transforms is for this tap: {where}")
+        return replace(_described(kept), error=f"none of these transforms matches this tap: {where}")
     if specs[0].where is None:
-        note = "the plan does not graft this tap, so it would not be applied here; a filter says where else it is to be"
+        note = "the plan does not graft this tap, so it would not be applied here; give it a filter that matches"
     else:
         note = "its filter does not match this tap, so it would not be applied here"
     return _try_one(specs[0], kept, device, note)
@@ -119,13 +119,13 @@ def _try_one(draft: TransformSpec, kept: KeptPair | None, device: str, note: str
 
 @contextlib.contextmanager
 def _shown_in(printed: _Bounded) -> Iterator[None]:
-    """Catch what the draft prints, and nothing that graftlab itself says around it: that it has no kernel, say."""
+    """Capture the draft's output, but not graftlab's own messages, such as that about a missing kernel."""
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         yield
 
 
 def _cut(text: str) -> str:
-    """A long text without its middle: the ends of a traceback say the most."""
+    """Cut the middle of a long text, because the ends of a traceback matter most."""
     dropped = len(text) - PRINTED_LIMIT
     if dropped <= 0:
         return text
@@ -147,7 +147,7 @@ def _in_words(tensor: torch.Tensor) -> str:
 
 
 def _line_of(error: BaseException, draft: TransformSpec) -> int | None:
-    """The line of the draft's source in which the error arose."""
+    """Return the line of the draft's source in which the error occurred."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, SyntaxError):

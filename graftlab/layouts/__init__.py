@@ -1,4 +1,4 @@
-"""Layouts: how the tensor that a rank holds is made from the whole tensor, and how the whole is made from those."""
+"""Layouts: how each rank's tensor is made from the whole tensor, and how the whole is joined from those."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The notation for dimensions that SGLang's comparator made usual: ``"b s[cp:zigzag] h[tp] d # ep:replicated"``.
+"""The notation for dimensions of SGLang's comparator: ``"b s[cp:zigzag] h[tp] d # ep:replicated"``.
 
-What it means: one name for each dimension of a rank's tensor, in order. In brackets stand the axes over which it is
-split, outermost first, each with what is particular about it: ``zigzag`` (or ``natural``) order, ``partial`` for a sum
-that is yet to be taken, ``sharded`` for what goes without saying. ``(a*b)`` is one dimension fused from two, ``1`` one
-of size 1. After ``#`` stand axes over which all ranks hold the same (``ep:replicated``), and with ``dp:=moe_dp`` the
-name of the data parallel group of which one rank holds the tensor and the others nothing. ``t`` are the tokens of all
-sequences in one dimension, ``b`` and ``s`` batch and sequence in two.
+It has one name for each dimension of a rank's tensor, in order. Brackets contain the axes over which the dimension is
+split, outermost first, each with qualifiers: ``zigzag`` (or ``natural``) order, ``partial`` for a sum that has not been
+added up, and ``sharded``, which is the default. ``(a*b)`` is one dimension fused from two, ``1`` a dimension of size 1.
+After ``#`` follow axes over which all ranks have copies (``ep:replicated``), and with ``dp:=moe_dp`` the name of the
+data parallel group, in which only one rank has the tensor. ``t`` stands for the tokens of all sequences in one
+dimension, ``b`` and ``s`` for batch and sequence in two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*$")
 
 @dataclass(frozen=True)
 class Modifier:
-    """Over which axis a dimension is split, and how."""
+    """An axis over which a dimension is split, and how it is split."""
 
     axis: str
     zigzag: bool = False
@@ -39,7 +39,7 @@ class Modifier:
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension: the names fused in it (none for one of size 1), and what it is split over, outermost first."""
+    """One dimension: the names fused in it (none for size 1), and the axes that split it, outermost first."""
 
     names: tuple[str, ...]
     modifiers: tuple[Modifier, ...] = ()
@@ -47,7 +47,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Dims:
-    """An annotation that was read."""
+    """A parsed annotation."""
 
     dims: tuple[Dim, ...]
     replicated: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Dims:
         return tuple(name for dim in self.dims for name in dim.names)
 
     def layout(self) -> Layout:
-        """The layout from a whole tensor of these dimensions."""
+        """Return the layout that makes a rank's tensor from a whole tensor with these dimensions."""
         steps: list[Step] = []
         for place, dim in enumerate(self.dims):
             packed = TOKENS in dim.names
@@ -75,11 +75,11 @@ class Dims:
 def layouts_of_pair(
     baseline: str, target: str, sizes: Mapping[str, int] | None = None, *, packed: bool = False
 ) -> tuple[Layout, Layout]:
-    """The layouts of two sides whose taps are annotated; the whole is what the baseline's names say.
+    """Return the layouts of two annotated sides; the whole tensor has the dimensions of the baseline's names.
 
-    Dimensions with equal names are the same. ``t`` on one side is ``b`` and ``s`` on the other: row by row, or with
-    ``packed`` without the padding, by the lengths of the sequences. ``sizes`` are those of fused dimensions that
-    shapes do not tell. Raises :class:`LayoutError` for names that only one side has.
+    Dimensions with equal names correspond. ``t`` on one side corresponds to ``b`` and ``s`` on the other: row by row,
+    or with ``packed`` without padding, by the lengths of the sequences. ``sizes`` gives sizes of fused dimensions that
+    do not follow from shapes. Raises :class:`LayoutError` for names that only one side has.
     """
     one, other = parse_dims(baseline), parse_dims(target)
     mine, theirs = set(one.names), set(other.names)
@@ -90,7 +90,7 @@ def layouts_of_pair(
     if unlike in (tokens, tokens[::-1]):
         flat, padded = (left, right) if TOKENS in mine else (right, left)
         if packed:
-            # Packing joins the two first dimensions, or takes them apart; the rest is a rearrangement after it.
+            # Packing joins or separates the first two dimensions; the rest is a rearrangement after it.
             if padded[:2] != [(BATCH,), (SEQUENCE,)] or flat[0] != (TOKENS,):
                 raise LayoutError("packed needs t, or b and s, as the first dimensions", baseline)
             before.append(Unpack() if TOKENS in mine else Pack())
@@ -101,7 +101,7 @@ def layouts_of_pair(
     elif mine != theirs:
         alone = sorted(unlike[0] or unlike[1])[0]
         text, side = (baseline, "baseline") if unlike[0] else (target, "target")
-        raise LayoutError(f"only the {side} has {alone!r}, so the two are not one tensor", text, _place(text, alone))
+        raise LayoutError(f"only the {side} has {alone!r}, so they are not one tensor", text, _place(text, alone))
     rearranged = _rearrangement(left, right, dict(sizes or {}))
     between = (*before, *([] if rearranged is None else [rearranged]))
     return one.layout(), Layout((*between, *other.layout().steps))
@@ -126,7 +126,7 @@ def _written(group: tuple[str, ...]) -> str:
 
 
 def parse_dims(text: str) -> Dims:
-    """Read an annotation. Raises :class:`LayoutError` with the position of whatever is not of this notation."""
+    """Parse an annotation. Raises :class:`LayoutError` with the position of the fault."""
     shape, hash_, comment = text.partition("#")
     if not shape.strip():
         raise LayoutError("the dimensions are missing", text, 0)
@@ -145,13 +145,13 @@ def parse_dims(text: str) -> Dims:
             split[modifier.axis] = word.start()
         dims.append(dim)
     if {TOKENS} & set(places) and {BATCH, SEQUENCE} & set(places):
-        raise LayoutError("'t' is 'b' and 's' in one, and stands beside them here", text, places[TOKENS])
+        raise LayoutError("'t' means 'b' and 's' in one; it cannot be used with them", text, places[TOKENS])
     replicated, dp = _comment(text, len(shape) + 1, comment, split) if hash_ else ((), "dp")
     return Dims(tuple(dims), replicated, dp)
 
 
 def _words(shape: str) -> list[re.Match[str]]:
-    # Spaces inside of brackets belong to the word: `h[cp, tp]`, `(a * b)`.
+    # Spaces inside brackets are part of the word: `h[cp, tp]`, `(a * b)`.
     found = re.finditer(r"(?:\([^()]*\)|\[[^\[\]]*\]|\S)+", shape)
     return list(found)
 
@@ -168,11 +168,11 @@ def _dim(text: str, word: re.Match[str]) -> Dim:
         place = word.start() + read.start("fused")
         for part in parts:
             if not _NAME.match(part.strip()):
-                raise LayoutError(f"{part.strip()!r} is not a name; fused dimensions are (a*b)", text, place)
+                raise LayoutError(f"{part.strip()!r} is not a name; fused dimensions are written (a*b)", text, place)
             place += len(part) + 1
         names = tuple(part.strip() for part in parts)
         if len(names) < 2:
-            raise LayoutError("( ) is for several dimensions fused in one, as (a*b)", text, word.start())
+            raise LayoutError("( ) is for several dimensions fused into one, as in (a*b)", text, word.start())
         if len(set(names)) < len(names):
             raise LayoutError(f"{word.group()!r} names a dimension twice", text, word.start())
     modifiers = []
@@ -190,7 +190,7 @@ def _modifier(text: str, part: str, place: int, names: tuple[str, ...]) -> Modif
     place += len(part) - len(part.lstrip())
     axis, colon, rest = part.strip().partition(":")
     if axis.strip() not in AXES:
-        raise LayoutError(f"{axis.strip()!r} is not an axis; there are {', '.join(AXES)}", text, place)
+        raise LayoutError(f"{axis.strip()!r} is not an axis; the axes are {', '.join(AXES)}", text, place)
     order: set[str] = set()
     partial = False
     inside = place + len(axis) + len(colon)
@@ -198,10 +198,10 @@ def _modifier(text: str, part: str, place: int, names: tuple[str, ...]) -> Modif
         qualifier = word.strip()
         if qualifier not in ("sharded", "zigzag", "natural", "partial"):
             raise LayoutError(
-                f"{qualifier!r} is not known here; there are sharded, zigzag, natural, partial", text, inside
+                f"{qualifier!r} is unknown; the qualifiers are sharded, zigzag, natural, partial", text, inside
             )
         if (qualifier == "partial" and partial) or (qualifier in ("zigzag", "natural") and order):
-            raise LayoutError(f"{part.strip()!r} says twice how it is split", text, inside)
+            raise LayoutError(f"{part.strip()!r} says twice how the dimension is split", text, inside)
         partial |= qualifier == "partial"
         order |= {qualifier} & {"zigzag", "natural"}
         inside += len(word) + 1
@@ -209,7 +209,7 @@ def _modifier(text: str, part: str, place: int, names: tuple[str, ...]) -> Modif
     if zigzag and partial:
         raise LayoutError("a partial sum is not split, so it has no order", text, place)
     if zigzag and not {TOKENS, SEQUENCE} & set(names):
-        raise LayoutError("zigzag is an order of sequences: of 's' or 't'", text, place)
+        raise LayoutError("zigzag is an order of sequences, so only for 's' or 't'", text, place)
     return Modifier(axis.strip(), zigzag, partial)
 
 
@@ -231,11 +231,9 @@ def _comment(text: str, offset: int, comment: str, split: Mapping[str, int]) -> 
                 raise LayoutError(f"axis {axis[1]!r} is replicated already", text, place)
             replicated.append(axis[1])
         elif axis:
-            raise LayoutError(f"{axis[1]!r} is not an axis; there are {', '.join(AXES)}", text, place)
+            raise LayoutError(f"{axis[1]!r} is not an axis; the axes are {', '.join(AXES)}", text, place)
         else:
-            raise LayoutError(
-                f"{word.group()!r} is not known here; there are dp:=GROUP and AXIS:replicated", text, place
-            )
+            raise LayoutError(f"{word.group()!r} is unknown; write dp:=GROUP or AXIS:replicated", text, place)
     return tuple(replicated), dp or "dp"
 
 

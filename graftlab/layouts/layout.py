@@ -1,4 +1,4 @@
-"""A layout: the steps from a whole tensor to what one rank holds, and from what the ranks hold to the whole."""
+"""A layout: the steps from a whole tensor to one rank's tensor, and from the ranks' tensors back to the whole."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from graftlab.layouts.steps import Disagreement, Step, StepContext, disagreement
 
 @dataclass(frozen=True)
 class Joined:
-    """A whole tensor made from what ranks hold.
+    """A whole tensor joined from the ranks' tensors.
 
-    ``known`` is None where all of it is; else it is a mask of the whole tensor's shape, and the rest is zeros that mean
-    nothing. ``disagreements`` are copies that should have been equal and are not; the whole has the first of them.
+    ``known`` is None if all elements are known; else it is a mask of the whole tensor's shape, and the other elements
+    are meaningless zeros. ``disagreements`` lists copies that should be equal and are not; the whole has the first
+    copy.
     """
 
     whole: Tensor
@@ -30,10 +31,10 @@ class Joined:
 
 @dataclass(frozen=True)
 class Relaid:
-    """What a rank should hold, made from what the other side's ranks hold.
+    """One rank's tensor, made from the other side's tensors.
 
-    ``known`` is as in :class:`Joined`, of this rank's shape: elsewhere the value is the receiver's own. ``caveats`` are
-    what a graft of it does beyond putting the value there.
+    ``known`` is as in :class:`Joined`, with this rank's shape; elsewhere the value is the receiver's own. ``caveats``
+    are side effects of a graft of this value.
     """
 
     value: Tensor
@@ -46,8 +47,8 @@ class Relaid:
 class Layout:
     """How a rank's tensor is made from the whole tensor: ``steps``, in order, on the ranks of ``mesh``.
 
-    Without steps it is the identity. Dimensions of the mesh that no step names hold replicas, which are checked when
-    they are joined. Read one from text with :func:`graftlab.layouts.parse_layout`.
+    Without steps it is the identity. Along mesh dimensions that no step names, ranks have replicas, which are checked
+    when they are joined. Parse a layout from text with :func:`graftlab.layouts.parse_layout`.
     """
 
     steps: tuple[Step, ...] = ()
@@ -58,46 +59,46 @@ class Layout:
         names = self.mesh_names
         for name in names:
             if names.count(name) > 1:
-                raise LayoutError(f"{self.text}: mesh dimension {name!r} is used up by its first step")
+                raise LayoutError(f"{self.text}: two steps use mesh dimension {name!r}")
 
     def __str__(self) -> str:
         return self.text
 
     @property
     def text(self) -> str:
-        """What :func:`graftlab.layouts.parse_layout` reads again; the mesh is not part of it."""
+        """The text that :func:`graftlab.layouts.parse_layout` parses; it does not include the mesh."""
         return " | ".join(step.text for step in self.steps) or "same"
 
     @property
     def mesh_names(self) -> list[str]:
-        """The mesh's dimensions that the steps name, in their order."""
+        """The mesh dimensions that the steps name, in order."""
         return [cast("MeshStep", step).mesh for step in self.steps if hasattr(step, "join")]
 
     @property
     def leaves_out(self) -> tuple[str, ...]:
-        """What of the whole no rank holds; empty where the whole can be made again."""
+        """The parts of the whole that no rank has; empty if the whole can be joined again."""
         return tuple(lost for step in self.steps if (lost := step.leaves_out) is not None)
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What a graft into this layout does that the value does not show."""
+        """Side effects of a graft into this layout."""
         return tuple(caveat for step in self.steps if (caveat := step.caveat) is not None)
 
     def on(self, mesh: Mesh | Mapping[str, int] | int) -> Layout:
-        """This layout on a mesh: sizes by name, outermost first; a bare number where one dimension is meant."""
+        """Return this layout on a mesh: sizes by name, outermost first, or the size of a single dimension."""
         return replace(self, mesh=Mesh.of(mesh, self.mesh_names))
 
     def then(self, *steps: Step) -> Layout:
-        """This layout with further steps after it."""
+        """Return this layout followed by further steps."""
         return replace(self, steps=(*self.steps, *steps))
 
     # ---- from the whole to the ranks ----------------------------------------------------------------------------
 
     def local(self, whole: Tensor, rank: int = 0, lengths: Sequence[int] | None = None) -> Tensor:
-        """What a rank holds of the whole. It may share memory with it.
+        """Return a rank's part of the whole, which may share its memory.
 
-        ``lengths`` are those of the sequences in the batch, for steps that pack or cut sequences. Raises
-        :class:`LayoutError` where the whole does not have the dimensions that a step needs.
+        ``lengths`` are the lengths of the sequences in the batch, for steps that pack or cut sequences. Raises
+        :class:`LayoutError` if the whole does not have the dimensions that a step needs.
         """
         at = StepContext(self.mesh, rank, _tuple(lengths))
         if self.mesh.size > 1 and rank not in self.mesh.ranks:
@@ -107,7 +108,7 @@ class Layout:
         return whole
 
     def split(self, whole: Tensor, lengths: Sequence[int] | None = None) -> list[Tensor]:
-        """What every rank of the mesh holds, in the order of ``mesh.ranks``."""
+        """Return the tensors of all ranks, in the order of ``mesh.ranks``."""
         return [self.local(whole, rank, lengths) for rank in self.mesh.ranks]
 
     # ---- from the ranks to the whole ----------------------------------------------------------------------------
@@ -115,14 +116,14 @@ class Layout:
     def join(
         self, locals_: Sequence[Tensor], shape: Sequence[int] | None = None, lengths: Sequence[int] | None = None
     ) -> Joined:
-        """The whole tensor, from what every rank of the mesh holds, in the order of ``mesh.ranks``.
+        """Join the whole tensor from the tensors of all ranks, in the order of ``mesh.ranks``.
 
-        ``shape`` is the whole tensor's, for steps that do not tell it: merged dimensions, padded shards, windows.
-        Raises :class:`LayoutError` where tensors do not have the layout, with the step that does not fit.
+        ``shape`` is the whole tensor's, for steps from which it does not follow: merged dimensions, padded shards,
+        windows. Raises :class:`LayoutError`, which names the step, if tensors do not have the layout.
         """
         if len(locals_) != self.mesh.size:
             raise LayoutError(
-                f"{self.text} is on {self.mesh.size} ranks {dict(self.mesh.sizes)}, and {len(locals_)} tensors came"
+                f"{self.text} is on {self.mesh.size} ranks {dict(self.mesh.sizes)}, not {len(locals_)} tensors"
             )
         notes: list[Disagreement] = []
         given = _tuple(lengths)
@@ -169,7 +170,7 @@ class Layout:
         lengths: tuple[int, ...] | None,
         notes: list[Disagreement],
     ) -> dict[Coordinates, Tensor]:
-        """One mesh dimension less: what stood along it is joined at its first place."""
+        """Join the tensors along one mesh dimension, at its first coordinate."""
         dim = self.mesh.names.index(step.mesh)
         groups: dict[Coordinates, list[Tensor]] = {}
         for coordinates in sorted(held):
@@ -181,7 +182,7 @@ class Layout:
         return joined
 
     def _shapes(self, shape: Sequence[int] | None, lengths: tuple[int, ...] | None) -> list[dict[int, Sequence[int]]]:
-        """The shape before each step on each rank, where the whole tensor's is known."""
+        """Return the shape before each step on each rank, if the whole tensor's is known."""
         if shape is None:
             return [{} for _ in range(len(self.steps) + 1)]
         shapes: list[dict[int, Sequence[int]]] = [{} for _ in range(len(self.steps) + 1)]
@@ -203,19 +204,19 @@ def join_parts(
     shape: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Joined:
-    """One whole from several taps of one side, each of which is a part of it: q, k and v of a fused qkv.
+    """Join one whole from several taps of one side that are parts of it, such as q, k and v of a fused qkv.
 
-    Each part is its layout and what every rank of its mesh holds. Where parts overlap they are compared, and the first
-    wins. Raises :class:`LayoutError` where they do not belong to one whole.
+    Each part is a layout with the tensors of all ranks of its mesh. Overlapping parts are compared, and the first takes
+    precedence. Raises :class:`LayoutError` if the parts are not of one whole.
     """
     if not parts:
-        raise LayoutError("no part was given, so there is no whole")
+        raise LayoutError("no part was given, so there is nothing to join")
     first, *others = (layout.join(locals_, shape, lengths) for layout, locals_ in parts)
     whole, known, notes = first.whole, first.known, list(first.disagreements)
     for (layout, _), other in zip(parts[1:], others, strict=True):
         if other.whole.shape != whole.shape:
             raise LayoutError(
-                f"{layout} makes a whole of shape {list(other.whole.shape)}, the part before one of {list(whole.shape)}"
+                f"{layout} makes a whole of shape {list(other.whole.shape)}, the part before of {list(whole.shape)}"
             )
         notes += other.disagreements
         theirs = torch.ones_like(whole, dtype=torch.bool) if other.known is None else other.known
@@ -223,7 +224,7 @@ def join_parts(
         both = mine & theirs
         if both.any():
             found = disagreement(
-                f"what {parts[0][0]} and {layout} share", whole[both], other.whole[both].to(whole.dtype)
+                f"the common elements of {parts[0][0]} and {layout}", whole[both], other.whole[both].to(whole.dtype)
             )
             notes += [found] if found else []
         whole = torch.where(mine, whole, other.whole.to(whole.dtype))
@@ -241,11 +242,11 @@ def relayout(
     lengths: Sequence[int] | None = None,
     own: Tensor | None = None,
 ) -> Relaid:
-    """What ``rank`` should hold in ``layout``, from what the other side's ranks hold in theirs.
+    """Make ``rank``'s tensor in ``layout`` from the other side's tensors in theirs.
 
-    ``parts`` are as in :func:`join_parts`: mostly one. ``own`` is the receiver's own tensor; where the parts do not say
-    everything, the rest is taken from it. Raises :class:`LayoutError` where the parts are not of their layouts, where
-    the result would not have ``own``'s shape, and where something is left out and there is no ``own``.
+    ``parts`` are as in :func:`join_parts`, usually one. ``own`` is the receiver's own tensor, which provides elements
+    that the parts lack. Raises :class:`LayoutError` if the parts do not have their layouts, if the result would not
+    have ``own``'s shape, and if elements are missing without ``own``.
     """
     joined = join_parts(parts, shape, lengths)
     if own is not None and not own.numel() and any(isinstance(step, OneOf) for step in layout.steps):
@@ -257,11 +258,11 @@ def relayout(
     if own is not None and own.shape != value.shape:
         texts = ", ".join(str(part) for part, _ in parts)
         raise LayoutError(
-            f"from {texts} to {layout}: rank {rank} would hold {list(value.shape)}, and it holds {list(own.shape)}"
+            f"from {texts} to {layout}: rank {rank} would have shape {list(value.shape)}, but it has {list(own.shape)}"
         )
     if known is not None:
         if own is None:
-            raise LayoutError(f"the parts leave out something of what {layout} needs: {'; '.join(_left_out(parts))}")
+            raise LayoutError(f"the parts lack elements that {layout} needs: {'; '.join(_left_out(parts))}")
         value = torch.where(known, value.to(own.dtype), own)
     return Relaid(value, known, joined.disagreements, layout.caveats)
 

@@ -1,4 +1,4 @@
-"""The mesh of a side's ranks: named dimensions, and which rank stands at which coordinates."""
+"""The mesh of a side's ranks: named dimensions, and the rank at each coordinate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Coordinates = tuple[int, ...]
 class Mesh:
     """Named dimensions with their sizes, outermost first, and the rank at each coordinate in row-major order.
 
-    ``ranks`` is 0, 1, 2, ... unless given, as a ``DeviceMesh`` may give it. A dimension that is not there has size 1,
-    so that one layout serves a model with and without it.
+    ``ranks`` is 0, 1, 2, ... by default; a ``DeviceMesh`` may have a different order. An absent dimension has size 1,
+    so that one layout works for a model with and without it.
     """
 
     sizes: tuple[tuple[str, int], ...] = ()
@@ -26,7 +26,7 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.sizes]
         if len(set(names)) < len(names):
-            raise LayoutError(f"a mesh has each dimension once, not {names}")
+            raise LayoutError(f"a mesh has each dimension only once, not {names}")
         for name, size in self.sizes:
             if type(size) is not int or size < 1:
                 raise LayoutError(f"mesh dimension {name!r} must have a size of at least 1, not {size!r}")
@@ -37,14 +37,14 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | Mapping[str, int] | int, names: Sequence[str] = ()) -> Mesh:
-        """From sizes by name, outermost first; a bare number is the size of the one dimension in ``names``."""
+        """Make a mesh from sizes by name, outermost first, or from the size of the single dimension in ``names``."""
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, Mapping):
             return cls(tuple((str(name), size) for name, size in mesh.items()))
         if len(names) > 1 and mesh != 1:
             raise LayoutError(
-                f"{mesh} ranks do not say how they are split over {list(names)}; give each its size, "
+                f"it is unknown how {mesh} ranks are split over {list(names)}; give the size of each, "
                 f"for example mesh={{{names[0]!r}: {mesh}, {names[1]!r}: 1}}"
             )
         return cls(((names[0] if names else "rank", mesh),))
@@ -62,11 +62,11 @@ class Mesh:
         return dict(self.sizes).get(name, 1)
 
     def coordinates(self) -> list[Coordinates]:
-        """Those of all ranks, in row-major order, as in ``ranks``."""
+        """Return the coordinates of all ranks, in row-major order, as in ``ranks``."""
         return list(itertools.product(*(range(size) for _, size in self.sizes)))
 
     def coordinate_of(self, rank: int, name: str) -> int:
-        """Where a rank stands along one dimension. Raises :class:`LayoutError` for a rank outside of the mesh."""
+        """Return a rank's coordinate along one dimension. Raises :class:`LayoutError` for a rank outside the mesh."""
         if rank not in self.ranks:
             raise LayoutError(f"rank {rank} is not in the mesh of {dict(self.sizes)}, whose ranks are {self.ranks}")
         if name not in self.names:

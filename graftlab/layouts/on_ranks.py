@@ -1,4 +1,4 @@
-"""The layout of what one rank holds: read from a DTensor, or from what its tap was given."""
+"""The layout of one rank's tensor: read from a DTensor, or declared at its tap."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from graftlab.layouts.text import names_dimensions, parse_layout
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How what a rank holds is made from the whole tensor.
+    """How a rank's tensor is made from the whole tensor.
 
-    ``layout`` is on the side's mesh. ``shape`` is the whole tensor's, where it is known. ``names`` is an annotation of
-    the dimensions, where that is what was given: what is between two sides follows from both of theirs.
+    ``layout`` is on the side's mesh. ``shape`` is the whole tensor's, if known. ``names`` is the annotation of the
+    dimensions, if the layout was given in that form; from two annotations follows the conversion between the sides.
     """
 
     layout: Layout
@@ -30,25 +30,25 @@ class RankLayout:
 
     @property
     def is_partial(self) -> bool:
-        """Whether what the rank holds is one of several summands."""
+        """Whether the rank's tensor is a partial sum."""
         sizes = dict(self.layout.mesh.sizes)
         return any(isinstance(step, Partial) and sizes.get(step.mesh, 1) > 1 for step in self.layout.steps)
 
     def reduced(self) -> RankLayout:
-        """The layout of what is left when the partial sums are taken."""
+        """Return the layout after the partial sums are added up."""
         steps = [Replicate(step.mesh) if isinstance(step, Partial) else step for step in self.layout.steps]
         return RankLayout(Layout(tuple(steps), self.layout.mesh), self.shape)
 
 
 def rank_layout(shown: Any, given: Any, world_size: int) -> RankLayout | None:
-    """The layout that a tap's value has or was given; None where only its shape tells.
+    """Return the layout of a tap's value, from a DTensor or as declared; None if only its shape is known.
 
-    Raises :class:`LayoutError` for one that cannot be read, or does not say how it lies on these ranks.
+    Raises :class:`LayoutError` for a layout that cannot be read, or that does not determine the split over these ranks.
     """
     read = layout_of_dtensor(shown) if isinstance(shown, torch.Tensor) else None
     if read is not None:
         if given is not None:
-            raise LayoutError(f"layout={given!r} is for plain tensors: a DTensor says itself that it is {read}")
+            raise LayoutError(f"layout={given!r} is for plain tensors; the layout of this DTensor is {read}")
         return RankLayout(read, tuple(shown.shape))
     if given is None:
         return None
@@ -59,17 +59,17 @@ def rank_layout(shown: Any, given: Any, world_size: int) -> RankLayout | None:
 
 
 def _on(layout: Layout, ranks: int) -> Layout:
-    """The layout on this side's ranks, unless it says on which."""
+    """Put a layout on this side's ranks, unless it already has a mesh."""
     if layout.mesh.sizes:
         return layout
-    # Those of the notation that hold all there is, such as the data parallel group, take no rank of their own.
+    # Groups in which one rank has everything, such as the data parallel group, do not use up ranks.
     names = [name for name in layout.mesh_names if name not in _groups(layout)]
     if len(names) <= 1:
         return layout.on(Mesh(((names[0] if names else "rank", ranks),)))
     if ranks == 1:
         return layout.on(Mesh(tuple((name, 1) for name in names)))
     raise LayoutError(
-        f"{layout}: {ranks} ranks do not say how they are split over {names}; give the sizes too, as in "
+        f"{layout}: it is unknown how {ranks} ranks are split over {names}; give the sizes too, as in "
         f"layout=graftlab.layouts.parse_layout(text, mesh={{{names[0]!r}: {ranks}, {names[1]!r}: 1}})"
     )
 
@@ -82,13 +82,12 @@ def _groups(layout: Layout) -> set[str]:
 
 
 def layout_of_dtensor(tensor: Tensor) -> Layout | None:
-    """How a DTensor's ``to_local()`` is made from the whole, on its mesh; None for any other tensor.
+    """Return how a DTensor's ``to_local()`` is made from the whole, on its mesh; None for any other tensor.
 
-    The mesh's dimensions have the names it was given, or ``mesh0``, ``mesh1``; its ranks are those of the default
-    process group. ``tensor.shape`` is the whole tensor's. Raises :class:`LayoutError` for a placement that is not
-    known, which is never guessed at.
+    The mesh's dimensions have their given names, or ``mesh0``, ``mesh1``; its ranks are those of the default process
+    group. ``tensor.shape`` is the whole tensor's. Raises :class:`LayoutError` for an unknown placement.
     """
-    # Asked of the object, so that nothing of torch.distributed is imported where it is not used.
+    # A check of attributes, so that torch.distributed is not imported where it is not used.
     if not hasattr(tensor, "placements") or not hasattr(tensor, "device_mesh"):
         return None
     given: Any = tensor
@@ -101,10 +100,10 @@ def layout_of_dtensor(tensor: Tensor) -> Layout | None:
 
 
 def _step(placement: Any, name: str, placements: tuple[Any, ...]) -> Step:
-    # By name: torch keeps the strided one private, and it is what FSDP over tensor parallelism makes.
+    # By name, because torch's strided placement, which FSDP over tensor parallelism makes, is private.
     kind = type(placement).__name__
     if kind == "_StridedShard":
-        # First cut by the dimensions after it, so each of those pieces is cut by itself.
+        # The later dimensions cut first, so each of those pieces is cut separately.
         return Shard(placement.dim, name, blocks=(1,) * placement.split_factor)
     if kind == "Shard":
         return Shard(placement.dim, name)
@@ -113,5 +112,5 @@ def _step(placement: Any, name: str, placements: tuple[Any, ...]) -> Step:
     if kind == "Partial":
         return Partial(name, placement.reduce_op)
     raise LayoutError(
-        f"{placement} (of {placements}) is a placement that graftlab does not know; say layout=... yourself"
+        f"{placement} (of {placements}) is a placement that graftlab does not know; declare layout=... at the tap"
     )

@@ -1,6 +1,6 @@
-"""Rearranged dimensions, in the notation that einops made usual: ``"b s (h d) -> b h s d"``.
+"""Rearranged dimensions, in the notation of einops: ``"b s (h d) -> b h s d"``.
 
-Written here and not taken from einops, because a layout is also gone back, and says where in the text a fault is.
+Not taken from einops, because a layout can also be inverted, and its errors have a position in the text.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TOKEN = re.compile(r"\s*(?:(\.\.\.)|([^\W\d]\w*)|(1)(?!\w)|([()]))")
 
 @dataclass(frozen=True)
 class Rearrange:
-    """Permutes, splits and merges dimensions, and repeats what the right side adds.
+    """Permutes, splits and merges dimensions, and repeats along axes that only the right side has.
 
-    ``sizes`` gives those axes that shapes alone do not tell. An axis that is only on the right is a repetition of its
-    size; ``1`` is a dimension of size 1; ``...`` are the dimensions not named, on both sides.
+    ``sizes`` gives sizes of axes that do not follow from shapes. An axis that is only on the right is a repetition;
+    ``1`` is a dimension of size 1; ``...`` stands for the dimensions without names, on both sides.
     """
 
     pattern: str
@@ -67,7 +67,7 @@ class Rearrange:
                     raise self._fault(f"{axis!r} is twice on the {side}", axis, right=side == "right")
         lost = [axis for group in groups[0] for axis in group if all(axis not in other for other in groups[1])]
         if lost:
-            raise self._fault(f"{lost[0]!r} is only on the left; nothing may get lost", lost[0])
+            raise self._fault(f"{lost[0]!r} is only on the left; a rearrangement must keep all axes", lost[0])
         if any(ELLIPSIS in group for group in groups[1]) and all(ELLIPSIS not in group for group in groups[0]):
             raise self._fault("'...' is only on the right", ELLIPSIS, right=True)
         return groups
@@ -81,14 +81,14 @@ class Rearrange:
             if token is None:
                 place += len(side[place:]) - len(side[place:].lstrip())
                 raise LayoutError(
-                    f"{side[place]!r} is not an axis; write names, 1, ... and ( )", self.pattern, offset + place
+                    f"{side[place]!r} is not an axis; use names, 1, ... and ( )", self.pattern, offset + place
                 )
             ellipsis, name, one, bracket = token.groups()
             start = offset + token.end() - len(token.group().strip())
             place = token.end()
             if bracket == "(":
                 if inside is not None:
-                    raise LayoutError("a ( inside of a (", self.pattern, start)
+                    raise LayoutError("a ( inside a (", self.pattern, start)
                 inside = []
             elif bracket == ")":
                 if inside is None:
@@ -97,7 +97,7 @@ class Rearrange:
                 inside = None
             elif inside is not None:
                 if ellipsis:
-                    raise LayoutError("'...' inside of ( ) could be split in several ways", self.pattern, start)
+                    raise LayoutError("'...' inside ( ) could be split in several ways", self.pattern, start)
                 inside += [name] if name else []
             else:
                 groups.append((ellipsis or name,) if not one else ())
@@ -123,7 +123,7 @@ class Rearrange:
         left = {axis for group in self._left for axis in group}
         return [axis for group in self._right for axis in group if axis not in left]
 
-    # ---- going there and back -----------------------------------------------------------------------------------
+    # ---- applying and inverting -----------------------------------------------------------------------------------
 
     @property
     def text(self) -> str:
@@ -159,9 +159,9 @@ class Rearrange:
         return moved.reshape(self._shape(self._left, sizes, more))
 
     def torch_code(self, shape: Sequence[int]) -> str:
-        """The torch calls that do the same to a tensor of this shape, to be written after it: ``.T``.
+        """Return the equivalent torch calls for a tensor of this shape, to be appended to its name: ``.T``.
 
-        Raises :class:`LayoutError` for a shape that the pattern is not of.
+        Raises :class:`LayoutError` for a shape that does not fit the pattern.
         """
         sizes, more = self._solve(self._left, shape, "left")
         atoms, onto = self._atoms(self._left, more), self._atoms(self._right, more)
@@ -197,7 +197,7 @@ class Rearrange:
     def _solve(
         self, groups: Sequence[Group], shape: Sequence[int], side: str, known: Mapping[str, int] | None = None
     ) -> tuple[dict[str, int], int]:
-        """Every axis's size, and how many dimensions ``...`` stands for."""
+        """Return the size of every axis, and the number of dimensions that ``...`` stands for."""
         more = len(shape) - sum(group != (ELLIPSIS,) for group in groups)
         if more < 0 or (more and (ELLIPSIS,) not in groups):
             raise LayoutError(

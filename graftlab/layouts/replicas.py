@@ -1,6 +1,6 @@
-"""Which ranks hold copies of one tensor, and the sketch by which a rank's copy is compared with those of others.
+"""Replicas, which are ranks with copies of one tensor, and the sketches by which their copies are compared.
 
-Ranks make these and the notebook relates them, so this imports neither pandas nor anything of a verdict.
+Ranks make sketches and the notebook compares them, so this module imports neither pandas nor the verdict room.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from graftlab.layouts.shards import Replicate
 Array = npt.NDArray[np.float64]
 
 SKETCH = 256
-"""Numbers in a sketch. The distance of two tensors comes out within about 10 %."""
+"""The number of values in a sketch, which gives the distance of two tensors to within about 10 %."""
 
 
 class Replicas(NamedTuple):
-    """What a layout says of a tap's ranks: ``groups`` of ranks hold the same."""
+    """The replicas in a tap's layout: each of ``groups`` has copies of one tensor."""
 
     layout: str
     groups: tuple[tuple[int, ...], ...]
 
 
 class TapSketch(NamedTuple):
-    """One call of a tap on one rank. ``sketch`` has :data:`SKETCH` numbers; ``declared`` is what its layout says."""
+    """One call of a tap on one rank. ``sketch`` has :data:`SKETCH` numbers; ``declared`` comes from its layout."""
 
     name: str
     tags: dict[str, Any]
@@ -46,12 +46,12 @@ class TapSketch(NamedTuple):
 
     @property
     def has_no_number(self) -> bool:
-        """Whether it has elements, and none is finite."""
+        """Whether the tensor has elements, but no finite one."""
         return 0 < math.prod(self.shape) <= self.nonfinite
 
 
 def replicas_of(layout: Layout) -> Replicas:
-    """Which ranks hold the same, where each holds what this layout says."""
+    """Return the groups of ranks with copies of one tensor, according to a layout."""
     own = [step for step in layout.steps if hasattr(step, "join") and not isinstance(step, Replicate)]
     names = {getattr(step, "mesh", None) for step in own}
     kept = [place for place, name in enumerate(layout.mesh.names) if name in names]

@@ -1,6 +1,6 @@
-"""The steps of a layout that ranks take together: shards, replicas, partial sums.
+"""Layout steps that involve several ranks: shards, replicas, partial sums.
 
-Going back joins what the ranks along one dimension of the mesh hold.
+Inverting such a step joins the tensors of the ranks along one dimension of the mesh.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from graftlab.errors import LayoutError
 from graftlab.layouts.steps import Step, StepContext, call, check_count, dim_of
 
 Segment = tuple[int, int]
-"""Start and end of a stretch of a dimension."""
+"""Start and end of a range of a dimension."""
 
 Reduction = Literal["sum", "avg", "max", "min"]
 
 
 class MeshStep(Step, Protocol):
-    """A step that ranks along one dimension of the mesh take together."""
+    """A step that involves the ranks along one dimension of the mesh."""
 
     @property
     def mesh(self) -> str:
@@ -32,7 +32,7 @@ class MeshStep(Step, Protocol):
         ...
 
     def join(self, afters: Sequence[Tensor], at: StepContext, shape: Sequence[int] | None) -> Tensor:
-        """The tensor before the step, from what each rank along the dimension has after it."""
+        """Return the tensor before the step, from the tensors of the ranks along the dimension after it."""
         ...
 
 
@@ -40,14 +40,14 @@ class MeshStep(Step, Protocol):
 class Shard:
     """A dimension cut over the ranks along a dimension of the mesh.
 
-    * ``uneven``: what the ranks get where the extent does not divide: ``"chunk"`` as ``torch.chunk``, FSDP and DTensor
-      do (5 over 4: 2, 2, 1, 0), ``"balanced"`` as ``torch.tensor_split`` does (2, 1, 1, 1);
-    * ``padded``: every rank has as many as the first, filled up with what means nothing;
-    * ``replicas``: so many ranks in a row hold the same shard, as key/value heads do when there are fewer than ranks;
-    * ``blocks``: the dimension was fused from parts in these proportions, each of which is cut by itself, so that a
-      rank holds its q, its k and its v one after the other. ``replicas`` may then be one number a block;
-    * ``order="zigzag"``: rank r of n holds chunks r and 2n-1-r of 2n, as context parallelism balances causal attention;
-    * ``packed``: the dimension is sequences one after the other, whose lengths are given, each cut by itself.
+    * ``uneven``: the shards' sizes if the extent does not divide evenly: ``"chunk"`` as in ``torch.chunk``, FSDP and
+      DTensor (5 over 4: 2, 2, 1, 0), ``"balanced"`` as in ``torch.tensor_split`` (2, 1, 1, 1);
+    * ``padded``: every rank's shard is as large as the first one, with meaningless padding;
+    * ``replicas``: this number of consecutive ranks have the same shard, as with fewer key/value heads than ranks;
+    * ``blocks``: the dimension was fused from parts in these proportions, and each part is cut separately, so that a
+      rank has its q, k and v one after the other. ``replicas`` may then be one number per block;
+    * ``order="zigzag"``: rank r of n has chunks r and 2n-1-r of 2n, as context parallelism balances causal attention;
+    * ``packed``: the dimension consists of consecutive sequences of given lengths, each cut separately.
     """
 
     dim: int
@@ -72,12 +72,12 @@ class Shard:
         for count in self.replicas:
             check_count("shard", "replicas", count)
         if len(self.replicas) not in (1, len(self.blocks)):
-            raise LayoutError(f"{self.text}: replicas is one number, or one for each of the blocks")
+            raise LayoutError(f"{self.text}: replicas is one number, or one number per block")
         if self.uneven not in ("chunk", "balanced") or self.order not in ("contiguous", "zigzag"):
             raise LayoutError(f"{self.text}: uneven is 'chunk' or 'balanced', order is 'contiguous' or 'zigzag'")
         plain = self.blocks == (1,) and self.replicas == (1,) and not self.padded and self.uneven == "chunk"
         if (self.order == "zigzag" or self.packed) and not plain:
-            raise LayoutError(f"{self.text}: zigzag and packed go with none of blocks, replicas, padded and uneven")
+            raise LayoutError(f"{self.text}: zigzag and packed exclude blocks, replicas, padded and uneven")
 
     @property
     def caveat(self) -> str | None:
@@ -99,7 +99,7 @@ class Shard:
         )
 
     def segments(self, extent: int, ranks: int, lengths: tuple[int, ...] | None) -> list[list[Segment]]:
-        """What of the dimension each rank holds, in the order in which it holds it."""
+        """Return the segments of the dimension that each rank has, in the order in which it has them."""
         if self.packed:
             return self._segments_of_sequences(extent, ranks, lengths)
         if self.order == "zigzag":
@@ -176,13 +176,13 @@ class Shard:
         if len(afters) == 1:
             return afters[0]
         dim = dim_of(self.dim, afters[0], self.text)
-        # Where every rank holds one stretch of its own, in order, what they hold is simply put together.
+        # If every rank has one separate range, in order, joining is a plain concatenation.
         plain = self.blocks == (1,) and self.replicas == (1,) and self.order == "contiguous" and not self.packed
         around = {(*after.shape[:dim], *after.shape[dim + 1 :]) for after in afters}
         if len(around) > 1 or (shape is not None and len(shape) != afters[0].dim()):
             shapes = [list(after.shape) for after in afters]
             whole_shape = "" if shape is None else f" of a whole of shape {list(shape)}"
-            raise LayoutError(f"{self.text}: {shapes} are not shards{whole_shape}: they differ beside dimension {dim}")
+            raise LayoutError(f"{self.text}: {shapes} are not shards{whole_shape}: they differ outside dimension {dim}")
         extents = [after.shape[dim] for after in afters]
         extent = shape[dim] if shape is not None else self._extent_of_whole(extents)
         held = self.segments(extent, len(afters), at.lengths)
@@ -190,8 +190,8 @@ class Shard:
             expected = max(map(_extent, held)) if self.padded else _extent(segments)
             if after.shape[dim] != expected:
                 raise LayoutError(
-                    f"{self.text} of {extent} elements gives place {number} of {len(afters)} {expected} of them, and "
-                    f"what is there has shape {list(after.shape)}"
+                    f"{self.text} of {extent} elements gives place {number} of {len(afters)} {expected} of them, not "
+                    f"shape {list(after.shape)}"
                 )
         if plain and not self.padded:
             return torch.cat(list(afters), dim)
@@ -214,17 +214,17 @@ class Shard:
     def _extent_of_whole(self, extents: Sequence[int]) -> int:
         ranks = len(extents)
         if self.padded:
-            raise LayoutError(f"{self.text} does not say how much of it is padding; give the whole tensor's shape")
+            raise LayoutError(f"the amount of padding in {self.text} is unknown; give the whole tensor's shape")
         if all(count == 1 for count in self.replicas):
             return sum(extents)
-        # A block of which so many replicas are held counts for as much less.
+        # A block with n replicas counts n times in the extents.
         counts = self.replicas if len(self.replicas) > 1 else self.replicas * len(self.blocks)
         if any(ranks % count for count in counts):
             raise LayoutError(f"{self.text}: {ranks} ranks do not divide into {list(counts)} replicas")
         shares = [block * count for block, count in zip(self.blocks, counts, strict=True)]
         extent, rest = divmod(sum(extents) * sum(self.blocks), sum(shares))
         if rest:
-            raise LayoutError(f"{self.text}: extents {list(extents)} do not come from one whole; give its shape")
+            raise LayoutError(f"{self.text}: extents {list(extents)} do not fit one whole; give its shape")
         return extent
 
 
@@ -234,7 +234,7 @@ def _extent(segments: Sequence[Segment]) -> int:
 
 @dataclass(frozen=True)
 class Replicate:
-    """The same on all ranks along a dimension of the mesh; whether it is so is checked when they are joined."""
+    """Copies on all ranks along a dimension of the mesh, which are compared when they are joined."""
 
     mesh: str
     leaves_out: ClassVar[str | None] = None
@@ -258,11 +258,11 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """What ranks hold is yet to be reduced: the whole is its sum (or ``op``) over a dimension of the mesh.
+    """Partial results on the ranks: the whole is their sum (or ``op``) over a dimension of the mesh.
 
-    Sums of half-width dtypes are taken in float32 and rounded once. There is no telling how a whole was made up, so a
-    graft into it puts the value on the first rank and zeros on the others (``avg``, ``max`` and ``min``: the value on
-    all).
+    Sums of 16-bit dtypes are computed in float32 and rounded once. The original summands cannot be recovered, so a
+    graft puts the value on the first rank and zeros on the others (for ``avg``, ``max`` and ``min``: the value on all
+    ranks).
     """
 
     mesh: str
@@ -285,7 +285,7 @@ class Partial:
     def get(self, before: Tensor, at: StepContext) -> Tensor:
         if self.op != "sum" or at.coordinate(self.mesh) == 0 or before.dtype == torch.bool:
             return before
-        # Of floats the zero that changes no bit of what it is added to, which is the negative one.
+        # For floats the negative zero, because adding it never changes a bit.
         zero = -0.0 if before.is_floating_point() or before.is_complex() else 0
         return torch.full_like(before, zero)
 
@@ -298,7 +298,7 @@ class Partial:
             return first
         if any(after.shape != first.shape for after in afters):
             shapes = [list(after.shape) for after in afters]
-            raise LayoutError(f"{self.text}: the summands have different shapes, {shapes}")
+            raise LayoutError(f"{self.text}: the partial results have different shapes, {shapes}")
         narrow = first.is_floating_point() and first.element_size() < 4
         wide = [after.float() if narrow else after for after in afters]
         if self.op in ("max", "min"):
@@ -314,9 +314,9 @@ class Partial:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of the ranks along a dimension of the mesh holds all, the others an empty tensor: idle data parallel ranks.
+    """One rank along a dimension of the mesh has everything; the others are idle, with empty tensors (data parallel).
 
-    Which one it is only the tensors tell, so nothing can be grafted into it by the layout alone.
+    Only the tensors show which rank that is, so the layout alone does not determine a graft.
     """
 
     mesh: str
@@ -324,7 +324,7 @@ class OneOf:
 
     @property
     def caveat(self) -> str | None:
-        return f"a graft goes to whichever rank along {self.mesh!r} has a tensor that is not empty"
+        return f"a graft goes to the rank along {self.mesh!r} whose tensor is not empty"
 
     @property
     def text(self) -> str:
@@ -341,5 +341,5 @@ class OneOf:
             return afters[0]
         holders = [number for number, after in enumerate(afters) if after.numel()]
         if len(holders) > 1:
-            raise LayoutError(f"{self.text}: places {holders} all hold something, so they are not one whole")
+            raise LayoutError(f"{self.text}: places {holders} all have elements, but only one rank may")
         return afters[holders[0] if holders else 0]

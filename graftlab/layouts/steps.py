@@ -1,7 +1,7 @@
-"""The steps of a layout that a rank takes by itself: parts, windows, padding, scaling, packing.
+"""Layout steps on a single rank: parts, windows, padding, scaling, packing.
 
-A step makes a tensor from the one before it (``get``) and can be gone back (``put``). What it leaves out, as a part
-does, ``put`` fills with zeros; ``leaves_out`` says what that was, so that nobody takes the zeros for values.
+A step makes a tensor from the one before it (``get``) and can be inverted (``put``). If it loses elements, as a part
+does, ``put`` fills them with zeros; ``leaves_out`` describes them, so that the zeros are not mistaken for values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from graftlab.layouts.mesh import Mesh
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Copies of one value, on different ranks or within a tensor, that are not equal bit by bit.
+    """Copies of one value, on different ranks or within a tensor, that are not bitwise equal.
 
-    ``max_abs`` is the largest difference between two of them (nan where one of the pair is nan), ``count`` how many
-    elements differ; ``where`` says in words which copies.
+    ``max_abs`` is the largest difference between two of them (nan if one of the pair is nan), ``count`` the number of
+    differing elements; ``where`` describes the copies.
     """
 
     where: str
@@ -36,7 +36,7 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class StepContext:
-    """Where a step is taken: on which rank of which mesh, with which lengths of the sequences in the batch."""
+    """The context of a step: the mesh, the rank, and the lengths of the sequences in the batch."""
 
     mesh: Mesh = field(default_factory=Mesh)
     rank: int = 0
@@ -47,14 +47,14 @@ class StepContext:
         return self.mesh.coordinate_of(self.rank, name)
 
     def compare(self, where: str, first: Tensor, other: Tensor) -> None:
-        """Note a difference between what should be copies of one value."""
+        """Record a difference between two copies of one value."""
         found = disagreement(where, first, other)
         if found is not None:
             self.disagreements.append(found)
 
 
 def disagreement(where: str, first: Tensor, other: Tensor) -> Disagreement | None:
-    """How two copies differ; None where they are equal, nan taken for equal to nan."""
+    """Return how two copies differ; None if they are equal, where nan equals nan."""
     if first.shape != other.shape:
         return Disagreement(f"{where}, of shapes {list(first.shape)} and {list(other.shape)}", other.numel(), math.nan)
     one, two = first.detach(), other.detach()
@@ -75,37 +75,37 @@ class Step(Protocol):
 
     @property
     def leaves_out(self) -> str | None:
-        """What of the tensor before is not in the one after; None where nothing is lost."""
+        """A description of the elements that the step loses; None if it loses none."""
         ...
 
     @property
     def caveat(self) -> str | None:
-        """What a graft through this step does that nobody can see from the value; None where there is nothing."""
+        """A description of a graft's side effects through this step; None if there are none."""
         ...
 
     @property
     def text(self) -> str:
-        """How the step is written in a layout's text."""
+        """The step in a layout's text."""
         ...
 
     def get(self, before: Tensor, at: StepContext) -> Tensor:
-        """The tensor after the step. May be a view."""
+        """Apply the step; the result may be a view."""
         ...
 
     def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
-        """The tensor before the step, of ``shape`` where that is known."""
+        """Invert the step; the result has ``shape``, if that is given."""
         ...
 
 
 def dim_of(dim: int, tensor: Tensor, text: str) -> int:
-    """A dimension counted from the front. Raises :class:`LayoutError` where the tensor has none such."""
+    """Return a dimension's non-negative index. Raises :class:`LayoutError` if the tensor does not have it."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise LayoutError(f"{text}: a tensor of shape {list(tensor.shape)} has no dimension {dim}")
     return dim % tensor.dim()
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A step's text: its name and what it was given, without what is left at its default (None)."""
+    """Return a step's text: its name and its arguments, without those that are None."""
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items() if value is not None)})"
 
 
@@ -115,7 +115,7 @@ def check_count(step: str, name: str, value: object, least: int = 1) -> None:
 
 
 def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
-    """With one dimension split into groups and what is in each; of a contiguous tensor a view."""
+    """Split one dimension into groups and their elements; a view if the tensor is contiguous."""
     shape = tensor.shape
     return tensor.reshape((*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :]))
 
@@ -124,10 +124,10 @@ def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
 class Part:
     """Part ``index`` of a dimension that was fused from several, in the proportions ``of``.
 
-    With ``groups`` the fused parts alternate: the dimension is that many groups, each of which holds all parts in
-    their proportions. A fused qkv of 8 query and 2 key/value heads is ``of=(4, 1, 1)`` with ``groups=2`` where the
-    heads of a group stand together, and ``of=(8, 2, 2)`` where first all of q comes. Gate and up that alternate row by
-    row are ``of=(1, 1)`` with ``groups`` the number of rows of each.
+    With ``groups`` the fused parts alternate: the dimension consists of this number of groups, and each contains all
+    parts in their proportions. A fused qkv of 8 query and 2 key/value heads is ``of=(4, 1, 1)`` with ``groups=2``
+    if the heads of a group are adjacent, and ``of=(8, 2, 2)`` if all of q comes first. Gate and up that alternate row
+    by row are ``of=(1, 1)`` with ``groups`` the number of rows of each.
     """
 
     index: int
@@ -188,7 +188,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Window:
-    """``length`` elements of a dimension from ``start`` on, ``step`` apart."""
+    """``length`` elements of a dimension, starting at ``start``, with a stride of ``step``."""
 
     dim: int
     start: int
@@ -202,7 +202,7 @@ class Window:
 
     @property
     def leaves_out(self) -> str | None:
-        return f"what is not in {self.text}"
+        return f"everything outside {self.text}"
 
     @property
     def caveat(self) -> str | None:
@@ -225,7 +225,7 @@ class Window:
 
     def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if shape is None:
-            raise LayoutError(f"{self.text} does not say how much is left out; give the whole tensor's shape")
+            raise LayoutError(f"{self.text} does not determine the whole tensor's shape; give it")
         whole = after.new_zeros(tuple(shape))
         place = self._of(whole)
         if place.shape != after.shape:
@@ -236,9 +236,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Strided:
-    """Element by element: a tensor of ``shape`` whose digits in ``sizes`` lie ``strides`` apart in the flat whole.
+    """A strided view of the flat whole with ``sizes``, ``strides`` and ``offset``, reshaped to ``shape``.
 
-    What matching found and no other step puts into words. ``sizes`` multiply up to ``shape``; a stride of 0 repeats.
+    For results of matching that no other step describes. The products of ``sizes`` and ``shape`` are equal; a stride of
+    0 repeats.
     """
 
     shape: tuple[int, ...]
@@ -250,13 +251,13 @@ class Strided:
         for name in ("shape", "sizes", "strides"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.sizes) != len(self.strides) or math.prod(self.sizes) != math.prod(self.shape):
-            raise LayoutError(f"{self.text}: sizes and strides go together, and sizes multiply up to the shape")
+            raise LayoutError(f"{self.text}: each size needs a stride, and sizes must multiply to the shape's product")
         for stride in (*self.strides, self.offset):
             check_count("strided", "strides and offset", stride, least=0)
 
     @property
     def leaves_out(self) -> str | None:
-        return f"what is not in {self.text}"
+        return f"everything outside {self.text}"
 
     @property
     def caveat(self) -> str | None:
@@ -274,13 +275,13 @@ class Strided:
         return whole.as_strided(self.sizes, self.strides, self.offset)
 
     def get(self, before: Tensor, at: StepContext) -> Tensor:
-        # Strides count from where the storage begins, so a view of something larger is copied first.
+        # Strides count from the start of the storage, so a view of a larger tensor is copied first.
         flat = before.contiguous()
         return self._of(flat.clone() if flat.storage_offset() else flat).reshape(self.shape)
 
     def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if shape is None:
-            raise LayoutError(f"{self.text} does not say how much is left out; give the whole tensor's shape")
+            raise LayoutError(f"{self.text} does not determine the whole tensor's shape; give it")
         whole = after.new_zeros(tuple(shape))
         values = after.reshape(self.sizes)
         for dim, stride in enumerate(self.strides):
@@ -295,9 +296,9 @@ class Strided:
 
 @dataclass(frozen=True)
 class Pad:
-    """A dimension of ``size`` elements padded at its end to ``to``, as vocabularies are; the padding's content is free.
+    """A dimension of ``size`` elements padded at its end to ``to``, as in vocabularies; the padding has no meaning.
 
-    With ``fill`` it has that value after a graft; it is never compared.
+    It is never compared; after a graft it has the value ``fill``.
     """
 
     dim: int
@@ -345,7 +346,7 @@ class Pad:
 class Scale:
     """``factor * x + add``, elementwise in the tensor's dtype.
 
-    A round trip is exact for a factor that is a power of two without ``add``; otherwise it rounds once each way.
+    A round trip is exact if the factor is a power of two and ``add`` is 0; otherwise it rounds once in each direction.
     """
 
     factor: float = 1.0
@@ -369,7 +370,7 @@ class Scale:
         return call("scale", factor=self.factor, add=self.add or None)
 
     def get(self, before: Tensor, at: StepContext) -> Tensor:
-        # A mask of what is known is not a value.
+        # A boolean tensor here is a mask of known elements, not a value.
         if before.dtype == torch.bool:
             return before
         scaled = before * self.factor
@@ -383,15 +384,15 @@ class Scale:
 
 def _lengths(at: StepContext, step: str) -> tuple[int, ...]:
     if at.lengths is None:
-        raise LayoutError(f"{step} needs the lengths of the sequences: pass lengths=..., or gl.tap's extras have them")
+        raise LayoutError(f"{step} needs the lengths of sequences: pass lengths=..., or put them into gl.tap's extras")
     return at.lengths
 
 
 def _check_padded(tensor: Tensor, lengths: tuple[int, ...], step: str) -> None:
     if tensor.dim() < 2 or tensor.shape[0] != len(lengths) or tensor.shape[1] < max(lengths, default=0):
         raise LayoutError(
-            f"{step}: {len(lengths)} sequences of up to {max(lengths, default=0)} tokens are [batch, tokens, ...] of "
-            f"at least that, not {list(tensor.shape)}"
+            f"{step}: {len(lengths)} sequences of up to {max(lengths, default=0)} tokens need a tensor [batch, tokens, "
+            f"...] of at least that size, not {list(tensor.shape)}"
         )
 
 
@@ -416,10 +417,10 @@ def _padded(packed: Tensor, lengths: tuple[int, ...], width: int, step: str) -> 
 
 @dataclass(frozen=True)
 class Pack:
-    """From padded ``[batch, tokens, ...]`` to packed ``[all tokens, ...]``, by the lengths of the sequences."""
+    """Converts padded ``[batch, tokens, ...]`` to packed ``[all tokens, ...]``, by the lengths of the sequences."""
 
     text: ClassVar[str] = "pack()"
-    # What is left out is padding, which means nothing.
+    # Only padding is left out, which has no meaning.
     leaves_out: ClassVar[str | None] = None
     caveat: ClassVar[str | None] = None
 
@@ -433,14 +434,14 @@ class Pack:
 
 @dataclass(frozen=True)
 class Unpack:
-    """From packed ``[all, ...]`` to padded ``[batch, tokens, ...]``: ``to`` tokens, or as many as the longest has."""
+    """Converts packed ``[all, ...]`` to padded ``[batch, tokens, ...]``: to ``to`` tokens, or to the longest length."""
 
     to: int | None = None
     leaves_out: ClassVar[str | None] = None
 
     @property
     def caveat(self) -> str | None:
-        return "a graft fills what lies beyond a sequence's length, which is padding, with 0"
+        return "a graft fills the padding beyond a sequence's length with 0"
 
     @property
     def text(self) -> str:

@@ -1,8 +1,8 @@
-"""Layouts as text that a person reads and writes.
+"""Layouts as text.
 
-Steps stand one after the other with ``|`` between them: ``"b s (h d) -> b h s d | shard(dim=1, mesh='tp')"``. A step is
-a rearrangement or a call with plain values. A text without ``->`` and without calls names the dimensions and how each
-is split, in the notation of :mod:`graftlab.layouts.dims`.
+Steps are separated by ``|``: ``"b s (h d) -> b h s d | shard(dim=1, mesh='tp')"``. A step is
+a rearrangement or a call with plain values. A text without ``->`` and calls names the dimensions and their splits, in
+the notation of :mod:`graftlab.layouts.dims`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\(.*\)\s*$", re.DOTALL)
 
 
 def parse_layout(text: str, mesh: Mesh | Mapping[str, int] | int | None = None) -> Layout:
-    """Read a layout; ``"same"`` and blank are the identity. ``mesh`` is as in :meth:`Layout.on`.
+    """Parse a layout; ``"same"`` and blank text are the identity. ``mesh`` is as in :meth:`Layout.on`.
 
     >>> parse_layout("b s (h d) -> b h s d, h=12 | shard(dim=1, mesh='tp')", mesh=2)
     >>> parse_layout("b s[cp:zigzag] h[tp] d", mesh={"cp": 2, "tp": 2})
@@ -60,13 +60,13 @@ def parse_layout(text: str, mesh: Mesh | Mapping[str, int] | int | None = None) 
 
 
 def names_dimensions(text: str) -> bool:
-    """Whether it is an annotation of dimensions, ``"b s h[tp] d"``, and no steps."""
+    """Whether the text is an annotation of dimensions, ``"b s h[tp] d"``, and not steps."""
     is_one = len(_split(text)) == 1 and "->" not in text and _CALL.match(text) is None
     return is_one and text.strip() not in ("", SAME)
 
 
 def _split(text: str) -> list[tuple[int, str]]:
-    """The steps with where they begin; a ``|`` inside of quotes separates nothing."""
+    """Return the steps with their positions; a ``|`` inside quotes is not a separator."""
     pieces, start, quote = [], 0, ""
     for place, letter in enumerate(text):
         if quote:
@@ -92,7 +92,7 @@ def _step(text: str, piece: str, offset: int) -> Step:
 
 
 def _is_pattern(piece: str) -> bool:
-    # In `a (b c) -> (a b) c`, unlike in `rearrange('a -> a')`, the arrow stands outside of all quotes.
+    # In `a (b c) -> (a b) c`, unlike in `rearrange('a -> a')`, the arrow is outside quotes.
     return "->" in re.sub(r"'[^']*'|\"[^\"]*\"", "", piece)
 
 
@@ -104,7 +104,7 @@ def _pattern(text: str, piece: str, offset: int) -> Step:
     for size in sizes:
         name, equals, number = size.partition("=")
         if not equals or not name.strip().isidentifier() or not number.strip().isdigit():
-            raise LayoutError("after the comma comes a size, as in h=12", text, place)
+            raise LayoutError("write a size after the comma, as in h=12", text, place)
         given[name.strip()] = int(number)
         place += len(size) + 1
     return _made(lambda: Rearrange(pattern, tuple(given.items())), text, offset, pattern)
@@ -119,12 +119,12 @@ def _call(text: str, piece: str, offset: int) -> Step:
         raise LayoutError("a step is a single call, such as shard(dim=0, mesh='tp')", text, offset)
     name = node.func.id
     if name not in _STEPS:
-        raise LayoutError(f"there is no step {name!r}; there are {', '.join(_STEPS)}", text, offset)
+        raise LayoutError(f"there is no step {name!r}; the steps are {', '.join(_STEPS)}", text, offset)
     args = [_value(text, arg, offset) for arg in node.args]
     kwargs: dict[str, Any] = {}
     for keyword in node.keywords:
         if keyword.arg is None or keyword.arg in kwargs:
-            raise LayoutError("arguments are given by name, each once", text, offset + keyword.col_offset)
+            raise LayoutError("give arguments by name, each only once", text, offset + keyword.col_offset)
         kwargs[keyword.arg] = _value(text, keyword.value, offset)
     quoted = args[0] if name == "rearrange" and args and isinstance(args[0], str) else None
     at = offset + (piece.find(quoted) if quoted else 0)
@@ -142,7 +142,7 @@ def _value(text: str, node: ast.expr, offset: int) -> Any:
 
 
 def _made(make: Callable[[], Step], text: str, offset: int, pattern: str | None) -> Step:
-    """The step; what it refuses is said with the position in the whole text."""
+    """Make a step; its errors are raised with the position in the whole text."""
     try:
         return make()
     except LayoutError as error:
@@ -155,7 +155,7 @@ def _made(make: Callable[[], Step], text: str, offset: int, pattern: str | None)
 
 
 def _unsqueezed(pattern: str, position: int) -> int:
-    """Where in the pattern as it was written stands what is at a position once runs of spaces are one."""
+    """Convert a position in the pattern with single spaces to the position in the original pattern."""
     squeezed = 0
     leading = len(pattern) - len(pattern.lstrip())
     for place in range(leading, len(pattern)):

@@ -1,4 +1,4 @@
-"""Refuses a plan that would graft a tap both ways, before any rank reaches it."""
+"""Refuse a plan that would graft a tap in both directions, before a rank reaches that tap."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NAMED = 5
 
 
 def refuse_overlap(plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> None:
-    """Raise :class:`GraftOverlapError` where both b2t and t2b match one of the ``taps`` that were seen.
+    """Raise :class:`GraftOverlapError` if both b2t and t2b match one of the ``taps`` seen so far.
 
-    Of taps that are not among them the rank that reaches one tells.
+    A tap that has not been seen raises on the rank that reaches it.
     """
     checks = {"b2t": FilterCheck(plan.b2t or ""), "t2b": FilterCheck(plan.t2b or "")}
     for check in checks.values():
@@ -27,7 +27,7 @@ def refuse_overlap(plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> Non
     others = f" and {len(both) - _NAMED} others" if len(both) > _NAMED else ""
     raise GraftOverlapError(
         f"both b2t ({plan.b2t!r}) and t2b ({plan.t2b!r}) match {', '.join(named)}{others}; a tap is grafted one way, "
-        "so narrow one of the two. The plan in force stays"
+        "so narrow one of the two filters. The plan in force stays"
     )
 
 

@@ -1,7 +1,7 @@
-"""The pairs of a plan: which tap of the baseline is which of the target, and what both are called together.
+"""The pairs of a plan: which baseline tap corresponds to which target tap, and their common name.
 
-Each side knows its own taps only. From the table it derives the other's name, so that a filter is asked the same
-question on both sides.
+Each side knows only its own taps. It derives the other side's name from the table, so that a filter gets the same tags
+on both sides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graftlab.errors import LayoutError, PlanError
 from graftlab.layouts import Layout, parse_layout
 
 GIVEN = "given"
-"""How a pair was found that a person wrote."""
+"""``matched_by`` of a pair that a person wrote."""
 
 _INDEX = re.compile(r"\{([a-z])([+-]\d+)?\}")
 _CALL = re.compile(r"(?P<name>.*?)(?:\[(?P<tags>[^\[\]]*=[^\[\]]*)\])?(?:#(?P<occurrence>\d+))?$", re.DOTALL)
@@ -30,11 +30,11 @@ _FIELDS = ("baseline", "target", "layout", "whole", "matched_by", "rel")
 
 @dataclass(frozen=True)
 class PairRule:
-    """A baseline tap and a target tap that show the same quantity; or with ``{n}`` in both names, one pair a number.
+    """A baseline tap and a target tap that show the same quantity; with ``{n}`` in both names, one pair per number.
 
-    ``layout`` takes one out of the other, as text: what the side ``whole`` holds is the larger of the two, or equal.
-    A name may tell one call of a tap by its tags, ``q[layer={n}]``, and by how often it was reached before in the
-    step, ``drop#2``. ``{n+1}`` is the number after. ``matched_by`` and ``rel`` say how the pair was found.
+    ``layout`` is the text of a layout that makes one from the other; the tensor of the side ``whole`` is the larger, or
+    of equal size. A name may select one call of a tap by its tags, ``q[layer={n}]``, and by its occurrence in the step,
+    ``drop#2``. ``{n+1}`` is the next number. ``matched_by`` and ``rel`` describe how the pair was found.
     """
 
     baseline: str
@@ -72,14 +72,14 @@ class PairRule:
 
     @cached_property
     def is_part(self) -> bool:
-        """Whether one of the two is only a part of the other."""
+        """Whether one of the two tensors is only a part of the other."""
         return bool(self.parsed.leaves_out)
 
     def name(self, side: Side) -> str:
         return self.baseline if side == "baseline" else self.target
 
     def counterpart(self, side: Side, name: str) -> tuple[str, str] | None:
-        """Both names of the pair in which this side's tap has this name; None where there is none."""
+        """Return both names of the pair in which this side's tap has this name; None without such a pair."""
         numbers = _numbers(self.name(side), name)
         if numbers is None:
             return None
@@ -96,7 +96,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _numbers(text: str, name: str) -> dict[str, int] | None:
-    """What each index of a pattern stands for in a name; None where it is not of that pattern."""
+    """Return the number for each index of a pattern in a name; None if the name does not match."""
     found = _pattern(text).fullmatch(name)
     if found is None:
         return None
@@ -118,7 +118,7 @@ def _filled(text: str, numbers: Mapping[str, int]) -> str | None:
 
 @dataclass(frozen=True)
 class TapCallName:
-    """A name in a pair, taken apart. ``tags`` and ``occurrence`` are None where it does not tell them."""
+    """A name in a pair, parsed. ``tags`` and ``occurrence`` are None if the name does not have them."""
 
     name: str
     tags: dict[str, Plain] | None = None
@@ -146,12 +146,12 @@ def _value(text: str) -> Plain:
 
 @dataclass(frozen=True)
 class Pairing:
-    """A pair as one of its two taps finds it.
+    """A pair as seen from one of its two taps.
 
-    ``name`` is what filters, rows and plots call it, ``baseline_name`` and ``target_name`` are the taps' own (None
-    where this side cannot know the other's), ``key`` is the name in the address. ``tags`` take the place of the tap's
-    own for filters and in the address, where the two sides give different ones. With ``occurrence`` it is about the
-    call with that many of the same tap before it in the step. ``alone`` says why there is no other tap at all.
+    ``name`` is the pair's name in filters, rows and plots, ``baseline_name`` and ``target_name`` are the taps' own
+    names (None if this side cannot know the other's), ``key`` is the name in the address. ``tags`` replace the tap's
+    own tags in filters and in the address, if the two sides give different ones. ``occurrence`` restricts the pair to
+    that call of the tap in the step. ``alone`` is the reason why the tap has no counterpart.
     """
 
     name: str
@@ -165,13 +165,13 @@ class Pairing:
 
 
 def as_tags(pairing: Pairing) -> dict[str, Any]:
-    """What a pairing puts among the tags that filters see."""
+    """Return the tags that a pairing contributes for filters."""
     names = {"name": pairing.name, "baseline_name": pairing.baseline_name, "target_name": pairing.target_name}
     return {**names, **(pairing.tags or {})}
 
 
 class PairTable:
-    """All pairs of a plan, looked up by the name that a tap has on its side."""
+    """All pairs of a plan, indexed by each side's tap names."""
 
     def __init__(self, rules: Sequence[PairRule]) -> None:
         self._rules = tuple(rules)
@@ -184,7 +184,7 @@ class PairTable:
             side: _by_shape([r for r in self._rules if r.is_pattern], side) for side in ("baseline", "target")
         }
         self._shown = self._shown_names()
-        # Names with a number of the call are looked up by their name alone.
+        # Names with an occurrence are indexed by the name alone.
         self._called: dict[Side, set[str]] = {
             side: {TapCallName.of(rule.name(side)).name for rule in self._rules if "#" in rule.name(side)}
             for side in ("baseline", "target")
@@ -194,12 +194,12 @@ class PairTable:
         return bool(self._rules)
 
     def of(self, side: Side, name: str, given: Mapping[str, Any]) -> list[Pairing]:
-        """The pairs of the tap that has this name and these tags on this side."""
+        """Return the pairs of the tap with this name and these tags on this side."""
         tagged = name_with(name, dict(identity({**given, "name": name}).tags))
         found: list[Pairing] = []
         for text in dict.fromkeys((name, tagged)):
             for rule, baseline, target in self._instances(side, text):
-                # A rule that tells tags on either side tells them on both.
+                # A rule with tags on either side applies by its tags on both.
                 if text == tagged or not _tells_tags(rule):
                     found.append(self._pairing(side, rule, baseline, target))
         if self._called[side]:
@@ -207,7 +207,7 @@ class PairTable:
         return found
 
     def has(self, side: Side, name: str) -> bool:
-        """Whether some pair is about a tap of this name on this side, whatever its tags."""
+        """Whether some pair has a tap of this name on this side, with any tags."""
         return bool(self._instances(side, name)) or any(
             TapCallName.of(text).name == name for text in self._written[side]
         )
@@ -232,7 +232,7 @@ class PairTable:
         return found
 
     def _instances(self, side: Side, name: str) -> list[tuple[PairRule, str, str]]:
-        """Rules with both names filled in. What is written out for a tap wins over what a pattern says of it."""
+        """Return rules with both names filled in. A rule that names the tap literally wins over a pattern."""
         found = [(rule, rule.baseline, rule.target) for rule in self._written[side].get(name, ())]
         for rule in self._patterns[side].get(_shape(name), ()):
             both = rule.counterpart(side, name)
@@ -243,7 +243,7 @@ class PairTable:
     def _is_written_out(self, rule: PairRule, baseline: str, target: str) -> bool:
         by_baseline, by_target = baseline in self._written["baseline"], target in self._written["target"]
         if rule.is_part:
-            # Of the larger one other parts may well be written out.
+            # Literal rules for other parts of the larger tensor do not conflict.
             return by_target if rule.whole == "baseline" else by_baseline
         return by_baseline or by_target
 
@@ -260,11 +260,11 @@ class PairTable:
         return Pairing(name, mine.name, theirs.name, f"{baseline} = {target}", tags, occurrence, rule)
 
     def _shown_names(self) -> dict[int, str]:
-        """By which side's name each rule's pairs are known: the baseline's unless several pairs would share it."""
+        """Choose the side whose name each rule's pairs get: the baseline's, unless several pairs would share it."""
         chosen = {}
         for rule in self._rules:
             chosen[id(rule)] = next((str(side) for side in _SIDES if self._is_unique(rule, side)), "both")
-        # A name that one pair has from the baseline and another from the target would be two taps.
+        # One name, taken from the baseline for one pair and from the target for another, would stand for two taps.
         texts = Counter(_shape(rule.target) for rule in self._rules if chosen[id(rule)] == "target")
         for rule in self._rules:
             if chosen[id(rule)] == "baseline" and texts[_shape(rule.baseline)]:
@@ -295,12 +295,12 @@ _SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
 def _bare(text: str) -> str:
-    """A name with its tags and without the number of the call: pairs that differ there alone are one tap to people."""
+    """Return a name with its tags but without the occurrence; pairs that differ only there share a displayed name."""
     return text.partition("#")[0]
 
 
 def _shape(name: str) -> str:
-    """A name with its numbers left out."""
+    """Return a name with all numbers replaced by 0."""
     return re.sub(r"\d+", "0", _INDEX.sub("0", name))
 
 
@@ -316,9 +316,9 @@ def _tells_tags(rule: PairRule) -> bool:
 
 
 def rules_from(pairs: Any) -> tuple[PairRule, ...]:
-    """A plan's pairs from what people give: a proposal of ``session.match``, or a sequence of rules.
+    """Convert the argument ``pairs`` of a plan: a proposal of ``session.match``, or a sequence of rules.
 
-    A rule is a dict with ``baseline`` and ``target`` and perhaps ``layout`` and ``whole``, or these in this order.
+    A rule is a dict with ``baseline`` and ``target``, optionally ``layout`` and ``whole``, or a tuple in this order.
     Raises :class:`PlanError` for anything else.
     """
     if pairs is None:
@@ -326,7 +326,7 @@ def rules_from(pairs: Any) -> tuple[PairRule, ...]:
     if hasattr(pairs, "plan_pairs"):
         pairs = pairs.plan_pairs()
     if isinstance(pairs, (str, bytes, Mapping)) or not isinstance(pairs, Iterable):
-        raise PlanError(f"pairs is what session.match gives, or a list of rules, not {type(pairs).__name__}")
+        raise PlanError(f"pairs is the proposal of session.match, or a list of rules, not {type(pairs).__name__}")
     return tuple(_rule(each) for each in pairs)
 
 
@@ -336,8 +336,8 @@ def _rule(given: Any) -> PairRule:
     if isinstance(given, Mapping):
         unknown = [key for key in given if key not in _FIELDS]
         if unknown or not {"baseline", "target"} <= set(given):
-            raise PlanError(f"a pair has baseline= and target=, perhaps layout= and whole=, and not {dict(given)!r}")
+            raise PlanError(f"a pair has baseline= and target=, and optionally layout= and whole=, not {dict(given)!r}")
         return PairRule(**given)
     if isinstance(given, (tuple, list)) and 2 <= len(given) <= 4 and all(isinstance(part, str) for part in given):
         return PairRule(*given)
-    raise PlanError(f"a pair is (baseline's tap, target's tap), perhaps with a layout and whose it is, not {given!r}")
+    raise PlanError(f"a pair is (baseline's tap, target's tap[, layout[, side of the whole]]), not {given!r}")

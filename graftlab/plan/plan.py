@@ -1,4 +1,4 @@
-"""The plan: which taps are compared, grafted and kept, by which transform; one immutable, versioned value."""
+"""The plan, one immutable, versioned value: which taps are compared, grafted and kept, and by which transform."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 FILTER_MEANINGS = {
     "b2t": "grafted from the baseline into the target",
     "t2b": "grafted from the target into the baseline",
-    "compare": "measured and left alone",
-    "keep": "held for plots, as a pair of tensors",
+    "compare": "measured and not changed",
+    "keep": "kept for plots, as a pair of tensors",
 }
-"""What becomes of the taps that each filter of a plan matches."""
+"""The effect of each filter of a plan on the taps that it matches."""
 FILTERS = tuple(FILTER_MEANINGS)
 
 # What a repr and a notebook show of a plan: characters of a text, entries of a tuple, and rows of each kind.
@@ -43,7 +43,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PlanEdit(TypedDict, total=False):
-    """What an edit may change. What is absent stays as it is; None takes it back, so a filter then matches nothing."""
+    """The changes of an edit. An absent part stays unchanged; None resets it, so a filter then matches nothing."""
 
     b2t: str | None
     t2b: str | None
@@ -60,7 +60,7 @@ class _Unchanged:
 
 
 def takes_plan_edit(function: F) -> F:
-    """For a function whose ``**changes`` are a :class:`PlanEdit`: lets help and completion show them one by one."""
+    """Give a function with ``**changes: PlanEdit`` a signature in which help and completion show each change."""
     signature = inspect.signature(function)
     given = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     changes = [
@@ -75,35 +75,34 @@ def takes_plan_edit(function: F) -> F:
 
 @dataclass(frozen=True)
 class Action:
-    """What a plan says of one tap: which way its tensor goes (None: nowhere), whether it overwrites and is kept."""
+    """A plan's decision about a tap: its tensor's direction (None: not sent), and whether to overwrite and keep."""
 
     direction: Direction | None = None
     graft: bool = False
     keep: bool = False
     overlap: bool = False
     transform: int | None = None
-    """Which of the plan's transforms is for the tap, counted from 0; None is the default."""
+    """The index of the plan's transform for the tap; None is the default."""
 
 
 @dataclass(frozen=True, repr=False)
 class GraftPlan:
     """Filters, transform and name rewriting in force, the same on both sides.
 
-    ``b2t`` and ``t2b`` graft, ``compare`` measures baseline to target and overwrites nothing, ``keep`` holds the pair
-    of tensors (and measures, if nothing else matches). All are filter expressions over tags; None and blank match
+    ``b2t`` and ``t2b`` graft, ``compare`` measures from baseline to target and overwrites nothing, ``keep`` keeps the
+    pair of tensors (and measures, if nothing else matches). All are filter expressions over tags; None and blank match
     nothing. ``transform=f`` applies where the plan grafts, ``transform=(filter, f)`` at each tap that its filter
-    matches, and of a list of these the first that is for a tap; elsewhere the default applies. ``f`` is a function, a
-    dotted path or source text. ``rename`` is ``{side: {regex: replacement}}`` or a
-    tuple of ``(side, regex, replacement)`` for the names of that side before taps are paired: the first rule that
-    matches a name rewrites it with ``re.sub``, and no other looks at what it made. ``pairs`` says which taps are one
-    whatever their names, and in which layout: what ``session.match`` proposes, or rules such as
-    ``{"baseline": "h.{n}.attn.qkv", "target": "layers.{n}.q_proj", "layout": "part(...)"}``; see :class:`.PairRule`.
-    It goes before ``rename``.
+    matches; in a list, the first transform that matches a tap applies; elsewhere the default applies. ``f`` is a
+    function, a dotted path or source text. ``rename`` is ``{side: {regex: replacement}}`` or a tuple of ``(side, regex,
+    replacement)``, which rewrites that side's names before taps are paired: only the first rule that matches a name
+    rewrites it, with ``re.sub``. ``pairs`` declares which taps correspond whatever their names, and in which layout: a
+    proposal of ``session.match``, or rules such as ``{"baseline": "h.{n}.attn.qkv", "target": "layers.{n}.q_proj",
+    "layout": "part(...)"}``; see :class:`.PairRule`. It takes precedence over ``rename``.
 
-    Filters see a pair's common ``name``, and what each side itself calls it as ``baseline_name`` and ``target_name``.
+    Filters see a pair's common ``name``, and each side's own name as ``baseline_name`` and ``target_name``.
 
-    Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` when made from something unusable; warns
-    where no filter is left, and where a transform has no tap to apply at because nothing is grafted.
+    Raises :class:`FilterError`, :class:`TransformError` or :class:`PlanError` for an invalid part; warns if no filter
+    is left, and if a transform applies to no tap because nothing is grafted.
 
     >>> plan = gl.GraftPlan(b2t="search('attn', name) and layer < 4", compare=None)
     >>> plan.edit(b2t=None, keep="step == 0").version
@@ -125,9 +124,9 @@ class GraftPlan:
             object.__setattr__(self, "rename", _flat_rename(self.rename or {}))
         if not isinstance(self.pairs, tuple) or not all(isinstance(rule, PairRule) for rule in self.pairs):
             object.__setattr__(self, "pairs", rules_from(self.pairs))
-        # Compiled now, so that what cannot be compiled is refused here and not on a rank.
+        # Compiled now, so that an invalid part is refused here and not on a rank.
         _ = self._filters, self._transform_filters, self._renames, self._pair_table
-        self._refuse_what_a_side_cannot_know()
+        self._refuse_unknown_names()
         if not any(text and text.strip() for text in (self.b2t, self.t2b, self.compare, self.keep)):
             warn(
                 "this plan does nothing: each of b2t, t2b, compare and keep is blank or None, which matches no tap. "
@@ -135,23 +134,23 @@ class GraftPlan:
             )
         if self.grafts_nothing and any(spec.where is None for spec in self.transforms):
             warn(
-                "this plan grafts no tap, so its transform is applied nowhere; give b2t or t2b, or say with a filter "
-                "which taps it is for, compared ones included: transform=('True', f)"
+                "this plan grafts no tap, so its transform is applied nowhere; give b2t or t2b, or select its "
+                "taps with a filter, which may include compared ones: transform=('True', f)"
             )
 
     @cached_property
     def transforms(self) -> tuple[TransformSpec, ...]:
-        """The transforms, in the order in which they are looked through for a tap; of the first that is for it."""
+        """The transforms in the order of precedence: the first that matches a tap applies."""
         return each_of(self.transform)
 
     @property
     def grafts_nothing(self) -> bool:
-        """Whether both filters that graft are blank."""
+        """Whether both b2t and t2b are blank."""
         return not any(text and text.strip() for text in (self.b2t, self.t2b))
 
     @takes_plan_edit
     def edit(self, **changes: Unpack[PlanEdit]) -> GraftPlan:
-        """The plan that follows this one, with what is given changed and the version one higher.
+        """Return a plan with these changes and the next version.
 
         >>> gl.GraftPlan().edit(b2t="layer == 3").edit(b2t=None).version
         2
@@ -185,10 +184,10 @@ class GraftPlan:
                 rewrite = bounded_rewrite(pattern, replacement)
                 # re checks group references only when something matches; this makes it check them now.
                 re.compile(f"{pattern}|").sub(replacement, "")
-                # What UTF-8 cannot express cannot be sent to the ranks.
+                # Text that UTF-8 cannot express cannot be sent to the ranks.
                 f"{pattern}{replacement}".encode()
             except (re.error, IndexError, OverflowError, UnicodeEncodeError, FilterError) as error:
-                raise PlanError(f"rename {pattern!r} -> {replacement!r} for {side} is not usable: {error}") from error
+                raise PlanError(f"rename {pattern!r} -> {replacement!r} for {side} is invalid: {error}") from error
             compiled[side].append(rewrite)
         return compiled
 
@@ -196,26 +195,26 @@ class GraftPlan:
     def _pair_table(self) -> PairTable:
         return PairTable(self.pairs)
 
-    def _refuse_what_a_side_cannot_know(self) -> None:
-        """A filter must say the same of a pair on both sides."""
+    def _refuse_unknown_names(self) -> None:
+        """Refuse filters that would differ for one pair between the two sides."""
         for side, tag in (("baseline", "baseline_name"), ("target", "target_name")):
             asking = [name for name in FILTERS if tag in self._filters[name].names]
             if asking and any(rule[0] == side for rule in self.rename):
                 other = "target" if side == "baseline" else "baseline"
                 raise PlanError(
-                    f"{asking[0]} asks for {tag}, which the {other}'s ranks cannot know where rename rewrites the "
-                    f"{side}'s names. Ask for name, which is the name after the rename, or write pairs=[...] in place "
-                    "of the rename"
+                    f"{asking[0]} uses {tag}, which the {other}'s ranks cannot know because rename rewrites the "
+                    f"{side}'s names. Use name, which is the name after the rename, or write pairs=[...] instead of "
+                    "the rename"
                 )
 
     @cached_property
     def mentions(self) -> frozenset[str]:
-        """Every tag that some filter looks at, those of transforms left out."""
+        """All tags used by the plan's filters, except the filters of transforms."""
         return frozenset().union(*(filter_.names for filter_ in self._filters.values()))
 
     @cached_property
     def looks_at(self) -> frozenset[str]:
-        """Every tag on which it depends what becomes of a tap."""
+        """All tags that can influence a decision about a tap."""
         return self.mentions.union(*(where.names for where in self._transform_filters if where is not None))
 
     @cached_property
@@ -224,7 +223,7 @@ class GraftPlan:
         return any(name in ("rank", "side") or name.endswith("_rank") for name in self.mentions)
 
     def action_for(self, tags: Mapping[str, object]) -> Action:
-        """Decide about a tap with these tags."""
+        """Return the action for a tap with these tags."""
         hit = {name: filter_.matches(tags) for name, filter_ in self._filters.items()}
         if hit["b2t"] and hit["t2b"]:
             return Action(overlap=True)
@@ -239,9 +238,9 @@ class GraftPlan:
         return first_for(self._transform_filters, tags, grafts)
 
     def pairings(self, side: Side, name: str, given: Mapping[str, object]) -> list[Pairing]:
-        """The pairs that the tap with this name and these own tags is in, on this side; at least one.
+        """Return the pairs of this side's tap with this name and these own tags; at least one.
 
-        A tap that no pair is about is paired by its name, as ``rename`` makes it.
+        A tap that is in none of the plan's pairs is paired by its name after ``rename``.
         """
         found = self._pair_table.of(side, name, given) if self.pairs else []
         if found:
@@ -252,15 +251,15 @@ class GraftPlan:
         alone = None
         if self.pairs and theirs is not None and self._pair_table.has(other, theirs):
             taken = ", ".join(each.key for each in self._pair_table.of(other, theirs, {})) or f"{theirs!r} with others"
-            alone = f"the {other}'s {theirs!r} is another tap's partner (the plan pairs {taken})"
+            alone = f"the {other}'s {theirs!r} is paired with a different tap (the plan pairs {taken})"
             theirs = None
-            # By its plain name it would be taken for the pair that has it.
+            # Its plain name is already the name of a pair.
             paired = f"{paired} ({side} only)"
         mine, others = (name, theirs) if side == "baseline" else (theirs, name)
         return [Pairing(paired, mine, others, key=paired, alone=alone)]
 
     def paired_tags(self, tags: Mapping[str, object]) -> list[dict[str, object]]:
-        """A tap's tags as filters see them, once for each pair; ``tags`` has its own ``name``, and its ``side``."""
+        """Return a tap's tags as filters see them, once per pair; ``tags`` contains its own ``name`` and ``side``."""
         side: Side = "target" if tags.get("side") == "target" else "baseline"
         own = own_tags(tags)
         return [
@@ -269,7 +268,7 @@ class GraftPlan:
         ]
 
     def rewrite(self, side: Side, name: str) -> str:
-        """The name under which this side's tap is paired. Raises FilterError where a rule takes too long on it."""
+        """Return the name under which this side's tap is paired. Raises FilterError if a rule takes too long on it."""
         for rewrite in self._renames[side]:
             if (made := rewrite(name)) is not None:
                 return made
@@ -284,7 +283,7 @@ class GraftPlan:
         return bundle(repr(self), _html(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled parts are not sent; the other end compiles the text again.
+        # Compiled parts are not sent; the receiver compiles the text again.
         fields = ("b2t", "t2b", "compare", "keep", "transform", "rename", "pairs", "version")
         return {name: self.__dict__[name] for name in fields}
 
@@ -293,12 +292,12 @@ class GraftPlan:
 
 
 def filters_of(transforms: Sequence[TransformSpec]) -> list[Filter | None]:
-    """The filter of each transform; None for one that is for the taps that the plan grafts. Raises FilterError."""
+    """Return each transform's filter; None for a transform of all taps that the plan grafts. Raises FilterError."""
     return [None if spec.where is None else compile_filter(spec.where) for spec in transforms]
 
 
 def first_for(filters: Sequence[Filter | None], tags: Mapping[str, object], grafts: bool) -> int | None:
-    """Which transform is for a tap with these tags, which the plan ``grafts`` or not; None is the default one."""
+    """Return the index of the first transform that applies to a tap; None for the default transform."""
     for number, where in enumerate(filters):
         if grafts if where is None else where.matches(tags):
             return number
@@ -320,7 +319,7 @@ def _bounded(value: object) -> str:
 
 
 def _html(plan: GraftPlan) -> str:
-    """What a notebook shows for a plan: a line for each part."""
+    """Return a plan's HTML for notebooks: a row for each part."""
     lines = []
     for name, meaning in FILTER_MEANINGS.items():
         text = getattr(plan, name)

@@ -1,6 +1,6 @@
-"""A plan as plain data, for the ranks and whoever else is told of it: checked on arrival, and never executed by that.
+"""A plan as plain data, for ranks and other receivers: checked on arrival, and never executed by decoding.
 
-A transform that was given as a function is the one part that is pickled. It stays bytes until somebody loads it.
+Only a transform that was given as a function is pickled. It stays bytes until it is loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WirePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WirePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """See :class:`graftlab.plan.plan.GraftPlan`. Nothing has a default: a plan says all that it is."""
+    """See :class:`graftlab.plan.plan.GraftPlan`. No field has a default: messages are complete."""
 
     b2t: str | None
     t2b: str | None
@@ -55,24 +55,24 @@ _decoder = wire.Decoder(WirePlan)
 
 
 def to_wire(plan: GraftPlan) -> WirePlan:
-    """What :func:`from_wire` makes an equal plan of."""
+    """Encode a plan; :func:`from_wire` is the inverse."""
     transform = tuple(WireTransform(made.kind, made.text, made.blob, made.where) for made in plan.transforms)
     pairs = tuple(WirePair(p.baseline, p.target, p.layout, p.whole, p.matched_by, p.rel) for p in plan.pairs)
     return WirePlan(plan.b2t, plan.t2b, plan.compare, plan.keep, transform, plan.rename, pairs, plan.version)
 
 
 def from_wire(received: WirePlan) -> GraftPlan:
-    """The plan itself.
+    """Decode a plan.
 
-    Raises :class:`FilterError` or :class:`PlanError` where it is not usable. Whether its transform loads is only seen
-    when somebody loads it.
+    Raises :class:`FilterError` or :class:`PlanError` if it is invalid. Its transform is not loaded here, so a transform
+    that cannot be loaded is not noticed.
     """
     transforms = []
     for sent in received.transform:
         if (sent.kind == "function") != bool(sent.blob):
             raise PlanError(f"a transform of kind {sent.kind!r} came with {len(sent.blob)} bytes of a function")
         transforms.append(TransformSpec(sent.kind, sent.text, sent.blob, sent.where))
-    # As unpickling does, without what there is to say of a new plan: whoever made it was told.
+    # As in unpickling: this skips the warnings about a new plan, which its author has already seen.
     plan = GraftPlan.__new__(GraftPlan)
     plan.__setstate__(
         {
@@ -88,17 +88,17 @@ def from_wire(received: WirePlan) -> GraftPlan:
             "version": received.version,
         }
     )
-    # Compiles all there is, so that what is not usable is refused now.
+    # Compiles every part, so that an invalid plan is refused now.
     _ = plan.looks_at, plan.pairings("baseline", " ", {})
     return plan
 
 
 def pack_plan(plan: GraftPlan) -> bytes:
-    """The plan as bytes; see :func:`to_wire`."""
+    """Encode a plan as bytes; see :func:`to_wire`."""
     return wire.encode(to_wire(plan))
 
 
 def unpack_plan(data: bytes) -> GraftPlan:
-    """The inverse of :func:`pack_plan`. Raises :class:`MessageError` for other bytes, or as :func:`from_wire`."""
+    """The inverse of :func:`pack_plan`. Raises :class:`MessageError`, and the errors of :func:`from_wire`."""
     received: WirePlan = _decoder.decode(data)
     return from_wire(received)

@@ -1,12 +1,11 @@
 """Figures from a frame of rows or from a pair of tensors.
 
-Every function that draws returns a matplotlib ``Figure`` and never touches pyplot, so it may be called from
-a widget callback or any other thread; it shows itself in a notebook. Pass ``ax`` to draw into axes of your own:
-legends stand outside the axes, so give their figure ``layout="constrained"``. A figure with nothing to show
-says so inside itself; what a caller got wrong (a column that is not there, tensors of two shapes) raises.
+Every drawing function returns a matplotlib ``Figure`` and never touches pyplot, so it may be called from a widget
+callback or any other thread; a notebook shows the figure without further calls. Pass ``ax`` to draw into your own axes:
+legends are outside the axes, so give their figure ``layout="constrained"``. A figure without data contains a message;
+a wrong argument (a missing column, tensors of different shapes) raises.
 
-The names are looked up on first use: a rank that wants only `max_downsample` does not pay for matplotlib and
-pandas.
+Names are imported on first use: a rank that only needs `max_downsample` does not import matplotlib and pandas.
 """
 
 from __future__ import annotations

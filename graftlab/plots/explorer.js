@@ -1,13 +1,13 @@
-// The taps of a run as a figure and a table that point at each other. It needs nothing but a browser: the dashboard
-// shows it as a widget, and a report carries it in its page.
+// The taps of a run as a linked figure and table, without dependencies: the dashboard shows it as a widget, and a
+// report contains it in its page.
 //
-// mount(root, act) fills an element and returns {show(state)}. The state is what graftlab.plots.explorer makes. act is
-// called with (what, value) for what only a kernel can do; without it there are no buttons for that.
+// mount(root, act) fills an element and returns {show(state)}. graftlab.plots.explorer makes the state. act is called
+// with (what, value) for actions that need a kernel; without act, their buttons are left out.
 
 const COLOURS = {
   compared: "#0072b2", grafted: "#009e73", failed: "#d55e00", timeout: "#cc79a7", missing: "#e69f00", unmatched: "#c8b400",
 };
-// On dark paper blue is lost.
+// Blue is hard to see on a dark page.
 const ON_DARK = { ...COLOURS, compared: "#56b4e9" };
 const AT_THE_TOP = new Set(["failed", "timeout"]);
 const AT_THE_BOTTOM = new Set(["missing", "unmatched", "recomputed"]);
@@ -16,9 +16,9 @@ const COLUMNS = [
   ["order", "order", true], ["tap", "label", false], ["status", "status", false], ["rel_l2", "value", true],
   ["max_abs", "max_abs", true], ["non-finite", "nonfinite", true], ["worst on", "worst", false], ["step", "step", true],
   ["largest in run", "highest", true], ["first above in step", "since", true],
-  ["way", "way", false], ["note", "note", false],
+  ["direction", "way", false], ["note", "note", false],
 ];
-// Columns that are there only where they say something: where any cell has something in it, or where cells differ.
+// Columns that are hidden while all their cells are empty, or all the same.
 const FOLDED_IF_EMPTY = new Set(["nonfinite", "since", "note"]);
 const FOLDED_IF_SAME = new Set(["way"]);
 const ROW = 22; // pixels of a line of the table, see STYLE
@@ -61,7 +61,7 @@ const STYLE = `
 .gle td.bad { font-weight: 600; color: color-mix(in srgb, #e5484d 80%, currentColor) }
 `;
 
-// As a person writes it: 1e-5, 0.02, 100.
+// In the usual notation: 1e-5, 0.02, 100.
 const plainly = (v) => (v > 0 && (v < 1e-3 || v >= 1e6) ? v.toExponential() : String(v));
 const scientific = (v) => (v === null || v === undefined ? "-" : v >= 1e307 ? "inf" : v.toExponential(2));
 const times = (v) => (v >= 1e6 ? v.toExponential(1) : v >= 10 ? Math.round(v).toLocaleString("en") : v.toFixed(1));
@@ -72,7 +72,7 @@ export function shortened(text, limit) {
   return text.length <= limit ? text : `${text.slice(0, half - 1)}…${text.slice(text.length - half)}`;
 }
 
-// "model.layers.3.mlp" is of "model.layers.3"; of "h layer=3" the tag tells; what has neither is of its own first word.
+// The layer of "model.layers.3.mlp" is "model.layers.3", that of "h layer=3" its tag; otherwise the first part of the name.
 export function layerOf(label) {
   const [name, ...tags] = label.split(" ");
   const parts = name.split(".");
@@ -91,8 +91,8 @@ function element(tag, name, text = "") {
 
 export function mount(root, act = null) {
   let state = { label: [] };
-  let points = []; // what the figure has a place for: taps, or layers
-  let range = [0, 1]; // the places that are in sight, as numbers from 0 to points.length
+  let points = []; // the points of the figure: taps, or layers
+  let range = [0, 1]; // the visible points, as numbers from 0 to points.length
   let sort = { column: "badness", up: false };
   let lines = []; // the taps that the table lists, in its order
   let chosen = null; // the label of a tap
@@ -116,13 +116,13 @@ export function mount(root, act = null) {
 
   function control(made, title, parent = tools) {
     made.title = title;
-    // What is written on a button is its name, and the title tells more; a sign is no name.
+    // A button is named by its text, and the title explains it; a symbol needs a label.
     if (made.textContent.length < 3) made.setAttribute("aria-label", title);
     parent.append(made); return made;
   }
   const caption = element("label", "", "Floor ");
-  const floor = control(element("input", "floor"), "Noise floor: what is above it diverges", caption);
-  const refused = element("span", "refused", "a number from 0 on, such as 1e-5; empty: assumed from the dtypes");
+  const floor = control(element("input", "floor"), "Noise floor: taps above it diverge", caption);
+  const refused = element("span", "refused", "enter a number of at least 0, such as 1e-5; empty: assumed from the dtypes");
   refused.setAttribute("role", "alert");
   tools.append(caption, refused);
   function refuse(yes) { refused.hidden = !yes; floor.setAttribute("aria-invalid", String(yes)); }
@@ -134,17 +134,17 @@ export function mount(root, act = null) {
     if (act) act("floor", given); else if (given !== null) { state.floor = given; draw(); }
   });
   const layers = element("input", "layers"); layers.type = "checkbox";
-  const layersLabel = element("label", ""); layersLabel.append(layers, " a point a layer"); tools.append(layersLabel);
+  const layersLabel = element("label", ""); layersLabel.append(layers, " one point per layer"); tools.append(layersLabel);
   layers.addEventListener("change", () => { arrange(); whole(); });
   control(element("button", "in", "+"), "Zoom in").addEventListener("click", () => zoom(0.5));
   control(element("button", "out", "−"), "Zoom out").addEventListener("click", () => zoom(2));
   control(element("button", "all", "All"), "Show all taps").addEventListener("click", () => whole());
   tools.append(element("span", "quiet", "drag to zoom, Shift-wheel to scroll, arrow keys to step"));
   const key = element("span", "key"); tools.append(key);
-  const find = control(element("input", "find"), "Find taps: words of names and tags", search);
+  const find = control(element("input", "find"), "Find taps by words of their names and tags", search);
   find.placeholder = "words of a tap's name or tags";
   find.addEventListener("input", () => list());
-  const worst = control(element("button", "worst", "Worst first"), "Sort by how bad it is, the worst first", search);
+  const worst = control(element("button", "worst", "Worst first"), "Sort by difference, worst first", search);
   worst.addEventListener("click", () => { sort = { column: "badness", up: false }; list(); });
   const count = element("span", "count quiet"); search.append(count);
 
@@ -153,7 +153,7 @@ export function mount(root, act = null) {
     const cell = element("th", isNumber ? "number" : ""), button = element("button", "", title);
     cell.scope = "col"; cell.dataset.column = column; cell.append(button); titles.append(cell);
     button.addEventListener("click", () => {
-      // What is large matters first, what is text begins at A.
+      // Numbers sort from the largest, text from A.
       const first = isNumber && column !== "order" && column !== "step" && column !== "since";
       sort = { column, up: sort.column === column ? !sort.up : !first };
       list();
@@ -161,7 +161,7 @@ export function mount(root, act = null) {
   }
   head.append(titles);
 
-  // ---- what is shown ----------------------------------------------------------------------------------------------
+  // ---- display ----------------------------------------------------------------------------------------------------
 
   function show(next) {
     const before = points.length;
@@ -169,7 +169,7 @@ export function mount(root, act = null) {
     state = next;
     headline.textContent = state.headline ?? "";
     canvas.setAttribute("aria-label", `rel_l2 of each tap in execution order. ${state.headline ?? ""}`);
-    // What was refused stays until it is mended.
+    // A refused input stays until it is corrected.
     if (document.activeElement !== floor && refused.hidden) floor.value = plainly(state.floor);
     arrange();
     if (wasWhole || range[1] > points.length || before === 0) range = [0, Math.max(points.length, 1)];
@@ -227,7 +227,7 @@ export function mount(root, act = null) {
   const xOf = (n) => LEFT + ((n + 0.5 - range[0]) / (range[1] - range[0])) * across();
   const nOf = (x) => range[0] + ((x - LEFT) / across()) * (range[1] - range[0]);
 
-  // What lies over something else needs the colour of the page below, which no variable says everywhere.
+  // Overlays need the background colour of the page, for which no variable exists everywhere.
   function paper() {
     for (let each = root; each; each = each.parentElement) {
       const colour = getComputedStyle(each).backgroundColor;
@@ -236,7 +236,7 @@ export function mount(root, act = null) {
     return "Canvas";
   }
 
-  let drawn = ""; // with which ink
+  let drawn = ""; // the text colour of the last drawing
   function draw() {
     root.style.setProperty("--gle-paper", paper());
     const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth;
@@ -246,7 +246,7 @@ export function mount(root, act = null) {
     const colours = (ink.match(/\d+/g) ?? [0]).slice(0, 3).every((part) => part > 127) ? ON_DARK : COLOURS;
     g.scale(ratio, ratio);
     g.font = "11px system-ui, sans-serif";
-    if (!points.length) { g.fillStyle = ink; g.fillText("no tap to show: nothing was compared yet", LEFT, HEIGHT / 2); return; }
+    if (!points.length) { g.fillStyle = ink; g.fillText("no taps to show: nothing was compared yet", LEFT, HEIGHT / 2); return; }
     const s = scale(), right = width - RIGHT;
     g.strokeStyle = g.fillStyle = ink; g.textAlign = "right"; g.textBaseline = "middle";
     const every = Math.ceil((s.high - s.low) / 9);
@@ -292,7 +292,7 @@ export function mount(root, act = null) {
     legend(s, colours);
   }
 
-  // What the colours mean, and that a hollow point is a value of zero.
+  // The colours, and hollow points for zeros.
   function legend(s, colours) {
     const entries = [...new Set(state.status)].map((each) => ["●", colours[each] ?? "#888", each]);
     if (state.value.some((v, i) => v === 0 && place(i, s) === s.exact)) entries.push(["○", colours.compared, "equal"]);
@@ -307,12 +307,12 @@ export function mount(root, act = null) {
     }));
   }
 
-  // Names stand under the axis while there is room for them; else the layers do, as brackets.
+  // Names under the axis while they fit; otherwise the layers, as brackets.
   function name(g, first, last, ink) {
     const base = HEIGHT - BOTTOM + 4;
     g.fillStyle = g.strokeStyle = ink; g.textBaseline = "top";
     if (across() / (last - first) >= 13) {
-      // A slanted "x" is a "+", and names that have room are read best as they are written.
+      // Slanted text is harder to read, and a slanted "x" looks like a "+".
       const slot = across() / (last - first), named = points.slice(first, last);
       if (named.every((point) => g.measureText(point.label).width + 12 <= slot)) {
         g.textAlign = "center";
@@ -326,7 +326,7 @@ export function mount(root, act = null) {
       for (let n = first; n < last; n++) {
         const x = xOf(n) + 3;
         if (x < LEFT || x > LEFT + across() + 3) continue;
-        // As long as there is room to the left edge.
+        // As long as fits to the left edge.
         const room = (x - 6) / Math.cos(TILT);
         let limit = 24, text = shortened(points[n].label, limit);
         while (limit > 5 && g.measureText(text).width > room) text = shortened(points[n].label, --limit);
@@ -357,7 +357,7 @@ export function mount(root, act = null) {
     const column = state[sort.column] ?? [], sign = sort.up ? 1 : -1;
     lines.sort((a, b) => {
       const one = column[a], other = column[b];
-      // What has no value stands last either way.
+      // Rows without a value come last in both orders.
       if (one === null || other === null) return one === other ? a - b : one === null ? 1 : -1;
       return (one < other ? -sign : one > other ? sign : 0) || a - b;
     });
@@ -379,7 +379,7 @@ export function mount(root, act = null) {
     return FOLDED_IF_SAME.has(column) && cells.every((each) => each === cells[0]);
   }
 
-  // Only the lines in sight are in the page; spacers stand for the others.
+  // Only visible lines are in the page; spacers replace the others.
   function fill() {
     const first = Math.max(0, Math.floor(scroller.scrollTop / ROW) - 8);
     const last = Math.min(lines.length, first + Math.ceil(330 / ROW) + 16);
@@ -432,7 +432,7 @@ export function mount(root, act = null) {
     fill();
   }
 
-  // ---- the tap that is chosen -------------------------------------------------------------------------------------
+  // ---- the chosen tap ----------------------------------------------------------------------------------------------
 
   function choose(i, fromTable = false) {
     chosen = state.label[i];
@@ -450,7 +450,7 @@ export function mount(root, act = null) {
 
   function figures(i) {
     const parts = [state.status[i]];
-    if (state.nonfinite[i] > 0) parts.push(`${state.nonfinite[i]} elements are not finite on one side alone`);
+    if (state.nonfinite[i] > 0) parts.push(`${state.nonfinite[i]} elements are non-finite on one side only`);
     if (state.value[i] !== null) parts.push(`rel_l2 ${scientific(state.value[i])}`);
     if (state.floor > 0 && state.value[i] > state.floor) parts.push(`${times(state.value[i] / state.floor)} x the floor`);
     if (state.max_abs[i] !== null) parts.push(`max_abs ${scientific(state.max_abs[i])}`);
@@ -470,16 +470,16 @@ export function mount(root, act = null) {
     if (act) {
       const buttons = element("div", "bar");
       for (const [what, text, title] of [
-        ["open", "Open the pair", "Show both tensors: where they differ, and their values"],
-        ["keep", "Keep this tap", "Have the plan keep the tensors of this tap from the next step on"],
-        ["graft", "Graft this", "Put this tap into the b2t filter; Apply there publishes it"],
+        ["open", "Open the pair", "Show where both tensors differ, and their values"],
+        ["keep", "Keep this tap", "Keep the tensors of this tap from the next step on"],
+        ["graft", "Graft this", "Add this tap to the b2t filter; Apply there publishes it"],
       ]) {
         const button = control(element("button", what, text), title, buttons);
         button.addEventListener("click", () => act(what, chosen));
       }
       parts.push(buttons);
     }
-    // Ticks must not take a button from under the pointer.
+    // A refresh must not replace a button under the pointer.
     if (detail.dataset.shown !== words.textContent) { detail.dataset.shown = words.textContent; detail.replaceChildren(...parts); }
   }
 
@@ -549,10 +549,10 @@ export function mount(root, act = null) {
     else return;
     event.preventDefault(); event.stopPropagation();
   });
-  // Keys typed here are not the notebook's.
+  // Keep key presses from the notebook.
   root.addEventListener("keydown", (event) => event.stopPropagation());
   new ResizeObserver(() => { draw(); fill(); }).observe(canvas);
-  // A theme has its name on the page before its colours are there: style sheets come, and the old ones go, later.
+  // The page shows the name of a new theme before its style sheets have loaded and the old ones are gone.
   const recolour = () => { if (getComputedStyle(root).color !== drawn) draw(); };
   document.addEventListener("load", (event) => { if (event.target.tagName === "LINK") recolour(); }, true);
   for (const each of [document.head, document.body]) {
@@ -561,7 +561,7 @@ export function mount(root, act = null) {
   return { show };
 }
 
-// What anywidget calls. The names of the taps come apart from their figures, which change more often.
+// The entry point for anywidget. Names of taps are a separate trait from their values, which change more often.
 export default {
   render({ model, el }) {
     const view = mount(el, (what, value) => model.send({ what, value }));

@@ -1,4 +1,4 @@
-"""The interactive figure and table of taps: the data of ``explorer.js``, for the dashboard and for reports."""
+"""The data of ``explorer.js``, the interactive figure and table of taps in the dashboard and in reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graftlab.verdict.summary import not_compared
 
 SCRIPT = Path(__file__).with_suffix(".js")
 
-# JSON has no infinity; the script shows what is beyond this as one.
+# JSON has no infinity; the script shows values from about here on as infinite.
 _INFINITE = 1e308
 _NOTE_LIMIT = 300
 
@@ -21,7 +21,7 @@ _NOTE_LIMIT = 300
 def taps(found: Conclusion) -> dict[str, Any]:
     """What of the state changes only when other taps come: their labels, in execution order.
 
-    A tap that is received both ways has two lines, of which the later one says its way.
+    A tap that is received in both directions has two lines; the label of the second includes its direction.
     """
     labels: list[str] = []
     seen: set[str] = set()
@@ -33,7 +33,7 @@ def taps(found: Conclusion) -> dict[str, Any]:
 
 
 def figures(found: Conclusion, count: str = "") -> dict[str, Any]:
-    """What of the state changes with every step; ``count`` is said beside the table."""
+    """The part of the state that changes with every step; ``count`` is shown beside the table."""
     rows = [line.row for line in found.lines]
     return {
         "status": [row.status for row in rows],
@@ -56,7 +56,7 @@ def figures(found: Conclusion, count: str = "") -> dict[str, Any]:
 
 
 def headline(found: Conclusion) -> str:
-    """The conclusion so far: what is said first of all."""
+    """The conclusion so far, shown first."""
     if not found.lines:
         return "Nothing was compared yet."
     rows = [line.row for line in found.lines]
@@ -72,7 +72,7 @@ def headline(found: Conclusion) -> str:
 
 
 def _number(value: float | None) -> float | None:
-    """With the digits that are shown."""
+    """Round to the digits that are shown."""
     if value is None or math.isnan(value):
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else _INFINITE

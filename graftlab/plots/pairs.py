@@ -1,4 +1,4 @@
-"""Figures of one pair of tensors: where they differ, how they are distributed, one against the other."""
+"""Figures of one pair of tensors: where they differ, how they are distributed, and one against the other."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def heatmap(
 ) -> Figure:
     """Where the pair differs: ``|baseline - target|`` over two axes, the worst element ringed.
 
-    Look for structure. Noise is even; a bright block is a shard or a head, a bright row a token, a bright
+    Look for structure. Noise is uniform; a bright block is a shard or a head, a bright row a token, a bright
     column a channel, a bright edge a mask or an off-by-one.
 
     - rows and columns: the axes ``dims`` (the last two by default) in element indices; other axes are
-      reduced by maximum. At most 512 x 512 cells are drawn and a cell shows its maximum, so no single bad
-      element is lost.
+      reduced by maximum. At most 512 x 512 cells are drawn, each with its maximum, so no single bad element
+      is lost.
     - colour: log scale over at most eight decades. Black is exactly 0; a cell with a NaN or an
       infinity on one side only is vermillion (and crossed, unless there are many).
     - title: the largest difference with the element's full index and both values, and how many non-finite
       pairs there are (equal ones, such as a mask's ``-inf`` on both sides, count as 0).
 
-    The tensors have one shape, any dtype (complex: magnitude of the difference) and device, and are read in
-    blocks. Raises TypeError when one is no tensor, ValueError when the shapes differ or ``dims`` does not
+    The tensors have the same shape, any dtype (complex: magnitude of the difference) and device, and are read in
+    blocks. Raises TypeError when an argument is not a tensor, ValueError when the shapes differ or ``dims`` does not
     fit.
 
     >>> figure = gl.plots.heatmap(torch.zeros(8, 16), torch.eye(8, 16))
@@ -52,7 +52,7 @@ def heatmap(
 
 
 def draw_difference_map(found: DifferenceMap, *, title: str | None = None, ax: Axes | None = None) -> Figure:
-    """`heatmap` for a map that was reduced elsewhere, for instance in a rank, with `difference_map`.
+    """Draw a `heatmap` from a map that `difference_map` made, for instance on a rank.
 
     >>> found = gl.plots.difference_map(torch.zeros(8, 16), torch.eye(8, 16))
     >>> figure = gl.plots.draw_difference_map(found, title="attn_out")
@@ -74,7 +74,7 @@ def draw_difference_map(found: DifferenceMap, *, title: str | None = None, ax: A
     )
     height = found.shape[rows] if rows is not None else 1
     width = found.shape[columns] if columns is not None else 1
-    ax.set_xlim(-0.5, width - 0.5)  # the last cell of an axis may reach past the tensor
+    ax.set_xlim(-0.5, width - 0.5)  # the last cell of an axis may extend beyond the tensor
     ax.set_ylim(height - 0.5, -0.5)
     for side in ("top", "right"):
         ax.spines[side].set_visible(True)
@@ -102,19 +102,20 @@ def draw_difference_map(found: DifferenceMap, *, title: str | None = None, ax: A
 
 
 def histogram(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: Axes | None = None) -> Figure:
-    """How both tensors' values are distributed, and how large their differences are.
+    """How the values of both tensors are distributed, and how large their differences are.
 
     - left: values in shared bins, log count; baseline solid, target dashed. A scale, a bias or a clipped tail
-      shows as one outline apart from the other.
-    - right: ``|target - baseline|`` on a log scale, log count, apart for the elements where the target is larger
-      (solid) and smaller (dashed); the bar at ``0`` is the elements that are equal. Rounding is one hill far to
-      the left; a second hill is a part of the tensor that is wrong, a few counts to the right are outliers, and
-      two outlines that do not cover each other are a bias.
+      separates the outlines.
+    - right: ``|target - baseline|`` on a log scale, log count, separately for elements where the target is larger
+      (solid) and smaller (dashed); the bar at ``0`` counts equal elements. Rounding is one hill far to the left;
+      a second hill is a wrong part of the tensor, a few counts to the right are outliers, and outlines that do not
+      coincide are a bias.
     - titles: how many elements differ, mean and standard deviation of ``target - baseline``, and how many values
       were left out because they are not finite (a difference needs two finite values).
 
-    The tensors have one shape, any dtype (complex: magnitudes) and device, and are read in blocks. With ``ax``
-    both panels are drawn inside it. Raises TypeError when one is no tensor, ValueError when the shapes differ.
+    The tensors have the same shape, any dtype (complex: magnitudes) and device, and are read in blocks. With ``ax``
+    both panels are drawn inside it. Raises TypeError when an argument is not a tensor, ValueError when the shapes
+    differ.
 
     >>> figure = gl.plots.histogram(torch.zeros(8, 16), torch.eye(8, 16))
     """
@@ -145,7 +146,7 @@ def histogram(baseline: Tensor, target: Tensor, *, title: str | None = None, ax:
 
 
 def _draw_sizes(ax: Axes, found: Distributions, *, signed: bool) -> None:
-    """The size of the differences, by powers of ten, with a bar for the pairs that are equal to the left of them."""
+    """Draw the sizes of the differences, by powers of ten, with a bar for equal pairs on the left."""
     low, high = float(found.magnitude_edges[0]), float(found.magnitude_edges[-1])
     ticks, labels = [], []
     if found.equal < found.pairs:
@@ -178,17 +179,17 @@ def _draw_sizes(ax: Axes, found: Distributions, *, signed: bool) -> None:
 
 
 def scatter(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: Axes | None = None) -> Figure:
-    """Baseline against target, a point an element: equal elements lie on the identity line.
+    """Baseline against target, one point per element: equal elements lie on the identity line.
 
     A line of another slope is a scale, a parallel one a bias, a cross or a cloud around the axes a
     permutation or a wrong tensor, a flat end a clipped range, a few points off the line are outliers.
 
-    At most 20,000 points are drawn: a tenth of them are the elements that differ most, always and in
-    another colour and marker, the others are a random draw that is the same every time. The title counts
-    the pairs left out because one value is not finite, and names the worst element.
+    At most 20,000 points are drawn: a tenth of them are always the elements that differ most, in a different
+    colour and marker; the others are a random sample with a fixed seed. The title counts the pairs left out
+    because a value is not finite, and names the worst element.
 
-    The tensors have one shape, any dtype (complex: magnitudes, so a turned phase does not show here) and
-    device, and are read in blocks. Raises TypeError when one is no tensor, ValueError when the shapes
+    The tensors have the same shape, any dtype (complex: magnitudes, so a phase shift does not show here) and
+    device, and are read in blocks. Raises TypeError when an argument is not a tensor, ValueError when the shapes
     differ.
 
     >>> figure = gl.plots.scatter(torch.zeros(8, 16), torch.eye(8, 16))
@@ -198,7 +199,7 @@ def scatter(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: A
     style.label_axes(ax, "baseline  (tensor's units)", "target  (tensor's units)")
     drawn = len(points.baseline)
     counts = f"all {drawn:,}" if drawn + points.nonfinite == points.numel else f"{drawn:,} of {points.numel:,}"
-    left_out = f", {points.nonfinite:,} with a value that is not finite left out" if points.nonfinite else ""
+    left_out = f", {points.nonfinite:,} with a non-finite value left out" if points.nonfinite else ""
     finding = "every pair is equal" if drawn else ""
     if points.worst_index is not None:
         x, y = (style.number(tensor[points.worst_index].item(), 4) for tensor in (baseline, target))
@@ -258,13 +259,13 @@ def _findings(found: DifferenceMap) -> list[str]:
 
 
 def _two(values: Sequence[Any], absent: Any) -> tuple[Any, Any]:
-    """(row, column) of a tensor's shown axes, which may be fewer than two."""
+    """Row and column of the shown axes of a tensor, with ``absent`` for a missing axis."""
     row, column = [*[absent] * (2 - len(values)), *values]
     return row, column
 
 
 def _centres(found: DifferenceMap) -> tuple[style.Array, style.Array]:
-    """Element indices at the centres of the cells: (x of each column, y of each row)."""
+    """Element indices at the centres of the cells: x of each column, y of each row."""
     rows, columns = found.grid.shape
     left, right, bottom, top = found.extent
     across, down = (right - left) / columns, (bottom - top) / rows

@@ -1,4 +1,4 @@
-"""Scales for values that span many decades and also have zeros, NaN and no value at all: a y axis and an image."""
+"""A y axis and a colour scale for values over many decades, with zeros, NaN and missing values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLoc
 from graftlab.plots import style
 from graftlab.plots.style import GREY, Array
 
-# Below the darkest colour of the map, so that the eye orders zero, small and large rightly.
+# EXACT is darker than the colour map, so that zero, small and large look ordered.
 EXACT, ODD = "#101010", style.VERMILLION
 
 
 @dataclass(frozen=True)
 class ValueAxis:
-    """Where values go on the y axis; exact zeros and rows without a value have places outside its scale.
+    """A y axis with extra positions outside its scale for exact zeros and for rows without a value.
 
-    The axis is logarithmic unless a value is negative. An exact zero has no place on it: it is shown below
-    the smallest decade, on a tick of its own.
+    The axis is logarithmic unless a value is negative. An exact zero is shown below the smallest decade, at a
+    separate tick.
     """
 
     log: bool
@@ -67,7 +67,7 @@ def value_axis(
 ) -> ValueAxis:
     """Lay out an axis for ``values`` (NaN and infinities allowed) and for ``marks``, such as a noise floor.
 
-    ``top`` and ``bottom`` reserve an edge for rows without a value; values that are not finite reserve the top.
+    ``top`` and ``bottom`` reserve an edge for rows without a value; non-finite values reserve the top.
     """
     at_top = "no value" if top else "not finite"
     extra = np.array([m for m in marks if m is not None], dtype=np.float64)
@@ -76,7 +76,7 @@ def value_axis(
     log = not bool((finite < 0).any())
     zeros = log and bool((values == 0).any())
     if log:
-        positive = finite[finite > 0].clip(1e-180, 1e180)  # room for the edges within float64
+        positive = finite[finite > 0].clip(1e-180, 1e180)  # leaves float64 range for the edges
         first = math.floor(math.log10(positive.min()) + 1e-9) if positive.size else -8
         last = math.ceil(math.log10(positive.max()) - 1e-9) if positive.size else 0
         last = max(last, first + 1)
@@ -126,8 +126,7 @@ def value_axis(
 def log_image(grid: Array) -> tuple[Any, LogNorm, Colormap]:
     """A grid of non-negative values for ``imshow``: zeros take the colour EXACT, NaN and infinities ODD.
 
-    At most eight decades below the largest value are told apart; smaller ones get the lowest colour, never
-    EXACT.
+    Colours distinguish eight decades below the largest value; smaller values get the lowest colour, never EXACT.
     """
     usable = grid[np.isfinite(grid) & (grid > 0)].astype(np.float64)
     high = float(usable.max()) if usable.size else 1.0
@@ -139,9 +138,9 @@ def log_image(grid: Array) -> tuple[Any, LogNorm, Colormap]:
 
 
 def color_bar(figure: Figure, drawn: Any, ax: Axes, label: str) -> None:
-    """A colour bar for `log_image`, with a tick each decade (or closer, where the range is short).
+    """Add a colour bar for `log_image`, with a tick at each decade (or closer, for a short range).
 
-    None when no cell has a colour of the scale, because all are zero or not finite.
+    Does nothing when all cells are zero or non-finite.
     """
     if not (np.ma.compressed(drawn.get_array()) >= drawn.norm.vmin).any():
         return

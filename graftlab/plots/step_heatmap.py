@@ -21,16 +21,16 @@ from graftlab.verdict.summary import floor_of
 def over_steps(
     frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | None = None, ax: Axes | None = None
 ) -> Figure:
-    """Every tap over every step: when did which tap begin to differ, and does it come and go?
+    """Every tap over every step: when did each tap begin to differ, and does the difference come and go?
 
-    A column that is bright is a step that went wrong everywhere; a row that turns bright is a tap whose error grows.
+    A bright column is a step with errors everywhere; a row that turns bright is a tap whose error grows.
 
-    - x: steps. y: taps in execution order, the first one on top; where there are more than 240, neighbours share a cell
-      and show their maximum. Colour: ``value``, log scale, the largest over the receiving ranks.
-    - black is exactly 0, vermillion a value that is not finite or differs in being so; blank is a tap that was not
-      measured in that step.
+    - x: steps. y: taps in execution order, the first one on top; with more than 240, neighbours share a cell and show
+      their maximum. Colour: ``value``, log scale, the largest over the receiving ranks.
+    - black is exactly 0, vermillion a non-finite value or a non-finite element on one side only; blank is a tap that
+      was not measured in that step.
     - a ring: the step at which a tap was first above ``noise_floor`` (by default the one assumed for the frame's
-      dtypes). The first of all is named in the title.
+      dtypes). The title names the first of all.
 
     Raises ValueError naming a column (name, order, status or ``value``) that the frame lacks.
 
@@ -42,7 +42,7 @@ def over_steps(
         style.say(ax, "no rows to show: nothing was compared or grafted yet")
         return figure
     taps = group(frame, value)
-    # In the order in which taps first ran, whichever step that was in.
+    # In the order in which taps first ran, in any step.
     places: dict[Any, int] = {}
     for key in taps.keys:
         places.setdefault((key[0], *key[2:]), len(places))
@@ -61,12 +61,12 @@ def over_steps(
 
 
 _MOST = 240
-"""Cells along an axis; past that neighbours share one, and show their maximum."""
+"""Cells along an axis; beyond that, neighbours share one and show their maximum."""
 
 
 @dataclass(frozen=True)
 class HeatmapCells:
-    """What is drawn where: an entry each a tap and step; several of one cell show their maximum."""
+    """The data of the heat map, one entry per measurement. A cell shows the maximum of its entries."""
 
     names: list[str]
     steps: list[Any]
@@ -80,11 +80,11 @@ class HeatmapCells:
 
 
 def _draw_heatmap(figure: Figure, ax: Axes, cells: HeatmapCells, value: str, floor: float, in_words: str) -> Figure:
-    """Draw them; ``in_words`` is what the floor is called."""
+    """Draw the cells; ``in_words`` describes the floor."""
     y, x, measured = cells.y, cells.x, cells.measured
     grid = np.full((len(cells.names), len(cells.steps)), -np.inf)
     odd = measured & cells.differs
-    # What is not finite wins its cell.
+    # A non-finite value wins its cell.
     np.fmax.at(grid, (y[measured], x[measured]), cells.value[measured])
     grid[y[odd], x[odd]] = np.nan
     without = measured & np.isnan(cells.value) & np.isneginf(grid[y, x])
@@ -117,7 +117,7 @@ def _draw_heatmap(figure: Figure, ax: Axes, cells: HeatmapCells, value: str, flo
 
 
 def _shrunk(grid: Array, tall: int, wide: int) -> Array:
-    """The maximum of each ``tall`` x ``wide`` block; NaN wins, and what is blank in all of it stays blank."""
+    """The maximum of each ``tall`` x ``wide`` block; NaN wins, and a block of blank cells stays blank."""
     rows, columns = grid.shape
     padded = np.pad(grid, ((0, -rows % tall), (0, -columns % wide)), constant_values=-np.inf)
     blocks = padded.reshape(padded.shape[0] // tall, tall, padded.shape[1] // wide, wide)
@@ -128,7 +128,7 @@ def _shrunk(grid: Array, tall: int, wide: int) -> Array:
 def _draw_image(figure: Figure, ax: Axes, grid: Array, label: str) -> list[Any]:
     empty = np.isneginf(grid)
     image, norm, cmap = log_image(np.where(empty, 0.0, grid))
-    # What is masked is either blank or not finite: the second is drawn over the first.
+    # Masked cells are blank or non-finite; the non-finite ones are drawn on top.
     blank = cmap.with_extremes(under=EXACT, bad=(0, 0, 0, 0))
     image.mask |= empty
     drawn = ax.imshow(image, norm=norm, cmap=blank, aspect="auto", interpolation="nearest", gid="cells")
@@ -155,7 +155,7 @@ def _label(ax: Axes, names: list[str], steps: list[Any], tall: int, wide: int) -
 
 
 def _tap_label(tap: tuple[Any, ...], columns: list[str]) -> str:
-    """What a line is called, from the tap's name, its occurrence and the values of these tags."""
+    """The label of a line: the tap's name, its occurrence and the values of these tags."""
     name, occurrence, *tags = tap
     parts = [style.shorten(str(name), 34), *(f"#{occurrence}" for _ in range(bool(occurrence)))]
     own = [(column, tag) for column, tag in zip(columns, tags, strict=True) if tag is not None]

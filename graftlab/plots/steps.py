@@ -1,4 +1,4 @@
-"""One tap seen through time and over ranks."""
+"""One tap over steps and over ranks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _MAX_TEXTS = 72
 
 
 def history(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | None = None, **tags: Any) -> Figure:
-    """One tap over the steps, a line a receiving rank: did the difference grow, jump, or was it always there?
+    """One tap over the steps, one line per receiving rank: did the difference grow, jump, or exist from the start?
 
-    A slow rise is an error that accumulates (a KV cache, an optimizer's state); a jump points at what is
-    new in that step; one rank apart from the others points at a shard.
+    A slow rise is an error that accumulates (a KV cache, an optimizer's state); a jump points at a change in
+    that step; one rank apart from the others points at a shard.
 
-    - x: step. y: ``value``, log scale; exact zeros are hollow, on a tick of their own.
+    - x: step. y: ``value``, log scale; exact zeros are hollow, at a separate tick.
     - marker: the status. A row without a value is at the top edge (failed, timeout) or at the bottom edge
       (missing, unmatched); a large ring is a NaN or an infinity on one side only.
 
-    ``tags`` pick the tap, as ``layer=3`` (None: the tag is absent). Any other column works too, as ``rank=0``,
-    and a tag called like one of a row's own columns is ``tag_<name>``. When several taps or occurrences match,
-    the largest value of a step is shown and the title says which tags vary.
+    ``tags`` select the tap, as in ``layer=3`` (None: the tag is absent). Any other column works too, as in
+    ``rank=0``; a tag with the name of a row's column is ``tag_<name>``. When several taps or occurrences match,
+    the largest value of a step is shown and the title lists the tags that vary.
 
     Raises ValueError naming a column (name, step, status, ``value`` or a tag) that the frame lacks.
 
@@ -102,19 +102,18 @@ def _draw_rank(ax: Axes, part: pd.DataFrame, scale: ValueAxis, who: str, color: 
 
 
 def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | None = None, **tags: Any) -> Figure:
-    """One tap over its receiving ranks, a strip a step: which shard is wrong?
+    """One tap over its receiving ranks, one strip per step: which shard is wrong?
 
-    A column that is bright in every step is a rank with a wrong shard, or one that was sent one: the ranks
-    that sent to it stand under its own. A bright row is a step that went wrong everywhere.
+    A column that is bright in every step is a rank that has or received a wrong shard; the ranks that sent to
+    it are listed below it. A bright row is a step with errors everywhere.
 
-    - x: receiving ranks, with the sending ranks below. y: steps, the first one on top (past 200, neighbours
-      share a strip and show their maximum). Colour: the magnitude of ``value``, log scale, written into the
-      cells when there is room.
-    - black is exactly 0, vermillion a value that is not finite; a marker is the status of a cell
-      without a value, a vermillion frame a NaN or an infinity on one side only. The worst cell is framed and named in
-      the title.
+    - x: receiving ranks, with the sending ranks below. y: steps, the first one on top (with more than 200,
+      neighbours share a strip and show their maximum). Colour: the magnitude of ``value``, log scale, written
+      into the cells if it fits.
+    - black is exactly 0, vermillion a non-finite value; a marker is the status of a cell without a value, a
+      vermillion frame a NaN or an infinity on one side only. The worst cell is framed and named in the title.
 
-    ``tags`` pick the tap as in `history`. Raises ValueError naming a column (name, step, status, ``value``
+    ``tags`` select the tap as in `history`. Raises ValueError naming a column (name, step, status, ``value``
     or a tag) that the frame lacks.
 
     >>> figure = gl.plots.ranks(session.frame, "hidden", layer=3)
@@ -138,12 +137,12 @@ def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | N
     ys = np.searchsorted(steps, cells.index.get_level_values("step")) // together
     measured = (cells["compared"] | cells["grafted"]).to_numpy()
     grid = np.full((strips, len(who)), -np.inf)
-    # A NaN wins its cell, as a NaN in a tensor wins its maximum.
+    # A NaN wins its cell, as it wins the maximum of a tensor.
     np.maximum.at(grid, (ys[measured], xs[measured]), np.abs(cells["y"].to_numpy()[measured]))
     keys = _draw_cells(figure, ax, grid, style.value_label(value, short=True))
     for status in cells.columns.drop(["y", "odd", *MEASURED]):
         at, look = cells[status].to_numpy(), style.look(status)
-        lift = np.where(np.isneginf(grid[ys[at], xs[at]]), 0.0, 0.3)  # not over the number of another row
+        lift = np.where(np.isneginf(grid[ys[at], xs[at]]), 0.0, 0.3)  # so that it does not cover a number
         style.marks(ax, xs[at], ys[at] - lift, look, face=look.color, edge=style.ink(), size=52, above=4, gid=status)
         keys.append(style.status_key(status))
     odd = cells["odd"].to_numpy() & measured
@@ -178,7 +177,7 @@ def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | N
 
 
 def _draw_cells(figure: Figure, ax: Axes, grid: Array, label: str) -> list[Any]:
-    """The strips, with numbers in the cells when there is room; -inf is a cell without a value and stays blank."""
+    """Draw the strips, with numbers in the cells if they fit; -inf is a cell without a value and stays blank."""
     empty = np.isneginf(grid)
     image, norm, cmap = log_image(np.where(empty, 0.0, grid))
     image.mask |= empty
@@ -214,7 +213,7 @@ def _select(frame: pd.DataFrame, name: str, value: str, tags: dict[str, Any]) ->
 
 
 def _cells(rows: pd.DataFrame, value: str) -> pd.DataFrame:
-    """A row for each (who, step): the largest measured value ``y``, ``odd`` and a mask for each status."""
+    """One row per (who, step): the largest measured value ``y``, ``odd`` and a mask for each status."""
     if rows.empty:
         index = pd.MultiIndex.from_tuples([], names=["who", "step"])
         return pd.DataFrame(columns=["y", "odd", *MEASURED], index=index)
@@ -229,7 +228,7 @@ def _cells(rows: pd.DataFrame, value: str) -> pd.DataFrame:
             "at": [place[w] for w in who],
             "who": who,
             "step": numbers(rows, "step"),
-            # What agrees but for NaNs is not exact.
+            # Equal finite elements beside differing NaNs are not exact.
             "y": np.where(measured, np.where((differ > 0) & (y == 0), np.inf, y), np.nan),
             "odd": measured & (differ > 0),
             **{s: status == s for s in dict.fromkeys([*MEASURED, *status.tolist()])},
@@ -256,7 +255,7 @@ def _side_and_rank(receiver: str) -> tuple[str, int]:
 
 
 def _title(rows: pd.DataFrame, name: str, tags: dict[str, Any]) -> str:
-    """The tap, and the tags over which the figure takes the largest value."""
+    """The title: the tap, and the tags over which the figure takes the largest value."""
     vary = []
     if not rows.empty:
         columns = [*tag_columns(rows), *(["occurrence"] if "occurrence" in rows.columns else [])]
@@ -298,7 +297,7 @@ def _ranges(numbers: set[int]) -> str:
 
 
 def _label_cells(ax: Axes, rows: pd.DataFrame, who: Sequence[str], steps: Sequence[int]) -> None:
-    """Name the columns by receiving rank and senders, the strips by their (first) step."""
+    """Label the columns by receiving rank and senders, the strips by their (first) step."""
     senders: dict[str, set[int]] = {}
     if "senders" in rows.columns:
         for label, sent in zip(_receivers(rows), rows["senders"], strict=True):

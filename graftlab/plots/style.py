@@ -1,4 +1,4 @@
-"""How every figure looks: palette, status marks, text and legends, and figures that need no pyplot."""
+"""The style of all figures: palette, status marks, text and legends, and figures without pyplot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graftlab.plots import themes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart with every common colour vision.
+# Okabe and Ito, "Color Universal Design" (2008): distinguishable with all common kinds of colour vision.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#808080"
@@ -31,14 +31,14 @@ BASELINE, TARGET = BLUE, VERMILLION
 LINES = ((BLUE, "-"), (BLACK, "--"), (SKY, "-."), (PURPLE, ":"), (GREEN, "-"), (ORANGE, "--"), (GREY, "-."))
 
 LABEL, TICK, NOTE, TITLE = 10, 8.5, 9.5, 11
-# Names that stand side by side.
+# For names side by side.
 DENSE = 7.5
 _LEGEND: dict[str, Any] = {"borderaxespad": 0.0, "frameon": False, "fontsize": TICK, "handletextpad": 0.6}
 
 _ARROW: dict[str, Any] = {"arrowstyle": "-|>", "color": GREY, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 6}
 
 _TENSOR = "tensor's units"
-# What a statistic is, and its unit.
+# The definition and unit of each statistic.
 _VALUES = {
     "rel_l2": ("rel_l2 = ‖x-y‖ / ‖baseline‖", "ratio"),
     "rel_diff": ("rel_diff = Σ(x-y)² / Σ(x²+y²)", "ratio"),
@@ -47,13 +47,13 @@ _VALUES = {
     "mean_abs": ("mean_abs = mean |x-y|", _TENSOR),
     "seconds": ("time spent in the tap", "s"),
     "numel": ("elements", "count"),
-    "nonfinite_differ": ("pairs of which one is not finite", "count"),
+    "nonfinite_differ": ("pairs with one non-finite value", "count"),
 }
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How a status is drawn. ``edge`` is where a row without a value goes."""
+    """How to draw a status. ``edge`` is the position of a row without a value."""
 
     color: str
     marker: str
@@ -76,7 +76,7 @@ _RENDERING = threading.Lock()
 
 
 class NotebookFigure(Figure):
-    """A figure that a notebook shows by itself, whether or not pyplot was ever imported."""
+    """A figure that a notebook shows as a cell's value, whether or not pyplot was imported."""
 
     def _repr_png_(self) -> bytes:
         return to_png(self)
@@ -98,16 +98,16 @@ def to_png(figure: Figure, *, dpi: float = 110) -> bytes:
 
 
 def to_html(figure: Figure, alt: str = "", dpi: float = 110) -> str:
-    """A figure as markup for pages that have :data:`graftlab.plots.themes.STYLE`, one figure of the process at a time.
+    """Render a figure to HTML for pages with :data:`graftlab.plots.themes.STYLE`, one figure of the process at a time.
 
-    ``alt`` is what it shows in words; without it, its titles and labels are taken.
+    ``alt`` describes it in words; the default is its titles and labels.
     """
     with _RENDERING:
         return themes.pictures(figure, alt, dpi)
 
 
 def new_axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes]:
-    """The axes given and their figure, or axes in a new figure of that size in inches."""
+    """The given axes and their figure, or axes in a new figure of that size in inches."""
     if ax is not None:
         return whole_figure(ax), ax
     figure = NotebookFigure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
@@ -116,12 +116,12 @@ def new_axes(ax: Axes | None, width: float, height: float) -> tuple[Figure, Axes
 
 
 def width_for(count: int) -> float:
-    """Inches for so many places side by side. A wider figure would be shrunk by the page, and its text with it."""
+    """The width in inches for ``count`` positions side by side. A page would shrink a wider figure with its text."""
     return float(np.clip(4.6 + 0.15 * count, 7.5, 10.5))
 
 
 def whole_figure(ax: Axes) -> Figure:
-    """The figure that axes are in, also when a subfigure lies between."""
+    """The figure of axes, also of axes in a subfigure."""
     figure: Any = ax.figure
     while not isinstance(figure, Figure):
         figure = figure.figure
@@ -129,7 +129,7 @@ def whole_figure(ax: Axes) -> Figure:
 
 
 def plain(text: object) -> str:
-    """Text that matplotlib draws as it is: no mathtext, no control characters."""
+    """Escape text so that matplotlib draws it unchanged, without mathtext and control characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)).replace("$", r"\$")
 
 
@@ -139,7 +139,7 @@ def plain_lines(text: str) -> str:
 
 
 def shorten(text: str, limit: int = 34) -> str:
-    """Cut a long name in its middle. Of a module path, words go before its numbers and its ends do.
+    """Shorten a long name in its middle. In a module path, inner words are cut before numbers and the two ends.
 
     ``model.layers.12.self_attention.projection.out`` becomes ``model…12…projection.out``.
     """
@@ -166,7 +166,7 @@ def power(value: float) -> str:
 
 
 def value_label(value: str, *, short: bool = False) -> str:
-    """An axis label for a column, with its unit where the column is one of ours."""
+    """The axis label of a column, with its unit if it is a known statistic."""
     if value not in _VALUES:
         return (
             f"{plain(value)}  ({_TENSOR})"
@@ -186,12 +186,12 @@ def label_axes(ax: Axes, x: str, y: str) -> None:
 
 
 def head(ax: Axes, *lines: str, size: float = TITLE) -> None:
-    """The title: its lines from the left edge of the axes, empty ones left out."""
+    """Set a left-aligned title of several lines; empty ones are left out."""
     ax.set_title("\n".join(plain(line) for line in lines if line), fontsize=size, loc="left")
 
 
 def say(ax: Axes, message: str) -> None:
-    """Put a message where the data would be; it may have several lines."""
+    """Show a message of one or more lines in place of data."""
     ax.set_xticks([])
     ax.set_yticks([])
     middle: dict[str, Any] = {"ha": "center", "va": "center", "transform": ax.transAxes}
@@ -211,7 +211,7 @@ def marks(
     gid: str,
     width: float | None = None,
 ) -> None:
-    """One collection of marks, drawn whole also at the rim of the axes; nothing when there are none."""
+    """Draw one collection of marks, if any; marks at the edge of the axes are not clipped."""
     if len(x):
         thickness = width if width is not None else 1.2 if face == "none" else 0.6
         points = ax.scatter(x, y, s=size, marker=look.marker, facecolors=face, edgecolors=edge, linewidths=thickness)
@@ -219,20 +219,20 @@ def marks(
 
 
 def rings(ax: Axes, x: Array, y: Array, *, size: float, gid: str) -> None:
-    """Rings around what must not be overlooked, with a halo so that they show on any colour."""
+    """Draw rings around important points, with a halo so that they show on any colour."""
     for color, width, halo in (("white", 4.0, " halo"), (VERMILLION, 2.0, "")):
         look = Mark(color, "o")
         marks(ax, x, y, look, face="none", edge=color, size=size, width=width, above=8, gid=gid + halo)
 
 
 def legend(ax: Axes, handles: Sequence[Any], columns: int = 1) -> None:
-    """A legend to the right of the axes, where no data is."""
+    """Add a legend to the right of the axes, where it covers no data."""
     if handles:
         ax.legend(handles=list(handles), loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=columns, **_LEGEND)
 
 
 def legend_below(ax: Axes, handles: Sequence[Any], points: float = 40) -> None:
-    """A legend in a line ``points`` under the axes, for images: their right side belongs to the colour bar."""
+    """Add a one-line legend ``points`` below the axes, for images, which have a colour bar on their right."""
     if handles:
         under = offset_copy(ax.transAxes, whole_figure(ax), y=-points, units="points")
         place: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.0), "bbox_transform": under}
@@ -242,9 +242,10 @@ def legend_below(ax: Axes, handles: Sequence[Any], points: float = 40) -> None:
 def point_out(
     ax: Axes, text: str, xy: tuple[float, float], *, share: float, level: int = 0, color: str | None = None
 ) -> Annotation:
-    """Text above the axes, where no data is, and an arrow that runs down the point's own column.
+    """Add text above the axes, where it covers no data, with an arrow straight down to the point.
 
-    ``share`` is how far from the left the point is, ``level`` the line of text, counted from the axes.
+    ``share`` is the point's distance from the left, as a share of the width; ``level`` is the line of text, counted
+    from the axes.
     """
     side, anchor = ("left", 0.0) if share < 0.35 else ("right", 1.0) if share > 0.65 else ("center", 0.5)
     note = ax.annotate(
@@ -255,7 +256,7 @@ def point_out(
         arrowprops={**_ARROW, "relpos": (anchor, 0.0)},
         annotation_clip=False,
     )
-    # On top of the arrows that come from the lines above it.
+    # Above the arrows from higher lines of text.
     note.set(ha=side, va="bottom", fontsize=NOTE, fontweight="bold", zorder=20 - level)
     note.set_bbox({"facecolor": whole_figure(ax).get_facecolor(), "edgecolor": "none", "pad": 1.0})
     note.set_color(ink() if color is None else color)
@@ -288,5 +289,5 @@ def look(status: str) -> Mark:
 
 
 def ink() -> str:
-    """The text colour in force, so that marks stay visible on a dark style."""
+    """The current text colour, so that marks stay visible in a dark style."""
     return str(rcParams["text.color"])

@@ -20,7 +20,7 @@ from graftlab.verdict.order import Key, Taps, group, merge
 
 MAX_LABELS = 60
 MAX_SLANTED = 32
-# So many of a tick's size stand beside each other below a figure.
+# Characters of tick size that fit side by side below a figure.
 _LEVEL_CHARACTERS = 64
 _MAX_STEP_LINES = 60
 Frames = pd.DataFrame | Sequence[pd.DataFrame] | Mapping[str, pd.DataFrame]
@@ -37,24 +37,22 @@ def divergence(
 ) -> Figure:
     """How far the two sides are apart at every tap, in execution order: read it from the left.
 
-    A healthy pair stays near or below the noise floor, slowly rising. The place to look at is the first tap
-    that jumps above it and was not grafted; it is annotated as the first divergent one, and everything to its
-    right may only inherit its error.
+    A healthy pair stays near or below the noise floor, slowly rising. The first tap that jumps above it and was
+    not grafted is the place to look; it is annotated as the first divergent one, and everything to its right may
+    only inherit its error.
 
-    - x: one place a tap (and step), in the order in which they ran, labelled by name and by those tags that
-      tell taps of one name apart; past 60 taps only some labels are written.
+    - x: one position per tap (and step), in the order in which they ran, labelled by name and by the tags that
+      distinguish taps with the same name; with more than 60 taps only some are labelled.
     - y: ``value`` on a log scale, the largest over the receiving ranks. Hollow points on ``0 (exact)``
       agree to the bit.
     - colour and marker: the status. Failed and timed-out taps are at the top edge, missing and unmatched
-      ones at the bottom edge, also when another rank of the same tap did measure. A measured value that is
-      not finite is at the top.
+      ones at the bottom edge, even if other ranks measured the same tap. A non-finite value is at the top.
     - a large ring: a NaN or an infinity on one side only.
 
-    ``frames`` is a frame of rows, a list of them, or a dict from label to frame; several runs are laid over
-    each other by tap, with steps counted from each run's first, and then compared points, lines and edges
-    take the run's colour. ``labels`` names the runs of a list. ``noise_floor`` is in the unit of ``value``;
-    without one, only failed taps and non-finite differences count as divergent. ``suspect=False`` leaves
-    the annotation out.
+    ``frames`` is a frame of rows, a list of frames, or a dict from label to frame. Several runs are aligned by
+    tap, with steps counted from each run's first, and each run has its colour. ``labels`` names the runs of a
+    list. ``noise_floor`` is in the unit of ``value``; without one, only failed taps and non-finite differences
+    count as divergent. ``suspect=False`` omits the annotation.
 
     Raises ValueError naming a column (name, order, status or ``value``) that a frame lacks, or when
     ``labels`` does not fit ``frames``.
@@ -67,7 +65,7 @@ def divergence(
     every = -(-count // MAX_LABELS) or 1
     ticks = {x: style.plain(names[x]) for x in range(0, count, every)}
     longest = max(map(len, ticks.values()), default=0)
-    height = 3.6 + longest * (0.06 if len(ticks) > MAX_SLANTED else 0.045)  # inches of a label that stands or leans
+    height = 3.6 + longest * (0.06 if len(ticks) > MAX_SLANTED else 0.045)  # inches of an upright or slanted label
     figure, ax = style.new_axes(ax, style.width_for(count), height)
     thinned = "" if every == 1 else f" (one in {every} named)"
     style.label_axes(ax, f"tap, in execution order{thinned}", style.value_label(value))
@@ -99,7 +97,7 @@ def divergence(
 
 @dataclass(frozen=True)
 class _RunSeries:
-    """One run's taps, the x of each of them, and the colour and line that stand for the run."""
+    """The taps of one run, their x positions, and the run's colour and line style."""
 
     label: str
     taps: Taps
@@ -110,7 +108,7 @@ class _RunSeries:
 
 
 def _shown(taps: Taps) -> Array:
-    """The values as they are drawn: what agrees but for NaNs is not exact, so it goes where NaNs go."""
+    """The values to draw: equal finite elements beside differing NaNs are not exact, so they are drawn as NaN."""
     shown: Array = np.where((taps.nonfinite > 0) & (taps.value == 0), np.inf, taps.value)
     return shown
 
@@ -140,7 +138,7 @@ def _lay_out(frames: Mapping[str, pd.DataFrame], value: str) -> tuple[list[_RunS
     names = _TapNames(merge(list(keys.values())), columns, steps[0] if steps and same_steps else None)
     runs = []
     for number, (label, taps) in enumerate(tables.items()):
-        # Side by side, so that runs that agree on a tap do not hide each other.
+        # Side by side, so that equal values of two runs do not hide each other.
         dodge = 0.16 * (number - (len(tables) - 1) / 2) if 1 < len(tables) <= 4 else 0.0
         x = np.array([names.place[key] for key in keys[label]], dtype=np.float64) + dodge
         color, line = style.LINES[number % len(style.LINES)]
@@ -149,7 +147,7 @@ def _lay_out(frames: Mapping[str, pd.DataFrame], value: str) -> tuple[list[_RunS
 
 
 def _aligned_keys(taps: Taps, columns: Sequence[str]) -> list[Key]:
-    """Keys with a place for every tag of any run: a tag that a run does not have is None there."""
+    """Extend keys to the tags of all runs, with None for tags that this run does not have."""
     if taps.tag_columns == list(columns):
         return taps.keys
     at = [3 + taps.tag_columns.index(c) if c in taps.tag_columns else None for c in columns]
@@ -157,14 +155,14 @@ def _aligned_keys(taps: Taps, columns: Sequence[str]) -> list[Key]:
 
 
 class _TapNames:
-    """What each place on the x axis is called: the name, and the tags that tell taps of that name apart."""
+    """The labels on the x axis: names, with the tags that distinguish taps of the same name."""
 
     def __init__(self, keys: Sequence[Key], columns: Sequence[str], steps: Sequence[Any] | None) -> None:
         self.keys = keys
         self.place = {key: x for x, key in enumerate(keys)}
         self.columns = ["name", "step", "occurrence", *columns]
-        self.steps = steps  # None when the runs are at different steps: then steps count from each run's first
-        # Distinguishing: some name occurs with two values of it.
+        self.steps = steps  # None if the runs have different steps; steps then count from each run's first
+        # A tag distinguishes taps if some name occurs with two of its values.
         values: dict[tuple[int, Hashable], Hashable] = {}
         shown = set()
         for key in self.keys:
@@ -176,7 +174,7 @@ class _TapNames:
     def __getitem__(self, x: int) -> str:
         key = self.keys[x]
         parts = [style.shorten(str(key[0]), 40)]
-        for i in sorted(self.shown, key=lambda i: (i < 3, i)):  # what it is, before when it ran
+        for i in sorted(self.shown, key=lambda i: (i < 3, i)):  # tags before step and occurrence
             if i == 1:
                 step = key[1]
                 parts.append(f"step +{step}" if self.steps is None else f"step={self.steps[int(str(step))]}")
@@ -190,7 +188,7 @@ class _TapNames:
 def _label_taps(ax: Axes, names: _TapNames, ticks: Mapping[int, str]) -> None:
     count = len(names.keys)
     upright = len(ticks) > MAX_SLANTED
-    # A slanted "x" is a "+", and names that have room are read best as they are written.
+    # Slanted text is harder to read, and a slanted "x" looks like a "+".
     level = all((len(name) + 2) * count <= _LEVEL_CHARACTERS for name in ticks.values())
     ax.set_xlim(-0.8, count - 0.2)
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=style.DENSE if upright else style.TICK, va="top")
@@ -209,7 +207,7 @@ def _draw_run(ax: Axes, run: _RunSeries, scale: ValueAxis, *, several: bool, siz
     exact = (value == 0) & scale.log
     y = scale.place(value)
     height = np.where(measured & np.isfinite(value) & ~exact, y, np.nan)
-    gaps = np.flatnonzero(np.diff([key[1] for key in run.keys])) + 1  # no line leads from one step into the next
+    gaps = np.flatnonzero(np.diff([key[1] for key in run.keys])) + 1  # lines do not connect steps
     (line,) = ax.plot(
         np.insert(run.x, gaps, np.nan), np.insert(height, gaps, np.nan), color=run.color, gid=f"{run.label}: line"
     )
@@ -235,7 +233,7 @@ def _draw_run(ax: Axes, run: _RunSeries, scale: ValueAxis, *, several: bool, siz
     nowhere = np.zeros_like(measured)
     for status in MEASURED:
         mask = taps.statuses.get(status, nowhere)
-        if status == "compared":  # a tap that any rank grafted shows as grafted
+        if status == "compared":  # a tap that any rank grafted is drawn as grafted
             mask = mask & ~taps.statuses.get("grafted", nowhere)
         mark(mask & ~exact, y, status)
         mark(mask & exact, y, status, hollow=True)
@@ -277,7 +275,7 @@ def _legend(runs: Sequence[_RunSeries], noise_floor: float | None) -> list[Line2
     entries = [style.key(run.label, run.color, "o", run.line) for run in runs] if several else []
     present = {status for run in runs for status in run.taps.statuses}
     for status in [*(s for s in style.MARKS if s in present), *sorted(present - set(style.MARKS))]:
-        grey = several and status == "compared"  # in every run's own colour
+        grey = several and status == "compared"  # because each run has its own colour
         entries.append(style.key(status, style.GREY, "o") if grey else style.status_key(status))
     if any(((_shown(run.taps) == 0) & run.taps.measured).any() for run in runs):
         entries.append(style.key("exact (hollow)", style.GREY, "o", hollow=True))

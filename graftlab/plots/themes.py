@@ -1,4 +1,4 @@
-"""A figure on a light page and on a dark one: one picture for each, of which the page's theme shows its own."""
+"""Figures for light and dark pages: one picture for each, and the page's theme selects which one is shown."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 _PAPER, _INK = "#111111", "#e0e0e0"
-# Blue letters are lost on dark paper; points and lines are not.
+# Blue text is hard to read on a dark page; points and lines are not.
 _BLUE, _SKY = to_rgba("#0072B2"), "#56B4E9"
-# Pixels to the inch below which names cannot be read: a narrow page scrolls the figure then, and shrinks it no more.
+# Names are unreadable below this number of pixels per inch: a narrower page scrolls the figure instead of shrinking it.
 _LEGIBLE = 54
 AS_IT_IS = "as it is"
-"""The gid of text that stands on a colour of its own, and not on paper."""
+"""The gid of text that is drawn on a coloured cell, so that its colour must not change."""
 
 _BLACK, _WHITE = to_rgba("black"), to_rgba("white")
 
-# JupyterLab's theme, VS Code's, and where neither is, the system's. A page that drops styles shows the first picture.
+# Follows JupyterLab's or VS Code's theme, or else the system's. A page that drops styles shows the light picture.
 STYLE = """<style>
 .graftlab-figure { overflow-x: auto }
 .graftlab-figure img { max-width: 100% }
@@ -45,7 +45,7 @@ body[data-jp-theme-light="false"] .graftlab-on-dark, .vscode-dark .graftlab-on-d
 
 
 def pictures(figure: Figure, alt: str = "", dpi: float = 110) -> str:
-    """The figure as markup: drawn twice, with what it shows in words. See :data:`STYLE` for what it needs."""
+    """The figure as HTML: drawn twice, with a description in words. The page needs :data:`STYLE`."""
     said = html.escape(alt or in_words(figure), quote=True)
     least = f' style="min-width: {_LEGIBLE * figure.get_size_inches()[0]:.0f}px"'
     light = _img(_render(figure, dpi), said, "graftlab-on-light", least)
@@ -66,7 +66,7 @@ def _render(figure: Figure, dpi: float) -> bytes:
 
 
 def save(figure: Figure, out: io.BytesIO, dpi: float) -> None:
-    """Write the figure as PNG. Of characters that its fonts lack it is said once which fonts, and not for each."""
+    """Write the figure as PNG. Missing characters cause one warning that names the font, not one warning each."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         figure.savefig(out, format="png", dpi=dpi, facecolor=figure.get_facecolor())
@@ -76,7 +76,7 @@ def save(figure: Figure, out: io.BytesIO, dpi: float) -> None:
         count = len(set(lacking))
         warnings.warn(
             f"{count} {'character' if count == 1 else 'characters'} of this figure's names are not in the font {fonts} "
-            "and are drawn as boxes; name one that has them, as in matplotlib.rcParams['font.family'] = "
+            "and are drawn as boxes; choose a font that has them, as in matplotlib.rcParams['font.family'] = "
             "['DejaVu Sans', 'Noto Sans CJK JP']",
             stacklevel=2,
         )
@@ -87,7 +87,7 @@ def save(figure: Figure, out: io.BytesIO, dpi: float) -> None:
 
 @contextlib.contextmanager
 def on_dark(figure: Figure) -> Iterator[None]:
-    """Until the end of the block the figure is as on dark paper: its ink is light, and data keep their colours."""
+    """Within the block the figure has dark-page colours: light text and lines, with the data's colours unchanged."""
     undo: list[tuple[Any, Any]] = []
 
     def change(setter: Any, before: Any, after: Any) -> None:
@@ -117,7 +117,7 @@ def on_dark(figure: Figure) -> Iterator[None]:
         elif isinstance(artist, Patch):
             ink(artist.set_edgecolor, artist.get_edgecolor())
         elif isinstance(artist, Collection):
-            # A black point without its black face would be a hollow one, which means another thing.
+            # A black point with only its edge changed would look hollow, which has a different meaning.
             for setter, colours in (
                 (artist.set_edgecolor, np.asarray(artist.get_edgecolor())),
                 (artist.set_facecolor, np.asarray(artist.get_facecolor())),
@@ -142,13 +142,13 @@ def _is(colour: Any, other: tuple[float, float, float, float]) -> bool:
 
 
 def _axes(figure: Figure) -> list[Axes]:
-    """All axes, those inside of others too."""
+    """All axes, including inset ones."""
     found: list[Axes] = list(dict.fromkeys(figure.findobj(lambda artist: isinstance(artist, Axes))))  # type: ignore[arg-type]
     return found
 
 
 def in_words(figure: Figure) -> str:
-    """What a figure shows: the titles, the names of its axes, and what is written into it."""
+    """Describe a figure: its titles, axis labels, long texts and legends."""
     said = []
     for axes in _axes(figure):
         if axes.get_label() == "<colorbar>":

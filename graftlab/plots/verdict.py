@@ -1,4 +1,4 @@
-"""The figure of a verdict: what each tap adds, and what it inherits, over the floor."""
+"""The figure of a verdict: the added and inherited error of each tap, over the floor."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _NAMED = 4
 def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None = None) -> Figure:
     """Added and inherited error of each tap in execution order, over the floor; culprits are named.
 
-    ``frame`` is that of a verdict. The band reaches up to the floor of each tap, the dashed line to ``threshold`` times
-    it. A hollow point is the error of a run without grafts, which a tap may have inherited; a filled one what arose at
-    the tap itself. Where several ranks received a tap, the largest of each is drawn. Steps stand one after the other,
-    with a line between them. What is not finite on one side alone is at the top, zeros are below the scale, and what
-    has no value is not drawn. Of more than four groups at fault the first four are named above the axes.
+    ``frame`` is a verdict's frame. The band reaches up to the floor of each tap, the dashed line is ``threshold`` times
+    the floor. A hollow point is the error of a run without grafts, which a tap may have inherited; a filled point is
+    the error added at the tap itself. If several ranks received a tap, the largest of each is drawn. Steps follow each
+    other, separated by lines. Errors that are non-finite on one side only are at the top, zeros are below the scale,
+    and taps without a value are not drawn. If more than four groups are at fault, the first four are named above the
+    axes.
 
     Raises ValueError naming a column that the frame lacks.
 
@@ -86,7 +87,7 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
 
 
 def _worst_of_ranks(frame: pd.DataFrame) -> pd.DataFrame:
-    """One line a call of a tap: the rank at which the most was added."""
+    """One line per call of a tap: the rank with the largest added error."""
     if not len(frame):
         return frame
     ordered = frame.sort_values(
@@ -96,7 +97,7 @@ def _worst_of_ranks(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mark_steps(ax: Axes, taps: pd.DataFrame) -> None:
-    """Where each step begins, if there is more than one."""
+    """Mark where each step begins, if the frame has several."""
     steps = taps["step"].to_numpy()
     if steps[0] == steps[-1]:
         return
@@ -114,19 +115,19 @@ def _mark_steps(ax: Axes, taps: pd.DataFrame) -> None:
 
 
 def _shown(taps: pd.DataFrame, column: str, over: str) -> style.Array:
-    """A column as it is drawn: infinite where one side alone is not finite, whatever the finite rest says."""
+    """A column to draw: infinite where one side only is non-finite, whatever the finite elements are."""
     ratio = taps[over].to_numpy(dtype=float)
     shown: style.Array = np.where(np.isposinf(ratio), np.inf, taps[column].to_numpy(dtype=float))
     return shown
 
 
 def _name_groups(ax: Axes, taps: pd.DataFrame, x: style.Array, y: style.Array) -> None:
-    """Each culprit's name, above the axes, where no data is; an arrow leads to the first of its taps."""
+    """Write each culprit's name above the axes, with an arrow to the first of its taps."""
     groups = list(dict.fromkeys(taps.loc[taps["label"] == "culprit", "group"]))
     more = f" (and {len(groups) - _NAMED} more groups)" if len(groups) > _NAMED else ""
     is_culprit = (taps["label"] == "culprit").to_numpy()
-    first = int(taps["step"].nunique() > 1)  # above the line that says where steps begin
-    # From the right to the left, so that no arrow crosses the text of a line above it.
+    first = int(taps["step"].nunique() > 1)  # above the labels of the steps
+    # From right to left, so that no arrow crosses the text of a line above it.
     for level, group in enumerate(reversed(groups[:_NAMED]), first):
         at = int(np.flatnonzero((taps["group"] == group).to_numpy() & is_culprit)[0])
         style.point_out(

@@ -164,15 +164,15 @@ class ControlThread:
 
     def _kept_pair(self, question: AskKeptPair) -> KeptValue:
         pair = self._kept.find(question.name, question.tags)
-        return _packed(None if pair is None else _both(pair))
+        return _pack_kept(None if pair is None else _both(pair))
 
     def _kept_input(self, question: AskKeptInput) -> KeptValue:
-        return _packed(self._kept.find(question.name, question.tags, failed=True))
+        return _pack_kept(self._kept.find(question.name, question.tags, failed=True))
 
     def _kept_map(self, question: AskKeptMap) -> KeptValue:
         # Reduced here, so that only the pixels to draw travel, however large the tensors are.
         pair = self._kept.find(question.name, question.tags)
-        return _packed(None if pair is None else difference_map(*_both(pair), dims=question.dims))
+        return _pack_kept(None if pair is None else difference_map(*_both(pair), dims=question.dims))
 
 
 def _both(pair: KeptPair) -> tuple[Any, Any]:
@@ -182,10 +182,10 @@ def _both(pair: KeptPair) -> tuple[Any, Any]:
     return pair.baseline, pair.target
 
 
-def packed(value: Any) -> bytes | None:
+def pack_value(value: Any) -> bytes | None:
     """Pickle a value for a notebook that trusts this rank; None stays None."""
     return None if value is None else shipping.pack_result(value)
 
 
-def _packed(value: Any) -> KeptValue:
-    return KeptValue(packed(value))
+def _pack_kept(value: Any) -> KeptValue:
+    return KeptValue(pack_value(value))

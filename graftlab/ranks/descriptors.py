@@ -1,4 +1,4 @@
-"""What the ranks of a graft world share, as open descriptors: made by the notebook, received and used by each rank."""
+"""The open descriptors that the ranks of a graft world share: made by the notebook, received and used by each rank."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def make_exchange(
 
 
 def _make_store(path: Path) -> int:
-    """Create the rendezvous store of a side's process group: a file without a name where the system has such files."""
+    """Create the rendezvous store of a side's process group: an unnamed file where the system has such files."""
     if MEMORY_FILES:
         return os.memfd_create("graftlab-store", os.MFD_CLOEXEC)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -21,10 +21,11 @@ class DeviceAssignment:
 
 
 def assign_devices(places: list[Place], device: str | None, backend: str | None) -> list[DeviceAssignment]:
-    """Give each place a device: ``"cpu"``, ``"cuda"`` (spread in turn), ``"cuda:N"`` (all on one) or None.
+    """Assign a device to each place.
 
-    None takes the GPUs if there are any. Where ranks of one side share a GPU their group falls back from nccl, which
-    refuses that, to gloo. Raises :class:`LaunchError` for a device or backend that is not available.
+    ``device`` is ``"cpu"``, ``"cuda"`` (spread in turn), ``"cuda:N"`` (all on one), or None for the GPUs if there are
+    any. Where ranks of one side share a GPU their group falls back from nccl, which refuses that, to gloo. Raises
+    :class:`LaunchError` for a device or backend that is not available.
     """
     gpus = torch.cuda.device_count()
     kind, _, index = (device or ("cuda" if gpus else "cpu")).partition(":")

@@ -150,7 +150,7 @@ class _MatchRecorder(SketchRecorder):
             else:
                 relaid = relayout([(graft.layout, [value])], split, rank, shape=shape, own=own)
         except LayoutError as error:
-            self.note(f"{name} could not be grafted to look behind it: {error}")
+            self.note(f"{name} could not be grafted to match the taps after it: {error}")
             return own
         return relaid.value.to(own.dtype)
 

@@ -106,7 +106,7 @@ class Interrupt(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """End."""
+    """End the rank's process."""
 
 
 class Contact(Message, frozen=True):

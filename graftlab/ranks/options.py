@@ -18,7 +18,7 @@ StartMethod = Literal["forkserver", "spawn"]
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How to start the ranks; budgets are in bytes a rank, both timeouts in seconds.
+    """How to start the ranks; budgets are in bytes per rank, both timeouts in seconds.
 
     Raises :class:`LaunchError` for values out of range.
     """
@@ -66,8 +66,8 @@ def _require_seconds(name: str, given: object) -> None:
 class RankSpec:
     """Everything that a rank receives when it starts.
 
-    ``store`` is the path of the rendezvous store of its side's process group; empty where that is a file without a
-    name, which is passed as a descriptor. ``multiprocessing`` is the start method of the notebook's process; None where
+    ``store`` is the path of the rendezvous store of its side's process group; empty where that is an unnamed
+    file, which is passed as a descriptor. ``multiprocessing`` is the start method of the notebook's process; None where
     it has not chosen one.
     """
 

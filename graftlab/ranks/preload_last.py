@@ -1,4 +1,4 @@
-"""Imported last, by the forkserver alone, which outlives a killed notebook: removes the temporary folder of that.
+"""Imported last, by the forkserver alone, which outlives a killed notebook and removes its temporary folder.
 
 multiprocessing makes a folder ``pymp-*`` for the forkserver's socket, and removes it when the notebook's process exits
 normally. This module also hides all earlier imports from the garbage collectors of the ranks.

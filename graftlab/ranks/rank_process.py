@@ -106,5 +106,5 @@ class RankProcess(RankHandle):
             with contextlib.suppress(ValueError):
                 return f"killed by {signal.Signals(-code).name}"
         if code == _UNKNOWN:
-            return f"ended, by a signal or with exit code {code}: the forkserver, which knew, is gone"
+            return f"ended, by a signal or with exit code {code}: the forkserver, which had the exact status, is gone"
         return f"ended with exit code {code}"

@@ -87,7 +87,7 @@ def sketch_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def round_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> RoundedResults:
-    """Run the callee with other rounding, and in float64."""
+    """Run the callee with its taps moved by one rounding, and in float64."""
     return rounded_results(bind_callee(callee, args, kwargs), budget=budget)
 
 
@@ -109,7 +109,7 @@ class FedBatch:
 
 
 def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[FedBatch]:
-    """Give a rank's function one batch a step. An exception that it raises fails that batch alone."""
+    """Give a rank's function one batch per step. An exception that it raises fails that batch alone."""
     if isinstance(function, str):
         function = eval(function, _namespace())
     if not callable(function):

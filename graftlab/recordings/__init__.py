@@ -1,4 +1,4 @@
-"""Taps of one side on disk: written while it runs, and usable as that side.
+"""Record the taps of one side to disk, and use a recording as that side.
 
 Internal: it may change without notice; docs/api says what is public.
 """

@@ -1,4 +1,4 @@
-"""A recording that ``GRAFTLAB_RECORD=folder`` asks for: it begins with the process's first tap and ends with it."""
+"""Recording requested by ``GRAFTLAB_RECORD=folder``, from the process's first tap until its end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from graftlab.taps import calls
 FOLDER, FILTER = "GRAFTLAB_RECORD", "GRAFTLAB_RECORD_FILTER"
 
 
-class FirstTapRecords:
-    """In place of a grafter until the first tap or step; by then the job knows which rank this process is."""
+class FirstTapRecorder:
+    """Starts the recording at the first tap or step, when the job knows which rank this process is."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         recorder = _begin()
@@ -33,11 +33,11 @@ class FirstTapRecords:
 
 
 def record_by_environment() -> bool:
-    """Record from the first tap on where the environment asks for it; returns whether it does."""
+    """Record from the first tap on if the environment asks for it; return whether it does."""
     if not os.environ.get(FOLDER):
         return False
-    if not isinstance(calls.grafter(), FirstTapRecords):
-        active.install_handler(FirstTapRecords(), None)
+    if not isinstance(calls.grafter(), FirstTapRecorder):
+        active.install_handler(FirstTapRecorder(), None)
     return True
 
 
@@ -45,10 +45,10 @@ def _begin() -> calls.RankTapHandler | None:
     import torch
 
     calls.deactivate()
-    # A data loader's worker is no rank, whatever it taps.
+    # A data loader's worker is not a rank, even if it reaches taps.
     if torch.utils.data.get_worker_info() is None:
         recording = ExitStack()
         recording.enter_context(record(os.environ[FOLDER], os.environ.get(FILTER, "True")))
-        # Also in processes that multiprocessing has started, which skip what atexit has.
+        # Not atexit, whose functions do not run in processes that multiprocessing has started.
         Finalize(recording, recording.close, exitpriority=100)
     return calls.grafter()

@@ -1,4 +1,4 @@
-"""``record``: keep what this process's taps show, as one rank of a recording."""
+"""``record``: record the taps of this process, as one rank of a recording."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from graftlab.grafting.decisions import all_tags
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, layout_of_dtensor, parse_layout
 from graftlab.ranks.own_place import own_rank
-from graftlab.recordings.layout import FORMAT, RankHeader, StoredLayout, rank_folder
-from graftlab.recordings.writer import Taken, Writer
+from graftlab.recordings.file_format import FORMAT, RankHeader, StoredLayout, rank_folder
+from graftlab.recordings.writer import PendingTap, RecordingWriter
 from graftlab.taps import calls
 from graftlab.taps.extras import ExtrasWithLayout, resolved
 
 
-class Recorder:
-    """Stands before the taps of this process: records what the model has, then lets the plan do what it does."""
+class TapRecorder:
+    """A tap handler that records each tensor as the model has it, and then calls the previous handler."""
 
     def __init__(self, folder: Path, place: Place, filter_: str | None, inner: calls.RankTapHandler | None) -> None:
         self._folder = folder
@@ -41,13 +41,13 @@ class Recorder:
         self._told = False
         header = RankHeader(FORMAT, place.side, place.rank, place.world_size)
         try:
-            self._writer = Writer(rank_folder(folder, place.rank), header)
+            self._writer = RecordingWriter(rank_folder(folder, place.rank), header)
         except FileExistsError:
             raise RecordingError(
-                f"{folder} has a recording of rank {place.rank} already; remove it, or record into another folder"
+                f"{folder} already has a recording of rank {place.rank}; remove it, or record to a different folder"
             ) from None
         except OSError as error:
-            raise RecordingError(f"nothing can be recorded in {folder}: {error}") from error
+            raise RecordingError(f"cannot record to {folder}: {error}") from error
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         """See :func:`graftlab.tap`."""
@@ -56,7 +56,7 @@ class Recorder:
 
     @property
     def moment(self) -> object:
-        """Another value in each step, and in each run of a session."""
+        """A value that differs in each step, and in each run of a session."""
         return self._step, None if self._inner is None else self._inner.moment
 
     def step(self) -> None:
@@ -66,11 +66,11 @@ class Recorder:
             self._inner.step()
 
     def close(self) -> None:
-        """Write what is left. Warns where nothing was recorded, or the disk took not all of it."""
+        """Write the rest. Warns if no tap was recorded, or if writing failed."""
         self._writer.close(self._step + 1, list(self._left_out))
-        self._tell_error()
+        self._warn_of_error()
         if not self._matches:
-            warn(f"nothing was recorded in {self._folder}: no tap was reached that the filter matches")
+            warn(f"nothing was recorded in {self._folder}: the filter matched no tap that was reached")
 
     def _record(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any]) -> None:
         given = {**dict(calls.ambient.get()), **tags}
@@ -79,10 +79,10 @@ class Recorder:
         if not self._filter.matches(full):
             return
         if self._writer.error is not None:
-            self._tell_error()
+            self._warn_of_error()
             return
         if full["recompute_status"] == "recompute":
-            self._leave_out(f"tap {name!r} where a forward is computed again in the backward pass")
+            self._leave_out(f"tap {name!r} where the backward pass recomputes the forward pass")
             return
         shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
         tensor = plain_tensor(shown)
@@ -94,7 +94,7 @@ class Recorder:
             self._leave_out(f"extras of tap {name!r}: {lost}")
         self._matches += 1
         layout = self._layout(name, shown, extras.layout if isinstance(extras, ExtrasWithLayout) else None)
-        self._writer.put(Taken(self._step, name, own, _copy(tensor), carried, tensors, lost, layout))
+        self._writer.put(PendingTap(self._step, name, own, _copy(tensor), carried, tensors, lost, layout))
 
     def _layout(self, name: str, shown: Any, given: Any) -> StoredLayout | None:
         if isinstance(given, str):
@@ -117,10 +117,10 @@ class Recorder:
             self._left_out[what] = None
             warn(f"not recorded: {what}")
 
-    def _tell_error(self) -> None:
+    def _warn_of_error(self) -> None:
         if self._writer.error is not None and not self._told:
             self._told = True
-            warn(f"the recording ended: {self._writer.error}; the job goes on")
+            warn(f"the recording ended: {self._writer.error}; the job continues")
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split(extras: Any) -> tuple[Any, dict[str, torch.Tensor], str]:
-    """Extras that are plain data, those that are tensors in a dict, and why the rest cannot be kept."""
+    """Split extras into plain data and tensors of a dict, with the reason if the rest cannot be recorded."""
     if extras is None:
         return None, {}, ""
     tensors: dict[str, torch.Tensor] = {}
@@ -139,27 +139,26 @@ def _split(extras: Any) -> tuple[Any, dict[str, torch.Tensor], str]:
     try:
         carried = msgspec.json.decode(msgspec.json.encode(extras))
     except (TypeError, ValueError, OverflowError) as error:
-        return None, tensors, f"they are no plain data ({error})"
+        return None, tensors, f"they are not plain data ({error})"
     if carried != extras:
-        return None, tensors, "they come back as something else from JSON"
+        return None, tensors, "JSON does not return them unchanged"
     return carried, tensors, ""
 
 
 @contextmanager
 def record(folder: str | Path, filter: str | None = "True") -> Iterator[None]:
-    """Keep what the taps of this process show, inside of the ``with``, as one rank of a recording in ``folder``.
+    """Record the taps of this process within the ``with``, as one rank of a recording in ``folder``.
 
-    Works in a session's rank and without a session; the rank and how many there are come from the session, else from
-    the default process group, else from ``RANK`` and ``WORLD_SIZE``. ``filter`` is an expression over tags. The tensor
-    is recorded as the model has it, before anything is grafted. A step is one of :func:`step`, from 0 on. A thread
-    writes; taps wait for it where 256 MiB have gathered. Extras are kept where they are plain data, or a dict of such
-    and tensors.
+    It works in a session's rank and without a session. The rank and the world size come from the session, else from
+    the default process group, else from ``RANK`` and ``WORLD_SIZE``. ``filter`` is an expression over tags. A tensor
+    is recorded as the model has it, before a graft. Steps are those of :func:`step`, from 0. A thread writes; taps wait
+    for it when 256 MiB are waiting. Extras are recorded if they are plain data, or a dict of plain data and tensors.
 
     Tensors are in safetensors files, with an index of JSON lines, so that they can be read without graftlab;
-    :class:`Recording` makes a side of them. Where the disk is full, the recording ends and a :class:`GraftWarning` says
-    so; the job goes on.
+    :class:`Recording` uses them as a side. When the disk is full, the recording ends with a :class:`GraftWarning`, and
+    the job continues.
 
-    Raises :class:`RecordingError` where the folder has a recording of this rank or cannot be written.
+    Raises :class:`RecordingError` when the folder already has a recording of this rank, or cannot be written.
 
     >>> with gl.record(session.folder / "recorded"):
     ...     x = gl.tap("hidden", torch.ones(4), layer=3)
@@ -167,11 +166,11 @@ def record(folder: str | Path, filter: str | None = "True") -> Iterator[None]:
     [['hidden', 3, (4,)]]
     """
     before, here = calls.grafter(), calls.here()
-    if isinstance(before, Recorder):
-        raise RecordingError("a recording is going on in this process; one at a time")
+    if isinstance(before, TapRecorder):
+        raise RecordingError("this process is already recording; end that recording first")
     if before is not None and here is None:
-        raise SessionError("this job will join a graft world at its first tap; call gl.attach() before gl.record()")
-    recorder = Recorder(Path(folder).expanduser().absolute(), own_place(), filter, before)
+        raise SessionError("this job joins a graft world at its first tap; call gl.attach() before gl.record()")
+    recorder = TapRecorder(Path(folder).expanduser().absolute(), own_place(), filter, before)
     active.install_handler(recorder, here)
     try:
         yield
@@ -184,7 +183,7 @@ def record(folder: str | Path, filter: str | None = "True") -> Iterator[None]:
 
 
 def own_place() -> Place:
-    """Where this process stands: in its session, or else in its job."""
+    """Return this process's place in its session, or else in its job."""
     here = calls.here()
     if here is not None:
         return Place(here.side, here.rank, here.world_size, 0)

@@ -1,4 +1,4 @@
-"""``Recording``: a folder of recorded taps, usable as one side of a session."""
+"""``Recording``: a folder of recorded taps, which can be one side of a session."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ import torch
 from graftlab.base.tensor_bytes import as_bytes, dtype_named
 from graftlab.base.text import counted
 from graftlab.errors import RecordingError
-from graftlab.recordings.layout import (
+from graftlab.recordings.file_format import (
     FORMAT,
     INDEX_FILE,
     OLD_FORMAT,
     RANK_FILE,
-    Chain,
-    End,
-    Entry,
-    Line,
+    ChecksumChain,
+    IndexEnd,
+    IndexLine,
     RankHeader,
     StoredTensor,
+    TapEntry,
     rank_folder,
 )
-from graftlab.recordings.old_dumps import OldDump
-from graftlab.recordings.recorded import Recorded
+from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.recordings.sglang_dumps import SglangDump
 
-_line = msgspec.json.Decoder(Line)
+_line = msgspec.json.Decoder(IndexLine)
 _header = msgspec.json.Decoder(RankHeader)
 
 
-class Recording(Recorded):
-    """What :func:`record` kept of one side, on all its ranks. ``gl.launch(baseline=gl.Recording(folder), target=2)``
-    makes a side of it, which shows the recorded taps again in each run; so one run of a baseline serves many targets.
+class Recording(RecordedSide):
+    """The taps that :func:`record` has recorded of one side, on all its ranks.
 
-    ``world_size`` is how many ranks it has. With ``partial`` a recording that was cut off is taken as far as it goes.
+    ``gl.launch(baseline=gl.Recording(folder), target=2)`` uses it as a side, which replays the recorded taps in each
+    run. So one run of a baseline serves many targets.
 
-    Raises :class:`RecordingError` for a folder that is no recording, lacks a rank or was cut off; a damaged tensor is
-    told, with its tap, when it is read.
+    ``world_size`` is the number of ranks. With ``partial`` a truncated recording is used up to its last whole tap.
+
+    Raises :class:`RecordingError` for a folder that is not a recording, lacks a rank or is truncated. Reading a damaged
+    tensor raises one that names the tap.
 
     >>> with gl.record(session.folder / "one"):
     ...     x = gl.tap("hidden", torch.ones(4), layer=3)
@@ -56,20 +58,21 @@ class Recording(Recorded):
         self.world_size = first.world_size
         if rank_folder(self.folder, self.world_size).exists():
             raise RecordingError(
-                f"{self.folder} is of {counted(self.world_size, 'rank')} by its {RANK_FILE}, and has a folder of rank "
-                f"{self.world_size}: two jobs recorded into it, or it was edited"
+                f"{self.folder} is of {counted(self.world_size, 'rank')} by its {RANK_FILE}, but has a folder of rank "
+                f"{self.world_size}: two jobs recorded to it, or it was edited"
             )
         for rank in range(1, first.world_size):
             if self._read_header(rank).world_size != first.world_size:
-                raise RecordingError(f"{self.folder}: its ranks are not of one recording; {RANK_FILE} tells how many")
+                raise RecordingError(
+                    f"{self.folder}: its ranks are of different recordings, whose {RANK_FILE} differ in world_size"
+                )
         _ = self._ranks
 
     @classmethod
-    def open(cls, folder: str | Path, *, partial: bool = False) -> Recorded:
-        """A recording, or a folder that SGLang's dumper wrote: ``.pt`` files with a tap's tags in their names.
+    def open(cls, folder: str | Path, *, partial: bool = False) -> RecordedSide:
+        """Open a recording, or a folder that SGLang's dumper wrote: ``.pt`` files with a tap's tags in their names.
 
-        Such files are read without running anything of them, and can be a side just so. ``dims`` in them are the
-        layouts.
+        Such files are read without running any code in them, and can be a side too. Their ``dims`` are the layouts.
 
         >>> with gl.record(session.folder / "opened"):
         ...     x = gl.tap("hidden", torch.ones(4))
@@ -80,13 +83,11 @@ class Recording(Recorded):
         if not (rank_folder(path, 0) / RANK_FILE).exists() and not any(path.glob("*.pt")):
             inside = sorted({each.parent.name for each in path.glob("*/*.pt")})
             if inside:
-                # The dumper makes a folder for each time that it runs, within the one that it was given.
-                raise RecordingError(
-                    f"{path} has dumps in {', '.join(inside)}, each of another time; name one of these"
-                )
+                # The dumper makes a new folder for each of its runs, within the one that it is given.
+                raise RecordingError(f"{path} has dumps of several runs, in {', '.join(inside)}; pass one of these")
         if (rank_folder(path, 0) / RANK_FILE).exists() or not any(path.glob("*.pt")):
             return cls(path, partial=partial)
-        return OldDump(path, partial=partial)
+        return SglangDump(path, partial=partial)
 
     def _read_header(self, rank: int) -> RankHeader:
         path = rank_folder(self.folder, rank) / RANK_FILE
@@ -94,7 +95,7 @@ class Recording(Recorded):
             header = _header.decode(path.read_bytes())
         except OSError as error:
             raise RecordingError(
-                f"{path} cannot be read: {error.strerror}; a recording has such a file a rank"
+                f"{path} cannot be read: {error.strerror}; a recording has such a file for each rank"
             ) from None
         except msgspec.DecodeError as error:
             raise RecordingError(f"{path} is damaged: {error}") from None
@@ -105,47 +106,47 @@ class Recording(Recorded):
             )
         return header
 
-    def _read_index(self, rank: int) -> tuple[list[Entry], End]:
+    def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         path = rank_folder(self.folder, rank) / INDEX_FILE
         try:
             lines = path.read_bytes().split(b"\n")
-            chain = Chain((rank_folder(self.folder, rank) / RANK_FILE).read_bytes())
+            chain = ChecksumChain((rank_folder(self.folder, rank) / RANK_FILE).read_bytes())
         except OSError as error:
             raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
-        entries: list[Entry] = []
-        end: End | None = None
-        # Once a line has a checksum, all that follow have one.
+        entries: list[TapEntry] = []
+        end: IndexEnd | None = None
+        # After a line with a checksum, all lines must have one.
         sealed = self._read_header(rank).format != OLD_FORMAT
         for number, text in enumerate(lines[:-1], 1):
             try:
-                line: Line = _line.decode(text)
+                line: IndexLine = _line.decode(text)
             except msgspec.DecodeError as error:
-                raise RecordingError(f"{path}, line {number}: this is no tap ({error}); {_after(entries)}") from None
+                raise RecordingError(f"{path}, line {number}: this is not a tap ({error}); {_after(entries)}") from None
             if end is not None:
-                raise RecordingError(f"{path}, line {number}: there is more after its end")
+                raise RecordingError(f"{path}, line {number}: the index continues after its end")
             fits = chain.fits(text)
             if fits is False or (fits is None and sealed):
-                what = "the end" if isinstance(line, End) else str(line)
+                what = "the end" if isinstance(line, IndexEnd) else str(line)
                 raise RecordingError(
-                    f"{path}, line {number}: {what} is not what was recorded there: this line, the one before it or "
+                    f"{path}, line {number}: {what} is not what was recorded here: this line, the one before it or "
                     f"{RANK_FILE} was edited; {_after(entries)}"
                 )
             sealed |= fits is True
-            if isinstance(line, End):
+            if isinstance(line, IndexEnd):
                 end = line
             else:
                 entries.append(line)
         if end is None and self.partial:
-            end = End(len(entries), entries[-1].step + 1 if entries else 1, ["what came after it was cut off"])
+            end = IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, ["the taps after its truncation"])
         if end is None:
             raise RecordingError(
-                f"{path} was cut off: {_after(entries)}. gl.Recording(folder, partial=True) takes it as far as it goes"
+                f"{path} is truncated: {_after(entries)}. gl.Recording(folder, partial=True) uses the whole ones"
             )
         if end.taps != len(entries):
             raise RecordingError(f"{path} should have {end.taps} taps and has {len(entries)}; it was edited")
         return entries, end
 
-    def _load(self, rank: int, entry: Entry, stored: StoredTensor) -> torch.Tensor:
+    def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         path = rank_folder(self.folder, rank) / stored.shard
         try:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -155,9 +156,11 @@ class Recording(Recorded):
         except (OSError, safetensors.SafetensorError, RuntimeError, ValueError) as error:
             raise RecordingError(f"{entry} on rank {rank} cannot be read from {path}: {error}") from error
         if tensor.dtype != dtype_named(stored.dtype) or tuple(tensor.shape) != stored.shape:
-            raise RecordingError(f"{entry} on rank {rank}: {path} has another tensor than the index says")
+            raise RecordingError(
+                f"{entry} on rank {rank}: the tensor in {path} differs from the index in shape or dtype"
+            )
         if zlib.crc32(as_bytes(tensor).numpy().data) != stored.crc32:
-            raise RecordingError(f"{entry} on rank {rank}: its bytes in {path} were changed since it was recorded")
+            raise RecordingError(f"{entry} on rank {rank}: its bytes in {path} have changed since it was recorded")
         return tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,5 +171,5 @@ def _reopen(folder: str, partial: bool) -> Recording:
     return Recording(folder, partial=partial)
 
 
-def _after(entries: list[Entry]) -> str:
-    return f"the last whole one is {entries[-1]}" if entries else "there is no whole one"
+def _after(entries: list[TapEntry]) -> str:
+    return f"the last whole tap is {entries[-1]}" if entries else "it has no whole tap"

@@ -1,4 +1,4 @@
-"""The thread that writes a recording, and the bounded queue before it."""
+"""The thread that writes a recording, and its bounded queue."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ import safetensors.torch
 import torch
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes
-from graftlab.recordings.layout import INDEX_FILE, RANK_FILE, Chain, End, Entry, RankHeader, StoredLayout, StoredTensor
+from graftlab.recordings.file_format import (
+    INDEX_FILE,
+    RANK_FILE,
+    ChecksumChain,
+    IndexEnd,
+    RankHeader,
+    StoredLayout,
+    StoredTensor,
+    TapEntry,
+)
 
 logger = logging.getLogger(__name__)
 
-# What waits to be written, in bytes; past that a tap waits for the disk.
+# Bytes that may wait to be written; a tap that would exceed them waits for the disk.
 _WAITING = 256 << 20
-# A file is written when it is so large, and at the end.
+# Bytes after which a file is written.
 _SHARD = 64 << 20
-# So many files may be on their way from the system's cache to the disk: the disk is never idle, and never far behind.
-_ON_THEIR_WAY = 2
-# Those that every reader of the format knows.
+# Files that may wait for fdatasync: enough to keep the disk busy, and few enough to notice a full disk soon.
+_UNSYNCED = 2
+# The dtypes that every reader of safetensors knows.
 _COMMON = frozenset(
     {
         torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -38,8 +47,8 @@ _COMMON = frozenset(
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What one tap showed, on the CPU and nobody else's."""
+class PendingTap:
+    """A tap to be written, with its own copies of the tensors on the CPU."""
 
     step: int
     name: str
@@ -55,45 +64,45 @@ class Taken:
         return self.tensor.nbytes + sum(tensor.nbytes for tensor in self.extra_tensors.values())
 
 
-class Writer:
-    """Writes one rank's taps. Any thread may :meth:`put`; ``error`` says in words why it ended early."""
+class RecordingWriter:
+    """Writes one rank's taps. Any thread may call :meth:`put`; ``error`` has the reason if it ended early."""
 
     def __init__(self, folder: Path, header: RankHeader) -> None:
-        """Raises OSError where the folder cannot be made, and FileExistsError for one that has a recording."""
+        """Raises OSError when the folder cannot be made, and FileExistsError when it has a recording."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         first = msgspec.json.encode(header)
         with open(folder / RANK_FILE, "xb") as file:
             file.write(first)
-        self._chain = Chain(first)
+        self._chain = ChecksumChain(first)
         self._index = open(folder / INDEX_FILE, "xb", buffering=0)  # noqa: SIM115
         self.error: str | None = None
-        self._queue: deque[Taken | None] = deque()
+        self._queue: deque[PendingTap | None] = deque()
         self._waiting = 0
         self._changed = threading.Condition()
         self._shard: dict[str, torch.Tensor] = {}
-        self._lines: list[Entry] = []
+        self._lines: list[TapEntry] = []
         self._bytes = self._shards = self._taps = 0
-        self._disk = _Disk()
+        self._disk = _DiskSync()
         self._thread = threading.Thread(target=self._write_all, name="graftlab-recording", daemon=True)
         self._thread.start()
 
-    def put(self, taken: Taken) -> None:
-        """Have this written; waits while too much is waiting. After an error it is dropped."""
+    def put(self, tap: PendingTap) -> None:
+        """Queue a tap; wait while too many bytes are queued. After an error the tap is dropped."""
         with self._changed:
-            # One that is larger than all that may wait goes alone.
+            # A tap larger than the bound is queued when the queue is empty.
             self._changed.wait_for(
-                lambda: self.error is not None or not self._waiting or self._waiting + taken.nbytes <= _WAITING
+                lambda: self.error is not None or not self._waiting or self._waiting + tap.nbytes <= _WAITING
             )
             if self.error is None:
-                self._queue.append(taken)
-                self._waiting += taken.nbytes
+                self._queue.append(tap)
+                self._waiting += tap.nbytes
                 self._changed.notify_all()
 
     def close(self, steps: int, left_out: list[str]) -> None:
-        """Write what is left, and that it is all. Not after an error: then the index says where it broke off.
+        """Write the rest and the end of the index; after an error neither, so that the index shows where it ends.
 
-        Returns when the disk has it: some file systems say only then that they are full.
+        Returns when the data are on the disk, because some file systems report only then that they are full.
         """
         with self._changed:
             self._queue.append(None)
@@ -103,7 +112,7 @@ class Writer:
             try:
                 self._flush()
                 self._disk.wait(0)
-                self._append(self._chain.sealed(End(self._taps, steps, left_out)))
+                self._append(self._chain.sealed(IndexEnd(self._taps, steps, left_out)))
             except OSError as error:
                 self._fail(error)
         self._disk.close()
@@ -113,30 +122,30 @@ class Writer:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._queue))
-                taken = self._queue.popleft()
-            if taken is None:
+                tap = self._queue.popleft()
+            if tap is None:
                 return
             if self.error is None:
                 try:
-                    self._add(taken)
+                    self._add(tap)
                 except (OSError, RuntimeError, ValueError, TypeError) as error:
                     self._fail(error)
             with self._changed:
-                self._waiting -= taken.nbytes
+                self._waiting -= tap.nbytes
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         with self._changed:
-            self.error = f"{self._folder} cannot be written ({reason}); what came before is there, {self._taps} taps"
+            self.error = f"{self._folder} cannot be written ({reason}); it has the first {self._taps} taps"
             self._changed.notify_all()
         logger.error("the recording ended: %s", self.error)
 
-    def _add(self, taken: Taken) -> None:
-        tensor = self._store(taken.tensor)
-        extras = {name: self._store(extra) for name, extra in taken.extra_tensors.items()}
+    def _add(self, tap: PendingTap) -> None:
+        tensor = self._store(tap.tensor)
+        extras = {name: self._store(extra) for name, extra in tap.extra_tensors.items()}
         self._lines.append(
-            Entry(taken.step, taken.name, taken.tags, tensor, taken.extras, extras, taken.lost_extras, taken.layout)
+            TapEntry(tap.step, tap.name, tap.tags, tensor, tap.extras, extras, tap.lost_extras, tap.layout)
         )
         if self._bytes >= _SHARD:
             self._flush()
@@ -157,7 +166,7 @@ class Writer:
         )
 
     def _flush(self) -> None:
-        """The tensors first: a line of the index stands for what is there."""
+        """Write the tensors, and then their index lines, so that every line's tensor exists."""
         if not self._lines:
             return
         path = self._folder / f"{self._shards:06d}.safetensors"
@@ -165,8 +174,8 @@ class Writer:
             safetensors.torch.save_file(self._shard, path)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from error
-        self._disk.take(path)
-        self._disk.wait(_ON_THEIR_WAY)
+        self._disk.add(path)
+        self._disk.wait(_UNSYNCED)
         self._append(b"".join(map(self._chain.sealed, self._lines)))
         self._taps += len(self._lines)
         self._shards += 1
@@ -178,9 +187,11 @@ class Writer:
             data = data[self._index.write(data) :]
 
 
-class _Disk:
-    """Brings files from the system's cache to the disk. With a thread of its own that is there from the beginning on:
-    a recording may end when the interpreter does, which starts none any more and ends those of executors first.
+class _DiskSync:
+    """A thread that forces files to the disk.
+
+    It starts at the beginning, because a recording may end with the interpreter, which by then cannot start threads and
+    has ended those of executors.
     """
 
     def __init__(self) -> None:
@@ -190,12 +201,12 @@ class _Disk:
         self._thread = threading.Thread(target=self._work, name="graftlab-recording-disk", daemon=True)
         self._thread.start()
 
-    def take(self, path: Path) -> None:
-        """Have this file there, some time."""
+    def add(self, path: Path) -> None:
+        """Queue a file."""
         self._put(path)
 
     def wait(self, most: int) -> None:
-        """Wait until no more than so many files are on their way. Raises what the disk has said of any."""
+        """Wait until at most ``most`` files are queued. Raises the first OSError of any file."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._paths) <= most or self._error is not None)
             if self._error is not None:
@@ -233,6 +244,6 @@ def _sync(path: Path) -> None:
         try:
             os.fdatasync(file.fileno())
         except OSError as error:
-            # Some file systems have nothing to wait for.
+            # Some file systems do not support it.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise

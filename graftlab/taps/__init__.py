@@ -1,4 +1,4 @@
-"""What people put into model code, and who is given what it shows.
+"""The calls that users put into model code, and the objects that receive what those calls show.
 
 Internal: it may change without notice; docs/api says what is public.
 """

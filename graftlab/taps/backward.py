@@ -1,13 +1,13 @@
-"""Whether a backward pass is going on."""
+"""Whether a backward pass is running."""
 
 from __future__ import annotations
 
 from torch.utils.module_tracker import ModuleTracker
 
-# Used only to ask. It installs hooks when it is entered, which never happens.
+# Only queried. It would install hooks when entered, which never happens.
 _tracker = ModuleTracker()
 
 
 def is_backward() -> bool:
-    """Whether this thread runs a backward pass of autograd's engine at this moment."""
+    """Whether this thread runs a backward pass of autograd's engine."""
     return bool(_tracker.is_bw)

@@ -1,6 +1,6 @@
-"""What people put into a model's code: ``tap``, ``tags``, ``step`` and ``here``.
+"""The calls for model code: ``tap``, ``tags``, ``step`` and ``here``.
 
-Outside a session every one of them returns at once, so that taps can stay in code that ships.
+Outside a session each of them returns at once, so that taps can stay in production code.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ambient: ContextVar[TagItems] = ContextVar("graftlab_tags", default=())
-# What ``ambient`` was outside of each ``with gl.tags(...)`` that is open in this thread or task, outermost first. Kept
-# here and not in the object, which several threads may have entered.
+# The value of ``ambient`` outside each open ``with gl.tags(...)`` of this thread or task, outermost first. It is not an
+# attribute of the object, because several threads may have entered that.
 _outside: ContextVar[tuple[TagItems, ...]] = ContextVar("graftlab_tags_outside", default=())
 
 
 class TapHandler(Protocol):
-    """Who is given what taps show."""
+    """Receives what taps show."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         """See :func:`graftlab.tap`. With ``replace`` a grafted value comes back as a new tensor."""
 
 
 class RankTapHandler(TapHandler, Protocol):
-    """Who takes all taps of a rank, and is told where its steps end."""
+    """Receives all taps of a rank, and the ends of its steps."""
 
     @property
     def moment(self) -> object:
-        """Another value in each run, and in each step of it."""
+        """A value that changes with each run and each step."""
 
     def step(self) -> None:
         """See :func:`graftlab.step`."""
 
 
 class TracedCalls(Protocol):
-    """What stands for these calls in code that ``torch.compile`` traces; see :mod:`graftlab.taps.compiled`."""
+    """Replaces these calls in code that ``torch.compile`` traces; see :mod:`graftlab.taps.compiled`."""
 
     def tap(
         self,
@@ -74,23 +74,23 @@ class TracedCalls(Protocol):
     def step(self) -> None: ...
 
 
-# The grafter, except while some thread's taps go elsewhere. Only `tap` has to be quick, so it alone is looked up here.
+# The grafter, except while some thread's taps are routed elsewhere. Kept apart because `tap` must be fast.
 _handler: TapHandler | None = None
 _grafter: RankTapHandler | None = None
 _here: Here | None = None
 _traced: TracedCalls | None = None
-# torch.compiler's own function, which a tracer takes for a constant; torch is not imported before there is a grafter.
+# torch.compiler's own function, which a tracer treats as a constant; torch is not imported before a grafter exists.
 _is_tracing: Callable[[], bool] = bool
-# Whom a thread's taps go to; None while all go to the grafter.
+# Returns the tap handler of a thread; None while all taps go to the grafter.
 _route: Callable[[int], TapHandler | None] | None = None
 
 
 @dataclass(frozen=True)
 class Here:
-    """Where this process stands. ``rank`` and ``world_size`` count within its own side.
+    """This process's place in the session. ``rank`` and ``world_size`` count within its side.
 
-    ``vars`` is the namespace in which ``%%graft`` cells run on this rank; it lives as long as the rank, so a function
-    given to ``session.run`` can leave its model there for the next one.
+    ``vars`` is the namespace in which ``%%graft`` cells run on this rank. It exists as long as the rank, so a function
+    passed to ``session.run`` can leave its model there for the next one.
     """
 
     side: Side
@@ -103,21 +103,21 @@ class Here:
 def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad: bool = False, **tags: Any) -> T:
     """Show a tensor to graftlab under a name; returns the tensor to continue with.
 
-    If the plan grafts this tap, ``value`` itself is overwritten with what came from the other side, and returned.
-    ``extras`` (picklable) travel with the tensor to the other side's transform. ``tags`` tell this call from others of
-    the same name (``layer=3``) and are what filters see. A callable ``value`` is called only when the tap is wanted,
-    and is itself returned. A value that is not a tensor is skipped, with one warning per tap.
+    If the plan grafts this tap, ``value`` itself is overwritten with the other side's tensor, and returned. ``extras``
+    (picklable) travel with the tensor to the other side's transform. ``tags`` distinguish this call from others of the
+    same name (``layer=3``), and filters see them. A callable ``value`` is called only if the plan matches the tap, and
+    is itself returned. A value that is not a tensor is skipped, with one warning per tap.
 
-    ``layout`` says how what this rank holds is made from the whole tensor: as text, ``"shard(dim=-1, mesh='tp')"`` or
-    ``"b s h[tp] d"``, or a :class:`graftlab.layouts.Layout`. The whole tensor is then made from all ranks, and the
-    other side gets its own part of it. A DTensor needs none; without a layout, the shapes decide.
+    ``layout`` describes how this rank's tensor is made from the whole tensor: as text, ``"shard(dim=-1, mesh='tp')"``
+    or ``"b s h[tp] d"``, or as a :class:`graftlab.layouts.Layout`. The whole tensor is then joined from all ranks, and
+    the other side gets its part of it. A DTensor needs no layout; for other tensors the default is to go by shape.
 
-    With ``grad`` the gradient of what is returned is a tap too, in the backward pass, of the same name and tags and
-    with ``kind="grad"``. A graft replaces the gradient that flows on; nothing is written into the tensor that autograd
-    gave, which other branches may share. A tensor that needs no gradient, and a callable, have none to show.
+    With ``grad`` the gradient of the returned tensor is a tap too, in the backward pass, with the same name and tags
+    and ``kind="grad"``. A graft replaces the gradient that flows upstream; autograd's own tensor, which other branches
+    may share, is not modified. A callable, or a tensor that does not require a gradient, has no gradient tap.
 
-    Raises :class:`TagError` for a tag that graftlab sets itself, and :class:`GraftOverlapError` where the plan grafts
-    this tap in both directions. Outside a session it does nothing.
+    Raises :class:`TagError` for a tag that graftlab sets itself, and :class:`GraftOverlapError` if the plan grafts this
+    tap in both directions. Outside a session it does nothing.
 
     >>> x = torch.ones(2, 3)
     >>> x = gl.tap("attn_out", x, layer=3)
@@ -149,7 +149,7 @@ def show(
     grad: bool = False,
     tags: Mapping[str, Any] = _NO_TAGS,
 ) -> Any:
-    """A tap of graftlab's own. With ``replace`` a grafted value comes back as a new tensor."""
+    """Tap a value from graftlab's own code. With ``replace`` a grafted value is returned as a new tensor."""
     if _handler is None:
         return value
     if _is_tracing():
@@ -170,24 +170,24 @@ def show_traced(
     replace: bool = False,
     grad: bool = False,
 ) -> Any:
-    """A tap in code that is traced now."""
+    """Tap a value in code that is being traced."""
     assert _traced is not None
     return _traced.tap(name, value, extras, tags, layout=layout, replace=replace, grad=grad)
 
 
 def tap_gradient(name: str, value: Any, tags: Mapping[str, Any], layout: Any = None) -> None:
-    """Tap the gradient of a tensor when the backward pass comes to it; of anything else there is none."""
+    """Tap a tensor's gradient when the backward pass reaches it; do nothing for a value without a gradient."""
     if not getattr(value, "requires_grad", False) or not hasattr(value, "register_hook"):
         return
-    # The backward pass may run in a thread of autograd's own, which knows neither the tags around the tap nor whom
-    # the taps of this thread go to.
+    # The backward pass may run in an autograd thread, which has neither the tags around the tap nor this thread's
+    # tap handler.
     thread, shown = threading.get_ident(), {**dict(ambient.get()), **tags, "kind": "grad"}
 
     def hook(gradient: Any) -> Any:
         handler = tap_handler_of(thread)
         if handler is None:
             return None
-        # A DTensor is written in place, which autograd's own tensor must not be.
+        # A graft writes into a DTensor in place, and autograd's own tensor must not change.
         own = gradient.clone() if hasattr(gradient, "to_local") else gradient
         replaced = handler.tap(
             name, own, None if layout is None else ExtrasWithLayout(layout, None), shown, replace=True
@@ -198,7 +198,7 @@ def tap_gradient(name: str, value: Any, tags: Mapping[str, Any], layout: Any = N
 
 
 def step() -> None:
-    """End an iteration: the count of occurrences restarts, and a plan that was edited meanwhile takes effect.
+    """End a step: occurrence counts restart, and an edited plan takes effect.
 
     >>> def loop():
     ...     for _ in range(3):
@@ -217,7 +217,7 @@ def step() -> None:
 
 
 def here() -> Here | None:
-    """Where this process stands in the session; None outside one.
+    """Return this process's place in the session; None outside a session.
 
     >>> session.run(target=lambda: gl.here()).target
     [Here(side='target', rank=0, world_size=1, device=device(type='cpu'))]
@@ -230,11 +230,11 @@ def here() -> Here | None:
 class tags:
     """Add tags to every tap inside: a context manager, and a decorator.
 
-    ``with gl.tags(phase="decode"): ...`` or ``@gl.tags(phase="decode")``. With a function, which is given the decorated
-    function's arguments at each call: ``@gl.tags(lambda self, *_: {"layer": self.index})``. Inner tags win over outer
-    ones, and a tap's own over both. Each thread, and each asyncio task, has its own.
+    ``with gl.tags(phase="decode"): ...`` or ``@gl.tags(phase="decode")``. A function computes tags from the decorated
+    function's arguments at each call: ``@gl.tags(lambda self, *_: {"layer": self.index})``. Inner tags take precedence
+    over outer ones, and a tap's own tags over both. Tags are separate for each thread and each asyncio task.
 
-    Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which no decorator can follow.
+    Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which cannot be decorated.
 
     >>> @gl.tags(lambda layer: {"layer": layer})
     ... def block(layer):
@@ -252,7 +252,7 @@ class tags:
     def __enter__(self) -> tags:
         if self._compute is not None:
             raise TagError("gl.tags(function) needs the arguments of a call: use it as a decorator")
-        # Without a session nothing is touched, which also keeps a compiled graph whole.
+        # Outside a session nothing is changed, which also avoids breaks in a compiled graph.
         if _grafter is not None:
             if _is_tracing():
                 assert _traced is not None
@@ -268,7 +268,7 @@ class tags:
             assert _traced is not None
             _traced.close_tags()
             return
-        # Empty if this process became a rank after the block was entered.
+        # Empty if this process became a rank inside the block.
         if _grafter is not None and (outside := _outside.get()):
             _outside.set(outside[:-1])
             ambient.set(outside[-1])
@@ -276,14 +276,14 @@ class tags:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TagError(
-                f"gl.tags cannot decorate the generator {function.__qualname__}, which runs a piece at a time; "
+                f"gl.tags cannot decorate the generator {function.__qualname__}, which runs in pieces; "
                 f"write `with gl.tags(...)` around the taps in it"
             )
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
             async def tagged_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-                if not self._is_heard():
+                if not self._in_session():
                     return await function(*args, **kwargs)
                 with self._of_call(args, kwargs):
                     return await function(*args, **kwargs)
@@ -292,7 +292,7 @@ class tags:
 
         @functools.wraps(function)
         def tagged(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not self._is_heard():
+            if not self._in_session():
                 return function(*args, **kwargs)
             with self._of_call(args, kwargs):
                 return function(*args, **kwargs)
@@ -300,9 +300,9 @@ class tags:
         return tagged
 
     @staticmethod
-    def _is_heard() -> bool:
-        # Asked of this class, which travels by its name. A decorated function of a notebook travels by value, and takes
-        # along the globals that it names as they are there: for it there would never be a grafter.
+    def _in_session() -> bool:
+        # A method of this class, which is pickled by reference. A decorated function from a notebook is pickled by
+        # value, with the notebook's values of the globals that it names, so it would never see a grafter.
         return _grafter is not None
 
     def _of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tags:
@@ -313,32 +313,32 @@ class tags:
 
 
 def _refuse_reserved(given: dict[str, Any]) -> None:
-    # In words that torch 2.6 can trace.
+    # Written so that torch 2.6 can trace it.
     taken = [tag for tag in given if tag in RESERVED_TAGS]
     if taken:
         raise TagError(f"gl.tags: {sorted(taken)} are set by graftlab itself; give your tags other names")
 
 
 def activate(grafter: RankTapHandler, where: Here | None, traced: TracedCalls, is_tracing: Callable[[], bool]) -> None:
-    """Make this process a rank. Called by whatever makes ranks, or puts itself before the taps of one.
+    """Make this process a rank, whose taps go to ``grafter``.
 
-    ``traced`` stands for these calls where ``is_tracing``, a function that a tracer takes for a constant, says so.
+    ``traced`` replaces these calls while ``is_tracing``, a function that a tracer treats as a constant, returns True.
     """
     global _grafter, _handler, _here, _traced, _is_tracing
     _traced, _is_tracing = traced, is_tracing
     _grafter = _handler = grafter
     _here = where
-    # Forked children (a data loader's workers) share the rank's memory, and would overwrite what it has sent.
+    # Forked children (a data loader's workers) share the rank's memory, and would overwrite tensors that it has sent.
     os.register_at_fork(after_in_child=deactivate)
 
 
 @contextmanager
 def tracing(traced: TracedCalls, is_tracing: Callable[[], bool]) -> Iterator[None]:
-    """Let these calls be traced inside, outside of a session too; see :func:`activate`."""
+    """Let a tracer see these calls inside the block, even outside a session; see :func:`activate`."""
     global _grafter, _handler, _traced, _is_tracing
     before = _grafter, _handler, _traced, _is_tracing
-    nobody = _NullHandler()
-    _grafter, _handler, _traced, _is_tracing = _grafter or nobody, _handler or nobody, traced, is_tracing
+    ignored = _NullHandler()
+    _grafter, _handler, _traced, _is_tracing = _grafter or ignored, _handler or ignored, traced, is_tracing
     try:
         yield
     finally:
@@ -346,7 +346,7 @@ def tracing(traced: TracedCalls, is_tracing: Callable[[], bool]) -> Iterator[Non
 
 
 class _NullHandler:
-    """Takes what taps show outside of a session, and does nothing with it."""
+    """Ignores what taps show outside a session."""
 
     moment: object = None
 
@@ -358,30 +358,30 @@ class _NullHandler:
 
 
 def deactivate() -> None:
-    """Take no taps in this process any more."""
+    """Make this process ignore its taps from now on."""
     global _grafter, _handler
     _grafter = _handler = None
 
 
 def tap_handler() -> TapHandler | None:
-    """Who takes what taps show; None outside a session."""
+    """Return the tap handler in use; None outside a session."""
     return _handler
 
 
 def tap_handler_of(thread: int) -> TapHandler | None:
-    """Who takes what the taps of this thread show; None outside a session."""
+    """Return the tap handler of this thread; None outside a session."""
     return _grafter if _route is None else _route(thread)
 
 
 def grafter() -> RankTapHandler | None:
-    """Who takes the taps of this rank; None outside a session."""
+    """Return this rank's grafter; None outside a session."""
     return _grafter
 
 
 def redirect_taps(handler: TapHandler | None, route: Callable[[int], TapHandler | None] | None = None) -> None:
-    """Have another take what taps show, in all threads, until told again; None for the grafter. For routing alone.
+    """Send the taps of all threads to ``handler``, or to the grafter if it is None. Only for :mod:`.routing`.
 
-    ``route`` says whom it gives the taps of a thread to.
+    ``route`` returns the tap handler of a thread.
     """
     global _handler, _route
     _handler = handler if _grafter is not None and handler is not None else _grafter

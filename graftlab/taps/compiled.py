@@ -1,12 +1,12 @@
-"""Taps inside code that ``torch.compile`` or ``torch.export`` traces: operators of our own, which break no graph.
+"""Taps inside code that ``torch.compile`` or ``torch.export`` traces: custom operators that cause no graph break.
 
-What a tap shows must still be there when the graph runs, and in the order in which the code is written. So
-each operator writes into a clock, one tensor that outlives all graphs: no compiler drops or reorders what changes its
-inputs. The clock's number also says which ``with gl.tags(...)`` of the graph are open. It flows through the graph as
-any other tensor does, so a part that activation checkpointing runs again still sees the tags of the first time.
+A compiler must not drop or reorder taps. So each operator writes into a clock, one tensor that outlives all graphs, and
+compilers keep operators that mutate their inputs, in order. The clock's number also identifies the open
+``with gl.tags(...)`` blocks of the graph. It flows through the graph like any other tensor, so a part that activation
+checkpointing repeats sees the same tags as the first time.
 
-Names and tags travel as text, not as places in a table of this process: a compiled graph that comes from a cache, or an
-exported program in a file, keeps its meaning.
+Names and tags are stored as text, not as indices into a table of this process, so that a compiled graph from a cache,
+or an exported program in a file, stays valid.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from graftlab.taps.memory_order import is_dense, overlaps_itself
 
 logger = logging.getLogger(__name__)
 
-# Of the extras' form: that the tap has none.
+# The form of absent extras.
 _NO_EXTRAS: list[str] = []
-# In the place of a tensor among extras.
+# Marks a tensor among extras.
 _TENSOR = "*"
-# In the place of a complex tensor, of which inductor takes the real and imaginary parts alone.
+# Marks a complex tensor, which is passed to inductor as its real and imaginary parts.
 _COMPLEX = "**"
 
 
 class _OpenTags(NamedTuple):
-    """The tags of the graph that are open where the clock has some number."""
+    """The graph's open tags at one number of the clock."""
 
     outer: int
     tags: tuple[tuple[str, Any], ...]
@@ -51,7 +51,7 @@ class _OpenTags(NamedTuple):
 
 
 class _GradientOrigin(NamedTuple):
-    """Where a forward pass showed a tensor whose gradient is to be shown: its tags, and its thread."""
+    """The tags and the thread of a forward pass's tap, for the tap of the gradient."""
 
     tags: dict[str, Any]
     thread: int
@@ -59,7 +59,7 @@ class _GradientOrigin(NamedTuple):
 
 # Which taps are traced; None for all.
 _choice: str | None = None
-# A choice that is no expression: the taps of these names.
+# Prefix of a choice that is a set of names and not an expression.
 _SET = "#"
 _sets: dict[tuple[str, ...], int] = {}
 _by_choice: dict[str, frozenset[str]] = {}
@@ -68,7 +68,7 @@ _is_chosen: Callable[[str, tuple[str, ...], str], bool]
 _lock = threading.Lock()
 _open: list[_OpenTags] = [_OpenTags(0, (), 0)]
 _numbers: dict[_OpenTags, int] = {}
-# By the number that flows through the graph; the oldest go, whose backward pass has long been.
+# By the number that flows through the graph. The oldest are dropped; their backward pass is long over.
 _shown: dict[int, _GradientOrigin] = {}
 _SHOWN_LIMIT = 100_000
 _shown_numbers: dict[tuple[tuple[tuple[str, Any], ...], int], int] = {}
@@ -91,10 +91,10 @@ def tap(
     replace: bool = False,
     grad: bool = False,
 ) -> Any:
-    """:func:`graftlab.tap`, as a graph has it. With ``replace`` nothing is written into ``value`` itself.
+    """Tap a value as :func:`graftlab.tap` does, in a graph. With ``replace`` a graft does not write into ``value``.
 
-    Raises :class:`TagError` for what a graph cannot hold: a tag that is no text, number, bool or None,
-    extras that are no tensor and no dict of tensors and such values, and a layout that is not given as text.
+    Raises :class:`TagError` for values that a graph cannot contain: a tag other than text, a number, a bool or None,
+    extras other than a tensor or a dict of tensors and such values, and a layout other than text.
     """
     if not isinstance(name, str):
         raise TagError("gl.tap: the name must be a string")
@@ -108,16 +108,16 @@ def tap(
         torch.ops.graftlab.skip_(clock, name, f"its value is {type(shown).__name__}, not a tensor; the tap is skipped")
         return value
     if shown.is_complex():
-        # The same tensor, unless it is marked as conjugated, which no operator of ours can write into.
+        # The same tensor, unless it is lazily conjugated, which the operators cannot write into.
         shown = shown.resolve_conj()
     is_copy = not replace and overlaps_itself(shown)
     if replace or is_copy:
-        # A clone of which nothing else is made costs nothing once it is compiled. What is written into a tensor that
-        # overlaps itself, a graph would add up where several numbers share a place.
+        # A compiler optimizes away a clone with a single use. In a tensor that overlaps itself, a graph would add up
+        # the numbers written to one place.
         shown = shown.clone()
     text = as_text(f"gl.tap({name!r})", tags)
     tensors, form = _taken_apart(name, extras() if _is_function(extras) else extras)
-    # Without autograd's notice, as a graft outside of graphs: the gradient goes straight through.
+    # Hidden from autograd, as a graft outside graphs is: the gradient passes straight through.
     alias = shown.detach()
     local = alias
     if hasattr(alias, "to_local"):
@@ -126,14 +126,13 @@ def tap(
     is_complex = local.is_complex()
     whole = local
     if is_complex or not is_dense(local):
-        # Inductor compiles no operator that writes into complex numbers. And of a tensor with gaps it takes the memory
-        # from its first number to its last, but after detach(), which hides of what it is a part, nobody has written
-        # the gaps.
+        # Inductor does not compile operators that write into complex tensors. For a tensor with gaps it copies all the
+        # memory in between; after detach(), which hides the base tensor, the gaps are uninitialized.
         whole = _as_real(local).clone(memory_format=torch.contiguous_format)
     torch.ops.graftlab.show_(whole, clock, name, text, tensors, form, layout or "", is_copy, is_complex)
     if whole is not local:
-        # Not told to autograd, which refuses to have one of several parts written that were made at once. Under vmap
-        # a tensor has no .data, but mostly no gradient either.
+        # Hidden from autograd, which refuses writes into one of several outputs of a split. Under vmap a tensor has no
+        # .data, but usually no gradient either.
         place = local.data if shown.requires_grad else local
         place.copy_(torch.view_as_complex(whole) if is_complex else whole)
     if grad and shown.requires_grad:
@@ -142,16 +141,16 @@ def tap(
 
 
 def _is_function(value: Any) -> bool:
-    # No tracer can ask a dict whether it can be called, and that of torch 2.6 no function for its class.
+    # Tracers cannot call callable() on a dict, and the tracer of torch 2.6 cannot take the type of a function.
     return not hasattr(value, "keys") and callable(value)
 
 
 def compile_taps(choice: str | None) -> None:
-    """Choose which taps are in what is compiled from now on, by a filter over ``name`` and a tap's own tags.
+    """Choose which taps future compilations include, by a filter over ``name`` and a tap's own tags.
 
-    The others are not in the graph at all: they cost nothing, and change nothing of what the compiler fuses. None
-    chooses all of them again. Call it where the model runs, on a rank; code that is compiled already is compiled again
-    when it is called next. Tags that ``gl.tags`` sets are not known while code is compiled, so they count as absent.
+    The other taps are not in the graph at all: they cost nothing, and do not affect what the compiler fuses. None
+    chooses all taps again. Call it where the model runs, on a rank. Code that is already compiled is compiled again at
+    its next call. Tags set by ``gl.tags`` are unknown at compile time, so they count as absent.
 
     Raises :class:`FilterError` for a bad expression.
 
@@ -161,14 +160,14 @@ def compile_taps(choice: str | None) -> None:
     global _choice, _is_chosen
     if choice is not None:
         compile_filter(choice)
-        # Only here, as it loads the compiler. A tracer calls such a function, and takes its result for a constant.
+        # Only here, because this loads the compiler. A tracer treats the result of such a function as a constant.
         _is_chosen = torch.compiler.assume_constant_result(_matches)  # type: ignore[no-untyped-call]
     _choice = choice
 
 
 @contextlib.contextmanager
 def only_taps(names: tuple[str, ...] | None) -> Iterator[None]:
-    """Have only taps of these names in what is compiled inside; None for all of them."""
+    """Include only taps of these names in compilations inside the block; None includes all."""
     global _choice, _is_chosen
     before = _choice
     if names is not None:
@@ -191,17 +190,17 @@ def _matches(name: str, tags: tuple[str, ...], choice: str) -> bool:
 
 
 def open_tags(tags: Mapping[str, Any]) -> None:
-    """The beginning of ``with gl.tags(...)`` in a graph."""
+    """Enter a ``with gl.tags(...)`` block in a graph."""
     torch.ops.graftlab.open_(clock, as_text("gl.tags", tags))
 
 
 def close_tags() -> None:
-    """Its end."""
+    """Leave a ``with gl.tags(...)`` block in a graph."""
     torch.ops.graftlab.close_(clock)
 
 
 def step() -> None:
-    """:func:`graftlab.step` in a graph."""
+    """End a step in a graph; see :func:`graftlab.step`."""
     torch.ops.graftlab.step_(clock)
 
 
@@ -219,7 +218,7 @@ class _ShownGradient(torch.autograd.Function):
 
 
 def as_text(name: str, tags: Mapping[str, Any]) -> list[str]:
-    """Tags as text. What is traced knows no more of an object than its class, which could not tell two apart."""
+    """Convert tags to text. A tracer knows only the class of other objects, so it could not distinguish two of them."""
     written = []
     for tag, value in tags.items():
         if value is not None and not isinstance(value, (str, int, float)):
@@ -232,7 +231,7 @@ def as_text(name: str, tags: Mapping[str, Any]) -> list[str]:
 
 
 def _fixed(value: Any) -> Any:
-    """The value itself: a number that torch would have the graph take as its input is made a part of the graph."""
+    """Return the value; a number becomes a constant of the graph, where torch would have made it an input."""
     if isinstance(value, bool):
         return value
     return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else value
@@ -295,12 +294,12 @@ def _show(
     around = _open[number]
     if number and around.thread != threading.get_ident() and not is_backward():
         _warn_once(
-            "gl.tags in compiled code: graphs of two threads run at once and share what tags are open; "
-            "set tags outside of the compiled function instead"
+            "gl.tags in compiled code: graphs of two threads run at once and share their open tags; "
+            "set tags outside the compiled function instead"
         )
     given = {**dict(around.tags), **from_text(tuple(tags)), COMPILED: True}
     try:
-        # What activation checkpointing repeats is known by its grad mode, which a compiled backward turns off.
+        # Repeats by activation checkpointing are recognized by their grad mode, which a compiled backward disables.
         with torch.set_grad_enabled(is_backward() or torch.is_grad_enabled()):
             extras = _put_together(tensors, form)
             result = handler.tap(
@@ -310,10 +309,10 @@ def _show(
                 value.copy_(result)
                 _warn_once(
                     f"gl.tap({name!r}) in compiled code: the tensor is expanded or overlaps itself (one number in "
-                    "several places), so only what gl.tap returned carries the graft: go on with x = gl.tap(...)"
+                    "several places), so only gl.tap's result carries the graft: continue with x = gl.tap(...)"
                 )
     except BaseException:
-        forget_open_tags()  # the graph ends here, and closes none
+        forget_open_tags()  # the graph ends here without closing its tags
         raise
 
 
@@ -357,7 +356,7 @@ def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags:
     own = gradient.clone()
     shown = _shown.get(int(place))
     if shown is None:
-        _warn_once(f"gl.tap({name!r}, grad=True) in compiled code: its forward is too long ago; the tap is skipped")
+        _warn_once(f"gl.tap({name!r}, grad=True) in compiled code: its forward was too long ago; the tap is skipped")
         return own
     handler = calls.tap_handler_of(shown.thread)
     if handler is not None:
@@ -397,14 +396,14 @@ def from_text(text: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _number_or_text(value: str) -> Any:
-    # repr() writes these as no literals.
+    # repr() of these is not a literal.
     return float(value) if value in ("nan", "inf", "-inf") else ast.literal_eval(parse_expression(value))
 
 
 def _say_once() -> None:
     if "compiled" not in _said:
         _said.add("compiled")
-        logger.info("taps are in a compiled graph here; what was compiled before the session is compiled again, once")
+        logger.info("a compiled graph here contains taps; code compiled before the session is compiled again, once")
 
 
 def _warn_once(what: str) -> None:
@@ -414,7 +413,7 @@ def _warn_once(what: str) -> None:
 
 
 def forget_open_tags() -> None:
-    """Called where no ``with gl.tags(...)`` of a graph can be open: one that raised inside was never closed."""
+    """Reset open tags where no ``with gl.tags(...)`` of a graph can be open; an exception leaves some open."""
     clock.zero_()
 
 
@@ -426,7 +425,7 @@ _library = torch.library.Library("graftlab", "DEF")  # type: ignore[no-untyped-c
 def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = lambda *args: None) -> None:
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
-    # What writes into the clock alone is run while a program is compiled ahead of time, as the clock is a constant.
+    # Operators that write only into the clock, a constant, also run during ahead-of-time compilation.
     run = run if name == "show_" else _not_ahead_of_time(name, run)
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"graftlab::{name}", _not_ahead_of_time(name, fake), lib=_library)
@@ -436,8 +435,8 @@ def _not_ahead_of_time(name: str, function: Callable[..., Any]) -> Callable[...,
     def checked(*args: Any) -> Any:
         if _is_for_aot_inductor():
             raise GraphError(
-                f"this program still has taps (graftlab.{name}), and what AOTInductor makes has no Python in which "
-                "they could run; take them out with gl.strip(program) before you compile it"
+                f"this program still has taps (graftlab.{name}), and AOTInductor's runtime cannot run them, because it "
+                "has no Python; remove them with gl.strip(program) before you compile it"
             )
         return function(*args)
 
@@ -445,7 +444,7 @@ def _not_ahead_of_time(name: str, function: Callable[..., Any]) -> Callable[...,
 
 
 def _is_for_aot_inductor() -> bool:
-    # Torch has no public word for it. Without this one its own error names the operator alone.
+    # torch has no public way to ask. Without this check torch's own error only names the operator.
     inductor = sys.modules.get("torch._inductor.virtualized")
     return inductor is not None and getattr(inductor.V, "aot_compilation", False) is True
 
@@ -453,7 +452,7 @@ def _is_for_aot_inductor() -> bool:
 def _show_batched(
     info: Any, in_dims: Any, value: torch.Tensor, time: torch.Tensor, name: str, tags: list[str], *extras: Any
 ) -> tuple[None, None]:
-    """Under ``torch.vmap`` a tap shows all of the batch at once, and says so."""
+    """Show the whole batch at once under ``torch.vmap``, with the tag ``vmap``."""
     torch.ops.graftlab.show_(value, time, name, [*tags, "vmap=True"], *extras)
     return None, None
 

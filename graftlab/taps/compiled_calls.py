@@ -1,4 +1,4 @@
-"""A function that is compiled where it runs, once, however often it is sent to a rank."""
+"""Call a function compiled by ``torch.compile``; each rank compiles it only once, however often it is sent."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from graftlab.base import shipping
 from graftlab.taps import calls
 from graftlab.taps.compiled import only_taps
 
-# The function that this process has compiled last, by what it is, its options and its taps.
+# The function that this process compiled last, by its digest, its options and its taps.
 _compiled: dict[tuple[str, str, tuple[str, ...] | None], Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """Calls a function as ``torch.compile`` makes it, with the taps of these names in its graphs (None: all of them).
+    """Calls a function through ``torch.compile``, with the taps of these names in its graphs (None: all taps).
 
-    ``source`` is an expression, which is evaluated where ``%%graft`` cells run, or ``packed`` a function.
+    The function is either ``source``, an expression evaluated in the namespace of ``%%graft`` cells, or ``packed``.
     """
 
     source: str | None
@@ -37,7 +37,7 @@ class CompiledCall:
         what = self.packed if self.packed is not None else str(self.source).encode()
         key = (hashlib.sha256(what).hexdigest(), repr(sorted(self.options.items())), self.names)
         if key not in _compiled:
-            # torch runs code that it has compiled eight times uncompiled from then on, and says so in a log alone.
+            # After eight compilations of the same code torch runs it uncompiled, and reports that only in a log.
             torch.compiler.reset()
             _compiled.clear()
             _compiled[key] = torch.compile(self._unpacked(), **self.options)

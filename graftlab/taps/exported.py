@@ -1,4 +1,4 @@
-"""Taps in programs that ``torch.export`` makes: kept on request, and taken out again."""
+"""Taps in programs of ``torch.export``: keep them on request, and remove them again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from graftlab.taps import calls, compiled
 
 
 def strip(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Take the taps out of an exported program, which computes the same without them; returns it.
+    """Remove the taps from an exported program, which then computes the same without them; returns the program.
 
-    Do so before AOTInductor compiles it: its runtime has no Python, in which taps run.
+    Do this before AOTInductor compiles it: its runtime cannot run taps, because they need Python.
 
     >>> program = torch.export.export(torch.nn.Linear(3, 4), (torch.ones(2, 3),))
     >>> gl.strip(program) is program
@@ -34,10 +34,9 @@ def strip(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram
 
 @contextlib.contextmanager
 def export_taps() -> Iterator[None]:
-    """Keep the taps in what ``torch.export`` exports inside; without it a program has none.
+    """Keep taps in programs exported by ``torch.export`` inside the ``with`` block; by default a program has none.
 
-    The program then shows its tensors wherever it runs in a session, and does nothing more elsewhere. Not for several
-    threads at once.
+    The program then shows its tensors when it runs in a session, and only there. Not for several threads at once.
 
     >>> with gl.export_taps():
     ...     program = torch.export.export(torch.nn.Linear(3, 4), (torch.ones(2, 3),))

@@ -1,4 +1,4 @@
-"""What travels with a tap's tensor: the extras that it was given, and those that are set around it."""
+"""Extras, which travel with a tap's tensor: the tap's own, and those set around it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExtrasWithLayout:
-    """Extras, or a callable that gives them, of a tap that was also given a layout."""
+    """Extras, or a callable that returns them, of a tap that also has a layout."""
 
     layout: Any
     extras: Any
@@ -23,7 +23,7 @@ _carried: ContextVar[Mapping[str, Any] | None] = ContextVar("graftlab_extras", d
 
 @contextmanager
 def carrying(extras: Mapping[str, Any]) -> Iterator[None]:
-    """Give these extras to every tap inside; a tap's own win over them. Inner ones win over outer ones."""
+    """Add these extras to every tap inside. A tap's own extras take precedence, and inner extras over outer ones."""
     before = _carried.set({**(_carried.get() or {}), **extras})
     try:
         yield
@@ -32,12 +32,12 @@ def carrying(extras: Mapping[str, Any]) -> Iterator[None]:
 
 
 def carried() -> Mapping[str, Any] | None:
-    """The extras that are set around a tap that is reached here."""
+    """Return the extras set around the current code."""
     return _carried.get()
 
 
 def together(around: Mapping[str, Any] | None, own: Any) -> Any:
-    """Those set around a tap and its own; its own alone where they are no mapping, to which nothing can be added."""
+    """Merge the extras set around a tap with its own; return its own alone if they are not a mapping."""
     if not around:
         return own
     if own is None:
@@ -46,14 +46,14 @@ def together(around: Mapping[str, Any] | None, own: Any) -> Any:
 
 
 def resolved(extras: Any) -> Any:
-    """The extras of a tap that is reached now, and wanted: what a callable returns, with those set around it."""
+    """Evaluate a tap's extras now, calling a callable, and merge them with those set around the tap."""
     if isinstance(extras, ExtrasWithLayout):
         extras = extras.extras
     return together(_carried.get(), extras() if callable(extras) else extras)
 
 
 def unpicklable_part(extras: Any, name: str = "extras") -> str:
-    """The innermost part of extras that cannot be pickled, as one would write it."""
+    """Return the innermost part of extras that cannot be pickled, written as an expression."""
     parts: list[tuple[str, Any]] = []
     if type(extras) is dict:
         parts = [(f"{name}[{key!r}]", value) for key, value in extras.items()]
@@ -62,6 +62,6 @@ def unpicklable_part(extras: Any, name: str = "extras") -> str:
     for inner, part in parts:
         try:
             pickle.dumps(part)
-        except Exception:  # whatever a class of the user's raises, it is this part that is wanted
+        except Exception:  # any error of a user's class means that this is the part
             return unpicklable_part(part, inner)
     return name

@@ -1,6 +1,6 @@
-"""How the numbers of a tensor lie in memory, asked in words that a tracer follows.
+"""How a tensor's elements lie in memory, computed in a way that a tracer can follow.
 
-It must neither sort nor guard on a size that only the data gives: what a graph cannot know counts as false.
+This must neither sort nor guard on data-dependent sizes: a condition that a graph cannot know counts as false.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether one number stands in several places: the tensor is expanded, or made of windows that overlap."""
+    """Whether several elements share one number in memory: the tensor is expanded, or has overlapping windows."""
     steps = _steps(tensor)
     for place, (extent, stride) in enumerate(steps):
         if _is_true(stride == 0):
@@ -21,7 +21,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether there is no gap between the numbers of a tensor that does not overlap itself."""
+    """Whether a tensor that does not overlap itself has no gaps in memory."""
     reach = 1
     for extent, stride in _steps(tensor):
         reach = reach + (extent - 1) * stride
@@ -29,18 +29,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Extent and stride of each dimension that has more than one place."""
+    """Return extent and stride of each dimension with more than one element."""
     return [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if not _is_true(n <= 1)]
 
 
 def _is_true(condition: bool) -> bool:
-    # Not above, as it loads sympy, which whoever traces has loaded.
+    # Imported here because it loads sympy, which is already loaded when code is traced.
     from torch.fx.experimental import symbolic_shapes
 
-    # A tracer follows hasattr, and no ImportError.
+    # A tracer can follow hasattr, but not an ImportError.
     if hasattr(symbolic_shapes, "guard_or_false"):
         return symbolic_shapes.guard_or_false(condition)
-    # Torch 2.6, whose tracer follows an `if` where a size is not known, and no bool().
+    # The tracer of torch 2.6 can follow an `if` on an unknown size, but not bool().
     if condition:  # noqa: SIM103
         return True
     return False

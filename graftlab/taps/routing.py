@@ -1,4 +1,4 @@
-"""Taps of some threads that go to another than the grafter: a captured function takes its own."""
+"""Route the taps of single threads to a different handler than the grafter, such as a captured function."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _routing = threading.Lock()
 
 @contextmanager
 def handled_by(handler: TapHandler | None) -> Iterator[None]:
-    """Give what this thread's taps show to another than the grafter; with None, to the grafter again.
+    """Send this thread's taps to ``handler`` instead of the grafter; with None, to the grafter again.
 
-    Outside a session there is nothing to give, and nothing is done.
+    Outside a session this does nothing.
     """
     if calls.grafter() is None:
         yield
@@ -37,7 +37,7 @@ def handled_by(handler: TapHandler | None) -> Iterator[None]:
 
 
 class _Router:
-    """In place of the grafter while some thread's taps go elsewhere."""
+    """Takes the grafter's place while some thread's taps go to a different handler."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         handler = _handler_of(threading.get_ident())
@@ -51,7 +51,7 @@ def _handler_of(thread: int) -> TapHandler | None:
 @functools.cache
 def _router() -> TapHandler:
     router = _Router()
-    # Looking up threads would break compiled graphs.
+    # Looking up the thread would break a compiled graph.
     router.tap = outside_compiled_code(router.tap)  # type: ignore[method-assign]
     return router
 
@@ -69,7 +69,7 @@ def _route(thread: int, handler: TapHandler | None) -> None:
 
 
 def _forget_routes() -> None:
-    """In a forked child, which is no rank: the parent's other threads are not here to give the lock back."""
+    """Reset the routes in a forked child, which is not a rank: the thread that held the lock does not exist there."""
     global _routing
     _routing = threading.Lock()
     _routes.clear()

@@ -1,4 +1,4 @@
-"""``watch_training``: taps on what an optimizer is given, and on what its step makes of the weights."""
+"""``watch_training``: taps on an optimizer's inputs, and on the state and weights after its step."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def watch_training(
 ) -> Watch:
     """Tap the gradients before each step of ``optimizer``, and its state and the weights after it.
 
-    Taps have the weights' names in ``model.state_dict()`` without the wrappers' part, as those of :func:`watch`, after
-    ``prefix``; ``include`` and ``exclude`` choose among them. Before the step: the gradient as the optimizer uses it,
-    accumulated, reduced over the ranks and without a gradient scaler's factor (``kind="param_grad"``), and the settings
-    (``optimizer.lr``, ``optimizer.weight_decay`` and so on, a value for each parameter, ``kind="optimizer"``). After
-    it: each tensor of the optimizer's state (``layers.0.weight.exp_avg``, ``kind="optimizer"``) and the weight
-    (``kind="param"``), both with ``updated=True``. A graft writes into them. Of a DTensor the rank's own shard is
-    shown. ``foreach`` and ``fused`` optimizers are tapped in the same way.
+    Taps are named ``prefix`` plus the weights' names in ``model.state_dict()`` without wrappers' parts, as in
+    :func:`watch`; ``include`` and ``exclude`` choose among them. Before the step: the gradient as the optimizer uses
+    it, accumulated, reduced over the ranks and without a gradient scaler's factor (``kind="param_grad"``), and the
+    settings (``optimizer.lr``, ``optimizer.weight_decay`` and so on, one value per parameter, ``kind="optimizer"``).
+    After it: each tensor of the optimizer's state (``layers.0.weight.exp_avg``, ``kind="optimizer"``) and the weight
+    (``kind="param"``), both with ``updated=True``. A graft writes into them. A DTensor is shown as the rank's own
+    shard. ``foreach`` and ``fused`` optimizers are tapped in the same way.
 
-    It returns a handle as ``gl.watch`` does; outside a session no hook is put in. Raises TypeError where ``model`` is
-    no module or ``optimizer`` no optimizer, and ValueError where it holds none of the model's weights, as one that was
-    made before ``fully_shard`` does.
+    Returns a handle as ``gl.watch`` does; outside a session no hook is installed. Raises TypeError if ``model`` is not
+    a module or ``optimizer`` not an optimizer, and ValueError if the optimizer has none of the model's weights, as when
+    it was created before ``fully_shard``.
 
     >>> model = torch.nn.Linear(3, 4)
     >>> with gl.watch_training(model, torch.optim.AdamW(model.parameters())) as watched:
@@ -52,11 +52,11 @@ def watch_training(
     strange = sum(id(tensor) not in names for tensor in held)
     if strange == len(held):
         raise ValueError(
-            f"gl.watch_training: none of the optimizer's {len(held)} tensors is a weight of the model. Make the "
-            "optimizer after the model was wrapped, sharded or moved"
+            f"gl.watch_training: none of the optimizer's {len(held)} tensors is a weight of the model. Create the "
+            "optimizer after the model is wrapped, sharded or moved"
         )
     if strange:
-        warn(f"gl.watch_training: {strange} of the optimizer's {len(held)} tensors are no weights of this model")
+        warn(f"gl.watch_training: {strange} of the optimizer's {len(held)} tensors are not weights of this model")
     chosen = weights_of(model, prefix, wanted, unwanted, buffers=False)
     if taps.tap_handler() is None:
         return Watch([], list(chosen))
@@ -100,7 +100,7 @@ class _TrainingTaps:
                 handler.tap(name, weight, None, {"kind": "param", "updated": True})
 
     def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Each number among the settings, as a value for each weight; NaN for one that the optimizer does not hold."""
+        """Return each numeric setting as one value per weight; NaN for a weight that the optimizer does not have."""
         trained = {id(w): i for i, w in enumerate(w for w in self._weights.values() if w.requires_grad)}
         found: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
@@ -112,7 +112,7 @@ class _TrainingTaps:
         return found
 
 
-# How a step is computed, not what.
+# Settings of how a step is computed, which do not change its result.
 _NO_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -131,7 +131,7 @@ def _numbers(group: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _scale_of(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    """The factor that a gradient scaler has left in the gradients, for a fused step to take out; None where none is."""
+    """Return the factor that a gradient scaler left in the gradients for a fused step to remove; None without one."""
     scaler = getattr(optimizer, "grad_scale", None)
     return scaler if isinstance(scaler, torch.Tensor) else None
 
@@ -140,7 +140,7 @@ def _tap_scaled(handler: taps.TapHandler, name: str, gradient: torch.Tensor, sca
     assert scale is not None
     factor = scale.to(gradient.device)
     shown = gradient.detach() / factor
-    # Each rank looks at its own shard: comparing whole DTensors is a collective.
+    # Compare only this rank's shard: comparing whole DTensors is a collective.
     local = shown.to_local() if hasattr(shown, "to_local") else shown
     before = local.clone()
     handler.tap(name, shown, None, {"kind": "param_grad"})

@@ -1,4 +1,4 @@
-"""What must not become part of a graph that ``torch.compile`` traces."""
+"""Keep functions out of graphs that ``torch.compile`` traces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _DYNAMO = "torch._dynamo"
 
 
 def outside_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.disable``, but without its import of ``torch._dynamo``, which takes seconds.
+    """Like ``torch.compiler.disable``, but without its import of ``torch._dynamo``, which takes seconds.
 
-    Nothing traces before somebody else has imported that, so until then the function is called as it is.
+    Nothing is traced before that module is imported, so until then the function is called directly.
     """
     disabled: Callable[P, R] | None = None
 

@@ -1,4 +1,4 @@
-"""``watch``: taps on every module's output, without a change to the model's code."""
+"""``watch``: taps on every module's output, without changes to the model's code."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from graftlab.taps import compiled
 
 _latest_change = 0
 
-# What the root module's own output is called: its name in named_modules is empty.
+# The name of the root module's output, because its name in named_modules is empty.
 ROOT = "output"
-# Outputs nest a few levels; whatever goes deeper is a cache or a graph, not an output.
+# Outputs nest a few levels; deeper structures are caches or graphs.
 _MAX_DEPTH = 6
 
-# What wrappers call the module they wrap, where it is no name that people give too; and where it is, in which classes.
-# By name, because most of these are imported by nobody who does not use them.
+# The attribute in which a wrapper keeps its module: names that occur only in wrappers; and common names, by the
+# wrapper's class. Classes are given by name, so that none of them has to be imported.
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPERS = {
     "DataParallel": "module",
@@ -43,23 +43,23 @@ _kinds: dict[str, str] = {}
 
 
 def kinds_of_watched() -> dict[str, str]:
-    """The class of the module behind each tap that some ``watch`` put in, by the tap's name."""
+    """Return the class of the module behind each watched tap, by the tap's name."""
     return dict(_kinds)
 
 
 class Removable(Protocol):
-    """What can be taken out again."""
+    """A hook handle."""
 
     def remove(self) -> None: ...
 
 
 def latest_change() -> int:
-    """Another number whenever some module's taps were put in or taken out, which no captured graph notices."""
+    """Return a number that changes when taps of modules are added or removed, for captured graphs to check."""
     return _latest_change
 
 
 class _HookChange:
-    """A handle that counts a change of taps when the watch is made, and when it is removed."""
+    """A handle that counts a change of taps when a watch is created and when it is removed."""
 
     def __init__(self) -> None:
         self.remove()
@@ -68,12 +68,12 @@ class _HookChange:
         global _latest_change
         _latest_change += 1
         if "torch._dynamo" in sys.modules:
-            # Code that is compiled already does not notice hooks that come or go: the taps would be missed in silence.
+            # Compiled code does not notice added or removed hooks: their taps would silently be missing.
             torch.compiler.reset()
 
 
 class Watch:
-    """A handle on the taps that a ``watch`` put in; usable in ``with``. ``names`` lists them.
+    """A handle on the taps of a ``watch``, which can be used as a context manager. ``names`` lists the taps.
 
     >>> watched = gl.watch(torch.nn.Linear(3, 4))
     >>> watched.names
@@ -86,7 +86,7 @@ class Watch:
         self.names = names
 
     def remove(self) -> None:
-        """Take the taps out again; what was watched is then as it was before."""
+        """Remove the taps, which restores what was watched."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -115,38 +115,38 @@ def watch(
 ) -> Watch:
     """Tap the output of every module of ``model``, in execution order.
 
-    A tap is named as ``named_modules`` names the module, after ``prefix``; the model's own output is ``"output"``. What
-    wrappers put into names (``module.`` of DDP, ``_orig_mod.`` of ``torch.compile``, ``base_model.model.`` of PEFT,
-    those of FSDP and activation checkpointing) is left out, so that a model has the same names wrapped and not. A
-    wrapper and what it wraps are one tap, at the wrapper's output, with the type of what it wraps.
+    A tap's name is ``prefix`` plus the module's name in ``named_modules``; the model's own output is ``"output"``. The
+    parts that wrappers add to names (``module.`` of DDP, ``_orig_mod.`` of ``torch.compile``, ``base_model.model.`` of
+    PEFT, those of FSDP and activation checkpointing) are left out, so that a model has the same names with and without
+    wrappers. A wrapper and its module are one tap, at the wrapper's output, with the type of the wrapped module.
     Tensors inside an output are named ``name[0]`` (tuples, lists) and ``name.key`` (dicts, dataclasses, Hugging Face
-    ``ModelOutput``). A graft replaces the tensor in the output; nothing is written into the one the module made.
+    ``ModelOutput``). A graft replaces the tensor in the output; the module's own tensor is not modified.
 
     ``include`` and ``exclude`` choose modules: a filter expression over ``name`` and ``type`` (the class name), such as
     ``"search('attn', name) or type == 'LayerNorm'"``, or a function of the name.
 
-    ``extras(module, inputs, output)`` gives what travels with the tensors of this output, as ``extras`` of ``gl.tap``
-    do: the requests' identities, say, with which ``align_by_request`` pairs rows. ``inputs`` is the tuple of positional
-    arguments. None gives nothing.
+    ``extras(module, inputs, output)`` returns the extras of this output's tensors, as for ``gl.tap``: for example the
+    request ids by which ``align_by_request`` pairs rows. ``inputs`` is the tuple of positional arguments. By default
+    there are no extras.
 
-    With ``grads`` the gradient of each tapped tensor is a tap too, as with ``grad`` of ``gl.tap``: of the same name,
-    with the tag ``kind="grad"``, in the order of the backward pass.
+    With ``grads`` the gradient of each tapped tensor is a tap too, as with ``grad`` of ``gl.tap``: with the same name
+    and the tag ``kind="grad"``, in the order of the backward pass.
 
-    ``functions`` are names of torch functions, such as ``"scaled_dot_product_attention"``: each call inside the model
+    ``functions`` are names of torch functions, such as ``"scaled_dot_product_attention"``. Each call inside the model
     shows its tensors, as ``scaled_dot_product_attention.in[0]``, ``.in.attn_mask`` and ``.out``, so that
-    implementations that are cut into other modules share taps. The calls of a step are told apart by their occurrence.
+    implementations that are split into different modules share taps. Calls in a step are distinguished by occurrence.
 
-    With ``params`` each weight and buffer is a tap too, once a step, when the model is first called: of its name in
+    With ``params`` each weight and buffer is a tap too, once per step, at the model's first call: under its name in
     ``state_dict()``, with the tag ``kind="param"``. ``include`` and ``exclude`` choose among them by that name and by
-    the type of the module that owns them. A graft of such a tap changes the weight for good; a verdict only compares
-    them. With ``inputs`` the tensors that the model is called with are taps, named after the parameters of its
-    ``forward`` (``input.input_ids``), with ``kind="input"``.
+    the type of the owning module. A graft of such a tap changes the weight permanently; a verdict only compares them.
+    With ``inputs`` the tensors among the model's arguments are taps, named after the parameters of its ``forward``
+    (``input.input_ids``), with ``kind="input"``.
 
-    Outside a session no hook is installed, and the handle only lists the names. ``names`` has no inputs, which are not
-    known before a call.
+    Outside a session no hook is installed, and the handle only lists the names. ``names`` does not include inputs,
+    which are unknown before a call.
 
-    Raises :class:`FilterError` for a bad expression, ValueError for a function that torch does not have, and TypeError
-    when ``model`` is not a module.
+    Raises :class:`FilterError` for an invalid expression, ValueError for an unknown torch function, and TypeError if
+    ``model`` is not a module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
     >>> with gl.watch(model, prefix="mlp.", exclude="type == 'GELU'") as watched:
@@ -167,11 +167,11 @@ def watch(
     names = [*weights, *(name for name, _ in chosen)]
     if taps.tap_handler() is None:
         return Watch([], names)
-    # Only now, so that a choice that raises leaves the model as it was.
+    # Only now, so that an invalid choice leaves the model unchanged.
     handles: list[Removable] = [_HookChange()]
     if params:
         find = partial(weights_of, model, prefix, wanted, unwanted)
-        # Before the hooks of FSDP, which put whole weights in the place of shards.
+        # Before the hooks of FSDP, which replace shards by whole weights.
         handles.append(model.register_forward_pre_hook(_WeightTaps(find), prepend=True))
     if inputs:
         handles.append(model.register_forward_pre_hook(_InputTaps(model, f"{prefix}input"), with_kwargs=True))
@@ -193,9 +193,9 @@ Chosen = Callable[[str, str], bool]
 def weights_of(
     model: torch.nn.Module, prefix: str, wanted: Chosen, unwanted: Chosen, *, buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a model by their names without the wrappers' part; a tied one by its first name.
+    """Return a model's parameters and buffers by their names without wrappers' parts; a tied one by its first name.
 
-    They are looked up anew each time, because wrappers and optimizers put others in their places.
+    They are looked up each time, because wrappers and optimizers replace them.
     """
     modules = dict(model.named_modules())
     found: dict[str, torch.Tensor] = {}
@@ -210,7 +210,7 @@ def weights_of(
 
 
 class _WeightTaps:
-    """Taps the weights when the model is first called in a step."""
+    """Taps the weights at the model's first call in a step."""
 
     def __init__(self, find: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._find = find
@@ -221,24 +221,24 @@ class _WeightTaps:
         if handler is None or grafter is None:
             return
         if torch.compiler.is_compiling():
-            torch.ops.graftlab.skip_(compiled.clock, "weights", "they are not shown; watch what torch.compile returned")
+            torch.ops.graftlab.skip_(compiled.clock, "weights", "they are not shown; watch the compiled module")
             return
         if grafter.moment == self._shown_at:
             return
         self._shown_at = grafter.moment
         for name, tensor in self._find().items():
             handler.tap(name, tensor, None, {"kind": "param"})
-        # The first of them may have made this process a rank, with another count of steps.
+        # The first tap may have made this process a rank, with its own count of steps.
         grafter = taps.grafter()
         self._shown_at = None if grafter is None else grafter.moment
 
 
 class _InputTaps:
-    """Taps the tensors that the model is called with."""
+    """Taps the tensors among the model's arguments."""
 
     def __init__(self, model: torch.nn.Module, name: str) -> None:
         self._name = name
-        # A wrapper's own forward takes anything; what it wraps has the names.
+        # A wrapper's forward takes *args; the wrapped module has the parameter names.
         inside = [module for path, module in model.named_modules() if not _unwrapped(path, dict(model.named_modules()))]
         parameters = inspect.signature(inside[-1].forward).parameters.values()
         self._parameters = [each.name for each in parameters if each.kind in _POSITIONAL]
@@ -262,7 +262,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Modules by their names without the wrappers' part: the outermost of equal names, and the innermost's type."""
+    """Return modules by names without wrappers' parts: of equal names, the outermost module and the innermost type."""
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -272,7 +272,7 @@ def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Modul
 
 
 def _type_of(module: torch.nn.Module) -> str:
-    """The class of a module as its author called it: ``fully_shard`` puts a class of its own before it."""
+    """Return the name of a module's original class, which ``fully_shard`` replaces by a subclass."""
     mine = type(module)
     own = [base for base in mine.__bases__ if base.__name__ != "FSDPModule"]
     return own[0].__name__ if len(own) < len(mine.__bases__) and own else mine.__name__
@@ -290,7 +290,7 @@ def _unwrapped(path: str, modules: Mapping[str, torch.nn.Module]) -> str:
 
 
 def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
-    """A function of name and type that says whether something is chosen; see :func:`watch`."""
+    """Return a predicate of name and type; see :func:`watch`."""
     if choice is None:
         return lambda name, kind: default
     if callable(choice):
@@ -306,7 +306,7 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
             return None
         tap_one = partial(_tap_value, None if extras is None else extras(module, args, output), grads)
         replaced = _tap_inside(name, output, tap_one, _MAX_DEPTH)
-        # None tells torch to keep the very object that the module returned.
+        # None makes torch keep the object that the module returned.
         return None if replaced is output else replaced
 
     return tap_output
@@ -324,7 +324,7 @@ def _tap_input(name: str, value: torch.Tensor) -> Any:
 
 
 def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
-    """Tap the tensors inside of a value. The same object comes back unless one of them was grafted."""
+    """Tap the tensors inside a value. Returns the same object unless a tensor was grafted."""
     if isinstance(value, torch.Tensor):
         return tap_one(name, value)
     if depth == 0:
@@ -339,7 +339,7 @@ def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
         changed = {key: new for key, new in entries.items() if new is not value[key]}
         if not changed:
             return value
-        # A copy keeps the class, and whatever a ModelOutput holds beside its entries.
+        # A copy keeps the class, and a ModelOutput's attributes beside its entries.
         replaced = copy.copy(value) if hasattr(value, "__setitem__") else dict(value)
         for key, new in changed.items():
             replaced[key] = new
@@ -355,11 +355,11 @@ def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
 # ---- the torch functions that a model calls -------------------------------------------------------------------------
 
 Show = Callable[[str, Any], Any]
-"""Shows a value under a name; returns the value to go on with."""
+"""Shows a value under a name; returns the value to continue with."""
 
 
 class _FunctionTapMode(TorchFunctionMode):
-    """While it is active, the calls of some functions show their tensors."""
+    """While active, taps the tensors in calls of some functions."""
 
     def __init__(self, functions: frozenset[str], prefix: str, show: Show) -> None:
         super().__init__()
@@ -380,15 +380,15 @@ class _FunctionTapMode(TorchFunctionMode):
 
 
 class FunctionTaps:
-    """A handle on hooks of a model, between which the functions that it calls are tapped."""
+    """A handle on a model's hooks that tap the torch functions called during its forward pass."""
 
     def __init__(self, model: torch.nn.Module, functions: frozenset[str], prefix: str, show: Show) -> None:
         self._functions, self._prefix, self._show = functions, prefix, show
-        # Each thread runs a forward of its own, and a forward may be inside of another.
+        # Each thread may run a forward pass, and forward passes may be nested.
         self._open = threading.local()
         self._handles = (
             model.register_forward_pre_hook(self._enter, prepend=True),
-            # Also when the forward raises: a mode that stays behind would tap everything after it.
+            # Also when the forward pass raises: otherwise the mode would tap everything after it.
             model.register_forward_hook(self._leave, always_call=True),
         )
 
@@ -413,7 +413,7 @@ class FunctionTaps:
 
 
 def named_functions(functions: Iterable[str]) -> frozenset[str]:
-    """The names, each of which some torch function has. Raises TypeError or ValueError for anything else."""
+    """Return the names of torch functions. Raises TypeError or ValueError for anything else."""
     if isinstance(functions, str):
         raise TypeError(f"functions is a sequence of names, such as ({functions!r},)")
     names = frozenset(functions)

@@ -1,4 +1,4 @@
-"""The built-in transform that pairs the rows of two batches by the requests they belong to."""
+"""The built-in transform that pairs the rows of two batches by request."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from graftlab.errors import TransformError
 from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.inputs import GraftTransformInput, Outcome
 
-_HOW = 'gl.tap(name, x, extras={"rids_int": ids}), with ids an int64 tensor of one id a request'
-# What rows that belong to no request carry in place of an id; see graftlab.requests.identity.
+_HOW = 'gl.tap(name, x, extras={"rids_int": ids}), with ids an int64 tensor of one id per request'
+# The id of rows without a request; see graftlab.requests.identity.
 _PADDING_ID = 0
 
 
 def align_by_request(graft_input: GraftTransformInput) -> Outcome:
-    """Take each row from whichever sender has the same request, whatever the order, size or padding of the batches.
+    """Take each row from the sender that has the same request, whatever the order, size or padding of the batches.
 
-    Both sides pass ``extras={"rids_int": ids}``: int64 ids, one a request, as
+    Both sides pass ``extras={"rids_int": ids}``: one int64 id per request, as
     :func:`graftlab.requests.identity.request_ids_tensor` makes them; 0 marks padding. Without ``"request_lens"`` row i
     of the tensor belongs to request i. With it, request i has ``request_lens[i]`` tokens, and the tensor is either
     flat, ``[tokens, ...]`` with one request after the other, or padded on the right, ``[requests, longest, ...]``; the
-    n-th token of a request is paired with its n-th token on the other side, so the two sides' layouts may differ too.
+    n-th token of a request is paired with its n-th token on the other side, so the two sides may use different layouts.
     Rows after the last request are padding.
 
-    Rows that have no counterpart keep the receiver's values and are counted in ``rows_unmatched``; padding is not
-    counted. A request that several senders have is taken from the one with the receiver's rank, or else the first. An
-    id may be there several times, as where a request is sampled: the first is paired with the first, and so on. A tap
-    at which nobody passed ids goes the default's way.
+    Rows without a counterpart keep the receiver's values and are counted in ``rows_unmatched``; padding is not counted.
+    A request that several senders have is taken from the one with the receiver's rank, or else from the first. An id
+    may occur several times, as for a request with several samples: the first is paired with the first, and so on. If no
+    rank passed ids, the default transform applies.
 
-    Raises :class:`TransformError` where only some passed ids, for unusable extras, and where rows differ in shape.
+    Raises :class:`TransformError` if only some ranks passed ids, if the extras are unusable, and if rows differ in
+    shape.
 
     >>> given = gl.GraftTransformInput(
     ...     {"name": "hidden"},
@@ -45,8 +46,8 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
     >>> gl.transforms.align_by_request(given).value.tolist()
     [[3.0], [1.0]]
     """
-    everybodys = [graft_input.target_extras, *graft_input.received_extras_list]
-    if not any(isinstance(extras, Mapping) and extras.get("rids_int") is not None for extras in everybodys):
+    all_extras = [graft_input.target_extras, *graft_input.received_extras_list]
+    if not any(isinstance(extras, Mapping) and extras.get("rids_int") is not None for extras in all_extras):
         return by_layout(graft_input)
     target = graft_input.target
     mine = _Batch.of(target, graft_input.target_extras, "the receiver")
@@ -87,12 +88,12 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
 
 
 Sample = tuple[int, int]
-"""A request's id, and which of the samples of this request in the batch."""
+"""A request's id, and the number of the sample among this request's samples in the batch."""
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Where a request's rows are, counted over all leading dimensions."""
+    """The position of a request's rows, counted over all leading dimensions."""
 
     start: int
     length: int
@@ -100,7 +101,7 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class _Batch:
-    """One side's tensor: its first ``row_dims`` dimensions count rows, and ``requests`` says whose they are."""
+    """One side's tensor: its first ``row_dims`` dimensions count rows, and ``requests`` maps requests to them."""
 
     tensor: torch.Tensor
     row_dims: int
@@ -111,7 +112,7 @@ class _Batch:
         return tuple(self.tensor.shape[self.row_dims :])
 
     def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with its rows in one dimension; for a contiguous one, in the same memory."""
+        """Return the tensor with its rows in one dimension; a view if it is contiguous."""
         return tensor if self.row_dims == 1 else tensor.flatten(0, 1)
 
     @classmethod
@@ -138,7 +139,7 @@ class _Batch:
 def _layout(
     tensor: torch.Tensor, count: int, lengths: list[int] | None, whose: str
 ) -> tuple[int, Sequence[int], list[int]]:
-    """How many dimensions count rows, and where each request's rows begin and how many they are."""
+    """Return how many dimensions count rows, and the start and number of each request's rows."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if lengths is None:
         if rows >= count:

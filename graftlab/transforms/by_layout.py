@@ -1,4 +1,4 @@
-"""The default transform where layouts are known: from the senders' to the whole tensor, and to the receiver's."""
+"""The default transform for known layouts: from the senders' tensors to the whole tensor, and on to the receiver's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from graftlab.transforms.default import default_transform
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
 
 INFERRED = "inferred"
-"""What a row has for a layout that no one said and the shapes had to tell."""
+"""The text in a row for a layout that was not declared and was inferred from shapes."""
 
 
 def by_layout(graft_input: GraftTransformInput) -> Outcome:
-    """What the receiver should hold, by the layouts that are known; by the shapes alone where none is.
+    """Make the receiver's tensor by the known layouts, or by the shapes alone if no layout is known.
 
-    The layouts are those of DTensors, of ``gl.tap(layout=...)``, and of the plan's pair. Where only one side's is
-    known the shapes tell the other's, and ``layout`` says ``inferred``. Raises :class:`TransformError` where tensors
-    are not of their layouts, or a part of the whole did not come.
+    Layouts are known from DTensors, from ``gl.tap(layout=...)``, and from the plan's pair. If only one side's is known,
+    the other's is inferred from the shapes, and ``layout`` says ``inferred``. Raises :class:`TransformError` if tensors
+    do not have their layouts, or if a part of the whole is missing.
 
     >>> given = gl.GraftTransformInput({"name": "q"}, [torch.arange(4.0)], [None], target=torch.zeros(4))
     >>> gl.transforms.by_layout(given).value
@@ -37,7 +37,7 @@ def by_layout(graft_input: GraftTransformInput) -> Outcome:
     except LayoutError as error:
         raise TransformError(
             f"{error} (from {[list(t.shape) for t in graft_input.received_list]} of senders {graft_input.senders} to "
-            f"{list(graft_input.target.shape)} on rank {graft_input.recv_rank}); where the layout is another, say it "
+            f"{list(graft_input.target.shape)} on rank {graft_input.recv_rank}); if the layout is wrong, declare it "
             f"with gl.tap(layout=...) or the plan's pairs, or give the plan a transform: `{SIGNATURE}`"
         ) from error
 
@@ -68,7 +68,7 @@ def _by_layout(given: GraftTransformInput) -> Outcome:
         theirs = RankLayout(_after(out_of, theirs.layout), None)
     if into is not None:
         mine = RankLayout(_after(into, mine.layout))
-    # The whole is the larger one's.
+    # The whole tensor is the larger of the two.
     shape = senders.layout.shape if out_of is None else None
     if shape is None and into is None:
         shape = mine.shape or _shape_of_one(given)
@@ -76,14 +76,14 @@ def _by_layout(given: GraftTransformInput) -> Outcome:
 
 
 def _shape_of_one(given: GraftTransformInput) -> tuple[int, ...] | None:
-    """The receiver's shape, where it holds the whole tensor on one rank."""
+    """Return the receiver's shape if one rank holds its whole tensor; else None."""
     is_whole = given.whole == "target" if given.pair is not None else given.direction == "t2b"
     alone = given.recv_world_size == 1 if given.layout is None else given.layout.layout.mesh.size == 1
     return tuple(given.target.shape) if alone and is_whole else None
 
 
 def _after(pair: Layout, on_ranks: Layout) -> Layout:
-    """The pair's layout, and then the split over ranks."""
+    """Return the pair's layout followed by the split over ranks."""
     return Layout((*pair.steps, *on_ranks.steps), on_ranks.mesh)
 
 
@@ -92,12 +92,11 @@ def _relaid(
 ) -> Outcome:
     lengths = _lengths(given)
     parts = [(senders.layout.layout, senders.tensors)]
-    near = given.target
-    relaid = relayout(parts, mine.layout, given.recv_rank, shape=shape, lengths=lengths, own=near)
+    relaid = relayout(parts, mine.layout, given.recv_rank, shape=shape, lengths=lengths, own=given.target)
     measured = None
     if mine.is_partial:
         if not isinstance(given.target_reduced, torch.Tensor):
-            raise LayoutError(given.target_reduced or f"{mine.layout}: this rank holds a summand alone")
+            raise LayoutError(given.target_reduced or f"{mine.layout}: this rank holds only a partial sum")
         reduced = mine.reduced()
         whole = relayout(parts, reduced.layout, given.recv_rank, shape=shape, lengths=lengths, own=given.target_reduced)
         measured = (whole.value, given.target_reduced)
@@ -123,7 +122,7 @@ def _said(found: Sequence[Disagreement]) -> str | None:
 
 
 def _senders(given: GraftTransformInput) -> _SenderTensors:
-    """What came, as one whole's parts. Raises :class:`LayoutError` where a part is missing or they are several."""
+    """Return the received tensors as parts of one whole. Raises :class:`LayoutError` if a part is missing."""
     ranks = given.senders or list(range(len(given.received_list)))
     tensors = dict(zip(ranks, given.received_list, strict=True))
     layouts = dict(zip(ranks, given.received_layouts or [None] * len(ranks), strict=True))
@@ -131,36 +130,38 @@ def _senders(given: GraftTransformInput) -> _SenderTensors:
     if not known:
         return _unsaid_senders(given, tensors)
     if len(known) < len(layouts):
-        raise LayoutError(f"senders {[r for r, each in layouts.items() if each is None]} say no layout, the others do")
+        raise LayoutError(
+            f"senders {[r for r, each in layouts.items() if each is None]} declare no layout, but the others do"
+        )
     by_mesh: dict[Mesh, RankLayout] = {each.layout.mesh: each for each in known}
     if len(by_mesh) > 1:
-        # Each mesh has a whole of its own, as data parallel groups do; the receiver's is that of its own rank.
+        # Each mesh has its own whole, as data parallel groups do; the receiver's is the mesh with its rank.
         own = {mesh: each for mesh, each in by_mesh.items() if given.recv_rank in mesh.ranks}
         if given.recv_world_size == 1:
             return _groups(given, list(by_mesh.values()), tensors)
         if len(own) != 1 or given.send_world_size != given.recv_world_size:
-            raise LayoutError(f"the senders are on several meshes, and none of them is that of rank {given.recv_rank}")
+            raise LayoutError(f"the senders are on several meshes, and none of them contains rank {given.recv_rank}")
         by_mesh = own
     layout = next(iter(by_mesh.values()))
     return _SenderTensors(layout, _held(layout, tensors))
 
 
 def _held(layout: RankLayout, tensors: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-    """What the ranks of a layout's mesh sent, in its order."""
+    """Return the tensors of a layout's mesh, in the order of its ranks."""
     ranks = layout.layout.mesh.ranks
     missing = [rank for rank in ranks if rank not in tensors]
     if missing:
-        raise LayoutError(f"{layout.layout}: of its ranks {list(ranks)}, {missing} sent nothing")
+        raise LayoutError(f"{layout.layout}: ranks {missing} of {list(ranks)} sent nothing")
     return _like([tensors[rank] for rank in ranks])
 
 
 def _groups(
     given: GraftTransformInput, layouts: Sequence[RankLayout], tensors: Mapping[int, torch.Tensor]
 ) -> _SenderTensors:
-    """Groups of senders, such as those of data parallelism, for one receiver: all hold the same, or parts of it."""
+    """Combine groups of senders, such as data parallel groups, that hold copies or parts of one tensor."""
     layouts = sorted(layouts, key=lambda each: min(each.layout.mesh.ranks))
     if len({each.layout.text for each in layouts}) > 1:
-        raise LayoutError(f"the groups of senders are split in several ways: {[each.layout.text for each in layouts]}")
+        raise LayoutError(f"the groups of senders have different layouts: {[each.layout.text for each in layouts]}")
     wholes = [each.layout.join(_held(each, tensors), each.shape).whole for each in layouts]
     count = len(wholes)
     if given.pair is None and any(each.shape != given.target.shape for each in wholes):
@@ -177,12 +178,12 @@ def _groups(
         )
         return _SenderTensors(RankLayout(Layout(), tuple(outcome.value.shape)), [outcome.value], is_inferred=True)
     if not all(each.shape == wholes[0].shape and _nearly_equal(each, wholes[0]) for each in wholes):
-        raise LayoutError(f"{count} groups of senders hold different tensors and do not say which part each has")
+        raise LayoutError(f"{count} groups of senders hold different tensors and do not declare which part each holds")
     return _SenderTensors(RankLayout(Layout(), tuple(wholes[0].shape)), wholes[:1])
 
 
 def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Up to what sums in another order round, which groups that compute the same may do."""
+    """Whether tensors are equal up to the rounding of sums in a different order, which such groups may have."""
     if not one.is_floating_point():
         return torch.equal(one, other)
     room = 16 * torch.finfo(one.dtype).eps
@@ -190,23 +191,25 @@ def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tensor]) -> _SenderTensors:
-    """Senders without a layout: one rank holds the whole; of several the shapes have to tell."""
+    """Combine senders without a layout: one sender holds the whole; for several the shapes decide."""
     count = given.send_world_size or len(tensors)
     if count == 1:
         only = next(iter(tensors.values()))
         return _SenderTensors(RankLayout(Layout(), tuple(only.shape)), [only])
     if len(tensors) < count:
-        raise LayoutError(f"only {sorted(tensors)} of {count} senders sent something")
+        raise LayoutError(f"only {sorted(tensors)} of {count} senders sent a tensor")
     shape = given.layout.shape if given.layout is not None else None
     if given.pair is not None and given.layout is None and count == given.recv_world_size:
-        # Both sides are split alike, or not at all: then the pair's layout is that of each rank's own.
+        # Both sides are split alike, or not at all, so the pair's layout applies to each rank's own tensor.
         mine = tensors[given.recv_rank]
         return _SenderTensors(RankLayout(Layout(), tuple(mine.shape)), [mine], is_inferred=True)
     if shape is None or given.pair is not None:
         replicas = Layout((), Mesh((("rank", count),)))
         held = [tensors[rank] for rank in sorted(tensors)]
         if any(each.shape != held[0].shape for each in held) or replicas.join(held).disagreements:
-            raise LayoutError(f"{count} senders hold different tensors and do not say which part of the whole each has")
+            raise LayoutError(
+                f"{count} senders hold different tensors and do not declare which part of the whole each holds"
+            )
         return _SenderTensors(RankLayout(Layout(), tuple(held[0].shape)), held[:1], is_inferred=True)
     whole = default_transform(
         replace(
@@ -222,7 +225,7 @@ def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tens
 def _inferred(
     given: GraftTransformInput, senders: _SenderTensors, into: Layout | None, out_of: Layout | None
 ) -> Outcome:
-    """A receiver on several ranks that says no layout: the senders' whole, cut as the shapes tell."""
+    """Cut the senders' whole by shapes, for a receiver on several ranks without a layout."""
     theirs = senders.layout.layout
     if out_of is not None:
         theirs = _after(out_of, theirs)
@@ -234,7 +237,7 @@ def _inferred(
     if known is not None:
         if whole.shape != given.target.shape:
             raise LayoutError(
-                f"{theirs} leaves out a part of {list(whole.shape)}, and this rank, which says no layout, holds "
+                f"{theirs} leaves out a part of {list(whole.shape)}, and this rank, which declares no layout, holds "
                 f"{list(given.target.shape)}"
             )
         whole = torch.where(known, whole.to(given.target.dtype), given.target)
@@ -248,7 +251,7 @@ def _inferred(
 def _by_names(
     given: GraftTransformInput, senders: _SenderTensors, mine: RankLayout
 ) -> tuple[_SenderTensors, RankLayout]:
-    """Both sides name their dimensions: what is between them follows from the names."""
+    """Derive the layouts of two sides that name their dimensions."""
     assert mine.names is not None
     assert senders.layout.names is not None
     if given.direction == "b2t":
@@ -262,7 +265,7 @@ def _by_names(
 
 
 def _lengths(given: GraftTransformInput) -> Sequence[int] | None:
-    """The lengths of the sequences in the batch, as the taps' extras have them; see ``align_by_request``."""
+    """Return the lengths of the sequences in the batch from the taps' extras; see ``align_by_request``."""
     for extras in (given.target_extras, *given.received_extras_list):
         found: Any = extras.get("request_lens") if isinstance(extras, Mapping) else None
         if found is not None:

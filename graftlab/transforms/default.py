@@ -1,4 +1,4 @@
-"""The transform of a plan that names none: pair by rank, join shards, cut slices."""
+"""The transform of a plan without one: pair by rank, join shards, cut slices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from graftlab.errors import TransformError
 from graftlab.layouts import Layout, parse_layout
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
 
-# Permutations of more dimensions than this are many, and seldom meant.
+# Permutations of more dimensions are too many, and rarely intended.
 _DIMS = 5
-# A layout whose values are further off than this fits in shape alone.
+# Beyond this distance a layout fits by shape only.
 _CLOSE = 0.1
 
 
@@ -23,13 +23,13 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     """Pair by rank, or join and cut shards along the one dimension that differs.
 
     With S the senders' shape and T the receiver's: equal shapes take the sender with the receiver's rank (where the
-    counts differ: rank modulo senders, as for replicated values). Otherwise exactly one dimension may differ, and
+    counts differ: rank modulo senders, as for replicated values). Otherwise exactly one dimension may differ, and:
 
     - the senders' extents add up to T's: they are concatenated;
     - S's extent is T's times the receiving ranks: the receiver's slice is taken;
     - the senders' extents add up to T's times the receiving ranks: both.
 
-    What a rank that sent nothing would have held is never made up from what others sent. Raises
+    The tensor of a rank that sent nothing is never made up from the others'. Raises
     :class:`TransformError` with the shapes when none fits.
 
     >>> shards = [torch.zeros(2, 3), torch.ones(2, 3)]
@@ -48,8 +48,8 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
         if chosen is not None:
             return Outcome(chosen, None if count in (1, receivers) else f"sender {partner}")
         raise TransformError(
-            f"the default transform takes that of rank {partner}, which sent none (senders {senders} of {count}): "
-            f"if another will do, give the plan a transform: `{SIGNATURE}`"
+            f"the default transform takes rank {partner}'s tensor, which was not sent (senders {senders} of {count}). "
+            f"If another rank's will do, give the plan a transform: `{SIGNATURE}`"
         )
     dim = _differing_dim(received, mine)
     if dim is not None:
@@ -77,7 +77,7 @@ def _differing_dim(received: Sequence[torch.Tensor], mine: torch.Tensor) -> int 
 
 
 def _like(received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Shards of one tensor have one dtype. Where they do not, torch.cat would refuse some pairs (the float8 ones).
+    # Shards of one tensor usually have one dtype. If they differ, torch.cat refuses some pairs (those with float8).
     return [tensor.to(received[0].dtype) for tensor in received]
 
 
@@ -85,13 +85,13 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(str(list(tensor.shape)) for tensor in tensors)
 
 
-# ---- which layout may be meant --------------------------------------------------------------------------------------
+# ---- suggesting a layout --------------------------------------------------------------------------------------
 
 
 def suggested(received: Sequence[Tensor], mine: Tensor) -> str:
-    """``; the values fit in the layout '...'``: what to say after an error. Empty where nothing comes near."""
+    """Return a suggestion to append to an error, ``; the values fit ... in the layout '...'``; empty if none fits."""
     if len(received) > 1:
-        return "; if these are shards, partial sums or replicas, gl.tap(layout=...) says so"
+        return "; if these are shards, partial sums or replicas, declare it with gl.tap(layout=...)"
     candidates = [
         (_distance(layout, received[0], mine, whole), layout, whole) for layout, whole in _layouts(received[0], mine)
     ]
@@ -105,8 +105,8 @@ def suggested(received: Sequence[Tensor], mine: Tensor) -> str:
             "give it to the plan's pairs"
         )
     if len(candidates) == 1:
-        return f"; the shapes would fit in the layout {layout.text!r} of the {which} tensor, the values do not"
-    return f"; {len(candidates)} layouts would fit the shapes, and none the values"
+        return f"; the shapes would fit in the layout {layout.text!r} of the {which} tensor, but the values do not"
+    return f"; {len(candidates)} layouts would fit the shapes, but none fits the values"
 
 
 def _layouts(theirs: Tensor, mine: Tensor) -> Iterator[tuple[Layout, str]]:
@@ -134,7 +134,7 @@ def _rearranged(theirs: Tensor, mine: Tensor) -> Iterator[Layout]:
                 before = " ".join(names[: theirs.dim()])
                 yield parse_layout(f"{before} -> {' '.join(names[dim] for dim in order)}")
     if theirs.dim() > mine.dim() >= 1:
-        # Two neighbours merged, which is what batch and sequence, or heads and their dimension, usually are.
+        # Two adjacent dimensions merged, as batch and sequence, or heads and head dimension, often are.
         for at in range(theirs.dim() - 1):
             shape = (*theirs.shape[:at], theirs.shape[at] * theirs.shape[at + 1], *theirs.shape[at + 2 :])
             if shape == tuple(mine.shape):

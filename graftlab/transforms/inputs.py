@@ -1,4 +1,4 @@
-"""What a transform is given, and what it makes."""
+"""A transform's input and output."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ SIGNATURE = "def transform(graft_input: gl.GraftTransformInput) -> torch.Tensor"
 
 @dataclass(frozen=True)
 class GraftTransformInput:
-    """What a transform is given, on the receiving rank.
+    """A transform's input, on the receiving rank.
 
-    ``received_list`` holds one tensor a sending rank, in rank order (``senders`` names the ranks), of whatever shape
-    and dtype that rank had; ``received_extras_list`` runs parallel to it and holds what the sender passed as ``extras``
-    (``None`` where it passed none). ``send_world_size`` counts all ranks of the sending side, those that sent nothing
-    included. ``target`` is the receiver's own tensor, ``target_extras`` what the receiver's own tap passed. The tensors
-    and the extras are private copies when the transform is the user's, so it may write into them; one that returns
-    None has written its result into ``target``.
+    ``received_list`` holds one tensor per sending rank, in rank order (``senders`` names the ranks), with that rank's
+    shape and dtype; ``received_extras_list`` has the ``extras`` of each sender, or ``None``. ``send_world_size`` counts
+    all ranks of the sending side, including those that sent nothing. ``target`` is the receiver's own tensor,
+    ``target_extras`` the extras of that tap. A user's transform gets private copies of the tensors and extras, so it
+    may write into them; if it returns None, its result is in ``target``.
 
-    ``layout`` and ``received_layouts`` are the layouts on the ranks, where DTensors or ``gl.tap(layout=...)`` say them.
-    ``pair`` is the layout of the plan's pair, which takes the one out of the other: ``whole`` says which is the larger.
-    ``target_reduced`` is the target with partial sums taken, or why they cannot be.
+    ``layout`` and ``received_layouts`` are the layouts on the ranks, from DTensors or ``gl.tap(layout=...)``. ``pair``
+    is the layout of the plan's pair, which makes one tensor from the other; ``whole`` names the larger of the two.
+    ``target_reduced`` is the target with its partial sums added up, or the reason why that is impossible.
 
     >>> def transform(graft_input: gl.GraftTransformInput) -> torch.Tensor:
     ...     return torch.cat(graft_input.received_list, dim=-1)
@@ -55,15 +54,15 @@ class GraftTransformInput:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a transform made, when there is more to say of it than the tensor.
+    """A transform's result together with details about it.
 
-    ``value`` has the target's shape; ``aligned_by`` and ``cast`` say in words how it was brought to fit. With ``rows``
-    only part of it was received, and the rest is the target's own: one int64 index tensor for each leading dimension,
-    all of one length, so that ``value[rows]`` is that part. Statistics then cover these rows alone.
-    ``rows_unmatched`` counts the rows for which something should have come and did not. With ``known``, a mask of the
-    target's shape, statistics cover what is marked in it. ``measured`` is what is compared in place of the value and
-    the target, in this order, where these are summands. ``layout`` says how both were brought to one layout, ``note``
-    what a reader should know of it, and ``caveat`` what of a graft.
+    ``value`` has the target's shape; ``aligned_by`` and ``cast`` describe how it was made to fit. ``rows`` marks the
+    part that was received, when the rest is the target's own: one int64 index tensor for each leading dimension, all of
+    one length, so that ``value[rows]`` is that part. Statistics then cover only these rows. ``rows_unmatched`` counts
+    the rows that should have had a counterpart. ``known``, a mask of the target's shape, limits statistics to the
+    marked elements. ``measured`` is the pair to compare instead of the value and the target, if those are partial sums.
+    ``layout`` describes how both were converted to one layout, ``note`` what a reader should know about the comparison,
+    and ``caveat`` what a reader should know about a graft.
 
     >>> gl.transforms.Outcome(torch.ones(2), aligned_by="layer order").aligned_by
     'layer order'
@@ -85,7 +84,7 @@ Transform = Callable[[GraftTransformInput], "torch.Tensor | Outcome"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype in words: ``"bfloat16"``.
+    """Return a dtype's name: ``"bfloat16"``.
 
     >>> gl.transforms.dtype_name(torch.bfloat16)
     'bfloat16'

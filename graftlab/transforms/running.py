@@ -1,4 +1,4 @@
-"""One call of a transform: whatever it does, the target stays as it was, and what comes back fits it."""
+"""Run a transform so that the target stays unchanged whatever it does, and check that its result fits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from graftlab.transforms.inputs import GraftTransformInput, Outcome, Transform, 
 
 
 def run_transform(transform: Transform | None, graft_input: GraftTransformInput) -> Outcome:
-    """Run the user's transform, or the default for None, and check what comes back.
+    """Run the user's transform, or the default for None, and check the result.
 
-    The user's runs on private copies, extras included, so nothing of the model is changed whatever happens; it may
-    write into them, and one that returns None has written its result into ``target``. Raises whatever the transform
-    raises, and :class:`TransformError`, with the transform's own line in its traceback, when it returned something that
-    is not a tensor of the target's shape. Another dtype or device is converted and noted in ``cast``.
+    The user's transform runs on private copies, including extras, so it cannot change the model; it may write into
+    them, and if it returns None, its result is in ``target``. Raises the transform's own errors, and
+    :class:`TransformError`, with the transform's own line in its traceback, if the result is not a tensor of the
+    target's shape. A different dtype or device is converted and noted in ``cast``.
 
     >>> given = gl.GraftTransformInput({"name": "q"}, [torch.ones(2)], [None], target=torch.zeros(2))
     >>> gl.transforms.run_transform(lambda graft_input: graft_input.received_list[0].double(), given).cast
@@ -61,7 +61,7 @@ def run_transform(transform: Transform | None, graft_input: GraftTransformInput)
 def _outcome(value: object, own: torch.Tensor, target: torch.Tensor, version: int | None) -> Outcome:
     if _version(target) != version:
         raise TransformError(
-            "the transform wrote into the model's own tensor, which it must have kept from elsewhere; write into "
+            "the transform wrote into the model's own tensor, which it must have obtained elsewhere; write into "
             "graft_input.target, which is a copy"
         )
     if value is None and not _same_bytes(own, target):
@@ -76,7 +76,7 @@ def _outcome(value: object, own: torch.Tensor, target: torch.Tensor, version: in
 
 
 def compare(outcome: Outcome, graft_input: GraftTransformInput) -> DiffStats:
-    """How far the target is from what the transform made, in the rows that were received.
+    """Measure the target against the transform's result, in the rows that were received.
 
     >>> given = gl.GraftTransformInput({"name": "q"}, [torch.ones(2)], [None], target=torch.zeros(2))
     >>> gl.transforms.compare(gl.transforms.run_transform(None, given), given).rel_l2
@@ -98,12 +98,12 @@ def compare(outcome: Outcome, graft_input: GraftTransformInput) -> DiffStats:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Another number after each write; None where torch does not count."""
+    """Return a number that changes with each write; None if torch does not count writes."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equality that NaNs pass too."""
+    """Whether tensors are equal bit by bit, so that NaNs count as equal."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(as_bytes(one), as_bytes(other))
@@ -127,7 +127,7 @@ def _fitted(outcome: Outcome, target: torch.Tensor) -> Outcome:
             )
         casts.append(f"{dtype_name(value.dtype)} -> {dtype_name(target.dtype)}")
     if value.device != target.device:
-        # What came through host memory is where the exchange put it; only a user's choice of device is worth a note.
+        # The exchange may deliver in host memory; only a device that the user chose is worth a note.
         if value.device.type != "cpu":
             casts.append(f"{value.device} -> {target.device}")
         value = value.to(target.device)
@@ -135,7 +135,7 @@ def _fitted(outcome: Outcome, target: torch.Tensor) -> Outcome:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame outside graftlab on: the user's own line comes first.
+    """Format a traceback without graftlab's frames, so that it starts at the user's own line.
 
     >>> try:
     ...     torch.ones(2) @ torch.ones(3)
@@ -145,7 +145,7 @@ def user_traceback(error: BaseException) -> str:
     """
     own = __name__.partition(".")[0]
     frames = _skip(error.__traceback__, own)
-    # A decorator, torch.no_grad() say, may stand between graftlab and the user's function.
+    # There may be a decorator between graftlab and the user's function, such as torch.no_grad().
     frames = _skip(frames, own, "torch") or frames
     return "".join(traceback.format_exception(type(error), error, frames, chain=frames is not None)).rstrip()
 
@@ -160,7 +160,7 @@ def _skip(frames: types.TracebackType | None, *packages: str) -> types.Traceback
 
 
 class UncopyableExtra:
-    """Stands for a part of the extras that cannot be copied, so that no transform could change the model by it."""
+    """Placeholder for a part of the extras that cannot be copied, which a transform must not change."""
 
     def __init__(self, kind: str, reason: str) -> None:
         self._kind, self._reason = kind, reason
@@ -170,7 +170,7 @@ class UncopyableExtra:
             raise AttributeError(name)
         raise TransformError(
             f"this part of the tap's extras is a {self._kind} that cannot be copied ({self._reason}), so the transform "
-            "does not get it; put what it needs of it into the extras"
+            "does not receive it; put the values that it needs into the extras"
         )
 
     def __repr__(self) -> str:
@@ -178,12 +178,12 @@ class UncopyableExtra:
 
 
 def private_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy, conjugations and negations carried out."""
+    """Return a contiguous copy, with lazy conjugations and negations resolved."""
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def private_extras(extras: Any) -> Any:
-    """A copy of extras: tensors as :func:`private_tensor` has them, the rest as ``copy.deepcopy`` does."""
+    """Copy extras: tensors with :func:`private_tensor`, the rest with ``copy.deepcopy``."""
     if extras is None or type(extras) in (bool, int, float, str, bytes):
         return extras
     if type(extras) is dict:
@@ -195,7 +195,7 @@ def private_extras(extras: Any) -> Any:
         return private_tensor(local)
     try:
         return copy.deepcopy(extras)
-    except Exception as error:  # of the user's class, which may raise what it likes
+    except Exception as error:  # any error of a user's class
         return UncopyableExtra(type(extras).__qualname__, f"{type(error).__name__}: {error}")
 
 
@@ -203,14 +203,14 @@ def private_extras(extras: Any) -> Any:
 
 
 def raise_at(function: Callable[..., Any], error: Exception) -> NoReturn:
-    """Raise an error from inside of the function, as its traceback tells: at its only return, or else at its start."""
+    """Raise an error whose traceback points into the function: at its only return statement, or else at its start."""
     source = _code_of(function)
     if source is None:
         raise error
     code = compile("raise error.with_traceback(None)", source.co_filename, "exec").replace(
         co_name=source.co_name, co_firstlineno=_line_at_fault(source)
     )
-    # Frames of graftlab are left out of the traceback that users see, by this name.
+    # By its module name, user_traceback keeps this frame and leaves out graftlab's.
     exec(code, {"__name__": str(getattr(function, "__module__", None)), "error": error})
     raise AssertionError("raised above")
 
@@ -221,7 +221,7 @@ def _code_of(function: Callable[..., Any]) -> types.CodeType | None:
     function = inspect.unwrap(function)
     if isinstance(function, types.MethodType):
         function = function.__func__
-    # Of an object that can be called, its class says how.
+    # A callable object's code is its class's __call__.
     called = function if isinstance(function, types.FunctionType) else vars(type(function)).get("__call__")
     code = getattr(called, "__code__", None)
     return code if isinstance(code, types.CodeType) else None

@@ -1,4 +1,4 @@
-"""A transform as a plan holds it, and how it becomes a function on a rank."""
+"""A transform as a plan stores it, and its loading as a function on a rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from graftlab.transforms.running import user_traceback
 class TransformSpec:
     """A transform as it travels in a plan: ``text`` is a dotted path or source; ``blob`` a pickled function.
 
-    ``where`` is a filter over the tags of the taps that it is for, compared ones included; None means those that the
-    plan grafts. Make one with :meth:`of`, which also loads it once, so that a transform that cannot be loaded is
-    refused here and not on a rank.
+    ``where`` is a filter for the taps to which it applies, including compared ones; None means the taps that the plan
+    grafts. Make one with :meth:`of`, which also loads it once, so that a transform that cannot be loaded is refused
+    here and not on a rank.
 
     >>> gl.transforms.TransformSpec.of(("layer == 3", "graftlab.transforms.align_by_request")).described
     'graftlab.transforms.align_by_request where layer == 3'
@@ -41,21 +41,21 @@ class TransformSpec:
     def of(cls, transform: OneTransform) -> TransformSpec:
         """From a dotted path (``"package.module.function"``), source text (with a ``def``) or a function.
 
-        Each of these may come with the filter that says where it applies: ``(filter, transform)``. Raises
-        :class:`TransformError` when it cannot be loaded, :class:`ShippingError` when it cannot be pickled.
+        Each may be combined with a filter for the taps to which it applies: ``(filter, transform)``. Raises
+        :class:`TransformError` if it cannot be loaded, :class:`ShippingError` if it cannot be pickled.
         """
         spec = cls.draft(transform)
         function = spec._load()
         if adapted(function, spec.label) is not function:
             warn(
-                f"transform {spec.label} has the old signature (received_list, target), which will go; write "
+                f"transform {spec.label} has the old signature (received_list, target), which will be removed; write "
                 f"`{SIGNATURE}`, with graft_input.received_list and graft_input.target"
             )
         return spec
 
     @classmethod
     def draft(cls, transform: OneTransform) -> TransformSpec:
-        """Like :meth:`of`, but nothing of it is run here, not even to see whether it loads."""
+        """Like :meth:`of`, but without running any of its code, not even to check whether it loads."""
         if isinstance(transform, tuple):
             return cls._with_filter(transform)
         if isinstance(transform, TransformSpec):
@@ -64,7 +64,7 @@ class TransformSpec:
             is_path = all(part.isidentifier() for part in transform.strip().replace(":", ".").split("."))
             return cls("path", transform.strip()) if is_path else cls("source", transform)
         if callable(transform):
-            # Imported here because shipping is a matter of ranks; only a function needs it.
+            # Imported here because only a function needs it.
             from graftlab.base.shipping import pack_function
 
             name = getattr(transform, "__qualname__", type(transform).__name__)
@@ -78,37 +78,37 @@ class TransformSpec:
     def _with_filter(cls, pair: tuple[Any, ...]) -> TransformSpec:
         if len(pair) != 2 or not isinstance(pair[0], str) or isinstance(pair[1], tuple):
             raise TransformError(
-                f"a transform with the taps that it is for is (filter, transform), e.g. (\"name == 'qkv'\", f), "
+                f"a transform for certain taps is (filter, transform), e.g. (\"name == 'qkv'\", f), "
                 f"and several are a list of such pairs, not {pair!r}"
             )
         where, transform = pair
         if not where.strip():
             raise TransformError(
                 "the filter of a transform is blank, which matches no tap; write 'True' for all taps, or give the "
-                "transform without a filter for those that the plan grafts"
+                "transform without a filter for the taps that the plan grafts"
             )
         return replace(cls.draft(transform), where=where)
 
     @property
     def label(self) -> str:
         if self.kind == "source":
-            # Versions of one text have one function's name, and a reader of rows is to see that they are two.
+            # Two versions of one text have the same function name; the digest distinguishes them in rows.
             digest = hashlib.blake2b(self.text.encode(), digest_size=3).hexdigest()
             return f"{_function_in(self.text)} (text {digest})"
         return self.text
 
     @property
     def described(self) -> str:
-        """The label, with the filter if it has one."""
+        """The label, followed by the filter, if any."""
         return self.label if self.where is None else f"{self.label} where {self.where}"
 
     @property
     def filename(self) -> str:
-        """What the source is called in tracebacks."""
+        """The source's name in tracebacks."""
         return f"<transform {self.label}>"
 
     def load(self) -> Transform:
-        """The function itself, of one argument. Raises :class:`TransformError`."""
+        """Load the function, which takes one argument. Raises :class:`TransformError`."""
         return adapted(self._load(), self.label)
 
     def _load(self) -> Callable[..., Any]:
@@ -122,22 +122,22 @@ class TransformSpec:
 
 
 OneTransform = str | Transform | TransformSpec | tuple[str, "str | Transform | TransformSpec"]
-"""What :meth:`TransformSpec.of` takes."""
+"""The argument of :meth:`TransformSpec.of`."""
 
 AnyTransform = OneTransform | Sequence[OneTransform] | None
-"""What a plan takes: one, a list of which the first that is for a tap applies there, or None for the default."""
+"""A plan's ``transform``: one, a list whose first match applies at each tap, or None for the default."""
 
 Specs = TransformSpec | tuple[TransformSpec, ...] | None
-"""What a plan makes of that."""
+"""The same as a plan stores it."""
 
 
 def each_of(specs: Specs) -> tuple[TransformSpec, ...]:
-    """The transforms of a plan, in the order in which they are looked through."""
+    """Return the transforms of a plan, in the order of precedence."""
     return () if specs is None else specs if isinstance(specs, tuple) else (specs,)
 
 
 def specs_of(transform: AnyTransform, make: Callable[[OneTransform], TransformSpec] = TransformSpec.of) -> Specs:
-    """What somebody gave as a plan's transform, as the plan holds it; raises as ``make`` does."""
+    """Convert the argument ``transform`` of a plan to specs; raises the errors of ``make``."""
     if transform is None or isinstance(transform, TransformSpec):
         return transform
     if isinstance(transform, tuple) and transform and all(isinstance(each, TransformSpec) for each in transform):
@@ -149,14 +149,14 @@ def specs_of(transform: AnyTransform, make: Callable[[OneTransform], TransformSp
 
 
 def adapted(function: Callable[..., Any], label: str) -> Transform:
-    """A transform that calls this function: itself, or for one of ``(received_list, target)`` what calls it so.
+    """Return the function as a transform; a function of ``(received_list, target)`` is wrapped.
 
-    Raises :class:`TransformError` for one that takes neither.
+    Raises :class:`TransformError` for any other signature.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        # A builtin need not tell; its first call will.
+        # A builtin may have no signature; its first call will show whether it fits.
         return function
     if _takes(signature, 1):
         return function
@@ -200,7 +200,7 @@ def _load_path(path: str) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def _function_in(source: str) -> str:
-    """What the source calls the function that is the transform, without running it."""
+    """Return the name of the transform's function in its source, without running the source."""
     try:
         made = [node.name for node in parse(source).body if isinstance(node, ast.FunctionDef)]
     except (SyntaxError, ValueError):
@@ -213,10 +213,10 @@ def _load_source(source: str, filename: str) -> Callable[..., Any]:
         # Without dont_inherit the user's code would be compiled under this module's own __future__ imports.
         code = compile(source, filename, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        # As text it names the file and the line once more.
+        # str(error) would repeat the file and the line.
         where, why = (f", line {error.lineno}", error.msg) if isinstance(error, SyntaxError) else ("", error)
         raise TransformError(f"the transform's source does not compile{where}: {why}") from error
-    # With this entry a traceback shows the user's own lines although no such file exists.
+    # Makes tracebacks show the user's own lines, although no such file exists.
     install_source(filename, source)
     import graftlab
 

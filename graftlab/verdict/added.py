@@ -6,16 +6,17 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from graftlab.base.tags import distinguishes_taps, own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
+from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
 
 COLUMNS = (
@@ -167,18 +168,40 @@ def coarser_dtype(row: Mapping[str, Any]) -> str:
     return max(names, key=roundoff)
 
 
-def roundoff(dtype: str) -> float:
-    """The unit roundoff of a dtype by name; 0 if it does not round."""
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
-        return 0.0
-    return torch.finfo(found).eps / 2
-
-
 def named_groups(frame: pd.DataFrame, threshold: float) -> list[str]:
     """The groups with a tap whose ratio is above the threshold, in the order of blame, each kind in execution order."""
     named = dict.fromkeys(frame.loc[frame["ratio"] > threshold, "group"])
     return sorted(named, key=place_in_blame)
+
+
+def labelled(
+    frame: pd.DataFrame,
+    named: Sequence[str],
+    following: Sequence[str],
+    causes: Mapping[str, Causes],
+    threshold: float,
+    even: Sequence[str] = (),
+) -> pd.DataFrame:
+    """The frame of a verdict with the columns ``label`` and ``alone``. Of the groups of ``even`` nothing is held."""
+    labels = {
+        **dict.fromkeys(named, "culprit"),
+        **dict.fromkeys(following, "inherited"),
+        **dict.fromkeys(even, "clean"),
+    }
+    alone: dict[str, float] = {}
+    for each in causes.values():
+        labels.update(each.labels)
+        alone.update(each.alone)
+    over = frame["ratio"] > threshold
+    frame["label"] = [
+        labels[g] if o else label for g, o, label in zip(frame["group"], over, frame["label"], strict=True)
+    ]
+    frame["alone"] = [alone.get(g, math.nan) if o else math.nan for g, o in zip(frame["group"], over, strict=True)]
+    if named:
+        first = int(over.to_numpy().argmax())
+        later = (frame.index > first) & ~over & (frame["error_ratio"] > threshold)
+        frame.loc[later, "label"] = "inherited"
+    return frame
 
 
 _LONGEST_FILTER = 4_000

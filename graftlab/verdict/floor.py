@@ -7,38 +7,6 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
-DEFAULT_NOISE_FLOOR = 1e-5
-"""The default ``rel_l2`` up to which float32 agrees with float32.
-
-A correct target in the quickstart stays below 2e-6 at every tap; its mistake causes 6e-2. About 2e-2 suits bfloat16
-against float32.
-"""
-
-# The number of units in the last place that accumulate on the way through a model.
-_ROUNDINGS = 2.5
-_FLOAT32 = float(torch.finfo(torch.float32).eps)
-
-
-def assumed_floor(dtypes: Iterable[object]) -> tuple[float, str]:
-    """The ``rel_l2`` up to which tensors of these dtypes are assumed to agree, and the dtype that sets it.
-
-    The coarsest dtype counts for all, because values computed from it inherit its rounding.
-    """
-    epses: dict[str, float] = {}
-    for name in dtypes:
-        dtype = getattr(torch, name, None) if isinstance(name, str) else None
-        if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex):
-            epses[str(name)] = float(torch.finfo(dtype).eps)
-    coarsest = max(epses, key=epses.__getitem__, default="float32")
-    eps = epses.get(coarsest, _FLOAT32)
-    if eps > _FLOAT32:
-        return float(f"{_ROUNDINGS * eps:.0e}"), coarsest
-    if eps < _FLOAT32:
-        return float(f"{DEFAULT_NOISE_FLOOR / _FLOAT32 * eps:.0e}"), coarsest
-    return DEFAULT_NOISE_FLOOR, "float32"
-
 
 @dataclass(frozen=True)
 class Floor:

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import distinguishes_taps
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor
 from graftlab.rows.schema import COLUMNS, MEASURED, are_whole
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR, assumed_floor
 
 # The statuses of a tap that the other side does not have.
 _ALONE = ("missing", "unmatched", "recomputed")

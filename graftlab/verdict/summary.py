@@ -11,11 +11,11 @@ import pandas as pd
 
 from graftlab.base.tags import SIDE_NAMES
 from graftlab.base.text import counted
+from graftlab.diffs.rounding import assumed_floor
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import MEASURED, Row, are_whole
 from graftlab.verdict.facts import COMPARED, FAILED, GRAFTED, Facts, tap_name
-from graftlab.verdict.floor import assumed_floor
 from graftlab.verdict.order import Array, divergent, numbers
 
 # A recompute that only one side has is not among them: its original has a row.

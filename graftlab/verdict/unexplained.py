@@ -11,8 +11,9 @@ import pandas as pd
 
 from graftlab.base.tap_groups import is_data, kind_of
 from graftlab.diffs.results import ResultDifference, compare_results
+from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, roundoff, times
+from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, times
 from graftlab.verdict.floor import Floor
 
 

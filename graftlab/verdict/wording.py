@@ -62,6 +62,8 @@ class Findings:
     """Set for jobs, which a verdict cannot call again."""
     unexplained: Sequence[str] = ()
     """Sentences on differences that no named group explains."""
+    failed: Sequence[str] = ()
+    """Sentences on stages of the verdict that failed."""
 
     @property
     def named(self) -> list[str]:
@@ -70,7 +72,7 @@ class Findings:
 
 def text_of(findings: Findings) -> str:
     """The verdict's text, its most important sentence first."""
-    lines = list(findings.unexplained)
+    lines = [*findings.unexplained, *findings.failed]
     if findings.not_repeated:
         lines.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
@@ -110,6 +112,8 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
+    if findings.failed and not len(frame):
+        return []
     if not len(frame):
         return ["Nothing was compared: no tap was measured on both sides. Add gl.tap or gl.watch to both functions."]
     computed = [group for group in named if group not in findings.inputs]
@@ -155,7 +159,7 @@ def _nothing_named(findings: Findings) -> str:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Nothing that was checked adds more than {most} ({measured})."
     repeats = not (findings.not_repeated or findings.target_not_repeated)
-    if findings.unexplained or findings.unseen or findings.data or not repeats:
+    if findings.unexplained or findings.failed or findings.unseen or findings.data or not repeats:
         return f"Nothing that was checked adds more than rounding ({measured})."
     return f"No tap adds more than rounding ({measured})."
 
@@ -375,12 +379,17 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
             "outside the taps affects it, such as state that is written before its tap (a KV cache). Tap that state."
         ]
     lines = []
-    if causes.earlier:
+    if math.isnan(causes.total):
+        lines.append(
+            f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}); without them "
+            "it could not be measured."
+        )
+    elif causes.earlier:
         lines.append(
             f"The output{output} agrees in its last step ({_over_floor(causes.total)}) and differs earlier, in step"
             f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)}."
         )
-    elif causes.total <= findings.threshold:
+    elif causes.agrees:
         lines.append(f"The output{output} still agrees ({_over_floor(causes.total)}).")
     else:
         lines.append(
@@ -388,6 +397,10 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
             f"{_over_floor(causes.total).removesuffix(' its floor')} without)."
         )
     lines += [f"{', '.join(sorted(each))} cancel each other." for each in causes.cancelling if len(each) > 1]
+    if causes.together:
+        lines.append(f"{_and(sorted(causes.together))} move the output together; none of them does alone.")
+    if causes.untested:
+        lines.append(f"Not swapped alone, to bound the runs: {', '.join(causes.untested)}.")
     if causes.cut_short:
         lines.append("Not all sets of groups that might cancel were tried.")
     return lines

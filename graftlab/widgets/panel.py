@@ -351,7 +351,7 @@ export default {
 
 
 class KernelWatch(anywidget.AnyWidget):
-    """Invisible; marks its panel as not live when the kernel shuts down, which JupyterLab does only at a restart."""
+    """Invisible; marks its panel as not live when the kernel shuts down. JupyterLab only does so at a restart."""
 
     _esm = _WATCH_SCRIPT
 

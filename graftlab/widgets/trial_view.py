@@ -1,4 +1,4 @@
-"""What the transform editor shows, as HTML: trials, what is in force and whether it fails, and differences."""
+"""The HTML of the transform editor: trials, the transform in force and whether it fails, and diffs."""
 
 from __future__ import annotations
 

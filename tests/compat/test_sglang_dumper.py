@@ -44,7 +44,7 @@ def test_values_come_with_their_tags_and_the_context_and_steps(tmp_path: Path) -
     ]
 
 
-def test_dims_are_the_layout_and_extras_travel(tmp_path: Path) -> None:
+def test_dims_are_the_layout_and_extras_arrive(tmp_path: Path) -> None:
     with gl.record(tmp_path):
         Dumper().dump("q", torch.ones(1, 2, 4), dims="b s h", grafter_extras={"phase": "prefill"})
     ((entry, _, extras),) = gl.Recording(tmp_path).taps(0)
@@ -53,7 +53,7 @@ def test_dims_are_the_layout_and_extras_travel(tmp_path: Path) -> None:
     assert extras == {"phase": "prefill"}
 
 
-def test_gradients_and_parameters_are_shown_where_they_are_enabled(tmp_path: Path) -> None:
+def test_gradients_and_parameters_are_tapped_where_enabled(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
 
     def show(dumper: Dumper) -> None:
@@ -77,7 +77,7 @@ def test_gradients_and_parameters_are_shown_where_they_are_enabled(tmp_path: Pat
     ]
 
 
-def test_the_decorator_gives_tags_and_takes_them_back(tmp_path: Path) -> None:
+def test_the_decorator_restores_the_tags(tmp_path: Path) -> None:
     def show(dumper: Dumper) -> None:
         dumper.set_ctx(layer_id=7)
 
@@ -96,7 +96,7 @@ def test_the_decorator_gives_tags_and_takes_them_back(tmp_path: Path) -> None:
             Dumper().ctx(**wrong)
 
 
-def test_outside_of_a_session_nothing_is_done() -> None:
+def test_outside_a_session_the_calls_do_nothing() -> None:
     assert active.grafter() is None
     dumper = Dumper()
     assert not dumper.may_enable
@@ -124,12 +124,12 @@ class Batch:
     def method(self) -> None: ...
 
 
-def test_objects_are_shown_by_the_attributes_that_can_be_read(tmp_path: Path) -> None:
+def test_objects_are_tapped_by_their_readable_attributes(tmp_path: Path) -> None:
     found = recorded(tmp_path, lambda dumper: dumper.dump_dict("batch", Batch()))
     assert [tap["name"] for tap in found] == ["batch__hidden", "batch_ids"]
 
 
-def test_while_it_is_off_nothing_is_shown_and_no_step_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_disabled_nothing_is_tapped_and_no_step_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def show(dumper: Dumper) -> None:
         for number in range(4):
             dumper.configure(enable=number % 2 == 1)
@@ -145,14 +145,14 @@ def test_while_it_is_off_nothing_is_shown_and_no_step_counted(tmp_path: Path, mo
         assert recorded(tmp_path / "off", lambda dumper: dumper.dump("x", torch.ones(1))) == []
 
 
-def test_engines_and_transforms_find_the_published_names() -> None:
+def test_the_published_names_can_be_imported() -> None:
     assert sglang_dumper.GraftTransformInput is gl.GraftTransformInput
     assert "shape=torch.Size([2, 3]) dtype=torch.bfloat16" in sglang_dumper.get_tensor_info(torch.ones(2, 3).bfloat16())
     assert "min=None" in sglang_dumper.get_tensor_info(torch.ones(0))
     assert sglang_dumper.get_truncated_value((torch.ones(100, 9), "x"))[0].shape == (5, 9)
 
 
-def test_settings_that_mean_nothing_here_are_told_from_those_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_without_a_meaning_here_are_accepted_and_wrong_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     dumper = Dumper()
     dumper.configure(enable=True, dir="/tmp/dumper", cleanup_previous=True)
     with pytest.raises(gl.ConfigError, match="'enable_gard' is not a setting"):
@@ -174,7 +174,7 @@ def test_another_kit_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_engines_that_carry_its_calls_join_by_its_variables_alone(tmp_path: Path) -> None:
+def test_engines_with_its_calls_join_by_its_variables_alone(tmp_path: Path) -> None:
     told = {
         "DUMPER_GRAFTER_ENABLE": "1",
         "DUMPER_GRAFTER_B2T_FILTER": "layer_id == 1",
@@ -232,7 +232,7 @@ def test_a_dump_is_a_recording_in_its_own_order(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(recording)).world_size == 2
 
 
-def test_parameters_of_a_dump_pair_with_those_that_the_calls_show(tmp_path: Path) -> None:
+def test_parameters_of_a_dump_pair_with_tapped_ones(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     model(torch.ones(2)).backward()
 
@@ -244,12 +244,12 @@ def test_parameters_of_a_dump_pair_with_those_that_the_calls_show(tmp_path: Path
     (tmp_path / "old").mkdir()
     for index, name in enumerate(("param__weight", "grad__param__weight"), 1):
         dump(tmp_path / "old", model.weight, step=1, rank=0, dump_index=index, name=name)
-    with pytest.raises(gl.RecordingError, match=r"a job of 2 ranks, and .* up to 0 alone"):
+    with pytest.raises(gl.RecordingError, match=r"a job of 2 ranks, but only ranks up to 0"):
         gl.Recording.open(tmp_path / "old")
     old = gl.Recording.open(tmp_path / "old", partial=True)
     assert pickle.loads(pickle.dumps(old)).world_size == 1
     assert [(e.name, e.tags["kind"]) for e, _, _ in old.taps(0)] == [(tap["name"], tap["kind"]) for tap in live]
-    with pytest.raises(gl.RecordingError, match="has dumps in old, each of another time; name one of these"):
+    with pytest.raises(gl.RecordingError, match="has dumps of several runs, in old; pass one of these"):
         gl.Recording.open(tmp_path)
 
 
@@ -258,14 +258,14 @@ class Payload:
         return print, ("this was run",)
 
 
-def test_nothing_of_a_dump_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_code_in_a_dump_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump(tmp_path, Payload(), step=0, rank=0, dump_index=1, name="evil")
     with pytest.raises(gl.RecordingError, match=r"tap 'evil': .* more than tensors and plain data"):
         gl.Recording.open(tmp_path)
     assert capsys.readouterr().out == ""
 
 
-def test_a_dump_that_is_damaged_or_lacks_a_rank_is_told(tmp_path: Path) -> None:
+def test_a_damaged_dump_or_one_without_a_rank_is_refused(tmp_path: Path) -> None:
     two_ranks(tmp_path)
     path = next(tmp_path.glob("*rank=0*layer_id=2.pt"))
     whole = path.read_bytes()
@@ -274,5 +274,5 @@ def test_a_dump_that_is_damaged_or_lacks_a_rank_is_told(tmp_path: Path) -> None:
         gl.Recording.open(tmp_path)
     for each in tmp_path.glob("*rank=0*"):
         each.unlink()
-    with pytest.raises(gl.RecordingError, match=r"not of \[0\]"):
+    with pytest.raises(gl.RecordingError, match=r"none of \[0\]"):
         gl.Recording.open(tmp_path)

@@ -80,7 +80,7 @@ def test_what_parts_only_without_a_tap_names_that_tap(session: gl.Session) -> No
     assert compared.tapped == 0.0
     assert compared.untapped > 0.1
     assert compared.fused == "second"
-    assert "They part only without the tap 'second' in the graph" in compared.text
+    assert "They differ only without the tap 'second' in the graph" in compared.text
     # Whatever was left out for it is there again.
     run = session.run(model, model, args=(X,))
     assert run.frame["name"].tolist() == ["first", "second", "third", "out"]

@@ -385,7 +385,7 @@ def test_a_tap_inside_of_a_tap_is_skipped_with_a_warning(own: gl.Session, capsys
     frame = own.run(run, run).frame
     assert frame[["name", "status", "step"]].values.tolist() == [["outer", "compared", 0], ["after", "compared", 0]]
     shown = capsys.readouterr().out
-    assert "gl.tap('inner') on baseline[0]: it was reached inside of another tap" in shown
+    assert "gl.tap('inner') on baseline[0]: it was reached inside another tap" in shown
 
 
 # ---- the forkserver -------------------------------------------------------------------------------------------------

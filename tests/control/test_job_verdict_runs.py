@@ -73,7 +73,7 @@ def test_a_job_that_ends_ends_the_verdict(session: SessionCore, ranks: list[Talk
     ranks[0].line.send(RunDone(run, None, None))
     ranks[0].line.send(RunSettled(run, 4))
     wait_until(lambda: state_of(session.runs[-1]).has_ended(ranks[0].rank), "the end of the baseline's part")
-    with pytest.raises(SessionError, match=r"given up: baseline\[0\] ended before it was there, after run 0 of it"):
+    with pytest.raises(SessionError, match=r"abandoned: baseline\[0\] ended before it was done, after its run 0"):
         judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)
 
@@ -90,7 +90,7 @@ def test_a_job_that_dies_ends_the_verdict_and_is_named(session: SessionCore, ran
         return plan
 
     session.edit = edit_and_die  # type: ignore[method-assign]
-    with pytest.raises(RunError, match=r"the verdict was given up, .* failed on target\[0\]"):
+    with pytest.raises(RunError, match=r"the verdict was abandoned, .* failed on target\[0\]"):
         judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)
 
@@ -98,14 +98,14 @@ def test_a_job_that_dies_ends_the_verdict_and_is_named(session: SessionCore, ran
 def test_jobs_that_are_not_there_are_named_and_nothing_is_changed(
     session: SessionCore, ranks: list[TalkingRank]
 ) -> None:
-    with pytest.raises(SessionError, match="the run is not there, and a verdict needs every rank"):
+    with pytest.raises(SessionError, match="a run of the jobs is missing, and a verdict needs every rank"):
         judge(session, VerdictRequest())
     under_way(session, ranks)
     ranks[1].rank.alive = False
-    with pytest.raises(SessionError, match=r"target\[0\] is not there"):
+    with pytest.raises(SessionError, match=r"target\[0\] is missing"):
         judge(session, VerdictRequest())
     ranks[0].rank.alive = False
-    with pytest.raises(SessionError, match=r"baseline\[0\], target\[0\] are not there, and a verdict needs"):
+    with pytest.raises(SessionError, match=r"baseline\[0\], target\[0\] are missing, and a verdict needs"):
         judge(session, VerdictRequest())
     assert session.plan.version == PLAN.version
 

@@ -18,7 +18,12 @@ TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} 
     [
         (None, "h", {}, "Set session.edit(keep=...) to a filter that matches the tap, and run again"),
         ("layer == 3", "h", {"layer": 1}, "The plan's keep filter, layer == 3, does not match the tap; widen it"),
-        ("layer == 3", "h", {"layer": 3, "step": 9}, "matches the tap, but no step under that plan has brought a pair"),
+        (
+            "layer == 3",
+            "h",
+            {"layer": 3, "step": 9},
+            "matches the tap, but no pair has been kept since that plan took effect",
+        ),
         ("True", "hh", {}, "No tap seen so far is called 'hh'; did you mean 'h'?"),
         ("True", "zzz", {}, "No tap seen so far is called 'zzz'"),
         ("True", "h", {"layer": 7}, "No tap 'h' seen so far has layer=7"),
@@ -54,8 +59,8 @@ def test_the_pair_of_a_smaller_step_is_not_taken_for_one_beyond_the_budget(sessi
             ask("h", layer=3)
         said = str(caught.value)
         assert f"the pair of h layer=3 at step {step} was not kept: its tensors have 8 MiB and the budget of a" in said
-        assert "gl.launch(..., keep_budget=8 << 20) or more keeps it" in said
-        assert f"An older one is kept: step={step - 1}" in said
+        assert "gl.launch(..., keep_budget=8 << 20) or more" in said
+        assert f"An older pair is kept: step={step - 1}" in said
     assert session.tensors("h", step=step - 1)[0].numel() == 1000
 
 
@@ -86,7 +91,7 @@ def test_where_nothing_is_kept_the_advice_is_about_the_plan_in_force(session: gl
         session.tensors("other")
     session.edit(keep="True")
     with pytest.raises(
-        gl.SessionError, match="matches the tap, but no step under that plan has brought a pair; run again"
+        gl.SessionError, match="matches the tap, but no pair has been kept since that plan took effect; run again"
     ):
         session.tensors("other")
 

@@ -78,7 +78,7 @@ def test_its_report_has_the_newest_runs_taps_and_says_what_rows_do_not_tell(tmp_
     assert "layers.1.act" in page
     assert "earlier" not in page
     assert "The plan, the code and the tensors of this run are not among its rows" in page
-    assert "No verdict was asked for." in page
+    assert "No verdict was computed." in page
     with pytest.raises(gl.SessionError, match="cannot be written"):
         run.report(tmp_path / "nowhere" / "page.html")
 
@@ -114,7 +114,7 @@ def test_without_such_a_step_no_verdict_is_given(tmp_path: Path) -> None:
     run = loaded(tmp_path, COMPARED)
     with pytest.raises(gl.SessionError, match=r"in no step of this run was every.*GRAFTLAB_B2T_FILTER=True"):
         run.verdict()
-    with pytest.raises(gl.SessionError, match=r"in no step of run 7 .*There are no rows of it"):
+    with pytest.raises(gl.SessionError, match=r"in no step of run 7 .*It has no rows"):
         run.verdict(run=7)
     with pytest.raises(gl.SessionError, match=r"in step 0 of run 0 not every tap was grafted"):
         run.verdict(run=0, step=0)

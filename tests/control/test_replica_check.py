@@ -277,7 +277,7 @@ def test_taps_without_a_finite_number_agree_with_nothing(session: gl.Session, lo
 
 
 def test_one_rank_and_two_sides_are_refused(session: gl.Session) -> None:
-    with pytest.raises(SessionError, match="the baseline has one rank, which has nobody to agree with"):
+    with pytest.raises(SessionError, match="the baseline has one rank, and a check compares several"):
         session.check(baseline=uneven)
     with pytest.raises(SessionError, match="give one side's function"):
         session.check(baseline=uneven, target=uneven)

@@ -57,7 +57,7 @@ def test_it_has_the_conclusion_the_code_the_plan_and_the_environment(session: gl
     shown = words(text)
     assert "first divergent: model.layers.10.part0 on target[0]" in shown
     assert "non-finite values differ in 1 row, first at <script>alert(1)</script> on target[0]" in shown
-    assert "No verdict was asked for." in shown
+    assert "No verdict was computed." in shown
     assert "scale = 2.5 # of this cell" in shown
     assert "lambda: model(1.0)" in shown
     assert "keep name == 'model.layers.7.part0'" in shown
@@ -138,7 +138,7 @@ def test_a_browser_opens_it_from_disk_and_fifteen_hundred_taps_stay_readable(
         view.locator(".lines").evaluate("each => { each.scrollTop = each.scrollHeight; }")
         expect(rows.last).to_contain_text("<script>alert(1)</script>")
 
-        # A point a layer: the one of layer 10 leads to its taps.
+        # One point per layer: the one of layer 10 leads to its taps.
         view.locator("input.layers").check()
         canvas = view.locator("canvas")
         box = canvas.bounding_box()

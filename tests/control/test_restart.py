@@ -116,7 +116,7 @@ def test_a_rank_in_a_collective_is_ended_when_its_peer_has_failed(session: gl.Se
     assert text.index("target[1] raised ZeroDivisionError: planted") < text.index(
         "target[0] was ended, because it waited in a collective ("
     )
-    assert "dist.all_reduce(torch.ones(1))) when target[1] had failed" in text
+    assert "dist.all_reduce(torch.ones(1))) after target[1] had failed" in text
     assert text.count("it waited in a collective") == 1
     assert "The process group of the target is gone: its collectives fail from now on" in text
     with pytest.raises(gl.SessionClosedError, match=r"target\[0\] is gone \(was ended, because") as refused:

@@ -47,9 +47,9 @@ def test_the_last_step_is_drawn_with_the_assumed_floor_and_another_when_asked_fo
         assert [line.get_ydata()[0] for line in ax.lines if line.get_gid() == "noise floor"] == [1e-5]
         [ax] = session.plot.divergence(step=first + 1).axes
         assert ax.get_xlabel().endswith(f"run 0, step {first + 1}")
-        with pytest.raises(gl.SessionError, match=f"no rows of step 99; it has those of steps {first} to {first + 3}"):
+        with pytest.raises(gl.SessionError, match=f"no rows of step 99; it has rows of steps {first} to {first + 3}"):
             session.plot.divergence(step=99)
-        with pytest.raises(gl.SessionError, match=f"no rows of step 99 to 120; it has those of steps {first} to"):
+        with pytest.raises(gl.SessionError, match=f"no rows of step 99 to 120; it has rows of steps {first} to"):
             session.plot.over_steps(steps=range(99, 121))
         assert (
             session.plot.over_steps()

@@ -58,7 +58,7 @@ keys = st.builds(
 
 @examples(25)
 @given(st.lists(keys, unique=True, min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_tensors_find_their_taps_in_whatever_order_the_sides_reach_them(
+def test_tensors_find_their_taps_in_any_order_of_the_two_sides(
     a_world: MakeWorld, sent: list[TapKey], random: Any
 ) -> None:
     asked = random.sample(sent, len(sent))
@@ -73,7 +73,7 @@ VALUES = [None, True, 0, -1, 2**63, 2**64, -(10**5000), 0.5, 1e300, float("inf")
 
 
 @pytest.mark.parametrize("name", ["x", "\u20ac", "half a surrogate pair: \ud800"], ids=ascii)
-def test_any_name_and_any_plain_value_of_a_tag_pair_and_are_told_apart(name: str, world: World) -> None:
+def test_any_name_and_plain_tag_value_pairs_and_is_distinguished(name: str, world: World) -> None:
     sent = [key(name, tag=value) for value in VALUES] + [key(name, **{f"tag {name}": 7})]
     for number, each in enumerate(sent):
         world.baseline.publish(each, float(number))
@@ -89,7 +89,7 @@ def test_both_directions_at_once_do_not_mix(world: World) -> None:
     assert world.baseline.take(key("x")) == [2.0]
 
 
-def test_what_a_receiver_holds_does_not_change_while_the_sender_goes_on(world: World) -> None:
+def test_a_received_tensor_does_not_change_while_the_sender_continues(world: World) -> None:
     sender, receiver = world.baseline, world.target
     value = torch.arange(1000.0)
     sender.publish(key("held"), value)
@@ -103,7 +103,7 @@ def test_what_a_receiver_holds_does_not_change_while_the_sender_goes_on(world: W
     assert receipt.contributions == []
 
 
-def test_what_was_left_over_from_a_run_is_not_seen_in_the_next(world: World) -> None:
+def test_tensors_left_over_from_a_run_do_not_reach_the_next(world: World) -> None:
     world.baseline.publish(key("x", step=0), 1.0)
     world.end(step=0)
     world.begin(run=1, first_step=1)
@@ -125,8 +125,8 @@ def test_a_sender_does_not_wait_while_the_budget_lasts(a_world: MakeWorld) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("empty", [True, False])
-def test_small_tensors_beyond_number_do_not_make_a_sender_wait(empty: bool, world: World) -> None:
-    # More frames than a socket holds, and nobody reads.
+def test_thousands_of_small_tensors_do_not_make_a_sender_wait(empty: bool, world: World) -> None:
+    # More frames than a socket buffers, and no receiver reads.
     for number in range(3000):
         world.baseline.publish(key(occurrence=number), torch.empty(0) if empty else torch.tensor(number))
     assert world.baseline.waits_so_far == 0
@@ -211,7 +211,7 @@ def test_many_small_tensors_are_released_before_the_step_ends(world: World) -> N
     assert most < MIB
 
 
-def test_a_receiver_releases_what_it_has_before_it_waits(a_world: MakeWorld) -> None:
+def test_a_receiver_releases_its_tensors_before_it_waits(a_world: MakeWorld) -> None:
     with a_world(1, 1, budget=16 * MIB) as world:
         sender, receiver = world.begin().mailboxes
         for number in range(16):
@@ -224,7 +224,7 @@ def test_a_receiver_releases_what_it_has_before_it_waits(a_world: MakeWorld) -> 
         assert sender.bytes_in_use() == 16 * MIB
 
 
-def test_a_tensor_larger_than_the_budget_goes_when_nothing_else_is_in_the_buffer(a_world: MakeWorld) -> None:
+def test_a_tensor_larger_than_the_budget_is_sent_when_the_buffer_is_empty(a_world: MakeWorld) -> None:
     with a_world(1, 1, budget=MIB) as world:
         sender, receiver = world.begin().mailboxes
         large = torch.arange(3 * MIB // 8)
@@ -237,7 +237,7 @@ def test_a_tensor_larger_than_the_budget_goes_when_nothing_else_is_in_the_buffer
         publishing.result(DEADLINE)
 
 
-def test_a_buffer_that_stays_full_ends_in_an_error_that_says_where_the_peers_are(a_world: MakeWorld) -> None:
+def test_the_error_of_a_full_buffer_says_where_the_peers_are(a_world: MakeWorld) -> None:
     with a_world(1, 2, budget=2 * MIB, timeout=0.1) as world:
         sender, one, other = world.begin().mailboxes
         one.step = other.step = 7
@@ -260,7 +260,7 @@ def test_a_buffer_that_stays_full_ends_in_an_error_that_says_where_the_peers_are
         assert one.receive(key("second", step=3)).absent == {0: "baseline[0] did not send this tap"}
 
 
-def test_a_receiver_that_waits_for_a_later_tap_does_not_wait_with_the_sender_for_each_other(
+def test_a_wait_for_a_later_tap_exceeds_the_senders_budget(
     a_world: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     with a_world(1, 1, budget=2 * MIB) as world, caplog.at_level(logging.WARNING):
@@ -268,7 +268,7 @@ def test_a_receiver_that_waits_for_a_later_tap_does_not_wait_with_the_sender_for
         taking = in_background(lambda: receiver.take(key("last")))
         receiver.until_it_waits()
         for number in range(4):
-            sender.publish(key("nobody asks for it yet", occurrence=number), A_MIB)
+            sender.publish(key("not yet requested", occurrence=number), A_MIB)
         sender.publish(key("last"), 5.0)
         assert taking.result(DEADLINE) == [5.0]
         # Over the budget, and said so once.
@@ -277,7 +277,7 @@ def test_a_receiver_that_waits_for_a_later_tap_does_not_wait_with_the_sender_for
         assert "exceeds its buffer budget of 2 MiB" in caplog.text
 
 
-def test_two_sides_that_both_have_no_room_do_not_wait_for_each_other(a_world: MakeWorld) -> None:
+def test_two_sides_without_room_do_not_wait_for_each_other(a_world: MakeWorld) -> None:
     with a_world(1, 1, budget=MIB) as world:
         world.begin()
 
@@ -308,7 +308,7 @@ def test_every_dtype_arrives_bit_exact_in_every_layout(dtype: torch.dtype, world
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
-def test_conjugated_and_negated_views_arrive_as_what_they_mean(dtype: torch.dtype, world: World) -> None:
+def test_conjugated_and_negated_views_arrive_with_their_values(dtype: torch.dtype, world: World) -> None:
     value = torch.arange(24.0).to(dtype).view(4, 6) * (1 - 2j)
     views = {"conj": value.conj(), "neg": value.conj().imag, "both": value.t().conj()[1:]}
     assert views["conj"].is_conj()
@@ -342,7 +342,9 @@ def test_any_strided_view_arrives_exactly(a_world: MakeWorld, shape: list[int], 
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
-def test_contributions_come_in_rank_order_whoever_published_first(a_world: MakeWorld, order: tuple[int, ...]) -> None:
+def test_contributions_are_in_rank_order_in_any_order_of_publication(
+    a_world: MakeWorld, order: tuple[int, ...]
+) -> None:
     with a_world(3, 2) as world:
         senders = world.begin().side("baseline")
         for rank in order:
@@ -382,7 +384,7 @@ def test_a_receiver_waits_for_all_senders_not_only_for_the_first(a_world: MakeWo
 # ---- extras ---------------------------------------------------------------------------------------------------------
 
 
-def test_extras_arrive_with_their_tensor_and_none_where_there_were_none(world: World) -> None:
+def test_extras_arrive_with_their_tensor_and_are_none_without(world: World) -> None:
     extras = {"fill": 1.0, "mask": torch.tensor([True, False]), "names": ("a", None)}
     world.baseline.publish(key("with"), 1.0, extras=extras)
     world.baseline.publish(key("without"), 2.0)
@@ -402,7 +404,7 @@ def test_each_receiver_has_extras_of_its_own(a_world: MakeWorld) -> None:
         assert other == [0]
 
 
-def test_extras_that_cannot_be_pickled_name_their_tap_and_leave_nothing_in_the_buffer(world: World) -> None:
+def test_unpicklable_extras_name_their_tap_and_leave_the_buffer_empty(world: World) -> None:
     with pytest.raises(ShippingError, match=r"gl.tap\('q'\) on baseline\[0\]: the extras cannot be pickled"):
         world.baseline.publish(key("q"), 1.0, extras=threading.Lock())
     assert world.baseline.bytes_in_use() == 0
@@ -417,7 +419,7 @@ class Unloadable:
         return int, ("not a number",)
 
 
-def test_extras_that_cannot_be_loaded_are_named_and_their_memory_comes_back(world: World) -> None:
+def test_extras_that_cannot_be_loaded_are_named_and_freed(world: World) -> None:
     world.baseline.publish(key(), 1.0, extras=Unloadable())
     receipt = world.target.receive(key())
     assert "the extras of baseline[0] cannot be loaded here: ValueError: invalid literal" in receipt.unreadable[0]

@@ -43,7 +43,7 @@ def test_every_dtype_crosses_from_process_to_process_bit_exact(
         assert world.join() == [0] * sum(counts)
 
 
-def test_four_ranks_that_send_and_receive_at_once_in_orders_of_their_own_lose_and_mix_nothing(
+def test_four_ranks_in_different_orders_lose_and_mix_nothing(
     processes: MakeProcesses,
 ) -> None:
     with processes(sends_and_receives, sends_and_receives, (2, 2), budget=MIB) as world:
@@ -68,7 +68,7 @@ def test_a_receiver_that_is_killed_frees_the_sender_that_waits_for_room(processe
         assert world.hear(BASELINE) == (0, [0, 1, 2, 3])
 
 
-def test_the_others_go_on_when_one_of_several_is_killed(processes: MakeProcesses) -> None:
+def test_the_others_continue_when_one_of_several_is_killed(processes: MakeProcesses) -> None:
     with processes(sends_x_then_is_told, receives_x_then_y, (2, 2)) as world:
         for receiver in (2, 3):
             assert world.hear(receiver) == [5.0, 5.0]
@@ -80,7 +80,7 @@ def test_the_others_go_on_when_one_of_several_is_killed(processes: MakeProcesses
 
 
 @pytest.mark.parametrize("made", ["forked", "executed"])
-def test_children_that_outlive_a_killed_rank_keep_nobody_waiting(processes: MakeProcesses, made: str) -> None:
+def test_children_of_a_killed_rank_keep_no_peer_waiting(processes: MakeProcesses, made: str) -> None:
     with processes(sends_x_and_leaves_a_child, receives_x_then_y) as world:
         assert world.hear(TARGET) == [5.0]
         assert world.hear(TARGET) == "waits"
@@ -93,11 +93,11 @@ def test_children_that_outlive_a_killed_rank_keep_nobody_waiting(processes: Make
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_stopped_rank_is_still_found_where_it_was(processes: MakeProcesses) -> None:
+def test_the_status_of_a_stopped_rank_can_still_be_read(processes: MakeProcesses) -> None:
     with processes(sends_x_then_is_told, receives_x_then_y_in_short) as world:
         assert world.hear(TARGET) == [5.0]
         os.kill(world.processes[BASELINE].pid, signal.SIGSTOP)
-        world.lines[TARGET].send("go on")
+        world.lines[TARGET].send("continue")
         absent, timed_out = world.hear(TARGET)
         assert timed_out
         assert "baseline[0] did not reach this tap within 0.1 s: computing for" in absent[0]

@@ -1,4 +1,4 @@
-"""What every exchange promises around taps: what nobody asked for, ends of steps and runs, the leader's word."""
+"""Every exchange's promises on unrequested tensors, ends of steps and runs, and announcements."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from graftlab.base.tags import TapKey
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
 
 
-# ---- what nobody asked for ------------------------------------------------------------------------------------------
+# ---- unrequested tensors --------------------------------------------------------------------------------------------
 
 
-def test_memos_of_what_nobody_asked_for_come_back_when_the_receivers_end_the_step(a_world: MakeWorld) -> None:
+def test_memos_of_unrequested_tensors_return_at_the_receivers_step_end(a_world: MakeWorld) -> None:
     with a_world(1, 2) as world:
         sender, one, other = world.begin().mailboxes
-        for name in ("both", "one", "nobody"):
+        for name in ("both", "one", "none"):
             sender.publish(key(name), 1.0, memo=name)
         one.take(key("both"))
         other.take(key("both"))
@@ -36,12 +36,12 @@ def test_memos_of_what_nobody_asked_for_come_back_when_the_receivers_end_the_ste
         other.exchange.end_step(0)
         world.deliver()
         sender.exchange.end_step(0)
-        assert sender.exchange.take_unmatched() == ["nobody"]
+        assert sender.exchange.take_unmatched() == ["none"]
         assert sender.exchange.take_unmatched() == []
         assert sender.bytes_in_use() == 0
 
 
-def test_what_is_published_when_every_receiver_has_gone_on_is_unmatched_at_once(world: World) -> None:
+def test_a_tensor_published_after_all_receivers_ended_the_step_is_unmatched(world: World) -> None:
     world.target.exchange.end_step(0)
     world.deliver()
     world.baseline.exchange.end_step(-1)  # reads what has come
@@ -50,14 +50,14 @@ def test_what_is_published_when_every_receiver_has_gone_on_is_unmatched_at_once(
     assert world.baseline.bytes_in_use() == 0
 
 
-def test_what_is_sent_without_a_taker_in_the_run_is_unmatched_at_once(a_world: MakeWorld) -> None:
+def test_a_tensor_without_a_receiver_in_the_run_is_unmatched_at_once(a_world: MakeWorld) -> None:
     with a_world(2, 1) as world:
         world.begin(participants=(0, 1))
         world.baseline.publish(key(), 1.0, memo="alone")
         assert world.baseline.exchange.take_unmatched() == ["alone"]
 
 
-def test_a_dead_receivers_unread_tensors_are_unmatched_and_their_memory_comes_back(world: World) -> None:
+def test_a_dead_receivers_unread_tensors_are_unmatched_and_freed(world: World) -> None:
     world.baseline.publish(key("x"), A_MIB, memo="x")
     world.target.die()
     world.deliver()
@@ -69,7 +69,7 @@ def test_a_dead_receivers_unread_tensors_are_unmatched_and_their_memory_comes_ba
 # ---- the end of a run -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_settled_when_everybody_has_ended_it_or_died(a_world: MakeWorld) -> None:
+def test_a_run_is_settled_when_every_rank_has_ended_it_or_died(a_world: MakeWorld) -> None:
     with a_world(2, 2) as world:
         first, second, third, _ = world.begin(participants=(0, 1, 2)).mailboxes
         first.exchange.end_run()
@@ -95,7 +95,7 @@ def test_settling_can_be_called_off(world: World) -> None:
     os.close(write)
 
 
-def test_a_rank_that_settles_still_hears_what_was_asked_for_and_what_not(world: World) -> None:
+def test_a_settling_rank_still_learns_which_tensors_were_requested(world: World) -> None:
     world.baseline.publish(key("asked"), 1.0, memo="asked")
     world.baseline.publish(key("not asked"), 1.0, memo="not asked")
     world.baseline.exchange.end_step(0)
@@ -109,7 +109,7 @@ def test_a_rank_that_settles_still_hears_what_was_asked_for_and_what_not(world: 
 # ---- what the leader says -------------------------------------------------------------------------------------------
 
 
-def test_what_the_leader_announces_for_a_step_is_heard_once_by_every_participant(a_world: MakeWorld) -> None:
+def test_every_participant_receives_an_announcement_once(a_world: MakeWorld) -> None:
     with a_world(2, 2) as world:
         leader, *followers = world.begin().mailboxes
         for step in (1, 2):
@@ -119,7 +119,7 @@ def test_what_the_leader_announces_for_a_step_is_heard_once_by_every_participant
             assert follower.exchange.announcements(0, 2) == [b"plan of 2"]
 
 
-def test_a_follower_waits_for_the_leader_and_not_for_ever(world: World) -> None:
+def test_a_follower_waits_for_the_leader_up_to_the_time_limit(world: World) -> None:
     listening = in_background(lambda: world.target.exchange.announcements(0, 1))
     world.target.until_it_waits()
     world.baseline.exchange.announce(1, b"begin")
@@ -128,7 +128,7 @@ def test_a_follower_waits_for_the_leader_and_not_for_ever(world: World) -> None:
     assert world.target.exchange.announcements(0, 2) is None
 
 
-def test_before_the_leaders_first_word_a_follower_has_heard_nothing_of_any_step(world: World) -> None:
+def test_a_follower_has_no_announcement_before_the_leaders_first(world: World) -> None:
     world.target.exchange.timeout = 0.05
     assert world.target.exchange.announcements(0, 0) is None
     world.baseline.exchange.announce(0, b"begin")
@@ -136,7 +136,7 @@ def test_before_the_leaders_first_word_a_follower_has_heard_nothing_of_any_step(
     assert world.target.exchange.announcements(0, 0) == [b"begin"]
 
 
-def test_what_a_follower_missed_comes_with_the_next_step(world: World) -> None:
+def test_a_missed_announcement_arrives_with_the_next_step(world: World) -> None:
     world.target.exchange.timeout = 0.05
     assert world.target.exchange.announcements(0, 1) is None
     world.baseline.exchange.announce(1, b"a new plan")
@@ -145,7 +145,7 @@ def test_what_a_follower_missed_comes_with_the_next_step(world: World) -> None:
     assert world.target.exchange.announcements(0, 2) == [b"a new plan", b"the same plan"]
 
 
-def test_what_the_leader_said_in_an_earlier_run_is_not_heard_in_this_one(world: World) -> None:
+def test_announcements_of_an_earlier_run_do_not_reach_the_next(world: World) -> None:
     world.baseline.exchange.announce(1, b"of the first run")
     world.end(step=1)
     world.begin(run=1, first_step=2)
@@ -153,14 +153,14 @@ def test_what_the_leader_said_in_an_earlier_run_is_not_heard_in_this_one(world: 
     assert world.target.exchange.announcements(0, 3) == [b"of this run"]
 
 
-def test_a_leader_that_begins_later_keeps_nobody_waiting_for_what_it_never_says(world: World) -> None:
+def test_no_rank_waits_for_steps_that_a_late_leader_skipped(world: World) -> None:
     world.baseline.exchange.announce(3, b"its first")
     world.deliver()
     assert [world.target.exchange.announcements(0, step) for step in (1, 2, 3)] == [[], [], [b"its first"]]
     assert world.target.waits_so_far == 0
 
 
-def test_a_rank_can_wait_until_the_other_side_is_in_a_step_no_more_and_not_for_ever(a_world: MakeWorld) -> None:
+def test_waiting_until_the_other_side_is_past_a_step_has_a_time_limit(a_world: MakeWorld) -> None:
     with a_world(1, 2) as world:
         world.begin()
         ahead = world.baseline.exchange
@@ -180,7 +180,7 @@ def test_a_rank_can_wait_until_the_other_side_is_in_a_step_no_more_and_not_for_e
         assert ahead.await_past(2)
 
 
-def test_ranks_of_one_side_do_not_wait_for_each_others_steps_which_they_are_not_told_of(a_world: MakeWorld) -> None:
+def test_ranks_of_one_side_do_not_wait_for_each_others_steps(a_world: MakeWorld) -> None:
     with a_world(1, 2) as world:
         world.begin()
         leader, first, _ = world.mailboxes
@@ -199,7 +199,7 @@ def dies(leader: Mailbox) -> None:
 
 
 @pytest.mark.parametrize("ending", [ends_the_run, dies])
-def test_a_leader_that_has_gone_keeps_nobody_waiting_and_its_words_are_heard(
+def test_a_gone_leader_is_not_waited_for_and_its_announcements_arrive(
     ending: Callable[[Mailbox], None], world: World
 ) -> None:
     world.baseline.exchange.announce(1, b"first")
@@ -226,7 +226,7 @@ actions = st.lists(
 
 @examples(40)
 @given(actions)
-def test_whatever_the_order_of_events_a_receiver_gets_what_was_sent_and_all_memory_comes_back(
+def test_any_order_of_events_delivers_all_tensors_and_frees_all_memory(
     a_world: MakeWorld, events: list[tuple[str, int, int]]
 ) -> None:
     """Four ranks, each sends and receives; only what cannot wait is done, because all run on this one thread."""

@@ -40,7 +40,7 @@ class Shared:
             self.mailbox.publish(to, value)
 
 
-def test_a_thread_that_waits_keeps_no_other_from_its_own_tap(world: World) -> None:
+def test_a_waiting_thread_keeps_no_other_from_its_tap(world: World) -> None:
     sender, receiver = world.baseline, Shared(world.target)
     late = in_background(lambda: receiver.take(key("late")))
     world.target.until_it_waits()
@@ -56,7 +56,7 @@ def test_a_thread_that_waits_keeps_no_other_from_its_own_tap(world: World) -> No
     assert late.result(DEADLINE) == [5.0]
 
 
-def test_whichever_thread_reads_what_came_each_gets_its_own(world: World) -> None:
+def test_each_thread_gets_its_tensor_whichever_thread_reads_it(world: World) -> None:
     sender, receiver = world.baseline, Shared(world.target)
     order = list(range(40))
     waiting = {number: in_background(lambda number=number: receiver.take(key(f"t{number}"))) for number in order}  # type: ignore[misc]
@@ -67,7 +67,7 @@ def test_whichever_thread_reads_what_came_each_gets_its_own(world: World) -> Non
     assert {number: each.result(DEADLINE) for number, each in waiting.items()} == {n: [n] for n in order}
 
 
-def test_threads_of_both_sides_wait_for_each_other_and_none_is_told_to_give_up(world: World) -> None:
+def test_threads_of_both_sides_may_wait_for_each_other_without_yielding(world: World) -> None:
     baseline, target = Shared(world.baseline), Shared(world.target)
 
     def asks_first(rank: Shared, mine: str, theirs: str) -> Callable[[], list[Any]]:
@@ -78,7 +78,7 @@ def test_threads_of_both_sides_wait_for_each_other_and_none_is_told_to_give_up(w
 
         return go
 
-    # From then on nobody can say of a rank that waits that what others wait for cannot come from it.
+    # From then on a waiting rank may still send what others wait for, from a different thread.
     for rank in (baseline, target):
         rank.publish(key("early"), 0.0)
         in_background(lambda rank=rank: rank.publish(key("early", occurrence=1), 0.0)).result(DEADLINE)  # type: ignore[misc]
@@ -94,7 +94,7 @@ def test_threads_of_both_sides_wait_for_each_other_and_none_is_told_to_give_up(w
     assert (baseline.take(key("t1")), target.take(key("b1"))) == ([1.0], [1.0])
 
 
-def test_a_wait_says_whom_all_threads_wait_for_until_the_last_has_ended(a_world: MakeWorld) -> None:
+def test_a_wait_reports_the_ranks_that_all_threads_wait_for(a_world: MakeWorld) -> None:
     with a_world(2, 1) as world:
         world.begin()
         seen: list[list[int]] = []
@@ -122,7 +122,7 @@ def test_a_wait_says_whom_all_threads_wait_for_until_the_last_has_ended(a_world:
         assert seen == [[1], [0, 1], [0, 1], []]
 
 
-def test_an_interrupt_of_a_wait_leaves_the_lock_and_the_others_as_they_were(world: World) -> None:
+def test_an_interrupted_wait_leaves_the_lock_and_other_waits_unchanged(world: World) -> None:
     sender, receiver = world.baseline, Shared(world.target)
     other = in_background(lambda: receiver.take(key("other")))
     world.target.until_it_waits()

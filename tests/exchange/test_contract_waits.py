@@ -1,4 +1,4 @@
-"""What every exchange promises to whoever waits: nobody waits forever, nor for what cannot come."""
+"""Every exchange's promises on waits: none lasts forever, and none is for a tensor that cannot come."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WHY_ABSENT = {
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the wait", "during the wait"])
 @pytest.mark.parametrize("ending", WHY_ABSENT)
-def test_a_sender_that_will_not_publish_frees_the_waiter_at_once(
+def test_a_sender_that_declines_ends_the_wait_at_once(
     ending: Callable[[Any], None], before: bool, world: World
 ) -> None:
     sender, receiver = world.baseline, world.target
@@ -59,7 +59,7 @@ def test_a_sender_that_will_not_publish_frees_the_waiter_at_once(
     assert receiver.waits_so_far == (0 if before else 1)
 
 
-def test_the_end_of_an_earlier_step_frees_nobody(world: World) -> None:
+def test_the_end_of_an_earlier_step_ends_no_wait(world: World) -> None:
     receiving = in_background(lambda: world.target.take(key("x", step=2)))
     world.target.until_it_waits()
     world.baseline.exchange.end_step(0)
@@ -68,7 +68,7 @@ def test_the_end_of_an_earlier_step_frees_nobody(world: World) -> None:
     assert receiving.result(DEADLINE) == [4.0]
 
 
-def test_a_side_that_is_ahead_by_several_steps_is_waited_for_by_nobody(world: World) -> None:
+def test_no_rank_waits_for_a_side_that_is_several_steps_ahead(world: World) -> None:
     for step in range(3):
         world.baseline.publish(key("x", step=step), float(step))
         world.baseline.exchange.end_step(step)
@@ -79,7 +79,7 @@ def test_a_side_that_is_ahead_by_several_steps_is_waited_for_by_nobody(world: Wo
     assert world.target.waits_so_far == 0
 
 
-def test_what_a_side_that_is_ahead_has_sent_outlives_the_end_of_my_own_step(world: World) -> None:
+def test_tensors_of_later_steps_outlive_the_end_of_this_step(world: World) -> None:
     for step in range(2):
         world.baseline.publish(key("x", step=step), float(step))
         world.baseline.exchange.end_step(step)
@@ -88,7 +88,7 @@ def test_what_a_side_that_is_ahead_has_sent_outlives_the_end_of_my_own_step(worl
     assert world.target.take(key("x", step=1)) == [1.0]
 
 
-def test_who_takes_no_part_in_the_run_is_not_waited_for(a_world: MakeWorld) -> None:
+def test_a_rank_outside_the_run_is_not_waited_for(a_world: MakeWorld) -> None:
     with a_world(2, 1) as world:
         world.begin(participants=(1, 2))
         _idle, sender, receiver = world.mailboxes
@@ -127,7 +127,7 @@ def test_a_timeout_ends_the_wait_and_says_where_each_peer_is(a_world: MakeWorld)
         assert "baseline[2] did not reach this tap within 0.1 s: starting" in receipt.absent[2]
 
 
-def test_what_comes_after_the_timeout_goes_to_no_other_tap_and_its_memory_comes_back(a_world: MakeWorld) -> None:
+def test_a_late_tensor_reaches_no_other_tap_and_is_freed(a_world: MakeWorld) -> None:
     with a_world(1, 1, timeout=0.05) as world:
         sender, receiver = world.begin().mailboxes
         assert receiver.receive(key("x", occurrence=0)).timed_out
@@ -149,7 +149,7 @@ def wait_for(rank: Mailbox, tap: TapKey) -> Future[Receipt]:
     return receiving
 
 
-def test_of_two_that_wait_for_each_other_the_higher_rank_yields_at_once_and_the_other_goes_on(world: World) -> None:
+def test_of_two_mutual_waiters_the_higher_rank_yields_at_once(world: World) -> None:
     baseline, target = world.mailboxes
     waits = [wait_for(rank, key(f"what {rank.place.side} waits for")) for rank in (target, baseline)]
     yielded = waits[0].result(DEADLINE)
@@ -165,7 +165,7 @@ def test_of_two_that_wait_for_each_other_the_higher_rank_yields_at_once_and_the_
     assert [each.tensor.item() for each in waits[1].result(DEADLINE).contributions] == [3.0]
 
 
-def test_of_two_that_wait_for_each_other_the_one_yields_whose_tap_the_other_side_never_reached(world: World) -> None:
+def test_the_rank_waiting_for_a_never_reached_tap_yields(world: World) -> None:
     baseline, target = world.mailboxes
     baseline.publish(key("known", step=0), 1.0)
     assert target.take(key("known", step=0)) == [1.0]
@@ -178,7 +178,7 @@ def test_of_two_that_wait_for_each_other_the_one_yields_whose_tap_the_other_side
     assert [each.tensor.item() for each in known.result(DEADLINE).contributions] == [2.0]
 
 
-def test_whoever_waits_for_one_that_waits_for_a_third_does_not_yield(a_world: MakeWorld) -> None:
+def test_a_rank_does_not_yield_to_one_that_waits_for_a_third(a_world: MakeWorld) -> None:
     with a_world(2, 1) as world:
         first, second, receiver = world.begin().mailboxes
         first.publish(key("down"), 1.0)

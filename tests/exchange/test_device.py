@@ -66,7 +66,7 @@ def world(machine: Machine) -> Iterator[World]:
 # ---- the way of a tensor --------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_on_a_gpu_is_read_where_its_sender_put_it_once_the_receiver_has_answered(machine: Machine) -> None:
+def test_a_gpu_tensor_is_read_in_place_once_the_receiver_has_replied(machine: Machine) -> None:
     with a_world_that_proved_nothing(machine, 1, 1) as world:
         sender, receiver = world.begin().mailboxes
         seen = []
@@ -112,7 +112,7 @@ steps = st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.sampled_from([0,
 @pytest.mark.slow
 @examples(20)
 @given(taps=steps, slow=st.booleans())
-def test_two_senders_and_two_receivers_mix_nothing_and_all_memory_comes_back(
+def test_two_senders_and_two_receivers_mix_nothing_and_free_all_memory(
     taps: list[tuple[int, bool, int]], slow: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +137,7 @@ def test_two_senders_and_two_receivers_mix_nothing_and_all_memory_comes_back(
 
 
 @pytest.mark.parametrize("sent_from", ["gpu", "host"])
-def test_contributions_come_to_the_device_of_the_receivers_own_tensor(sent_from: str, world: World) -> None:
+def test_contributions_arrive_on_the_device_of_the_receivers_tensor(sent_from: str, world: World) -> None:
     world.baseline.publish(key(), on_gpu(1.0) if sent_from == "gpu" else 1.0)
     receipt = world.target.exchange.receive(key(), torch.empty(3, device="meta"))
     assert receipt.contributions[0].tensor.device.type == "meta"
@@ -154,7 +154,7 @@ class Full(torch.Tensor):
 
 
 @pytest.mark.parametrize("sent_from", ["gpu", "host"])
-def test_where_the_receivers_device_is_full_the_tap_is_missing_and_its_memory_comes_back(
+def test_a_full_receiving_device_makes_the_tap_missing_and_frees_its_memory(
     sent_from: str, machine: Machine, world: World
 ) -> None:
     sender, receiver = world.mailboxes
@@ -191,7 +191,7 @@ def test_nothing_is_released_before_the_receivers_stream_has_read_it(machine: Ma
     assert machine.synchronized == 0
 
 
-def test_a_receiver_that_waits_releases_what_its_stream_has_read_meanwhile(machine: Machine, world: World) -> None:
+def test_a_waiting_receiver_releases_what_its_stream_has_read(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     sender.publish(key("x"), on_gpu(A_MIB))
@@ -206,7 +206,7 @@ def test_a_receiver_that_waits_releases_what_its_stream_has_read_meanwhile(machi
     assert machine.synchronized == 0
 
 
-def test_a_rank_that_waits_for_room_releases_what_it_has_read_meanwhile(machine: Machine, world: World) -> None:
+def test_a_rank_waiting_for_room_releases_what_it_has_read(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     sender.publish(key("x"), on_gpu(A_MIB))
@@ -242,7 +242,7 @@ def test_the_end_of_a_step_waits_for_the_reads_of_that_step_alone(machine: Machi
     assert sender.bytes_in_use() == 0
 
 
-def test_the_end_of_a_run_waits_for_the_reads_that_came_after_its_last_step(machine: Machine, world: World) -> None:
+def test_the_end_of_a_run_waits_for_reads_after_its_last_step(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     sender.publish(key(), on_gpu(A_MIB))
     receipt = receiver.receive(key())
@@ -255,7 +255,7 @@ def test_the_end_of_a_run_waits_for_the_reads_that_came_after_its_last_step(mach
     assert sender.bytes_in_use() == 0
 
 
-def test_what_nobody_asked_for_is_free_when_the_receivers_end_the_step(world: World) -> None:
+def test_unrequested_tensors_are_freed_when_the_receivers_end_the_step(world: World) -> None:
     sender, receiver = world.mailboxes
     sender.publish(key(), on_gpu(A_MIB), memo="unmatched")
     receiver.exchange.end_step(0)
@@ -264,10 +264,10 @@ def test_what_nobody_asked_for_is_free_when_the_receivers_end_the_step(world: Wo
     assert sender.exchange.take_unmatched() == ["unmatched"]
 
 
-def test_a_late_copy_on_another_stream_does_not_land_on_what_came_after_it(machine: Machine, world: World) -> None:
+def test_a_late_copy_on_another_stream_overwrites_no_later_tensor(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.current_stream = "slow"
-    sender.publish(key("nobody asks", step=0), on_gpu(A_MIB))
+    sender.publish(key("unrequested", step=0), on_gpu(A_MIB))
     receiver.exchange.end_step(0)
     sender.exchange.end_step(0)
     machine.current_stream = "default"
@@ -327,7 +327,7 @@ def cross_three_times(sender: Mailbox, receivers: list[Mailbox], value: torch.Te
 # ---- chunks and the budget ------------------------------------------------------------------------------------------
 
 
-def test_chunks_are_made_as_they_are_needed_and_as_large(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_made_when_needed_and_large_enough(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "CHUNK", MIB)
     with a_world_of_gpus(1, 1, machine=machine, budget=8 * MIB) as world:
         sender, receiver = world.begin().mailboxes
@@ -342,7 +342,7 @@ def test_chunks_are_made_as_they_are_needed_and_as_large(machine: Machine, monke
             receipt.release()
 
 
-def test_what_fits_in_no_chunk_goes_through_the_host_with_one_note(
+def test_tensors_too_large_for_a_chunk_go_through_the_host_with_one_warning(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "CHUNK", MIB)
@@ -355,7 +355,7 @@ def test_what_fits_in_no_chunk_goes_through_the_host_with_one_note(
         assert sender.gpu.chunks == [MIB]
 
 
-def test_what_is_on_gpus_and_on_the_host_counts_for_one_budget(world: World) -> None:
+def test_tensors_on_gpus_and_on_the_host_share_one_budget(world: World) -> None:
     sender, receiver = world.mailboxes
     for number in range(2):
         sender.publish(key(occurrence=number), A_MIB)
@@ -385,7 +385,7 @@ def test_tensors_beyond_the_number_of_events_go_through_the_host(
 
 
 @pytest.mark.parametrize("at", ["allocate", "share", "open", "copy", "share_event"])
-def test_where_it_fails_tensors_go_through_the_host_with_one_note(at: str, machine: Machine) -> None:
+def test_where_cuda_ipc_fails_tensors_go_through_the_host_with_one_warning(at: str, machine: Machine) -> None:
     machine.fails_at = at
     with a_world_that_proved_nothing(machine, 1, 2) as world:
         sender, *receivers = world.begin().mailboxes
@@ -397,7 +397,7 @@ def test_where_it_fails_tensors_go_through_the_host_with_one_note(at: str, machi
 
 
 @pytest.mark.parametrize("at", ["open", "open_event"])
-def test_a_receiver_that_fails_late_costs_what_was_under_way_and_no_more(
+def test_a_receiver_that_fails_late_loses_only_tensors_in_transit(
     at: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "CHUNK", MIB)
@@ -418,7 +418,7 @@ def test_a_receiver_that_fails_late_costs_what_was_under_way_and_no_more(
         assert sender.bytes_in_use() == 0
 
 
-def test_a_gpu_that_fails_under_a_receiver_ends_neither_the_step_nor_the_run(
+def test_a_failing_receiver_gpu_ends_neither_the_step_nor_the_run(
     machine: Machine, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = world.mailboxes

@@ -30,7 +30,7 @@ SEGMENT = PAGE + 64 * ALIGNMENT
 
 # ---- the allocator --------------------------------------------------------------------------------------------------
 
-# Take so many bytes, or release the one with this index among those that are taken.
+# Reserve this number of bytes, or release the reservation with this index.
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("take"), st.integers(0, 24 * ALIGNMENT)),
@@ -51,7 +51,7 @@ def holes(taken: dict[int, int]) -> list[tuple[int, int]]:
 
 
 @given(operations)
-def test_the_allocator_takes_the_first_stretch_that_fits_and_joins_what_comes_back(
+def test_the_allocator_is_first_fit_and_merges_released_holes(
     steps: list[tuple[str, int]],
 ) -> None:
     allocator = Allocator(SEGMENT)
@@ -74,7 +74,7 @@ def test_the_allocator_takes_the_first_stretch_that_fits_and_joins_what_comes_ba
     assert allocator.take(SEGMENT - PAGE) == PAGE
 
 
-def test_the_first_page_is_never_handed_out_and_offsets_suit_every_dtype() -> None:
+def test_allocations_leave_out_the_first_page_and_suit_every_dtype() -> None:
     allocator = Allocator(SEGMENT)
     offsets = [allocator.take(1), allocator.take(65), allocator.take(0)]
     assert offsets == [PAGE, PAGE + ALIGNMENT, PAGE + 3 * ALIGNMENT]
@@ -117,7 +117,7 @@ def test_a_segment_has_no_name_anywhere(has_memfd: bool, tmp_path: Path, monkeyp
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "graftlab" in name]
 
 
-def test_a_segment_that_cannot_be_made_leaves_no_open_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_segment_leaves_no_open_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def refuse(descriptor: int, size: int) -> None:
@@ -143,7 +143,7 @@ def ends() -> Iterator[tuple[SocketChannel, SocketChannel]]:
 
 
 def receive(channel: SocketChannel, count: int) -> list[bytes]:
-    """So many frames, or all until the end of the stream."""
+    """Receive ``count`` frames, or all until the end of the stream."""
     frames: list[bytes] = []
 
     def work() -> list[bytes]:
@@ -180,7 +180,7 @@ def test_sending_never_waits_for_the_reader(ends: tuple[SocketChannel, SocketCha
         for frame in frames:
             one.send(frame)
 
-    in_background(send_all).result(DEADLINE)  # nobody has read anything by now
+    in_background(send_all).result(DEADLINE)  # the other end has read nothing yet
     assert not one.drain(0)
     assert receive(other, len(frames)) == frames
     assert one.drain(DEADLINE)
@@ -225,7 +225,7 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
     channel.close()
 
 
-def test_what_was_sent_before_the_end_still_arrives(ends: tuple[SocketChannel, SocketChannel]) -> None:
+def test_frames_sent_before_the_end_still_arrive(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     one.send(b"last words")
     one.close()
@@ -245,7 +245,7 @@ def test_a_frame_for_an_end_that_is_gone_is_dropped(ends: tuple[SocketChannel, S
 
 
 @pytest.mark.parametrize("who", ["sender", "reader"])
-def test_what_is_kept_is_dropped_when_either_end_closes(who: str, ends: tuple[SocketChannel, SocketChannel]) -> None:
+def test_unsent_frames_are_dropped_when_either_end_closes(who: str, ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     one.send(bytes(32 << 20))
     poller = select.poll()
@@ -299,7 +299,7 @@ def test_what_is_written_is_read(state: str, step: int, version: int, taps: int,
     assert look.tap == readable or len(look.tap.encode()) > 500
 
 
-def test_a_page_that_was_never_written_says_starting() -> None:
+def test_an_unwritten_status_page_reads_starting() -> None:
     assert str(a_page()[1].read()) == "starting"
 
 
@@ -340,9 +340,7 @@ class Stopped:
     ids=["state", "tap"],
 )
 @pytest.mark.parametrize("before", range(4))
-def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(
-    before: int, write: Callable[[StatusPage], None]
-) -> None:
+def test_a_writer_stopped_half_way_leaves_the_previous_status(before: int, write: Callable[[StatusPage], None]) -> None:
     arena, page = a_page()
     for number in range(before):
         page.write("running", step=number, plan_version=number, taps=number, tap=str(number))
@@ -353,7 +351,7 @@ def test_a_writer_that_is_stopped_half_way_leaves_what_was_there(
     assert StatusPage(arena.map).read() == was
 
 
-def test_a_rank_that_passes_taps_is_where_the_last_one_is() -> None:
+def test_the_status_of_a_running_rank_is_its_last_tap() -> None:
     _, page = a_page()
     page.write("waiting", step=1, plan_version=2, taps=3, tap="before", awaits=[3])
     for number, name in enumerate(["q", "k", "q"]):
@@ -363,7 +361,7 @@ def test_a_rank_that_passes_taps_is_where_the_last_one_is() -> None:
     assert look.awaits == ()
 
 
-def test_names_without_end_do_not_fill_the_memory_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tap_names_that_never_repeat_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlab.exchange.status_page._NAMES_LIMIT", 5)
     _, page = a_page()
     for number in range(23):
@@ -373,7 +371,7 @@ def test_names_without_end_do_not_fill_the_memory_of_a_page(monkeypatch: pytest.
 
 
 @pytest.mark.ranks
-def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
+def test_a_reader_never_sees_a_half_written_status() -> None:
     descriptor, size = create_segment()
     page = StatusPage(Arena(descriptor, size, writable=False).map)
     forkserver.prepare()
@@ -394,7 +392,7 @@ def test_a_reader_never_sees_half_of_what_another_process_writes() -> None:
     assert looks[-1].step > looks[0].step
 
 
-def test_a_segment_seen_first_in_inference_mode_can_be_written_outside_of_it() -> None:
+def test_a_segment_first_used_in_inference_mode_is_writable_outside_it() -> None:
     descriptor, _ = create_segment()
     arena = Arena(descriptor, SEGMENT, writable=True)
     os.close(descriptor)
@@ -410,7 +408,7 @@ def test_values_of_the_room_cannot_be_changed() -> None:
     assert_values(RankStatus)
 
 
-def test_a_thread_that_waits_wakes_for_whichever_descriptors_it_follows() -> None:
+def test_a_waiting_thread_wakes_for_each_of_its_descriptors() -> None:
     pipes = [os.pipe() for _ in range(3)]
     looker = _Waiter()
     try:

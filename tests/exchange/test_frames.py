@@ -97,7 +97,7 @@ def test_a_frame_is_read_as_it_was_written(frame: Frame) -> None:
         assert [type(value) for _, value in back.key.tags] == [type(value) for _, value in frame.key.tags]
 
 
-def test_each_kind_of_frame_has_its_number_by_which_other_processes_know_it() -> None:
+def test_each_kind_of_frame_keeps_its_number() -> None:
     key = TapKey(1, "x", (), "original", 0)
     where = WireStatus("idle", 0, 0, 0, 0.0, "", ())
     made: list[Frame] = [
@@ -151,14 +151,14 @@ NOT_FRAMES = {
 
 
 @pytest.mark.parametrize("data", NOT_FRAMES.values(), ids=NOT_FRAMES)
-def test_what_is_no_frame_is_refused_with_a_sentence(data: bytes) -> None:
+def test_bytes_that_are_not_a_frame_are_refused_with_a_sentence(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"[a-z]") as caught:
         decode(data)
     assert caught.type is ValueError
 
 
 @given(any_frame, st.data())
-def test_bytes_that_were_changed_on_the_way_are_a_frame_or_refused(frame: Frame, data: st.DataObject) -> None:
+def test_corrupted_bytes_decode_to_a_frame_or_are_refused(frame: Frame, data: st.DataObject) -> None:
     changed = bytearray(encode(frame))
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))

@@ -22,7 +22,7 @@ def test_tokens_have_256_bits_and_are_different() -> None:
     assert all(re.fullmatch(r"[\w-]{43}", token) for token in made)
 
 
-def test_both_ends_work_out_the_same_keys_and_each_role_has_its_own() -> None:
+def test_both_ends_derive_the_same_keys_and_roles_have_different_ones() -> None:
     token = "t" * 43
     made = derive_keys(token)
     assert made == derive_keys(token)
@@ -79,6 +79,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match=r"bytes cannot be read: .*utf-8"):
         read_token(path)
-    # Of an endless file no more is read than a token could have.
+    # An endless file is read only up to the length of a token.
     path.write_text("x" * 10_000)
     assert len(read_token(path)) == 4096

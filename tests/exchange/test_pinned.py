@@ -26,11 +26,11 @@ SAMPLES = [
 
 
 def a_world_of_machines(machine: Machine, baseline: int = 1, target: int = 1, budget: int = 4 * MIB) -> World:
-    """Each rank on a machine of its own; its GPU counts on the one that is given."""
+    """Each rank is on a different machine; all their GPUs count in ``machine``."""
     return a_world(baseline, target, tcp=True, gpu=lambda rank: LateGpu(machine), budget=budget)  # type: ignore[return-value]
 
 
-def test_a_tensor_on_a_gpu_crosses_a_network_through_pinned_memory_of_both_hosts() -> None:
+def test_a_gpu_tensor_crosses_a_network_through_pinned_memory() -> None:
     machine = Machine()
     with a_world_of_machines(machine) as world:
         sender, receiver = world.begin().mailboxes
@@ -50,7 +50,7 @@ def test_a_tensor_on_a_gpu_crosses_a_network_through_pinned_memory_of_both_hosts
         assert sender.bytes_in_use() == 0
 
 
-def test_a_receiver_that_wants_it_on_the_host_takes_it_as_it_came() -> None:
+def test_a_receiver_on_the_host_reads_received_bytes_without_pinning() -> None:
     machine = Machine()
     with a_world_of_machines(machine) as world:
         sender, receiver = world.begin().mailboxes
@@ -68,7 +68,7 @@ def test_a_tensor_on_the_host_asks_for_no_pinned_memory() -> None:
         assert machine.pinned == []
 
 
-def test_receivers_here_and_elsewhere_get_the_same() -> None:
+def test_local_and_remote_receivers_get_the_same_tensor() -> None:
     machine = Machine()
     # The baseline's rank and the target's first are on one machine.
     with a_world(1, 2, far=[2], gpu=lambda rank: LateGpu(machine)) as world:
@@ -88,7 +88,7 @@ def test_receivers_here_and_elsewhere_get_the_same() -> None:
         assert sender.bytes_in_use() == 0
 
 
-def test_without_pinned_memory_a_tensor_takes_other_memory_and_a_warning_says_so_once() -> None:
+def test_a_failure_to_pin_memory_is_warned_of_once_and_tensors_still_arrive() -> None:
     machine = Machine()
     machine.fails_at = "pinned"
     with a_world_of_machines(machine) as world:
@@ -112,7 +112,7 @@ def test_without_pinned_memory_a_tensor_takes_other_memory_and_a_warning_says_so
             passes_on(1)
 
 
-def test_what_lies_in_pinned_memory_counts_against_the_budget() -> None:
+def test_pinned_memory_counts_against_the_budget() -> None:
     machine = Machine()
     with a_world_of_machines(machine, budget=MIB) as world:
         sender, receiver = world.begin().mailboxes
@@ -128,7 +128,7 @@ def test_what_lies_in_pinned_memory_counts_against_the_budget() -> None:
         assert sender.bytes_in_use() == 4
 
 
-def test_bytes_that_are_on_their_way_are_not_written_again() -> None:
+def test_bytes_in_transit_are_not_overwritten() -> None:
     memory = PinnedMemory(LateGpu(Machine()), "baseline rank 0")
     staging = PinnedStaging(memory)
     first = staging.put(on_gpu(torch.full((64,), 1.0)), 256, {1})

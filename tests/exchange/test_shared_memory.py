@@ -54,7 +54,7 @@ def test_a_large_tensor_is_released_at_once() -> None:
         assert sender.bytes_in_use() == 0
 
 
-def test_a_settling_that_was_called_off_does_not_listen_to_its_descriptor_any_more(world: World) -> None:
+def test_a_cancelled_settle_stops_polling_its_descriptor(world: World) -> None:
     read, write = os.pipe()
     os.write(write, b"x")
     assert not world.baseline.exchange.settle(read)
@@ -64,7 +64,7 @@ def test_a_settling_that_was_called_off_does_not_listen_to_its_descriptor_any_mo
     os.close(write)
 
 
-def test_what_comes_for_a_step_that_has_ended_is_not_kept(world: World) -> None:
+def test_tensors_for_an_ended_step_are_not_kept(world: World) -> None:
     sender, receiver = world.mailboxes
     receiver.exchange.end_step(3)
     for step in range(4):
@@ -88,7 +88,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
-def test_who_sends_what_cannot_be_read_is_cut_off_and_named_and_the_others_go_on(
+def test_a_sender_of_an_unreadable_frame_is_disconnected_and_named(
     garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with a_world(2, 1) as world, caplog.at_level(logging.ERROR):
@@ -123,9 +123,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("changes", "why"), FAULTS.values(), ids=FAULTS)
-def test_a_tensor_that_cannot_be_looked_at_is_missing_and_its_memory_comes_back(
-    changes: dict[str, Any], why: str, world: World
-) -> None:
+def test_an_unreadable_tensor_is_missing_and_freed(changes: dict[str, Any], why: str, world: World) -> None:
     sender, receiver = world.mailboxes
     sender.publish(key("real"), torch.zeros(4))
     frame = PublishFrame(key("x"), id=1, dtype="float32", shape=(4,), nbytes=16, location=PAGE, extras=None)
@@ -144,7 +142,7 @@ def test_a_tensor_that_cannot_be_looked_at_is_missing_and_its_memory_comes_back(
 
 
 @pytest.mark.ranks
-def test_a_forked_child_of_a_rank_does_not_write_into_what_the_rank_sent(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_write_to_its_ranks_connections(tmp_path: Path) -> None:
     with gl.launch(1, 1) as session:
         session.edit(b2t="True")
         run = session.run(taps_in_a_child_too, taps_in_a_child_too, args=(str(tmp_path),))

@@ -58,7 +58,7 @@ def heard(channel: TcpChannel, count: int) -> list[bytes]:
     return frames
 
 
-def test_what_comes_for_one_channel_while_another_is_read_is_told_of(posts: tuple[RouterSocket, RouterSocket]) -> None:
+def test_frames_read_for_another_channel_are_signalled(posts: tuple[RouterSocket, RouterSocket]) -> None:
     third = make_post(2)
     try:
         first, second = posts
@@ -73,9 +73,9 @@ def test_what_comes_for_one_channel_while_another_is_read_is_told_of(posts: tupl
 
         wait_until(both_are_here, "both frames")
         assert from_second.receive() == [b"one"]
-        assert select.select([first.fileno()], [], [], 0)[0], "nobody would look at the other channel"
+        assert select.select([first.fileno()], [], [], 0)[0], "no one would read the other channel"
         assert from_third.receive() == [b"two"]
-        assert not select.select([first.fileno()], [], [], 0)[0], "whoever waits would never rest"
+        assert not select.select([first.fileno()], [], [], 0)[0], "a waiting thread would spin"
     finally:
         third.close()
 
@@ -93,7 +93,7 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def test_who_does_not_know_the_token_is_not_heard(posts: tuple[RouterSocket, RouterSocket], tmp_path: Path) -> None:
+def test_a_process_without_the_token_is_not_heard(posts: tuple[RouterSocket, RouterSocket], tmp_path: Path) -> None:
     stranger = RouterSocket(derive_keys(new_token()), b"stranger")
     channel = stranger.connect(posts[0].name, "127.0.0.1", posts[0].port)
     frame = PublishFrame(key(), 1, "float32", (), 4, None, pickle.dumps(Bomb(tmp_path / "gone off")))
@@ -110,7 +110,7 @@ def test_who_does_not_know_the_token_is_not_heard(posts: tuple[RouterSocket, Rou
     stranger.close()
 
 
-def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[RouterSocket, RouterSocket]) -> None:
+def test_a_foreign_listener_is_distinguished_from_no_listener(posts: tuple[RouterSocket, RouterSocket]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         channel = posts[0].connect(b"host", *other.getsockname())
         connection, _ = other.accept()
@@ -127,7 +127,7 @@ def test_who_listens_and_is_no_process_of_ours_is_told_from_nobody(posts: tuple[
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", bytes(64), os.urandom(4096), pickle.dumps(0)])
-def test_noise_at_the_port_harms_nobody(said: bytes, posts: tuple[RouterSocket, RouterSocket]) -> None:
+def test_noise_at_the_port_has_no_effect(said: bytes, posts: tuple[RouterSocket, RouterSocket]) -> None:
     with socket.create_connection(("127.0.0.1", posts[0].port)) as noisy:
         noisy.sendall(said)
         theirs, ours = joined(posts)
@@ -144,8 +144,8 @@ def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
             to.sendall(data)
 
 
-def test_what_travels_cannot_be_read_on_the_way(posts: tuple[RouterSocket, RouterSocket]) -> None:
-    secret, seen = b"what nobody else may know " * 8, bytearray()
+def test_frames_are_encrypted_in_transit(posts: tuple[RouterSocket, RouterSocket]) -> None:
+    secret, seen = b"a secret of both processes " * 8, bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
         channel = posts[1].connect(posts[0].name, "127.0.0.1", between.getsockname()[1])
         channel.send(secret)
@@ -156,16 +156,14 @@ def test_what_travels_cannot_be_read_on_the_way(posts: tuple[RouterSocket, Route
             wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
             assert heard(posts[0].channels()[0], 1) == [secret]
     assert b"CURVE" in seen
-    assert b"what nobody" not in seen
+    assert b"a secret" not in seen
 
 
 # ---- frames ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 65536, 4 * MIB, 9 * MIB + 1])
-def test_what_is_attached_arrives_in_pieces_that_are_whole_together(
-    size: int, posts: tuple[RouterSocket, RouterSocket]
-) -> None:
+def test_attached_bytes_arrive_whole_in_pieces(size: int, posts: tuple[RouterSocket, RouterSocket]) -> None:
     theirs, ours = joined(posts)
     sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
     ours.send(b"before")
@@ -179,7 +177,7 @@ def test_what_is_attached_arrives_in_pieces_that_are_whole_together(
 
 
 @pytest.mark.parametrize("ends", ["who has connected", "who was connected to"])
-def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[RouterSocket, RouterSocket]) -> None:
+def test_frames_sent_before_the_end_arrive_before_it(ends: str, posts: tuple[RouterSocket, RouterSocket]) -> None:
     theirs, ours = joined(posts)
     if ends == "who was connected to":
         posts, theirs, ours = (posts[1], posts[0]), ours, theirs
@@ -193,7 +191,7 @@ def test_what_was_sent_before_an_end_arrives_before_it(ends: str, posts: tuple[R
     theirs.send(b"in vain")
 
 
-def test_a_connection_to_where_nobody_listens_ends_at_once_and_can_be_tried_again(
+def test_a_refused_connection_ends_at_once_and_can_be_retried(
     posts: tuple[RouterSocket, RouterSocket],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
@@ -216,7 +214,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("frame", FORBIDDEN.values(), ids=FORBIDDEN)
-def test_a_frame_that_only_ranks_of_one_machine_may_send_cuts_its_sender_off(frame: Any) -> None:
+def test_a_remote_frame_that_needs_shared_memory_disconnects_its_sender(frame: Any) -> None:
     with a_world(1, 1, tcp=True) as world:
         world.begin()
         world.baseline.channels[0].send(encode(frame))
@@ -236,13 +234,13 @@ def _attached(world: World, nbytes: int, attached: bytes) -> str:
 
 
 @pytest.mark.parametrize(("nbytes", "attached"), [(16, b""), (16, bytes(12)), (4, bytes(16))])
-def test_a_tensor_whose_bytes_are_not_all_there_is_missing(nbytes: int, attached: bytes) -> None:
+def test_a_tensor_with_missing_bytes_is_missing(nbytes: int, attached: bytes) -> None:
     with a_world(1, 1, tcp=True) as world:
         why = _attached(world.begin(), nbytes, attached)
-        assert f"cannot be read here: {len(attached)} bytes came of {nbytes}" in why
+        assert f"cannot be read here: received {len(attached)} of {nbytes} bytes" in why
 
 
-def test_a_tensor_on_a_gpu_goes_to_another_machine_through_the_hosts_memory() -> None:
+def test_a_gpu_tensor_goes_to_another_machine_through_the_hosts_memory() -> None:
     machine = Machine()
     with a_world(2, 1, tcp=True, gpu=lambda rank: LateGpu(machine), budget=4 * MIB) as world:
         first, second, receiver = world.begin().mailboxes
@@ -264,7 +262,7 @@ def test_a_tensor_on_a_gpu_goes_to_another_machine_through_the_hosts_memory() ->
         assert first.bytes_in_use() == second.bytes_in_use() == 0
 
 
-def test_what_is_not_asked_for_is_not_kept_past_its_step() -> None:
+def test_unrequested_tensors_are_not_kept_past_their_step() -> None:
     with a_world(1, 1, tcp=True) as world:
         sender, receiver = world.begin().mailboxes
         for number in range(10):
@@ -279,7 +277,7 @@ def test_what_is_not_asked_for_is_not_kept_past_its_step() -> None:
         assert peer.carried == {}
 
 
-def test_a_word_of_a_wait_that_is_older_than_what_was_sent_counts_for_nothing() -> None:
+def test_a_status_older_than_the_last_tensor_sent_proves_no_wait() -> None:
     """Else a sender without room would take a receiver that has just been served for one that waits in vain."""
     with a_world(1, 1, tcp=True) as world:
         sender, receiver = world.begin().mailboxes
@@ -294,7 +292,7 @@ def test_a_word_of_a_wait_that_is_older_than_what_was_sent_counts_for_nothing() 
         wait_until(waits_for_sender, "word of the wait")
         sender.publish(key("sooner"), 1.0)
         assert not waits_for_sender()
-        # Once it is known there, and the wait goes on all the same, it is one for a later tap.
+        # A wait that continues after the tensor has arrived is for a later tap.
         wait_until(waits_for_sender, "newer word of the wait")
         sender.publish(key("later"), 2.0)
         assert [each.tensor.item() for each in waiting.result(DEADLINE).contributions] == [2.0]

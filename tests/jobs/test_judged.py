@@ -78,7 +78,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     assert verdict.frame["step"].tolist() == [0] * 8 + [1] * 8
     assert filters_of(session.plan) == before
 
-    with pytest.raises(gl.SessionError, match=r"jobs of their own.*session\.verdict\(\) judges"):
+    with pytest.raises(gl.SessionError, match=r"jobs that another launcher started.*session\.verdict\(\) judges"):
         session.verdict("f()", "f()")
     with pytest.raises(gl.SessionError, match="no tap named 'nothing' was measured"):
         session.verdict(output="nothing")
@@ -88,7 +88,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
         session.verdict()
     assert filters_of(session.plan) == before
     on_look(session, monkeypatch, lambda: session.edit(keep=None))
-    with pytest.raises(gl.SessionError, match="somebody edited the plan"):
+    with pytest.raises(gl.SessionError, match="the plan was edited while it ran"):
         session.verdict()
     assert session.plan.keep is None  # theirs stays
     before = filters_of(session.edit(**before))
@@ -106,10 +106,10 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     target = again.ranks[1].pid
     assert target == jobs[1].pid
     on_look(again, monkeypatch, lambda: os.kill(jobs[1].pid, signal.SIGKILL))
-    with pytest.raises(gl.RunError, match=r"(?s)the verdict was given up, .* failed on target\[0\]"):
+    with pytest.raises(gl.RunError, match=r"(?s)the verdict was abandoned, .* failed on target\[0\]"):
         again.verdict()
     assert filters_of(again.plan) == before
-    with pytest.raises(gl.SessionError, match=r"target\[0\] is not there, and a verdict needs every rank"):
+    with pytest.raises(gl.SessionError, match=r"target\[0\] is missing, and a verdict needs every rank"):
         again.verdict()
     assert jobs[0].poll() is None
     wait_until(lambda: "baseline[0]" in again.adopted(again.plan.version), "the plan from before in force")

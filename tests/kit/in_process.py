@@ -49,7 +49,7 @@ class TalkingRank:
         os.ftruncate(segment, PAGE)
         self._map = mmap.mmap(segment, PAGE)
         ours, theirs = socket.socketpair()
-        bell, their_bell = socket.socketpair()
+        wake, their_wake = socket.socketpair()
         death_pipe, self.death_pipe = socket.socketpair()
         log = folder / f"{place.side}-{place.rank}.log"
         log.write_text(f"the last words of {place.label}\n")
@@ -59,7 +59,7 @@ class TalkingRank:
             DeviceAssignment("cpu", "gloo"),
             self.process,
             SocketChannel(ours),
-            bell,
+            wake,
             death_pipe,
             segment,
             log,
@@ -68,8 +68,8 @@ class TalkingRank:
         os.close(segment)
         self.rank.pid = os.getpid()
         self.channel = SocketChannel(theirs)
-        self.bell = their_bell
-        self.line = ControlConnection(self.channel, their_bell)
+        self.wake = their_wake
+        self.line = ControlConnection(self.channel, their_wake)
         self.signals: list[int] = []
         self.rank.end_programs = lambda: None  # type: ignore[method-assign]
         self.rank.signal = self.signals.append  # type: ignore[method-assign]
@@ -99,7 +99,7 @@ class TalkingRank:
         """To the notebook this looks like the end of the process."""
         self.process.exitcode = code
         self.channel.close()
-        self.bell.close()
+        self.wake.close()
 
 
 @contextmanager

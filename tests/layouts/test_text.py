@@ -1,4 +1,4 @@
-"""Layouts are written as text: what is written is read again, and a fault is shown where it is."""
+"""Layouts as text: the text of a layout parses to the same layout, and errors have positions."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ WRITTEN = [
 
 
 @given(st.lists(st.sampled_from(WRITTEN[1:]), max_size=3))
-def test_what_a_layout_writes_is_read_as_the_same_layout(texts: list[str]) -> None:
+def test_layout_text_is_parsed_as_the_same_layout(texts: list[str]) -> None:
     text = " | ".join(texts)
     axes = re.findall(r"mesh='(\w+)'", text)
     if len(set(axes)) < len(axes):
-        with pytest.raises(LayoutError, match="is used up"):
+        with pytest.raises(LayoutError, match="two steps use"):
             parse_layout(text)
         return
     layout = parse_layout(text)
@@ -75,14 +75,14 @@ FAULTS = [
     ("b s -> s b c", "'c' is only on the right, so it needs a size", "           ^"),
     ("b b -> b", "'b' is twice on the left", "^"),
     ("a b -> b a a", "'a' is twice on the right", "         ^"),
-    ("b (s (h d)) -> b s h d", "a ( inside of a (", "     ^"),
+    ("b (s (h d)) -> b s h d", "a ( inside a (", "     ^"),
     ("b s) -> b s", "a ) without its (", "   ^"),
     ("b (s -> b s", "a ( without its )", "    ^"),
     ("b +s -> b s", "'+' is not an axis", "  ^"),
     ("b -> b -> b", "has one '->'", "       ^"),
     ("b -> b ...", "'...' is only on the right", "       ^"),
-    ("(b ...) -> b ...", "'...' inside of ( )", "   ^"),
-    ("a b -> b a, h", "after the comma comes a size", "           ^"),
+    ("(b ...) -> b ...", "'...' inside ( )", "   ^"),
+    ("a b -> b a, h", "write a size after the comma", "           ^"),
     ("a b -> b a, c=2", "has no axis 'c'", ""),
     ("shard(dim=0) | ", "a step is missing", "               ^"),
     ("shard(dim=0) | shart(dim=1)", "there is no step 'shart'", "               ^"),
@@ -128,13 +128,13 @@ def test_the_notation_for_dimensions_is_read(text: str, steps: list[object]) -> 
     assert parse_layout(layout.text) == layout
 
 
-def test_the_data_parallel_group_may_have_another_name() -> None:
+def test_data_parallel_group_may_have_a_different_name() -> None:
     assert parse_layout("t h # ep:replicated dp:=moe_dp").steps == (Replicate("ep"), OneOf("moe_dp"))
 
 
 DIM_FAULTS = [
     ("b s[pp] h", "'pp' is not an axis", "    ^"),
-    ("b s[cp:zag] h", "'zag' is not known here", "       ^"),
+    ("b s[cp:zag] h", "'zag' is unknown", "       ^"),
     ("b s[cp:zigzag+natural] h", "says twice", "              ^"),
     ("b s[cp:zigzag+partial] h", "has no order", "    ^"),
     ("b s h[cp:zigzag]", "zigzag is an order of sequences", "      ^"),
@@ -146,18 +146,18 @@ DIM_FAULTS = [
     ("b s (h*2)", "'2' is not a name", "       ^"),
     ("b s[] h", "'' is not an axis", "    ^"),
     ("b 2 h", "'2' is not a dimension", "  ^"),
-    ("t b s", "stands beside them", "^"),
+    ("t b s", "cannot be used with them", "^"),
     (" # ep:replicated", "the dimensions are missing", "^"),
     ("t h[tp] # tp:replicated", "is not replicated", "          ^"),
     ("t h # ep:replicated ep:replicated", "is replicated already", "                    ^"),
     ("t h # dp:=a dp:=b", "dp is 'a' already", "            ^"),
     ("t h # xx:replicated", "'xx' is not an axis", "      ^"),
-    ("t h # ep:sharded", "is not known here", "      ^"),
+    ("t h # ep:sharded", "is unknown", "      ^"),
 ]
 
 
 @pytest.mark.parametrize(("text", "message", "mark"), DIM_FAULTS, ids=[text for text, _, _ in DIM_FAULTS])
-def test_whatever_is_not_of_the_notation_is_shown_where_it_is(text: str, message: str, mark: str) -> None:
+def test_error_in_the_notation_has_its_position(text: str, message: str, mark: str) -> None:
     with pytest.raises(LayoutError) as caught:
         parse_dims(text)
     assert message in caught.value.message

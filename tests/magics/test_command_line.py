@@ -26,7 +26,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
         ("filter --b2t search(r'\\d+\\.out', name)", {"b2t": r"search(r'\d+\.out', name)"}),
     ],
 )
-def test_filter_expressions_are_taken_as_they_stand(line: str, expected: dict[str, str]) -> None:
+def test_filter_expressions_are_taken_unchanged(line: str, expected: dict[str, str]) -> None:
     name, arguments = command_line.parse(line)
     assert name == "filter"
     assert {key: text for key, text in vars(arguments).items() if text is not None} == expected
@@ -44,7 +44,7 @@ def test_filter_expressions_are_taken_as_they_stand(line: str, expected: dict[st
         ("run '-o' + x", None, "'-o' + x"),
     ],
 )
-def test_run_expressions_are_taken_as_they_stand(line: str, out: str | None, expression: str) -> None:
+def test_run_expressions_are_taken_unchanged(line: str, out: str | None, expression: str) -> None:
     _, arguments = command_line.parse(line)
     assert (arguments.out, arguments.expression) == (out, expression)
 
@@ -54,7 +54,7 @@ def test_a_line_may_end_with_a_comment() -> None:
     assert (arguments.baseline, arguments.target) == (2, 1)
 
 
-def test_nothing_of_a_line_exits_the_process() -> None:
+def test_no_line_exits_the_process() -> None:
     with pytest.raises(UsageError, match="usage: %graft up"):
         command_line.parse("up --no-such-option")
     with pytest.raises(command_line.HelpShown, match="usage: %graft up"):

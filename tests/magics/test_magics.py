@@ -95,7 +95,7 @@ def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
 
 
 @pytest.mark.ranks
-def test_up_again_with_the_same_request_keeps_the_session_and_what_its_ranks_hold(notebook: Kernel) -> None:
+def test_up_with_the_same_options_keeps_the_session_and_its_ranks(notebook: Kernel) -> None:
     typed(notebook, "first = session")
     typed(notebook, "%%graft both\nmodel = 'loaded'")
     assert "keeping it and everything on its ranks" in typed(notebook, "%graft up -b 1 -t 2 -o again")
@@ -105,7 +105,7 @@ def test_up_again_with_the_same_request_keeps_the_session_and_what_its_ranks_hol
 
 
 @pytest.mark.ranks
-def test_up_again_with_another_request_is_refused_with_what_would_be_lost(notebook: Kernel) -> None:
+def test_up_with_other_options_is_refused_and_lists_what_would_be_lost(notebook: Kernel) -> None:
     typed(notebook, "first = session")
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4))")
@@ -118,7 +118,7 @@ def test_up_again_with_another_request_is_refused_with_what_would_be_lost(notebo
 
 
 @pytest.mark.ranks
-def test_up_replaces_the_session_that_was_open_when_it_is_told_to(notebook: Kernel) -> None:
+def test_up_with_replace_closes_the_open_session(notebook: Kernel) -> None:
     typed(notebook, "first = session")
     assert "closing the open session" in typed(notebook, "%graft up -b 1 -t 2 --replace")
     assert value(notebook, "first.closed, session.closed, session is first") == "(True, False, False)"
@@ -133,7 +133,7 @@ def test_up_replaces_a_session_that_has_lost_a_rank(notebook: Kernel) -> None:
 
 
 @pytest.mark.ranks
-def test_a_session_that_was_launched_by_hand_is_used_when_it_is_called_session(bare: Kernel) -> None:
+def test_a_launched_session_is_used_if_its_variable_is_called_session(bare: Kernel) -> None:
     typed(bare, "%graft up --replace\nsession.close()\nsession = by_hand = gl.launch(1, 1)")
     assert "idle" in value(bare, "%graft status")
     typed(bare, "%graft up")
@@ -189,7 +189,7 @@ def test_interrupt_ends_the_code_and_not_the_ranks(notebook: Kernel) -> None:
 
 
 @pytest.mark.ranks
-def test_down_ends_the_ranks_and_tells_where_the_rows_are(notebook: Kernel) -> None:
+def test_down_ends_the_ranks_and_names_the_run_folder(notebook: Kernel) -> None:
     printed = typed(notebook, "%graft down")
     assert value(notebook, "session.closed, [rank.alive for rank in session.ranks]") == "(True, [False, False, False])"
     assert value(notebook, "str(session.folder)").strip("'") in printed
@@ -245,7 +245,7 @@ def test_a_match_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_that_fails_is_kept_too_with_its_rows(notebook: Kernel) -> None:
+def test_a_failed_run_is_assigned_with_its_rows(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     assert notebook.run("%graft run -o bad forward(torch.ones(4)) / 0").error_name == "RunError"
     assert value(notebook, "len(bad.frame), sorted(bad.failures)") == "(4, ['baseline[0]', 'target[0]', 'target[1]'])"
@@ -269,7 +269,7 @@ def test_expressions_reach_the_ranks_as_they_were_typed(notebook: Kernel, expres
 
 
 @pytest.mark.ranks
-def test_filter_edits_what_is_named_and_shows_the_plan(notebook: Kernel) -> None:
+def test_filter_edits_the_named_filters_and_shows_the_plan(notebook: Kernel) -> None:
     typed(notebook, """%graft filter --b2t search('at{2}n', name) and layer < 4 --keep "step == 0" """)
     assert value(notebook, "session.plan.b2t, session.plan.keep, session.plan.compare, session.plan.version") == (
         "(\"search('at{2}n', name) and layer < 4\", 'step == 0', 'True', 1)"
@@ -283,7 +283,7 @@ def test_filter_edits_what_is_named_and_shows_the_plan(notebook: Kernel) -> None
 
 
 @pytest.mark.ranks
-def test_filter_says_what_a_new_filter_matches_and_what_may_be_meant(notebook: Kernel) -> None:
+def test_filter_reports_the_matches_and_suggests_corrections(notebook: Kernel) -> None:
     assert typed(notebook, "%graft filter --b2t nme == 'hidden'") == "b2t: no tap has been seen yet\n"
     typed(notebook, DEFINE)
     typed(notebook, "%graft filter --b2t ''")
@@ -294,7 +294,7 @@ def test_filter_says_what_a_new_filter_matches_and_what_may_be_meant(notebook: K
 
 
 @pytest.mark.ranks
-def test_plot_of_a_tap_that_there_is_not_suggests_others(notebook: Kernel) -> None:
+def test_plot_of_an_unknown_tap_suggests_others(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4))")
     reply = notebook.run("%graft plot hiden")
@@ -311,7 +311,7 @@ def test_plot_takes_a_step_or_steps_and_refuses_what_does_not_fit(notebook: Kern
         reply = notebook.run(line)
         assert [set(data) for data in reply.shown] == [{"image/png", "text/html", "text/plain"}], reply
     assert "expected steps A:B, such as 0:100 or 50:, or `all`, not '3'" in notebook.run("%graft plot --steps 3").stderr
-    assert "it has those of step" in notebook.run("%graft plot --step 99").error
+    assert "it has rows of step" in notebook.run("%graft plot --step 99").error
     assert (
         "--step goes with the kinds divergence, not with history" in notebook.run("%graft plot hidden --step 0").stderr
     )
@@ -326,7 +326,7 @@ def test_a_figure_that_ends_a_cell_is_shown_once_a_rank(notebook: Kernel) -> Non
 
 
 @pytest.mark.ranks
-def test_a_rename_is_suggested_where_nothing_paired_and_pairs(notebook: Kernel) -> None:
+def test_a_rename_is_suggested_if_nothing_paired_and_then_pairs(notebook: Kernel) -> None:
     for side, prefix in (("baseline", ""), ("target", "model.")):
         typed(
             notebook,
@@ -350,7 +350,7 @@ def test_a_rename_is_suggested_where_nothing_paired_and_pairs(notebook: Kernel) 
 
 
 @pytest.mark.ranks
-def test_report_writes_a_page_and_says_where(notebook: Kernel, tmp_path: Path) -> None:
+def test_report_writes_a_page_and_prints_its_path(notebook: Kernel, tmp_path: Path) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4))")
     reply = notebook.run(f"%graft report {tmp_path}/found.html")
@@ -394,7 +394,7 @@ def test_transform_takes_a_function_a_path_and_the_default(notebook: Kernel) -> 
 
 
 @pytest.mark.ranks
-def test_transform_takes_the_filter_of_the_taps_that_it_is_for(notebook: Kernel) -> None:
+def test_transform_takes_a_filter_of_the_taps_to_transform(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "def seven(graft_input):\n    return torch.full_like(graft_input.target, 7.0)")
     shown = "session.plan.transform.label, session.plan.transform.where"
@@ -460,7 +460,7 @@ def test_plot_shows_a_picture(notebook: Kernel, line: str) -> None:
 
 
 @pytest.mark.ranks
-def test_the_noise_floor_that_is_given_is_the_one_in_the_picture(notebook: Kernel) -> None:
+def test_the_given_noise_floor_is_drawn(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft run forward(torch.ones(4, 4))")
     typed(notebook, "figure = get_ipython().run_line_magic('graft', 'plot --noise-floor 0.125')")
@@ -678,7 +678,7 @@ def test_every_subcommand_has_help_that_names_its_options(bare: Kernel, subcomma
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("line", ["%graft", "%graft -h", "%graft --help", "%%graft -h\n1"])
-def test_graft_alone_lists_all_there_is(bare: Kernel, line: str) -> None:
+def test_graft_alone_lists_all_commands(bare: Kernel, line: str) -> None:
     printed = typed(bare, line)
     for subcommand in SUBCOMMANDS:
         assert f"%graft {subcommand} " in printed
@@ -717,7 +717,7 @@ def test_the_tab_key_offers_no_ranks_without_a_session(bare: Kernel) -> None:
 
 
 @pytest.mark.ranks
-def test_completion_elsewhere_is_as_it_was(notebook: Kernel) -> None:
+def test_completion_elsewhere_is_unchanged(notebook: Kernel) -> None:
     # Without jedi, which reads half the environment first.
     typed(notebook, "a_name_of_mine = 1\n%config IPCompleter.use_jedi = False")
     assert "a_name_of_mine" in notebook.complete("print(a_name_of_m")

@@ -32,7 +32,7 @@ def typed(notebook: Kernel, cell: str) -> Reply:
     return reply
 
 
-def test_figures_frames_and_rich_values_are_shown_as_such_once_and_labelled(notebook: Kernel) -> None:
+def test_figures_frames_and_rich_values_are_shown_once_with_their_rank(notebook: Kernel) -> None:
     reply = typed(
         notebook,
         """
@@ -67,7 +67,7 @@ def test_a_figure_of_each_rank_comes_under_its_label(notebook: Kernel) -> None:
     assert len(displayed(reply)) == 3
 
 
-def test_a_bar_is_one_place_a_rank_that_is_renewed_and_ends_as_a_line(notebook: Kernel) -> None:
+def test_a_progress_bar_is_updated_in_place_and_ends_as_a_line(notebook: Kernel) -> None:
     reply = typed(
         notebook,
         """
@@ -102,7 +102,7 @@ fails(3)
 """
 
 
-def test_a_failure_is_looked_into_at_a_prompt_and_with_single_commands(notebook: Kernel) -> None:
+def test_a_failure_is_inspected_at_a_prompt_and_with_single_commands(notebook: Kernel) -> None:
     assert "no such scale: 6" in notebook.run(FAILS.strip()).error
     reply, prompts = notebook.converse("%graft debug", ["p scale", "u", "n", "", "q"])
     assert prompts == ["(target[1]) "] * 5
@@ -119,7 +119,7 @@ def test_a_failure_is_looked_into_at_a_prompt_and_with_single_commands(notebook:
     assert "no failure is kept" in notebook.run("%graft debug target[1] w").error
 
 
-def test_where_nobody_can_answer_the_exception_is_shown_and_how_to_go_on(notebook: Kernel) -> None:
+def test_without_stdin_the_exception_is_shown_with_the_commands_to_continue(notebook: Kernel) -> None:
     notebook.run(FAILS.strip())
     message = notebook.client.execute("%graft debug target[1]", allow_stdin=False)
     reply = notebook.finish(message)
@@ -142,7 +142,7 @@ while len(seen) < 30 or len(set(seen[-30:])) > 1 or "distributed_c10d" not in se
 """
 
 
-def test_interrupt_says_what_it_ended_and_what_it_could_not(notebook: Kernel) -> None:
+def test_interrupt_reports_what_it_ended_and_what_it_could_not(notebook: Kernel) -> None:
     assert typed(notebook, "%graft interrupt").stdout == "nothing is running\n"
     typed(notebook, "CODE = {0: 'dist.barrier()'}\n" + WAITS)
     first, second, lost = typed(notebook, "%graft interrupt").stdout.splitlines()
@@ -153,6 +153,6 @@ def test_interrupt_says_what_it_ended_and_what_it_could_not(notebook: Kernel) ->
     typed(notebook, "CODE = {rank: f'dist.recv(torch.ones(1), {1 - rank})' for rank in range(2)}\n" + WAITS)
     lines = typed(notebook, "%graft interrupt").stdout.splitlines()
     for rank, line in enumerate(lines):
-        assert line.startswith(f"target[{rank}]: goes on; it waits in a collective (")
+        assert line.startswith(f"target[{rank}]: still running; it waits in a collective (")
         assert "ends with the time limit of its group, 60 s; `%graft restart` ends it now" in line
     typed(notebook, "%graft restart")

@@ -73,7 +73,7 @@ def test_names_are_shortened_rather_than_cut_off_at_the_edge(page: Page) -> None
     assert any("…" in text for text, _ in shown)
 
 
-def test_the_figure_says_what_it_shows_and_what_its_colours_mean(page: Page) -> None:
+def test_the_figure_has_a_description_and_a_legend_of_its_colours(page: Page) -> None:
     drawn = mount(page, row(0, "a", 0.0), row(1, "b", 0.5, status="grafted"), row(2, "c", 0.0, nonfinite_differ=2))
     assert "rel_l2" in [text for text, _, _ in drawn]
     key = page.locator(".key span")
@@ -81,7 +81,7 @@ def test_the_figure_says_what_it_shows_and_what_its_colours_mean(page: Page) -> 
     assert len({each.locator("b").evaluate("dot => dot.style.color") for each in key.all()}) == 3
 
 
-def test_columns_that_say_nothing_are_folded(page: Page) -> None:
+def test_columns_without_information_are_hidden(page: Page) -> None:
     titles = (
         "() => [...document.querySelectorAll('th')].filter((each) => !each.hidden).map((each) => each.dataset.column)"
     )
@@ -95,14 +95,14 @@ def test_columns_that_say_nothing_are_folded(page: Page) -> None:
     assert page.locator("tr[data-tap]").first.locator("td").count() == len(many)
 
 
-def test_a_floor_that_is_no_number_is_refused_in_words_until_it_is_mended(page: Page) -> None:
+def test_an_invalid_floor_is_refused_with_a_message_until_corrected(page: Page) -> None:
     mount(page, row(0, "a", 1e-3))
     floor, refused = page.locator("input.floor"), page.locator(".refused")
     assert not refused.is_visible()
     for wrong in ("one", "-1", "1e400"):
         floor.fill(wrong)
         floor.press("Enter")
-        assert refused.inner_text().startswith("a number from 0 on"), wrong
+        assert refused.inner_text().startswith("enter a number of at least 0"), wrong
         assert floor.get_attribute("aria-invalid") == "true"
     floor.fill("0.5")
     floor.press("Enter")
@@ -113,9 +113,7 @@ def test_a_floor_that_is_no_number_is_refused_in_words_until_it_is_mended(page: 
 @pytest.mark.parametrize(
     ("paper", "ink"), [("rgb(30, 30, 30)", "rgb(204, 204, 204)"), ("rgb(255, 255, 255)", "rgb(51, 51, 51)")]
 )
-def test_what_lies_over_the_table_has_the_colour_of_the_page_where_no_theme_gives_one(
-    page: Page, paper: str, ink: str
-) -> None:
+def test_overlays_have_the_colour_of_the_page_without_a_theme(page: Page, paper: str, ink: str) -> None:
     mount(page, row(0, "a", 1e-3), style=f"body {{ background: {paper}; color: {ink} }}")
     assert page.locator("th").first.evaluate("each => getComputedStyle(each).backgroundColor") == paper
     assert page.locator(".tip").evaluate("each => getComputedStyle(each).backgroundColor") == paper

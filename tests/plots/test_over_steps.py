@@ -37,7 +37,7 @@ def title(figure: Figure) -> str:
     return str(figure.axes[0].get_title(loc="left"))
 
 
-def test_a_cell_is_a_tap_in_a_step_and_a_ring_the_step_at_which_it_first_diverged() -> None:
+def test_cells_show_taps_in_steps_and_rings_their_first_divergent_step() -> None:
     values = np.array([[1e-7, 1e-7, 0.0], [1e-7, 1e-3, 1e-7], [1e-7, 1e-2, 1e-1]])
     figure = gl.plots.over_steps(frame(values))
     shown = cells(figure)
@@ -48,7 +48,7 @@ def test_a_cell_is_a_tap_in_a_step_and_a_ring_the_step_at_which_it_first_diverge
     assert title(gl.plots.over_steps(frame(values), noise_floor=0.5)) == "no tap is above the floor 0.5 in 3 steps"
 
 
-def test_a_nan_is_not_blank_and_not_exact_and_what_was_not_measured_is_blank() -> None:
+def test_nan_is_neither_blank_nor_exact_and_unmeasured_cells_are_blank() -> None:
     rows = frame(np.array([[1e-7, 0.0, 0.0]]))
     rows.loc[1, "nonfinite_differ"] = 4
     rows.loc[2, ["status", "rel_l2"]] = ["missing", None]
@@ -59,14 +59,14 @@ def test_a_nan_is_not_blank_and_not_exact_and_what_was_not_measured_is_blank() -
     assert rings(figure) == [(0, 1)]
 
 
-def test_what_was_grafted_has_no_ring() -> None:
+def test_grafted_taps_have_no_ring() -> None:
     rows = frame(np.array([[0.5, 0.5]]))
     rows.loc[0, "status"] = "grafted"
     assert rings(gl.plots.over_steps(rows)) == [(0, 1)]
 
 
 @pytest.mark.slow
-def test_where_there_are_too_many_the_worst_of_neighbours_is_shown() -> None:
+def test_beyond_the_limit_the_worst_of_neighbouring_cells_is_shown() -> None:
     values = np.full((500, 300), 1e-7)
     values[321, 123] = 0.5
     figure = gl.plots.over_steps(frame(values))
@@ -77,6 +77,6 @@ def test_where_there_are_too_many_the_worst_of_neighbours_is_shown() -> None:
     assert title(figure).startswith("first divergent: t123 in step 321")
 
 
-def test_an_empty_frame_says_so() -> None:
+def test_an_empty_frame_gives_a_message() -> None:
     [ax] = gl.plots.over_steps(pd.DataFrame()).axes
     assert "no rows to show" in ax.texts[0].get_text()

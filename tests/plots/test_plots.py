@@ -129,13 +129,13 @@ def test_taps_are_placed_in_execution_order_whatever_the_order_of_the_rows() -> 
     assert points(figure, "run 1: compared") == near([(0, 1e-5), (1, 1e-4), (2, 1e-3)])
 
 
-def test_later_steps_are_to_the_right_though_a_rank_with_fewer_taps_counts_slower() -> None:
+def test_later_steps_are_to_the_right_even_if_a_rank_has_fewer_taps() -> None:
     ahead = [row("a", step=0, order=90, rank=0), row("a", step=1, order=91, rank=0)]
     behind = [row("b", step=1, order=1, rank=1)]
     assert tick_labels(plots.divergence(to_frame(ahead + behind))) == ["a step=0", "b step=1", "a step=1"]
 
 
-def test_names_that_have_room_are_level_and_others_slanted_or_upright() -> None:
+def test_names_are_level_if_they_fit_and_otherwise_slanted_or_upright() -> None:
     def rotation(names: list[str]) -> float:
         figure = plots.divergence(frame(*(row(name, order=n) for n, name in enumerate(names))))
         return float(axes(figure).get_xticklabels()[0].get_rotation())
@@ -196,7 +196,7 @@ def test_an_unknown_status_is_drawn_and_named() -> None:
     assert "skipped" in legend(figure)
 
 
-def test_exact_zeros_are_hollow_on_a_floor_of_their_own() -> None:
+def test_exact_zeros_are_hollow_below_the_scale() -> None:
     figure = plots.divergence(frame(row("a", 0.0), row("b", 1e-7), row("c", 0.0, "grafted")))
     floor = y_ticks(figure)["0 (exact)"]
     assert points(figure, "run 1: compared exact") == [(0, floor)]
@@ -234,7 +234,7 @@ def test_non_finite_differences_stand_out() -> None:
     assert "non-finite differs" in legend(figure)
 
 
-def test_a_tap_that_agrees_but_for_nans_is_not_shown_as_exact() -> None:
+def test_a_tap_that_agrees_except_for_nans_is_not_shown_as_exact() -> None:
     data = frame(row("a", 1e-7), row("b", 0.0, nonfinite_differ=2), row("c", 0.0))
     figure = plots.divergence(data)
     ticks = y_ticks(figure)
@@ -269,7 +269,7 @@ def test_without_a_floor_only_failures_and_non_finite_values_are_suspects() -> N
     assert note.get_text() == "first divergent: b  (non-finite values differ)"
 
 
-def test_labels_name_only_what_tells_taps_apart() -> None:
+def test_labels_contain_only_distinguishing_tags() -> None:
     rows = [row("norm", layer=0, phase="decode"), row("norm", layer=1, phase="decode"), row("logits", phase="decode")]
     assert tick_labels(plots.divergence(frame(*rows))) == ["norm layer=0", "norm layer=1", "logits"]
     twice = [row("f"), row("f", occurrence=1), row("f", step=1), row("f", step=1, occurrence=1)]
@@ -321,7 +321,7 @@ def test_ten_thousand_taps_make_few_artists_and_few_labels() -> None:
     assert widths[0] < widths[1] < 16
 
 
-def test_runs_are_laid_over_each_other_by_tap_though_they_ran_at_other_steps() -> None:
+def test_runs_are_aligned_by_tap_even_if_their_steps_differ() -> None:
     figure = plots.divergence({"bad": model_frame(bad=1), "good": model_frame(first_step=5)}, noise_floor=1e-5)
     assert len(tick_labels(figure)) == 6
     bad, good = points(figure, "bad: compared"), points(figure, "good: compared")
@@ -332,13 +332,13 @@ def test_runs_are_laid_over_each_other_by_tap_though_they_ran_at_other_steps() -
     assert [note.get_text() for note in annotations(figure)] == ["bad, first divergent: mlp_out layer=1  (rel_l2 0.04)"]
 
 
-def test_steps_of_runs_that_ran_at_other_steps_are_counted_from_the_first() -> None:
+def test_steps_are_counted_from_each_runs_first_if_they_differ() -> None:
     first, second = (frame(row("a", step=s), row("a", step=s + 1)) for s in (3, 7))
     assert tick_labels(plots.divergence([first, second])) == ["a step +0", "a step +1"]
     assert tick_labels(plots.divergence([first, first])) == ["a step=3", "a step=4"]
 
 
-def test_a_tap_that_only_one_run_has_follows_what_precedes_it_there() -> None:
+def test_a_tap_of_only_one_run_is_placed_after_its_predecessor() -> None:
     more = frame(row("zero"), row("a"), row("extra"), row("b", phase="x"), row("end"))
     less = frame(row("a"), row("b", phase="x"))
     for frames in ([less, more], [more, less]):
@@ -361,7 +361,7 @@ def test_a_value_that_can_be_negative_gets_a_linear_axis() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_names_are_written_as_they_are() -> None:
+def test_names_are_written_unchanged() -> None:
     names = ["注意力", "μ.λ", "$x^2$", r"\frac", "two\nlines", "$", "", "_hidden"]
     figure = plots.divergence(frame(*(row(name) for name in names)))
     assert plots.to_png(figure)
@@ -375,7 +375,7 @@ def test_names_are_written_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("draw", FRAME_FIGURES.values(), ids=FRAME_FIGURES)
-def test_an_empty_frame_says_so_inside_the_figure(draw: Callable[[pd.DataFrame], Figure]) -> None:
+def test_an_empty_frame_gives_a_figure_with_a_message(draw: Callable[[pd.DataFrame], Figure]) -> None:
     for empty in (pd.DataFrame(), frame(row()).head(0), to_frame([])):
         figure = draw(empty)
         assert "no rows to show" in texts(figure)
@@ -392,7 +392,7 @@ def test_a_missing_column_is_named(draw: Callable[[pd.DataFrame], Figure], colum
         draw(frame(row()).drop(columns=column))
 
 
-def test_columns_that_only_some_figures_need_are_named_too() -> None:
+def test_missing_columns_of_only_some_figures_are_named() -> None:
     with pytest.raises(ValueError, match="no column 'order'"):
         plots.divergence(frame(row()).drop(columns="order"))
     with pytest.raises(ValueError, match="no column 'order'"):
@@ -422,7 +422,7 @@ def test_the_first_divergent_row_is_the_first_in_execution_order() -> None:
     assert plots.first_divergent(data, noise_floor=None) is None
 
 
-def test_whole_numbers_diverge_however_little_they_are_apart() -> None:
+def test_integers_diverge_by_any_difference() -> None:
     rows = [row("fine", 1e-6), row("token", 3e-7, step=1)]
     rows = [one._replace(dtype=dtype) for one, dtype in zip(rows, ("float32", "int64"), strict=True)]
     found = plots.first_divergent(frame(*rows))
@@ -467,7 +467,7 @@ def test_non_finite_differences_and_failures_diverge_and_other_statuses_do_not()
     ),
     st.sampled_from([None, 1e-5]),
 )
-def test_the_row_found_and_the_tap_annotated_are_the_same_but_for_what_was_grafted(
+def test_the_annotated_tap_is_the_first_divergent_row_that_was_not_grafted(
     rows: list[Any], floor: float | None
 ) -> None:
     made = [row(n, v, s, step=step, nonfinite_differ=bad) for step, n, v, s, bad in sorted(rows, key=lambda r: r[0])]
@@ -491,7 +491,7 @@ def test_the_row_found_and_the_tap_annotated_are_the_same_but_for_what_was_graft
 # --- one tap over steps and ranks
 
 
-def test_history_draws_a_line_a_rank_over_steps() -> None:
+def test_history_draws_one_line_per_rank() -> None:
     figure = plots.history(model_frame(steps=4), "attn_out", layer=2)
     assert axes(figure).get_xlabel() == "step"
     assert axes(figure).get_yscale() == "log"
@@ -508,7 +508,7 @@ def test_history_takes_the_largest_of_what_matches_and_says_so() -> None:
     assert title(figure) == "attn_out  (largest over layer)"
 
 
-def test_history_marks_what_has_no_value_is_exact_or_not_finite() -> None:
+def test_history_marks_missing_exact_and_non_finite_values() -> None:
     steps = [
         row("h", 1e-6),
         row("h", None, "timeout", step=1),
@@ -608,7 +608,7 @@ def brute_force(diff: np.ndarray[Any, Any], dims: tuple[int, int], limit: int) -
     st.integers(1, 200),
     st.randoms(use_true_random=False),
 )
-def test_downsampling_is_the_maximum_of_each_cell_however_the_blocks_fall(
+def test_downsampling_gives_the_maximum_of_each_cell_for_any_block_size(
     shape: list[int], limit: int, block: int, random: Any
 ) -> None:
     dims = tuple(random.sample(range(len(shape)), 2))
@@ -624,7 +624,7 @@ def test_downsampling_is_the_maximum_of_each_cell_however_the_blocks_fall(
 
 
 @pytest.mark.slow
-def test_no_block_straddles_a_cell_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_block_spans_two_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     diff = torch.randn(11, 3, 13, generator=torch.Generator().manual_seed(0))
     for block in range(1, 3 * 11 * 13 + 1):
         monkeypatch.setattr("graftlab.diffs.maps.BLOCK", block)
@@ -745,7 +745,7 @@ def test_heatmap_shows_the_chosen_axes_with_units_on_a_log_scale() -> None:
     assert ax.get_ylim() == (39.5, -0.5)
 
 
-def test_the_axes_end_where_the_tensor_ends_though_the_last_cell_reaches_further() -> None:
+def test_the_axes_end_with_the_tensor_even_if_the_last_cell_is_larger() -> None:
     figure = plots.heatmap(torch.zeros(2, 1025), torch.ones(2, 1025))
     assert by_gid(figure, "cells").get_array().shape == (2, 342)
     assert by_gid(figure, "cells").get_extent()[1] == 1025.5
@@ -866,7 +866,7 @@ def test_the_worst_elements_are_always_among_the_points(monkeypatch: pytest.Monk
     assert f"{drawn:,} of 300,000 elements are drawn" in title(figure)
     index = np.unravel_index(int(bad[-1]), (300, 1000))
     assert f"worst at [{index[0]}, {index[1]}]" in title(figure)
-    assert "2 with a value that is not finite left out" in title(figure)
+    assert "2 with a non-finite value left out" in title(figure)
 
 
 def test_scatter_draws_the_identity_and_all_of_a_small_pair() -> None:
@@ -965,12 +965,12 @@ def test_a_figure_shows_itself_in_a_notebook() -> None:
     ],
     ids=["a rank does without matplotlib", "no figure imports pyplot"],
 )
-def test_what_is_not_needed_is_not_imported(code: str, absent: str) -> None:
+def test_unused_modules_are_not_imported(code: str, absent: str) -> None:
     script = f"{code}; import sys; assert {absent!r} not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
-def test_every_public_name_is_there_and_says_how_to_read_it() -> None:
+def test_every_public_name_exists_and_is_documented() -> None:
     for name in plots.__all__:
         assert getattr(plots, name).__doc__
     assert set(plots.__all__) <= set(dir(plots))

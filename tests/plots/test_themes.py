@@ -42,7 +42,7 @@ def pixels(png: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
-def test_on_dark_paper_the_paper_is_dark_nothing_black_is_left_on_it_and_all_is_undone(number: int) -> None:
+def test_dark_colours_replace_all_black_and_are_undone_afterwards(number: int) -> None:
     figure = figure_of(number)
     # The layout settles with the first drawing.
     to_png(figure, dpi=40)
@@ -74,7 +74,7 @@ def test_data_keep_their_colours() -> None:
     assert light[line, column].tolist() == dark[line, column].tolist()
 
 
-def test_numbers_in_coloured_cells_stay_as_they_are() -> None:
+def test_numbers_in_coloured_cells_keep_their_colour() -> None:
     figure = gl.plots.ranks(to_frame([row("b", rel_l2=1e-3), row("b", step=1, rel_l2=0.5)]), "b")
     cells = [text for text in figure.axes[0].texts if text.get_text() in ("0.001", "0.5")]
     light = [text.get_color() for text in cells]
@@ -83,7 +83,7 @@ def test_numbers_in_coloured_cells_stay_as_they_are() -> None:
         assert [text.get_color() for text in cells] == light
 
 
-def test_on_dark_paper_black_points_are_filled_as_before_and_blue_letters_are_light() -> None:
+def test_dark_colours_keep_points_filled_and_lighten_blue_text() -> None:
     rows = to_frame([row("a", rel_l2=1e-3)])
     figure = gl.plots.divergence({"one": rows, "two": rows}, noise_floor=1e-5)
     (points,) = [each for each in figure.axes[0].collections if each.get_gid() == "two: compared"]
@@ -96,7 +96,7 @@ def test_on_dark_paper_black_points_are_filled_as_before_and_blue_letters_are_li
 
 
 @pytest.mark.slow
-def test_the_markup_has_a_picture_for_each_theme_and_says_what_it_shows() -> None:
+def test_the_html_has_a_picture_for_each_theme_and_a_description() -> None:
     figure = figure_of(0)
     markup = to_html(figure)
     light, dark = re.findall("<img[^>]*>", markup)
@@ -110,13 +110,13 @@ def test_the_markup_has_a_picture_for_each_theme_and_says_what_it_shows() -> Non
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_every_figure_can_be_told_in_words(number: int) -> None:
+def test_every_figure_can_be_described_in_words(number: int) -> None:
     said = themes.in_words(figure_of(number))
     assert "x: " in said
     assert "y: " in said
 
 
-def test_characters_that_the_font_lacks_are_said_once_with_the_font() -> None:
+def test_characters_missing_from_the_font_cause_one_warning() -> None:
     figure = gl.plots.divergence(to_frame([row("层.输出"), row("層.出力", 2)]))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

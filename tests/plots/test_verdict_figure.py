@@ -42,7 +42,7 @@ def tick(figure: Figure, label: str) -> float:
     return float(ax.get_yticks()[names.index(label)])
 
 
-def test_what_is_not_finite_on_one_side_is_at_the_top_and_zero_is_below_the_scale() -> None:
+def test_one_sided_non_finite_errors_are_at_the_top_and_zeros_below_the_scale() -> None:
     figure = added_errors(
         taps(
             {"added": 0.0, "ratio": 0.0},
@@ -78,13 +78,13 @@ def test_culprits_are_named_above_the_axes_and_those_beyond_four_are_counted() -
     assert not at["step 0"].overlaps(at["culprit: t0"])
 
 
-def test_taps_of_one_name_are_told_apart_by_their_tags() -> None:
+def test_taps_of_one_name_are_labelled_by_their_tags() -> None:
     figure = added_errors(taps(*({"name": "gelu", "tags": {"layer": layer}} for layer in range(3))))
     assert [each.get_text() for each in figure.axes[0].get_xticklabels()] == [f"gelu layer={n}" for n in range(3)]
 
 
 @pytest.mark.slow
-def test_a_page_need_not_shrink_it_until_its_names_are_unreadable() -> None:
+def test_a_narrow_page_does_not_shrink_a_figure_below_legibility() -> None:
     figure = added_errors(taps(*({} for _ in range(113))))
     # JupyterLab gives an output some 860 pixels; a figure is drawn with 110 to the inch.
     points = 860 / (figure.get_size_inches()[0] * 110) * figure.axes[0].get_xticklabels()[0].get_fontsize()

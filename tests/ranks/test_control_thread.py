@@ -53,7 +53,7 @@ class Notebook:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        bell, self.bell = socket.socketpair()
+        wake, self.wake = socket.socketpair()
         self.channel = SocketChannel(ours)
         self.offered: list[GraftPlan] = []
         self.interrupted: list[int] = []
@@ -61,7 +61,7 @@ class Notebook:
         self.kept = KeptPairs()
         self.numbers = 0
         grafter: Any = SimpleNamespace(offer_plan=self.offered.append)
-        line = ControlConnection(SocketChannel(theirs), bell)
+        line = ControlConnection(SocketChannel(theirs), wake)
         self.control = ControlThread(line, grafter, self.kept, self.interrupted.append, self.ended.set)
         self.control.open()
 

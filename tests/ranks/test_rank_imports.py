@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +81,9 @@ def test_no_rank_imports_them_for_a_recording_or_a_replay(session: gl.Session, t
     (tmp_path / "requests.pkl").write_bytes(pickle.dumps({"requests": [({"input_ids": [1, 2]}, {"output_ids": [3]})]}))
     assert len(session.replay(tmp_path / "requests.pkl", answer, answer).summary) == 1
     assert imported_on_ranks(session) == [[], [], [], []]
+
+
+def test_a_job_that_attaches_imports_none_of_them() -> None:
+    code = "import json, sys, graftlab.jobs.attached_rank; print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [name for name in json.loads(done.stdout) if f"{name}.".startswith(NOTEBOOK_ONLY)] == []

@@ -1,4 +1,4 @@
-"""What is recorded comes back bit by bit; what is damaged, cut off or left out is told with its tap."""
+"""A recording returns every tensor bit by bit, and names the tap of what is damaged, truncated or left out."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def test_the_tensor_is_recorded_as_it_was_at_the_tap(tmp_path: Path) -> None:
     assert torch.equal(extras["rids"], torch.arange(2))
 
 
-def test_extras_that_are_no_data_are_left_out_and_told(tmp_path: Path) -> None:
+def test_extras_that_are_not_data_are_left_out_with_a_warning(tmp_path: Path) -> None:
     with gl.record(tmp_path), pytest.warns(gl.GraftWarning, match="extras of tap 'x'"):
         gl.tap("x", torch.ones(1), extras={"object": object()})
     assert "extras of tap 'x'" in gl.Recording(tmp_path).left_out[0]
 
 
-def test_a_recording_without_taps_is_told(tmp_path: Path) -> None:
+def test_a_recording_without_taps_warns(tmp_path: Path) -> None:
     with pytest.warns(gl.GraftWarning, match="nothing was recorded"), gl.record(tmp_path, filter="name == 'other'"):
         gl.tap("x", torch.ones(1))
 
@@ -96,7 +96,7 @@ def test_a_changed_tensor_names_its_tap(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(gl.RecordingError, match=r"tap 'hidden', layer=1 of step 1 on rank 0: .* were changed"):
+    with pytest.raises(gl.RecordingError, match=r"tap 'hidden', layer=1 of step 1 on rank 0: .* have changed"):
         list(gl.Recording(tmp_path).taps(0))
 
 
@@ -111,7 +111,7 @@ def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda lines: lines[:-1], r"was cut off: the last whole one is tap 'hidden', layer=1 of step 1"),
+        (lambda lines: lines[:-1], r"is truncated: the last whole tap is tap 'hidden', layer=1 of step 1"),
         (lambda lines: [*lines[:1], *lines[2:]], r"line 2: tap 'hidden', layer=0 of step 1 is not what was recorded"),
         (lambda lines: [lines[1], lines[0], *lines[2:]], r"line 1: tap 'hidden', layer=1 of step 0 is not what was"),
         (lambda lines: [lines[0].replace('"layer":0', '"layer":1'), *lines[1:]], r"line 1: tap 'hidden', layer=1 of"),
@@ -122,11 +122,11 @@ def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
             r"line 1: tap 'hidden', layer=0 of step 0 is not what",
         ),
         (lambda lines: [_without_checksum(line) for line in lines], r"line 1: tap 'hidden', layer=0 of step 0 is not"),
-        (lambda lines: ["{}", *lines], r"line 1: this is no tap"),
-        (lambda lines: [*lines, lines[0]], r"line 6: there is more after its end"),
+        (lambda lines: ["{}", *lines], r"line 1: this is not a tap"),
+        (lambda lines: [*lines, lines[0]], r"line 6: the index continues after its end"),
     ],
 )
-def test_an_index_that_was_cut_or_edited_is_told(tmp_path: Path, edit: Any, message: str) -> None:
+def test_a_truncated_or_edited_index_is_refused(tmp_path: Path, edit: Any, message: str) -> None:
     record_two_steps(tmp_path)
     index = index_of(tmp_path)
     index.write_text("".join(f"{line}\n" for line in edit(index.read_text().splitlines())))
@@ -138,7 +138,7 @@ def _without_checksum(line: str) -> str:
     return line.rpartition(',"check"')[0] + "}"
 
 
-def test_a_recording_of_the_first_releases_whose_lines_have_no_checksums_is_read(tmp_path: Path) -> None:
+def test_recordings_of_the_first_releases_without_checksums_can_be_read(tmp_path: Path) -> None:
     record_two_steps(tmp_path)
     header = tmp_path / "rank-00000" / "rank.json"
     header.write_text(header.read_text().replace('"format":2', '"format":1'))
@@ -151,16 +151,16 @@ def test_a_recording_of_the_first_releases_whose_lines_have_no_checksums_is_read
         gl.Recording(tmp_path)
 
 
-def test_a_recording_that_was_cut_off_can_be_taken_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_truncated_recording_can_be_used_up_to_its_last_whole_tap(tmp_path: Path) -> None:
     record_two_steps(tmp_path)
     index = index_of(tmp_path)
     index.write_text("".join(f"{line}\n" for line in index.read_text().splitlines()[:3]))
     recording = gl.Recording(tmp_path, partial=True)
     assert len(recording.frame) == 3
-    assert recording.left_out == ["what came after it was cut off"]
+    assert recording.left_out == ["the taps after its truncation"]
 
 
-def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     record_two_steps(tmp_path)
     path = tmp_path / "rank-00000" / "rank.json"
     path.write_text(path.read_text().replace('"world_size":1', '"world_size":2'))
@@ -171,7 +171,7 @@ def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
         gl.Recording(tmp_path)
 
 
-def test_a_header_that_was_edited_and_ranks_of_two_recordings_are_told(tmp_path: Path) -> None:
+def test_an_edited_header_and_ranks_of_two_recordings_are_refused(tmp_path: Path) -> None:
     record_two_steps(tmp_path)
     path = tmp_path / "rank-00000" / "rank.json"
     header = path.read_text()
@@ -180,13 +180,13 @@ def test_a_header_that_was_edited_and_ranks_of_two_recordings_are_told(tmp_path:
         gl.Recording(tmp_path)
     path.write_text(header)
     (tmp_path / "rank-00001").mkdir()
-    with pytest.raises(gl.RecordingError, match=r"is of 1 rank by its rank.json, and has a folder of rank 1"):
+    with pytest.raises(gl.RecordingError, match=r"is of 1 rank by its rank.json, but has a folder of rank 1"):
         gl.Recording(tmp_path)
 
 
-def test_a_folder_is_recorded_into_once(tmp_path: Path) -> None:
+def test_a_folder_is_recorded_to_once(tmp_path: Path) -> None:
     record_two_steps(tmp_path)
-    with pytest.raises(gl.RecordingError, match="has a recording of rank 0 already"), gl.record(tmp_path):
+    with pytest.raises(gl.RecordingError, match="already has a recording of rank 0"), gl.record(tmp_path):
         pass
     assert gl.tap("x", 1) == 1
 
@@ -206,12 +206,12 @@ def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path: Path, monkeypa
     with pytest.warns(gl.GraftWarning, match="the recording ended: .*No space left on device") as said:
         job()
     assert sum("ended" in str(each.message) for each in said) == 1
-    with pytest.raises(gl.RecordingError, match="was cut off: there is no whole one"):
+    with pytest.raises(gl.RecordingError, match="is truncated: it has no whole tap"):
         gl.Recording(tmp_path)
 
 
 @pytest.mark.parametrize(("number", "taken"), [(errno.EDQUOT, False), (errno.EINVAL, True)])
-def test_a_disk_that_is_full_only_when_it_is_asked_to_keep_the_bytes_is_told_too(
+def test_a_disk_that_reports_being_full_only_at_sync_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, taken: bool
 ) -> None:
     def refuse(descriptor: int) -> None:
@@ -225,20 +225,20 @@ def test_a_disk_that_is_full_only_when_it_is_asked_to_keep_the_bytes_is_told_too
         return
     with pytest.warns(gl.GraftWarning, match="the recording ended: .*quota"):
         record_two_steps(tmp_path)
-    with pytest.raises(gl.RecordingError, match="was cut off"):
+    with pytest.raises(gl.RecordingError, match="is truncated"):
         gl.Recording(tmp_path)
 
 
-def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
-    put = writer.Writer.put
+    put = writer.RecordingWriter.put
 
-    def watched(self: writer.Writer, taken: writer.Taken) -> None:
+    def watched(self: writer.RecordingWriter, taken: writer.PendingTap) -> None:
         nonlocal most
         put(self, taken)
         most = max(most, self._waiting)
 
-    monkeypatch.setattr(writer.Writer, "put", watched)
+    monkeypatch.setattr(writer.RecordingWriter, "put", watched)
     monkeypatch.setattr(writer, "_WAITING", 10_000)
     with gl.record(tmp_path):
         for number in range(50):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from graftlab.verdict.causes import MOST_SWAPS, distance, find_causes
+from graftlab.verdict.causes import MOST_SWAPS, OutputFloor, distance, find_causes
 
-T = 5.0
+T = OutputFloor(1e-7, 6e-8, 5.0)
 
 
 def additive(**strength: float) -> Callable[[frozenset[str]], float]:
@@ -58,7 +58,7 @@ def test_what_moves_it_only_together_is_blamed_all_the_same() -> None:
 def test_where_the_swap_does_not_restore_nothing_is_acquitted(left: float) -> None:
     found = find_causes(["a", "b"], lambda kept: left if not kept else 1.0, T)
     assert found.labels == {"a": "culprit", "b": "culprit"}
-    assert not found.restored <= T
+    assert not found.restored <= T.threshold
 
 
 def test_the_search_is_bounded_and_says_so() -> None:
@@ -70,7 +70,7 @@ def test_the_search_is_bounded_and_says_so() -> None:
 
     found = find_causes([f"g{i}" for i in range(20)], effect, T)
     assert found.cut_short
-    assert len(asked) == len(set(asked)) <= MOST_SWAPS + 1
+    assert len(asked) == len(set(asked)) <= MOST_SWAPS
 
 
 INF, NAN = float("inf"), float("nan")

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from graftlab import demo
 from graftlab.base.tags import RESERVED_TAGS, identity
 from graftlab.control import replay
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.rows.encoding import encode
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.schema import COLUMNS, Row
 from graftlab.rows.store import RowStore, to_frame
 from graftlab.session import Session
-from graftlab.verdict.floor import DEFAULT_NOISE_FLOOR
 from graftlab.verdict.order import first_divergent, group, tag_columns
 
 

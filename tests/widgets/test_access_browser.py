@@ -50,7 +50,7 @@ def role_and_name(node: dict[str, Any]) -> tuple[str, str]:
     return node["role"]["value"], str(node.get("name", {}).get("value", "")).strip()
 
 
-def test_every_control_has_a_name_of_its_own_and_is_reached_by_the_tab_key(lab: Lab) -> None:
+def test_every_control_has_a_unique_name_and_is_reached_by_the_tab_key(lab: Lab) -> None:
     expect.set_options(timeout=30_000)
     lab.open(UP, "session.dashboard()")
     lab.run_all()
@@ -142,7 +142,7 @@ def looked_at(lab: Lab) -> None:
     page.set_viewport_size({"width": 1100, "height": 900})
 
 
-def test_a_figure_follows_the_theme_and_says_what_it_shows(lab: Lab) -> None:
+def test_a_figure_follows_the_theme_and_has_a_description(lab: Lab) -> None:
     expect.set_options(timeout=30_000)
     lab.open(UP, "session.plot.divergence()")
     lab.run_all()

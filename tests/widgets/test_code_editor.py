@@ -35,7 +35,7 @@ def test_the_first_text_is_shown_and_is_the_value(screen: EditorScreen) -> None:
     assert screen.events == []
 
 
-def test_a_typed_text_becomes_the_value_and_is_told_once(screen: EditorScreen) -> None:
+def test_typed_text_becomes_the_value_with_one_change_event(screen: EditorScreen) -> None:
     screen.page.type("typed")
     screen.browser.kernel_works()
     assert screen.editor.value == "typed"
@@ -64,7 +64,7 @@ def test_each_click_is_answered_once_and_in_order(screen: EditorScreen) -> None:
     assert len(screen.submitted) == 2
 
 
-def test_whoever_asks_gets_the_text_on_the_screen_and_nobody_else_hears_of_it(screen: EditorScreen) -> None:
+def test_fetch_delivers_the_text_on_the_screen_to_its_caller_only(screen: EditorScreen) -> None:
     told: list[str] = []
     for text in ("a", "ab", "abc"):
         screen.page.type(text)
@@ -75,7 +75,7 @@ def test_whoever_asks_gets_the_text_on_the_screen_and_nobody_else_hears_of_it(sc
     assert ("changed", "abc") in screen.events
 
 
-def test_a_change_is_told_before_the_submit_that_brings_it(screen: EditorScreen) -> None:
+def test_the_change_event_comes_before_the_submit_with_the_new_text(screen: EditorScreen) -> None:
     screen.page.type("a")
     screen.page.type("news")
     screen.click("apply")
@@ -83,7 +83,7 @@ def test_a_change_is_told_before_the_submit_that_brings_it(screen: EditorScreen)
     assert screen.events[-2:] == [("changed", "news"), ("apply", "news")]
 
 
-def test_set_text_shows_the_text_and_is_no_change_of_the_persons(screen: EditorScreen) -> None:
+def test_set_text_shows_the_text_without_a_change_event(screen: EditorScreen) -> None:
     screen.editor.set_text("restored")
     screen.browser.kernel_works()
     assert screen.page.text == screen.editor.value == "restored"
@@ -97,7 +97,7 @@ def test_set_text_with_the_value_replaces_what_the_kernel_has_not_seen(screen: E
     assert screen.page.text == screen.editor.value == "start"
 
 
-def test_what_was_typed_before_set_text_does_not_come_back(screen: EditorScreen) -> None:
+def test_text_typed_before_set_text_does_not_return(screen: EditorScreen) -> None:
     for text in ("a", "ab", "abc"):
         screen.page.type(text)
     screen.browser.queue.appendleft(lambda: screen.editor.set_text("restored"))
@@ -120,7 +120,7 @@ def test_a_submit_under_way_at_set_text_is_delivered_with_its_own_text(screen: E
     assert screen.page.text == screen.editor.value == "restored"
 
 
-def test_an_offer_is_taken_where_nothing_was_typed(screen: EditorScreen) -> None:
+def test_an_offer_is_accepted_if_nothing_was_typed(screen: EditorScreen) -> None:
     screen.editor.offer("offered")
     assert screen.editor.value == "offered"
     screen.browser.kernel_works()
@@ -131,7 +131,7 @@ def test_an_offer_is_taken_where_nothing_was_typed(screen: EditorScreen) -> None
     assert not screen.editor.offer_declined
 
 
-def test_an_offer_is_declined_where_something_was_typed_that_the_kernel_had_not_heard_of(screen: EditorScreen) -> None:
+def test_an_offer_is_declined_if_the_browser_has_newer_text(screen: EditorScreen) -> None:
     declined: list[bool] = []
     screen.editor.on_change(lambda text: declined.append(screen.editor.offer_declined))
     for text in ("a", "ab", "abc"):
@@ -149,7 +149,7 @@ def test_an_offer_is_declined_where_something_was_typed_that_the_kernel_had_not_
     assert screen.page.text == screen.editor.value == "set"
 
 
-def test_what_was_typed_and_taken_back_does_not_decline_an_offer(screen: EditorScreen) -> None:
+def test_text_that_was_typed_and_removed_does_not_decline_an_offer(screen: EditorScreen) -> None:
     screen.page.type("typed")
     screen.page.type("start")
     screen.editor.offer("offered")
@@ -230,7 +230,7 @@ def test_the_error_is_shown_with_its_line_until_it_is_cleared_or_the_text_replac
     assert screen.editor.error_line is None
 
 
-def test_a_line_after_the_last_one_is_still_an_error_that_is_shown(screen: EditorScreen) -> None:
+def test_an_error_after_the_last_line_is_shown(screen: EditorScreen) -> None:
     screen.editor.show_error("unexpected EOF", 7)
     assert screen.page.error == "line 7: unexpected EOF"
 
@@ -280,7 +280,7 @@ def test_a_key_submits_the_text_of_that_moment(screen: EditorScreen) -> None:
     assert screen.submitted == [("apply", "x = 1"), ("try", "x = 12")]
 
 
-def test_the_browser_is_told_that_the_kernel_has_it_before_the_callbacks_run(screen: EditorScreen) -> None:
+def test_a_message_is_acknowledged_before_the_callbacks_run(screen: EditorScreen) -> None:
     told: list[int] = []
     screen.editor.on_submit(lambda text, action: told.append(screen.page.state["acknowledged"]))
     screen.page.submit("apply")
@@ -289,7 +289,7 @@ def test_the_browser_is_told_that_the_kernel_has_it_before_the_callbacks_run(scr
     assert told == [1, 2]
 
 
-def test_a_reloaded_page_gets_the_last_text_and_no_old_request(screen: EditorScreen) -> None:
+def test_a_reloaded_page_shows_the_last_text_and_repeats_no_request(screen: EditorScreen) -> None:
     screen.page.type("typed")
     screen.click("apply")
     screen.browser.kernel_works()
@@ -313,7 +313,7 @@ def test_two_pages_follow_each_other_and_answer_a_click_once(screen: EditorScree
     assert screen.submitted == [("apply", "from the other")]
 
 
-def test_a_page_does_not_take_its_own_older_text_for_news(screen: EditorScreen) -> None:
+def test_a_page_ignores_its_own_older_text(screen: EditorScreen) -> None:
     screen.page.type("a")
     screen.page.text = "ab"  # typed while the kernel takes the "a"
     screen.browser.kernel_works()
@@ -332,7 +332,7 @@ def test_a_page_does_not_take_its_own_older_text_for_news(screen: EditorScreen) 
         {"type": "changed", "text": "x", "serial": "one", "revision": 0, "page": "p"},
     ],
 )
-def test_a_message_that_cannot_be_read_changes_nothing(
+def test_a_malformed_message_changes_nothing(
     screen: EditorScreen, content: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     screen.browser.send(screen.page.id, content)

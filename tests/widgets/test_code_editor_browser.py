@@ -161,7 +161,7 @@ def test_keys_that_mean_something_to_jupyterlab_stay_in_the_editor(screen: Scree
     expect(screen.lab.page.locator(".jp-FileBrowser")).to_be_visible()
 
 
-def test_set_text_replaces_what_was_typed_while_a_cell_ran_and_it_does_not_come_back(screen: Screen) -> None:
+def test_set_text_replaces_text_typed_while_a_cell_ran_for_good(screen: Screen) -> None:
     screen.open(
         "busy_until('typed.flag')\neditor.set_text('y = 2')\nbusy_until('go.flag')",
         "note(editor.value)",
@@ -184,7 +184,7 @@ def test_set_text_replaces_what_was_typed_while_a_cell_ran_and_it_does_not_come_
     screen.saw(["ready"], ["y = 2"], ["submit", "y = 23", "apply"])
 
 
-def test_the_error_is_shown_with_its_line_and_taken_away(screen: Screen) -> None:
+def test_the_error_is_shown_with_its_line_and_cleared(screen: Screen) -> None:
     screen.open("editor.show_error('no such <name>', 2)", "editor.clear_error()", start="a = 1\nb = c\nd = 2")
     marked = screen.lab.page.locator(".graftlab-error-line")
     screen.lab.run_cell(1)
@@ -233,7 +233,7 @@ def test_ctrl_enter_sends_the_text_of_that_moment_though_a_cell_runs(screen: Scr
     assert second == first + 1
 
 
-def test_the_editor_says_whether_the_kernel_has_the_text(screen: Screen) -> None:
+def test_the_editor_shows_whether_the_kernel_has_the_text(screen: Screen) -> None:
     screen.open("pathlib.Path('pid').write_text(str(os.getpid()))\npathlib.Path('written.flag').touch()")
     screen.lab.run_cell(1)
     wait_for_file(screen.lab.folder / "written.flag")
@@ -371,7 +371,7 @@ def transform(graft_input: GraftTransformInput) -> torch.Tensor:
 SHOW_ERROR = "editor.show_error(\"name 'scals' is not defined\", 12)"
 
 
-def test_the_editor_follows_the_theme_unless_it_is_told_its_colours(screen: Screen) -> None:
+def test_the_editor_follows_the_theme_unless_dark_is_set(screen: Screen) -> None:
     screen.open(SHOW_ERROR, "editor.dark = False", "editor.dark = True", start=SHOWN)
     frame = screen.lab.page.locator(".graftlab-editor")
 

@@ -85,7 +85,7 @@ def test_every_rank_has_a_line_with_its_state(session: gl.Session, board: BoardS
     assert {line[7] for line in shown} == {"<b>third</b>"}
 
 
-def test_a_rank_that_waits_says_for_whom(session: gl.Session, board: BoardScreen, tmp_path: Path) -> None:
+def test_a_waiting_rank_names_the_rank_it_waits_for(session: gl.Session, board: BoardScreen, tmp_path: Path) -> None:
     def late(go: str) -> None:
         wait_for_file(go)
         gl.tap("late", torch.ones(1))
@@ -136,15 +136,13 @@ def test_the_first_line_is_the_conclusion_with_step_plan_and_floor(session: gl.S
     assert board.view["floor"] == 1e-5
 
 
-def test_what_has_no_pair_is_counted_in_the_first_line(session: gl.Session, board: BoardScreen) -> None:
+def test_taps_without_a_pair_are_counted_in_the_first_line(session: gl.Session, board: BoardScreen) -> None:
     session.run(lambda: gl.tap("h", torch.ones(2)), lambda: gl.tap("other", torch.ones(2)))
     board.panel.refresh()
     assert "Not compared: 1 missing, 1 unmatched." in board.shown("verdict")
 
 
-def test_a_tap_is_put_into_the_filter_that_grafts_and_nothing_is_in_force_yet(
-    session: gl.Session, board: BoardScreen
-) -> None:
+def test_graft_this_adds_the_tap_to_the_b2t_filter_without_publishing(session: gl.Session, board: BoardScreen) -> None:
     session.run(three_taps, three_taps)
     board.panel.refresh()
     before = session.plan
@@ -159,7 +157,7 @@ def test_a_tap_is_put_into_the_filter_that_grafts_and_nothing_is_in_force_yet(
     assert line.editor.value == "name == 'second' and layer == 1 or (name == 'first' and layer == 0)"
 
 
-def test_a_pair_is_opened_if_it_is_kept_and_else_can_be(session: gl.Session, board: BoardScreen) -> None:
+def test_a_kept_pair_opens_and_others_can_be_kept(session: gl.Session, board: BoardScreen) -> None:
     name = f"tap{session.row_count}"  # of which no earlier test kept anything
 
     def own() -> None:
@@ -181,13 +179,14 @@ def test_a_pair_is_opened_if_it_is_kept_and_else_can_be(session: gl.Session, boa
     board.settle()
     assert board.markup("pair").count("data:image/png;base64,") == 4, "two figures, each for light and for dark pages"
     assert f'alt="{name} layer=1: where the pair differs.' in board.markup("pair")
-    assert "This pair is of step" not in board.shown("pair")
+    assert "This pair is from step" not in board.shown("pair")
     session.edit(keep=None)
     later = session.run(own, own)
     board.settle()
     board.act("open", f"{name} layer=1")
     board.settle()
-    assert f"This pair is of step {later.first_step - 1}; of step {later.first_step}" in board.shown("pair")
+    older = f"This pair is from step {later.first_step - 1}. The table shows step {later.first_step}"
+    assert older in board.shown("pair")
     board.act("chosen", "first")
     board.settle()
     assert board.markup("pair") == "", "the pictures were of another tap"
@@ -221,7 +220,7 @@ def test_only_what_changed_is_sent(session: gl.Session, board: BoardScreen) -> N
     assert sent == []
 
 
-def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown(
+def test_a_flood_of_rows_costs_bounded_work_per_tick_and_ends_in_the_last_state(
     session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session.run(three_taps, three_taps)
@@ -254,7 +253,7 @@ def test_a_flood_of_rows_costs_a_bounded_look_a_tick_and_the_last_state_is_shown
     assert "not read" not in board.view["count"]
 
 
-def test_what_diverged_in_an_earlier_step_is_told_when_the_newest_is_in_order(
+def test_divergence_in_an_earlier_step_is_reported_if_the_newest_is_fine(
     session: gl.Session, board: BoardScreen
 ) -> None:
     def steps(off: float) -> None:
@@ -284,9 +283,7 @@ def test_what_diverged_in_an_earlier_step_is_told_when_the_newest_is_in_order(
     assert said in board.shown("verdict")
 
 
-def test_a_fault_in_a_callback_is_shown(
-    session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callback_error_is_shown(session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise gl.SessionError("the reason")
 
@@ -300,7 +297,7 @@ def test_a_fault_in_a_callback_is_shown(
     assert board.message == ""
 
 
-def test_a_pair_that_cannot_be_drawn_says_so_and_the_rest_goes_on(
+def test_a_pair_that_cannot_be_drawn_is_reported_beside_the_rest(
     session: gl.Session, board: BoardScreen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -316,7 +313,7 @@ def test_a_pair_that_cannot_be_drawn_says_so_and_the_rest_goes_on(
     assert board.taps == ["first layer=0", "second layer=1", "<b>third</b>"]
 
 
-def test_it_refreshes_while_somebody_looks_and_stops_when_the_output_is_cleared(
+def test_it_refreshes_while_it_is_shown_and_stops_when_the_output_is_cleared(
     session: gl.Session, board: BoardScreen
 ) -> None:
     refresher = refresher_of(session)
@@ -340,7 +337,7 @@ def test_it_refreshes_while_somebody_looks_and_stops_when_the_output_is_cleared(
     assert not refresher.running
 
 
-def test_it_lives_on_its_own_and_shows_the_last_state_of_a_session_that_closes(simulated: Browser) -> None:
+def test_it_works_alone_and_shows_the_last_state_of_a_closed_session(simulated: Browser) -> None:
     with gl.launch(baseline=1, target=1) as session:
         board = BoardScreen(simulated, session.dashboard())
         session.run(three_taps, three_taps)

@@ -41,9 +41,9 @@ class Jobs:
                     rank.renew()
                     internals_of(self.session).jobs.hear(rank)
                 rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
-                line, bell = rank.take_ends()
+                line, wake = rank.take_ends()
                 self._ends[number] = SocketChannel(line)
-                bell.close()
+                wake.close()
                 membership.enter(rank, None, None)
             for number in numbers:
                 membership.note_ready(self.ranks[number])
@@ -82,7 +82,7 @@ def board(jobs: Jobs, simulated: Browser, monkeypatch: pytest.MonkeyPatch) -> It
     made.close()
 
 
-def test_a_side_that_was_started_again_shows_its_generation_in_its_line(jobs: Jobs, board: Screen) -> None:
+def test_a_restarted_side_shows_its_generation_in_its_line(jobs: Jobs, board: Screen) -> None:
     def shown() -> list[tuple[str, str]]:
         """What stands for each rank, and its state."""
         board.panel.refresh()

@@ -167,7 +167,7 @@ def test_a_text_shows_how_many_taps_it_matches_and_which(screen: FilterScreen) -
     assert screen.can_apply
 
 
-def test_a_fault_is_shown_with_its_position_and_nothing_can_be_applied_until_it_is_mended(screen: FilterScreen) -> None:
+def test_a_syntax_error_is_shown_at_its_position_and_blocks_apply(screen: FilterScreen) -> None:
     screen.type(compare="layer <")
     assert "the expression ends too early; finish it (at position 7)" in screen.below("compare")
     assert not screen.can_apply
@@ -186,7 +186,7 @@ def test_a_fault_is_shown_with_its_position_and_nothing_can_be_applied_until_it_
         ("'<b>' + <i>", "'<b>' + ", "<i>"),
     ],
 )
-def test_a_caret_stands_below_the_fault(screen: FilterScreen, text: str, before: str, after: str) -> None:
+def test_a_caret_marks_the_error(screen: FilterScreen, text: str, before: str, after: str) -> None:
     screen.type(t2b=text)
     found = re.search(
         '<pre>(.*)\n<span class="unseen" aria-hidden="true">(.*)</span><b>\\^</b></pre>', screen.html_below("t2b")
@@ -198,7 +198,7 @@ def test_a_caret_stands_below_the_fault(screen: FilterScreen, text: str, before:
     assert line == before + after
 
 
-def test_a_tap_that_both_directions_match_is_marked_and_stops_apply(screen: FilterScreen) -> None:
+def test_a_tap_matched_in_both_directions_is_marked_and_blocks_apply(screen: FilterScreen) -> None:
     screen.type(b2t="name == 'attn_out'", t2b="layer == 1 or name == 'logits'")
     for name in ("b2t", "t2b"):
         assert "both b2t and t2b match 1 tap" in screen.below(name)
@@ -219,7 +219,7 @@ def test_an_overlap_that_appears_with_a_new_tap_stops_apply(screen: FilterScreen
     assert "embedding phase='decode' both" in screen.below("b2t")
 
 
-def test_many_names_are_folded_and_those_that_stop_apply_come_first(show: Callable[[Any], FilterScreen]) -> None:
+def test_many_names_are_folded_and_those_that_block_apply_come_first(show: Callable[[Any], FilterScreen]) -> None:
     count = NAMES_LISTED + 20
     screen = show(FakeSession(*(tap(f"tap{number}") for number in range(count))))
     screen.type(b2t="True", t2b=f"name == 'tap{count - 1}'")
@@ -237,7 +237,7 @@ def test_new_taps_are_counted_as_they_are_seen(screen: FilterScreen, session: Fa
     assert screen.below("compare").startswith("6 of 6 seen")
 
 
-def test_taps_that_a_plan_calls_otherwise_are_judged_anew(screen: FilterScreen, session: FakeSession) -> None:
+def test_taps_are_matched_again_after_the_plan_renames_them(screen: FilterScreen, session: FakeSession) -> None:
     screen.type(keep="name == 'logits'")
     assert screen.below("keep").startswith("1 of 4 seen")
     session.edit(pairs=[("logits", "lm_head")])
@@ -253,14 +253,14 @@ def test_without_taps_a_text_is_still_checked(show: Callable[[Any], FilterScreen
     assert "two values side by side" in screen.below("b2t")
 
 
-def test_a_tag_that_no_tap_has_is_pointed_out_with_the_one_that_is_meant(screen: FilterScreen) -> None:
+def test_an_unknown_tag_is_reported_with_a_suggestion(screen: FilterScreen) -> None:
     screen.type(b2t="layr == 0", compare="phase == 'decode'")
     assert "no tap seen so far has the tag layr ; did you mean layer ?" in screen.below("b2t")
     assert "no tap seen so far has the tag phase" in screen.below("compare")
     assert "mean" not in screen.below("compare")
 
 
-def test_a_name_that_no_tap_has_is_pointed_out_with_the_one_that_is_meant(screen: FilterScreen) -> None:
+def test_an_unknown_name_is_reported_with_a_suggestion(screen: FilterScreen) -> None:
     screen.type(
         b2t="name == 'attn_ot' and layer == 0", keep="search('logtis|x', name)", compare="search('^at+n', name)"
     )
@@ -272,7 +272,7 @@ def test_a_name_that_no_tap_has_is_pointed_out_with_the_one_that_is_meant(screen
     assert "mean" not in screen.below("b2t")
 
 
-def test_a_filter_in_force_that_matched_no_tap_of_a_run_says_so_until_it_is_changed(
+def test_a_filter_that_matched_no_tap_of_a_run_is_reported_until_changed(
     screen: FilterScreen, session: FakeSession
 ) -> None:
     session.edit(b2t="layer == 7")
@@ -292,13 +292,13 @@ def test_a_filter_in_force_that_matched_no_tap_of_a_run_says_so_until_it_is_chan
     assert "matched no tap" not in screen.below("b2t")
 
 
-def test_a_filter_on_the_moment_says_which_moment_it_is_judged_by(screen: FilterScreen) -> None:
+def test_a_filter_on_step_or_rank_names_the_values_it_is_matched_by(screen: FilterScreen) -> None:
     screen.type(b2t="step == 7 and side == 'target'")
     assert "matched by the side and step at which each tap was first seen" in screen.below("b2t")
     assert "judged" not in screen.below("compare")
 
 
-def test_unicode_names_and_markup_are_shown_as_they_are(show: Callable[[Any], FilterScreen]) -> None:
+def test_unicode_names_and_markup_are_shown_unchanged(show: Callable[[Any], FilterScreen]) -> None:
     screen = show(FakeSession(tap("注意力<b>&amp;", 层=1), tap("x" * 500)))
     screen.type(b2t="层 == 1")
     assert screen.below("b2t").startswith("1 of 2 seen 注意力<b>&amp; 层=1")
@@ -321,7 +321,7 @@ def test_a_paste_of_100_kilobytes_is_refused_and_not_sent_back(screen: FilterScr
     assert len(screen.message) < 1000
 
 
-def test_each_tap_is_judged_once_for_a_text_and_there_is_a_limit(
+def test_each_tap_is_matched_once_per_text_up_to_a_limit(
     show: Callable[[Any], FilterScreen], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
@@ -345,7 +345,7 @@ def test_tag_names_and_helpers_are_completed(screen: FilterScreen, session: Fake
         assert {"layer", "phase", "name", "step", "search", "fullmatch"} <= set(screen.line(name).completions)
 
 
-def test_a_refresh_without_news_does_nothing(screen: FilterScreen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refresh_without_changes_does_nothing(screen: FilterScreen, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     screen.browser.on_update.append(lambda comm_id, changed: done.append(changed))
     monkeypatch.setattr(filter_view, "matches", lambda *arguments: done.append(arguments) or "")
@@ -356,7 +356,7 @@ def test_a_refresh_without_news_does_nothing(screen: FilterScreen, monkeypatch: 
 # ---- apply, revert, restore -----------------------------------------------------------------------------------------
 
 
-def test_apply_publishes_what_was_typed_and_says_so(screen: FilterScreen, session: FakeSession) -> None:
+def test_apply_publishes_the_typed_text_and_reports_it(screen: FilterScreen, session: FakeSession) -> None:
     screen.type(b2t="layer == 0", keep="  name == 'logits' ")
     screen.apply()
     assert session.plan == GraftPlan(b2t="layer == 0", keep="  name == 'logits' ", version=1)
@@ -367,7 +367,7 @@ def test_apply_publishes_what_was_typed_and_says_so(screen: FilterScreen, sessio
     assert screen.message == ""  # it is not about the plan in force any more
 
 
-def test_apply_takes_the_text_on_the_screen_though_the_kernel_has_an_older_one(
+def test_apply_uses_the_text_on_the_screen_even_if_the_kernel_has_an_older_one(
     screen: FilterScreen, session: FakeSession
 ) -> None:
     for name in ("b2t", "compare"):
@@ -378,7 +378,7 @@ def test_apply_takes_the_text_on_the_screen_though_the_kernel_has_an_older_one(
     assert (session.plan.b2t, session.plan.compare, session.plan.version) == ("layer == 1", "layer == 1", 1)
 
 
-def test_apply_refuses_a_bad_text_that_the_kernel_had_not_heard_of_when_it_was_clicked(
+def test_apply_refuses_invalid_text_that_reaches_the_kernel_after_the_click(
     screen: FilterScreen, session: FakeSession
 ) -> None:
     screen.pages["b2t"].type("layer")
@@ -398,9 +398,7 @@ def test_apply_refuses_a_bad_text_that_the_kernel_had_not_heard_of_when_it_was_c
     assert len(session.plans) == 1
 
 
-def test_ctrl_enter_applies_its_own_line_and_what_was_typed_in_the_others(
-    screen: FilterScreen, session: FakeSession
-) -> None:
+def test_ctrl_enter_applies_the_texts_of_all_lines(screen: FilterScreen, session: FakeSession) -> None:
     page = screen.pages["b2t"]
     if not isinstance(page, MirrorPage):
         pytest.skip("a text area has no keys")
@@ -420,7 +418,7 @@ def test_the_key_for_trying_applies_nothing(screen: FilterScreen, session: FakeS
 
 
 @pytest.mark.filterwarnings("ignore:this plan does nothing")
-def test_a_blank_line_takes_the_filter_away(screen: FilterScreen, session: FakeSession) -> None:
+def test_a_blank_line_removes_the_filter(screen: FilterScreen, session: FakeSession) -> None:
     screen.type(compare="  ")
     screen.apply()
     assert session.plan.compare is None
@@ -433,9 +431,7 @@ def test_apply_without_a_change_publishes_nothing(screen: FilterScreen, session:
     assert screen.message == "Nothing to apply: version 0 already has these filters."
 
 
-def test_what_is_edited_elsewhere_between_the_click_and_its_answer_is_not_taken_back(
-    screen: FilterScreen, session: FakeSession
-) -> None:
+def test_an_edit_elsewhere_between_click_and_answer_is_not_reverted(screen: FilterScreen, session: FakeSession) -> None:
     screen.type(b2t="layer == 0")
     screen.click("apply")
     screen.browser.queue.append(lambda: session.edit(keep="layer == 1"))
@@ -443,7 +439,7 @@ def test_what_is_edited_elsewhere_between_the_click_and_its_answer_is_not_taken_
     assert (session.plan.b2t, session.plan.keep) == ("layer == 0", "layer == 1")
 
 
-def test_an_edit_elsewhere_that_the_screen_does_not_show_yet_is_not_taken_back(
+def test_an_edit_elsewhere_that_is_not_on_screen_yet_is_not_reverted(
     screen: FilterScreen, session: FakeSession
 ) -> None:
     session.edit(keep="layer == 1")
@@ -461,9 +457,7 @@ def test_a_click_is_applied_once(screen: FilterScreen, session: FakeSession) -> 
     assert len(session.plans) == 2
 
 
-def test_revert_shows_the_plan_in_force_again_whatever_the_kernel_has_heard_of(
-    screen: FilterScreen, session: FakeSession
-) -> None:
+def test_revert_restores_the_filters_in_force_over_any_typed_text(screen: FilterScreen, session: FakeSession) -> None:
     session.edit(t2b="layer == 1")
     screen.editor.refresh()
     screen.type(b2t="layer ==")
@@ -499,7 +493,7 @@ def test_an_earlier_plan_is_listed_and_restored_whole_as_a_new_version(
     assert screen.find("plan-2") is not None
 
 
-def test_only_so_many_earlier_plans_are_listed_the_newest_first(screen: FilterScreen, session: FakeSession) -> None:
+def test_earlier_plans_are_listed_newest_first_up_to_a_limit(screen: FilterScreen, session: FakeSession) -> None:
     assert screen.find("earlier").layout.display == "none"
     for number in range(40):
         session.edit(b2t=f"layer == {number}")
@@ -521,7 +515,7 @@ def test_a_refused_edit_is_shown(screen: FilterScreen, session: FakeSession, mon
     assert screen.message == "the plan does not want to be edited"
 
 
-def test_a_fault_of_the_editors_own_is_shown_and_logged(
+def test_an_internal_error_of_the_editor_is_shown_and_logged(
     screen: FilterScreen,
     session: FakeSession,
     monkeypatch: pytest.MonkeyPatch,
@@ -538,7 +532,7 @@ def test_a_fault_of_the_editors_own_is_shown_and_logged(
 # ---- the plan is edited elsewhere -----------------------------------------------------------------------------------
 
 
-def test_a_line_in_which_nobody_has_typed_follows_the_plan(screen: FilterScreen, session: FakeSession) -> None:
+def test_an_unedited_line_follows_the_plan(screen: FilterScreen, session: FakeSession) -> None:
     session.edit(b2t="layer == 1", keep="True")
     screen.editor.refresh()
     screen.browser.kernel_works()
@@ -549,7 +543,7 @@ def test_a_line_in_which_nobody_has_typed_follows_the_plan(screen: FilterScreen,
     assert (session.plan.b2t, session.plan.keep) == ("layer == 0", "True")
 
 
-def test_what_was_typed_is_kept_when_the_plan_changes_elsewhere_and_the_change_is_told(
+def test_typed_text_is_kept_and_the_change_reported_when_the_plan_changes_elsewhere(
     screen: FilterScreen, session: FakeSession
 ) -> None:
     screen.type(b2t="layer == 0", keep="layer == 0")
@@ -568,7 +562,7 @@ def test_what_was_typed_is_kept_when_the_plan_changes_elsewhere_and_the_change_i
     assert "elsewhere" not in screen.below("b2t")
 
 
-def test_what_was_typed_and_has_not_reached_the_kernel_is_kept_when_the_plan_changes(
+def test_typed_text_that_has_not_reached_the_kernel_survives_a_plan_change(
     screen: FilterScreen, session: FakeSession
 ) -> None:
     for text in ("lay", "layer", "layer == 0"):
@@ -627,7 +621,7 @@ def test_it_shows_from_which_step_on_each_rank_uses_the_plan(screen: FilterScree
     assert screen.adopted == "Plan 1 : used from step 6 on by target[0]; used from step 7 on by baseline[0]."
 
 
-def test_a_rank_that_is_gone_is_not_waited_for(screen: FilterScreen, session: FakeSession) -> None:
+def test_a_dead_rank_is_not_waited_for(screen: FilterScreen, session: FakeSession) -> None:
     session.adoptions[0] = {"baseline[0]": 3}
     session.ranks[1].alive = False
     screen.editor.refresh()
@@ -652,7 +646,9 @@ def test_after_the_session_is_closed_nothing_can_be_changed(screen: FilterScreen
     assert all(screen.line(name).read_only for name in FILTERS)
 
 
-def test_a_click_on_the_way_when_the_session_was_closed_is_answered(screen: FilterScreen, session: FakeSession) -> None:
+def test_a_click_that_arrives_after_the_session_closed_gets_an_answer(
+    screen: FilterScreen, session: FakeSession
+) -> None:
     screen.type(b2t="layer == 0")
     screen.click("apply")
     session.closed = True
@@ -661,7 +657,7 @@ def test_a_click_on_the_way_when_the_session_was_closed_is_answered(screen: Filt
     assert screen.message == "The session is closed; its plan can no longer be changed."
 
 
-def test_an_error_of_the_refresher_is_shown_until_it_is_taken_away(screen: FilterScreen) -> None:
+def test_a_refresher_error_is_shown_until_it_is_cleared(screen: FilterScreen) -> None:
     screen.type(b2t="layer == 0")
     screen.apply()
     screen.editor.show_error("the <session> cannot be read")
@@ -670,7 +666,7 @@ def test_an_error_of_the_refresher_is_shown_until_it_is_taken_away(screen: Filte
     assert screen.message == "Published version 1, which changes b2t."
 
 
-def test_a_closed_editor_leaves_no_widget_behind_and_hears_nothing_more(
+def test_a_closed_editor_leaves_no_widget_behind_and_gets_no_more_events(
     screen: FilterScreen, session: FakeSession, simulated: Browser
 ) -> None:
     session.edit(b2t="layer == 0")

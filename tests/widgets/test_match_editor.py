@@ -76,7 +76,7 @@ def labels(state: dict[str, Any], side: str) -> list[tuple[str, int]]:
     return [(tap["label"], tap["count"]) for tap in state[side]]
 
 
-def test_layers_are_folded_in_execution_order_with_what_has_no_partner_and_why(editing: Editing) -> None:
+def test_layers_are_folded_in_execution_order_with_unmatched_taps_explained(editing: Editing) -> None:
     state = editing.editor.view.state
     assert labels(state, "baseline") == [
         ("emb", 1),
@@ -107,7 +107,7 @@ def test_unfolded_every_tap_has_a_line(editing: Editing) -> None:
     assert [label for label, _ in labels(state, "baseline")] == list(ORDER["baseline"])
 
 
-def test_pairs_are_accepted_rejected_and_taken_back(editing: Editing) -> None:
+def test_pairs_are_accepted_rejected_and_undone(editing: Editing) -> None:
     rules = tuple(f"blocks.{n + 1}.mixed" for n in range(12))
     editing.act("accept", *rules)
     assert {pair.sureness for pair in editing.editor.proposal.pairs if pair.target in rules} == {"confirmed"}
@@ -122,9 +122,7 @@ def test_pairs_are_accepted_rejected_and_taken_back(editing: Editing) -> None:
     assert not editing.editor.view.state["can_undo"]
 
 
-def test_apply_has_the_plan_use_the_pairs_and_says_that_guesses_are_left_out(
-    session: gl.Session, editing: Editing
-) -> None:
+def test_apply_puts_the_pairs_into_the_plan_and_reports_omitted_guesses(session: gl.Session, editing: Editing) -> None:
     editing.act("apply")
     assert len(session.plan.pairs) == len(PAIRS) - 1
     assert editing.editor.message == (

@@ -41,7 +41,7 @@ proposal = session.match(fused, split)
 TOLD = "import ipywidgets; ipywidgets.HTML(f\"<pre class='told'>{len(session.plan.pairs)} pairs</pre>\")"
 
 
-def test_pairs_are_seen_folded_by_layer_chosen_by_keys_rejected_and_applied(lab: Lab) -> None:
+def test_pairs_are_folded_by_layer_chosen_by_keys_rejected_and_applied(lab: Lab) -> None:
     expect.set_options(timeout=30_000)
     lab.open(DEFINE, "session.match_editor(proposal)", TOLD)
     lab.run_cell(0)

@@ -102,7 +102,7 @@ def press(screen: Screen, action: str) -> None:
 # ---- what is on the screen is what is done --------------------------------------------------------------------------
 
 
-def test_a_click_while_the_kernel_is_busy_acts_on_all_that_is_on_the_screen(
+def test_a_click_while_the_kernel_is_busy_uses_all_inputs_on_the_screen(
     panel: Example, screen: Screen, page: TextAreaPage
 ) -> None:
     for text, number, name in (("a", "two", "x"), ("ab", "one", "xy"), ("abc", "three", "xyz")):
@@ -115,7 +115,7 @@ def test_a_click_while_the_kernel_is_busy_acts_on_all_that_is_on_the_screen(
     assert panel.acknowledged == 1
 
 
-def test_what_a_key_brings_along_counts_and_the_rest_is_asked_for(
+def test_values_from_a_key_press_are_used_and_the_others_fetched(
     panel: Example, screen: Screen, page: TextAreaPage
 ) -> None:
     page.type("typed on")
@@ -126,9 +126,7 @@ def test_what_a_key_brings_along_counts_and_the_rest_is_asked_for(
     assert panel.done == [("go", {"text": "of the key", "number": "three", "name": ""})]
 
 
-def test_a_click_is_done_once_however_often_it_is_repeated_while_the_kernel_is_busy(
-    panel: Example, screen: Screen
-) -> None:
+def test_repeated_clicks_while_the_kernel_is_busy_count_once(panel: Example, screen: Screen) -> None:
     for _ in range(3):
         press(screen, "go")
     press(screen, "other")
@@ -139,7 +137,7 @@ def test_a_click_is_done_once_however_often_it_is_repeated_while_the_kernel_is_b
     assert [action for action, _ in panel.done] == ["go", "other", "go"]
 
 
-def test_each_key_is_done_with_its_own_text_and_overtakes_no_click(panel: Example, screen: Screen) -> None:
+def test_each_key_press_uses_its_own_text_and_cancels_no_click(panel: Example, screen: Screen) -> None:
     press(screen, "go")
     for text in ("one", "two"):
         screen.browser.queue.append(lambda text=text: panel.submit("go", text=text))
@@ -147,12 +145,12 @@ def test_each_key_is_done_with_its_own_text_and_overtakes_no_click(panel: Exampl
     assert [values["text"] for _, values in panel.done] == ["start", "one", "two"]
 
 
-def test_what_is_all_known_needs_no_browser(panel: Example) -> None:
+def test_a_submit_with_all_values_known_needs_no_browser(panel: Example) -> None:
     panel.submit("go", text="a", number="b", name="c")
     assert panel.done == [("go", {"text": "a", "number": "b", "name": "c"})]
 
 
-def test_without_a_browser_that_answers_nothing_is_done(panel: Example) -> None:
+def test_without_an_answer_from_the_browser_nothing_happens(panel: Example) -> None:
     panel.submit("go")
     assert (panel.done, panel.acknowledged) == ([], 0)
 
@@ -160,7 +158,7 @@ def test_without_a_browser_that_answers_nothing_is_done(panel: Example) -> None:
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
-def test_what_fails_in_an_action_is_shown_logged_and_acknowledged(
+def test_an_error_in_an_action_is_shown_logged_and_acknowledged(
     panel: Example, screen: Screen, caplog: pytest.LogCaptureFixture
 ) -> None:
     press(screen, "fail")
@@ -179,7 +177,7 @@ def test_a_message_is_shown_as_text_with_its_meaning(panel: Example, screen: Scr
     assert (line.value, panel.message) == ("", "")
 
 
-def test_what_a_refresh_failed_with_hides_the_message_until_it_works_again(panel: Example, screen: Screen) -> None:
+def test_a_refresh_error_hides_the_message_until_the_refresh_works(panel: Example, screen: Screen) -> None:
     panel.say("all is well")
     panel.show_error("a tick failed")
     assert (screen.message, panel.status) == ("a tick failed", "bad")
@@ -189,7 +187,7 @@ def test_what_a_refresh_failed_with_hides_the_message_until_it_works_again(panel
     assert (screen.message, panel.status) == ("still well", "quiet")
 
 
-def test_of_a_closed_session_nothing_else_is_said(panel: Example, session: FakeSession, screen: Screen) -> None:
+def test_a_closed_session_hides_other_messages(panel: Example, session: FakeSession, screen: Screen) -> None:
     panel.say("all is well")
     session.closed = True
     panel.refresh()
@@ -208,13 +206,13 @@ def test_a_message_that_is_repeated_is_sent_once(panel: Example, screen: Screen)
 # ---- a part of another panel ----------------------------------------------------------------------------------------
 
 
-def test_a_part_speaks_through_its_host(panel: Example, screen: Screen) -> None:
+def test_a_part_shows_messages_in_its_parent(panel: Example, screen: Screen) -> None:
     screen.click("go")
     screen.browser.kernel_works()
     assert (screen.message, panel.status) == ("the part was pressed", "good")
 
 
-def test_what_fails_in_the_background_is_shown_and_the_thread_is_the_hosts(
+def test_background_errors_are_shown_and_parts_use_the_parents_thread(
     panel: Example, screen: Screen, caplog: pytest.LogCaptureFixture
 ) -> None:
     goes_on = threading.Event()
@@ -229,7 +227,7 @@ def test_what_fails_in_the_background_is_shown_and_the_thread_is_the_hosts(
     assert caplog.text == ""
 
 
-def test_closing_a_panel_closes_its_parts_and_forgets_what_waits(
+def test_closing_a_panel_closes_its_parts_and_drops_waiting_work(
     panel: Example, screen: Screen, session: FakeSession
 ) -> None:
     begun, goes_on, ran, workers = threading.Event(), threading.Event(), [], []
@@ -256,7 +254,7 @@ def test_closing_a_panel_closes_its_parts_and_forgets_what_waits(
 # ---- what is folded -------------------------------------------------------------------------------------------------
 
 
-def test_a_fold_shows_and_hides_what_is_in_it_at_the_press_of_a_button(simulated: Browser) -> None:
+def test_a_foldable_box_shows_and_hides_its_content_by_a_button(simulated: Browser) -> None:
     content = widgets.HTML("inside")
     fold = FoldableBox(content)
     fold.title = "Earlier plans (3)"
@@ -282,7 +280,7 @@ def test_it_is_refreshed_until_it_is_closed(simulated: Browser) -> None:
     assert not refresher_of(session).running  # type: ignore[arg-type]
 
 
-def test_it_is_left_alone_while_nobody_looks(panel: Example, session: FakeSession, screen: Screen) -> None:
+def test_it_is_not_refreshed_while_no_page_shows_it(panel: Example, session: FakeSession, screen: Screen) -> None:
     refresher = refresher_of(session)  # type: ignore[arg-type]
 
     def views(count: int) -> None:

@@ -49,7 +49,7 @@ fails(21)
 """
 
 
-def test_bars_are_live_figures_and_tables_are_shown_and_a_failure_is_looked_into(lab: Lab) -> None:
+def test_bars_are_live_figures_and_tables_are_shown_and_failures_inspected(lab: Lab) -> None:
     expect.set_options(timeout=60_000)
     (lab.folder / "go.flag").unlink(missing_ok=True)
     lab.open(UP, SHOWS, FAILS, "%graft debug")

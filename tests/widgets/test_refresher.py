@@ -92,7 +92,7 @@ def test_a_widget_that_is_added_twice_is_refreshed_once_a_tick(session: FakeSess
     refresher.remove(widget)
 
 
-def test_a_removed_widget_is_left_alone_and_the_others_go_on(refresher: Refresher) -> None:
+def test_a_removed_widget_is_not_refreshed_and_others_continue(refresher: Refresher) -> None:
     leaves, stays = FakeWidget(), FakeWidget()
     refresher.add(leaves)
     refresher.add(stays)
@@ -128,7 +128,7 @@ def test_the_thread_ends_promptly_though_the_interval_is_long(session: FakeSessi
     assert not thread.is_alive()
 
 
-def test_the_last_refresh_of_each_widget_sees_the_closed_session_and_then_the_thread_ends(
+def test_the_last_refresh_shows_the_closed_session_and_ends_the_thread(
     refresher: Refresher, session: FakeSession
 ) -> None:
     widgets = [FakeWidget(session) for _ in range(3)]
@@ -153,7 +153,7 @@ def test_a_widget_added_after_the_session_was_closed_is_refreshed_once(
     assert (late.refreshed, late.saw_closed) == (1, True)
 
 
-def test_a_failing_refresh_is_shown_and_logged_once_and_the_others_go_on(
+def test_a_failing_refresh_is_shown_and_logged_once_and_others_continue(
     refresher: Refresher, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing, healthy = FakeWidget(), FakeWidget()
@@ -167,7 +167,7 @@ def test_a_failing_refresh_is_shown_and_logged_once_and_the_others_go_on(
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [failing.fault]
 
 
-def test_an_error_is_taken_away_when_the_refresh_works_again_and_another_one_is_shown(refresher: Refresher) -> None:
+def test_an_error_disappears_when_the_refresh_works_and_a_new_one_is_shown(refresher: Refresher) -> None:
     widget = FakeWidget()
     widget.fault = SessionError("first")
     refresher.add(widget)
@@ -180,7 +180,7 @@ def test_an_error_is_taken_away_when_the_refresh_works_again_and_another_one_is_
     assert len(widget.shown) == 3
 
 
-def test_a_widget_that_cannot_even_show_its_error_stops_nobody(
+def test_a_widget_that_cannot_show_its_error_does_not_stop_others(
     refresher: Refresher, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Hopeless(FakeWidget):
@@ -241,7 +241,7 @@ def test_a_session_has_one_refresher_which_does_not_keep_it_alive() -> None:
     assert gone() is None
 
 
-def test_graftlabs_own_errors_are_explained_by_their_message_and_others_with_their_place() -> None:
+def test_graftlab_errors_show_their_message_and_other_errors_their_location() -> None:
     assert explain(SessionError("write this instead")) == "write this instead"
     try:
         int("no number")
@@ -275,7 +275,7 @@ class CollectsWhenCompared(FakeWidget):
         return self is other
 
 
-def test_the_garbage_collector_may_close_a_widget_in_the_middle_of_the_refreshers_own_work(
+def test_the_garbage_collector_may_close_a_widget_during_a_refresh(
     refresher: Refresher,
 ) -> None:
     closed: list[str] = []

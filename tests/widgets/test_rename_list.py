@@ -39,9 +39,7 @@ def write(screen: Screen, side: str, pattern: str, new: str = "") -> None:
     renames._side.value, renames._pattern.value, renames._new.value = side, pattern, new
 
 
-def test_what_a_rule_would_rewrite_and_pair_is_shown_before_it_is_published(
-    session: gl.Session, screen: Screen
-) -> None:
+def test_a_new_rule_is_previewed_with_the_names_it_rewrites_and_pairs(session: gl.Session, screen: Screen) -> None:
     write(screen, "target", r"^model\.")
     assert screen.shown("rule-preview").startswith(
         "5 names seen match; 5 of the new names exist on the baseline. model.layers.0.mlp → layers.0.mlp"
@@ -56,7 +54,7 @@ def test_what_a_rule_would_rewrite_and_pair_is_shown_before_it_is_published(
     assert "<b>" not in screen.markup("rule-preview")
 
 
-def test_a_pattern_that_would_take_for_ever_is_told_while_it_is_typed(screen: Screen) -> None:
+def test_a_pattern_that_backtracks_forever_is_reported_while_typing(screen: Screen) -> None:
     write(screen, "target", r"(?:(.)|(\w)|(.))+[A-Z]$")
     assert "takes more than" in screen.shown("rule-preview")
 
@@ -68,7 +66,7 @@ def test_the_preview_counts_what_earlier_rules_leave_to_a_new_one(session: gl.Se
     assert shown.startswith("5 names seen match; 4 of the new names exist on the baseline; an earlier rule rewrites 1")
 
 
-def test_rules_are_added_listed_and_dropped(session: gl.Session, screen: Screen) -> None:
+def test_rules_are_added_listed_and_removed(session: gl.Session, screen: Screen) -> None:
     write(screen, "target", r"^model\.")
     screen.click("add-rule")
     screen.browser.kernel_works()

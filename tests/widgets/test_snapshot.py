@@ -57,7 +57,7 @@ def test_the_newest_state_stays_in_the_notebook(simulated: Browser, monkeypatch:
     board.close()
 
 
-def test_rows_that_come_and_a_run_that_ends_while_a_panel_is_shown_are_shown_next(
+def test_rows_and_run_ends_that_arrive_during_a_display_are_shown_next(
     simulated: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published: list[str] = []

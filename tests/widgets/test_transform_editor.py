@@ -207,7 +207,7 @@ def test_it_starts_from_the_transform_in_force(session: gl.Session, show: Show, 
 
 
 @pytest.mark.ranks
-def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loop(
+def test_a_transform_is_written_tried_fixed_and_applied_to_a_running_loop(
     session: gl.Session, show: Show, tmp_path: Path
 ) -> None:
     screen = show(session)
@@ -250,7 +250,7 @@ def test_a_transform_is_written_tried_broken_mended_and_applied_to_a_running_loo
 
 
 @pytest.mark.ranks
-def test_a_transform_is_applied_with_the_filter_of_the_taps_that_it_is_for(session: gl.Session, show: Show) -> None:
+def test_a_transform_is_applied_with_its_filter(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.type(DOUBLES)
     screen.enter("where", "layer == 5")
@@ -293,9 +293,7 @@ def test_a_transform_is_applied_with_the_filter_of_the_taps_that_it_is_for(sessi
 
 
 @pytest.mark.ranks
-def test_it_follows_a_filter_that_was_put_in_force_elsewhere_and_says_where_there_is_no_tap(
-    session: gl.Session, show: Show
-) -> None:
+def test_it_follows_a_filter_set_elsewhere_and_warns_if_it_matches_no_tap(session: gl.Session, show: Show) -> None:
     screen = show(session)
     session.edit(transform=("layer < 3", DOUBLES))
     screen.editor.refresh()
@@ -336,7 +334,7 @@ def test_several_transforms_are_shown_tried_and_restored_as_one(session: gl.Sess
 
 
 @pytest.mark.ranks
-def test_a_try_tells_what_went_in_and_out_and_what_was_printed(session: gl.Session, show: Show) -> None:
+def test_a_try_shows_its_inputs_output_and_prints(session: gl.Session, show: Show) -> None:
     tried = show(session).tries(
         source("print('<b>layer', graft_input.tags['layer'])", "return graft_input.received_list[0].double() + 5")
     )
@@ -427,7 +425,7 @@ def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(s
 
 
 @pytest.mark.ranks
-def test_while_one_is_tried_only_the_newest_try_waits_and_no_apply_is_lost(
+def test_during_a_try_only_the_newest_try_waits_and_no_apply_is_lost(
     session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = show(session, limit=0.3)
@@ -461,7 +459,7 @@ def test_a_megabyte_that_is_printed_is_shown_in_part(session: gl.Session, show: 
 
 
 @pytest.mark.ranks
-def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(session: gl.Session, show: Show) -> None:
+def test_apply_publishes_the_text_on_the_screen_however_busy_the_kernel(session: gl.Session, show: Show) -> None:
     screen = show(session, names=run_cell("def mine(graft_input):\n    return graft_input.target"))
     for text in ("a", "ab", DOUBLES):
         screen.type(text)
@@ -480,9 +478,7 @@ def test_what_is_applied_is_what_was_on_the_screen_however_busy_the_kernel_was(s
 
 
 @pytest.mark.ranks
-def test_a_draft_that_cannot_load_is_not_applied_though_there_is_nothing_to_try_it_on(
-    session: gl.Session, show: Show
-) -> None:
+def test_a_draft_that_fails_to_load_is_not_applied_even_without_kept_tensors(session: gl.Session, show: Show) -> None:
     screen = show(session)
     before = session.plan
     screen.choose("tap", "nothing (only load it)")
@@ -493,7 +489,7 @@ def test_a_draft_that_cannot_load_is_not_applied_though_there_is_nothing_to_try_
 
 
 @pytest.mark.ranks
-def test_the_same_again_makes_no_new_plan(session: gl.Session, show: Show) -> None:
+def test_an_identical_edit_makes_no_new_plan(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.applies(DOUBLES)
     before = session.plan
@@ -502,7 +498,7 @@ def test_the_same_again_makes_no_new_plan(session: gl.Session, show: Show) -> No
 
 
 @pytest.mark.ranks
-def test_a_long_text_with_any_characters_is_applied_as_it_is(session: gl.Session, show: Show) -> None:
+def test_a_long_text_with_any_characters_is_applied_unchanged(session: gl.Session, show: Show) -> None:
     screen = show(session)
     text = source(
         "größe = '日本 <b>'", *(f"# {'x' * 100} {number}" for number in range(1000)), "return graft_input.target"
@@ -541,9 +537,7 @@ def both_taps(layer: int = 0) -> None:
 
 
 @pytest.mark.ranks
-def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_after_them(
-    session: gl.Session, show: Show
-) -> None:
+def test_kept_taps_are_offered_once_each_before_the_taps_that_are_not_kept(session: gl.Session, show: Show) -> None:
     session.edit(b2t=None, keep="name == 'y' and layer < 2")
     for layer in (0, 1, 1, 2):
         session.run(both_taps, both_taps, args=(layer,))
@@ -558,7 +552,7 @@ def test_each_kept_tap_is_offered_once_with_its_newest_pair_and_those_not_kept_a
 
 
 @pytest.mark.ranks
-def test_without_kept_tensors_a_draft_is_only_loaded_and_a_click_keeps_the_chosen_tap(show: Show) -> None:
+def test_without_kept_tensors_a_draft_is_only_loaded_and_a_button_keeps_the_tap(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session)
         assert screen.options("tap") == ["nothing (only load it)"]
@@ -590,7 +584,7 @@ def many_taps(count: int) -> None:
 
 
 @pytest.mark.ranks
-def test_every_tap_can_be_found_and_tried_on_however_many_there_are(show: Show) -> None:
+def test_every_tap_can_be_found_and_tried_on_among_thousands(show: Show) -> None:
     with gl.launch(1, 1) as session:
         session.run(tap_x, tap_x)
         screen = show(session)
@@ -618,7 +612,7 @@ def test_every_tap_can_be_found_and_tried_on_however_many_there_are(show: Show) 
 
 
 @pytest.mark.ranks
-def test_the_first_kept_tap_is_taken_by_itself_but_not_against_a_choice(session: gl.Session, show: Show) -> None:
+def test_the_first_kept_tap_is_chosen_unless_the_person_has_chosen(session: gl.Session, show: Show) -> None:
     screen = show(session)
     assert screen.chosen("tap") == "x · layer=4 · target[0]"
     screen.choose("tap", "nothing (only load it)")
@@ -684,7 +678,7 @@ def test_the_filter_of_a_tap_matches_it_and_no_other_name(
     assert filter_to_keep(GraftPlan(keep=wider), choice) == wider
 
 
-def test_without_a_tap_what_is_grafted_is_kept_or_else_what_is_compared() -> None:
+def test_without_a_tap_the_grafted_or_else_the_compared_taps_are_kept() -> None:
     assert filter_to_keep(GraftPlan(b2t="layer < 2", t2b="layer > 4", keep="name == 'x'"), None) == (
         "name == 'x' or (layer < 2) or (layer > 4)"
     )
@@ -695,7 +689,7 @@ def test_without_a_tap_what_is_grafted_is_kept_or_else_what_is_compared() -> Non
 
 
 @pytest.mark.ranks
-def test_a_tag_called_like_an_option_of_trying_does_not_get_in_the_way(session: gl.Session, show: Show) -> None:
+def test_a_tag_with_the_name_of_an_option_of_try_transform_is_left_out(session: gl.Session, show: Show) -> None:
     def tap_limit() -> None:
         gl.tap("z", torch.ones(2), limit=0, transform="t", tags=None)
 
@@ -797,7 +791,7 @@ def test_a_dotted_path_is_tried_in_another_process_and_then_applied(
         ("captures", "cannot be sent to the ranks"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_told(name: str, message: str, session: gl.Session, show: Show) -> None:
+def test_an_unusable_name_is_reported(name: str, message: str, session: gl.Session, show: Show) -> None:
     cell = run_cell("import threading\nlock = threading.Lock()\ndef captures(graft_input):\n    return lock")
     screen = show(session, names={**cell, "number": 3})
     before = session.plan
@@ -809,7 +803,7 @@ def test_a_name_that_cannot_be_used_is_told(name: str, message: str, session: gl
 
 
 @pytest.mark.ranks
-def test_going_back_to_the_default_needs_no_trying(session: gl.Session, show: Show) -> None:
+def test_restoring_the_default_needs_no_try(session: gl.Session, show: Show) -> None:
     session.edit(transform=RAISES)
     screen = show(session)
     screen.choose("kinds", "Default")
@@ -852,7 +846,7 @@ def test_what_is_set_elsewhere_shows_at_the_next_tick(session: gl.Session, show:
 
 
 @pytest.mark.ranks
-def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(session: gl.Session, show: Show) -> None:
+def test_typed_text_is_not_overwritten_and_revert_shows_the_one_in_force(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.type("mine")
     screen.settle()
@@ -874,7 +868,7 @@ def test_what_was_typed_is_not_overwritten_and_revert_shows_what_is_in_force(ses
 
 
 @pytest.mark.ranks
-def test_what_was_typed_but_has_not_arrived_is_not_overwritten_either(session: gl.Session, show: Show) -> None:
+def test_typed_text_that_has_not_arrived_is_not_overwritten(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.type("mine")
     session.edit(transform=DOUBLES)
@@ -886,7 +880,7 @@ def test_what_was_typed_but_has_not_arrived_is_not_overwritten_either(session: g
 
 
 @pytest.mark.ranks
-def test_going_back_to_the_text_of_before_is_an_edit_once_another_is_in_force(session: gl.Session, show: Show) -> None:
+def test_restoring_the_previous_text_is_an_edit_once_a_new_one_is_in_force(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.applies(DOUBLES)
     screen.type("mine")
@@ -913,7 +907,7 @@ def test_two_editors_show_each_others_changes(session: gl.Session, show: Show) -
 
 
 @pytest.mark.ranks
-def test_a_tick_without_news_sends_the_browser_nothing(session: gl.Session, show: Show) -> None:
+def test_a_tick_without_changes_sends_nothing_to_the_browser(session: gl.Session, show: Show) -> None:
     screen = show(session)
     screen.tries(RAISES)
     screen.settle()
@@ -1004,7 +998,7 @@ def test_any_kind_of_version_is_restored(session: gl.Session, show: Show, import
 
 
 @pytest.mark.ranks
-def test_a_session_that_is_closed_meanwhile_shows_and_nothing_can_be_clicked(show: Show) -> None:
+def test_closing_the_session_is_shown_and_disables_every_button(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session)
         screen.type("mine")
@@ -1019,7 +1013,7 @@ def test_a_session_that_is_closed_meanwhile_shows_and_nothing_can_be_clicked(sho
 
 
 @pytest.mark.ranks
-def test_a_session_that_is_closed_during_a_try_ends_it(show: Show) -> None:
+def test_closing_the_session_ends_a_running_try(show: Show) -> None:
     with gl.launch(1, 1) as session:
         screen = show(session, limit=0.5)
         screen.type(source("return 1").replace("def", "while True: pass\ndef"))
@@ -1051,9 +1045,7 @@ def test_closing_it_ends_its_thread_and_leaves_nothing_in_the_browser(session: g
 
 
 @pytest.mark.ranks
-def test_what_goes_wrong_in_a_callback_is_shown(
-    session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_callback_is_shown(session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     session.run("gl.tap('unkept', torch.ones(1))", "gl.tap('unkept', torch.ones(1))")
     screen = show(session)
 
@@ -1086,5 +1078,5 @@ def test_what_goes_wrong_in_a_callback_is_shown(
         ("", ""),
     ],
 )
-def test_a_traceback_is_summed_up_by_its_exception(error: str, line: str) -> None:
+def test_a_traceback_is_summarised_by_its_exception(error: str, line: str) -> None:
     assert summary(error) == line

@@ -45,7 +45,7 @@ def test_the_button_judges_the_expression_and_shows_the_verdict(screen: Screen) 
     assert screen.panel.session.plan.compare == "True"
 
 
-def test_the_expression_that_is_on_the_screen_at_the_click_is_judged(screen: Screen) -> None:
+def test_the_verdict_uses_the_expression_on_the_screen_at_the_click(screen: Screen) -> None:
     # The browser holds the second one back until the kernel has taken the first; the click comes at once.
     screen.enter("verdict-expression", "earlier()")
     assert "x is computed differently" in judge(screen, "f()")
@@ -55,7 +55,9 @@ def test_the_expression_that_is_on_the_screen_at_the_click_is_judged(screen: Scr
 @pytest.mark.parametrize(
     ("expression", "why"), [("", "enter the expression"), ("f(", "not Python"), ("g()", "NameError")]
 )
-def test_what_cannot_be_judged_is_said_in_the_panel(screen: Screen, expression: str, why: str) -> None:
+def test_an_expression_that_cannot_be_judged_is_reported_in_the_panel(
+    screen: Screen, expression: str, why: str
+) -> None:
     assert judge(screen, expression) == ""
     assert why in screen.message
     assert "x is computed differently" in judge(screen, "f()")

@@ -134,7 +134,7 @@ def screen(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Screen]:
 
 
 @pytest.mark.parametrize("screen", ["session.filter_editor()"], indirect=True)
-def test_filters_are_refused_checked_and_applied_to_a_running_loop(screen: Screen) -> None:
+def test_filters_are_checked_refused_and_applied_to_a_running_loop(screen: Screen) -> None:
     page = screen.page
     b2t, t2b = page.locator(".graftlab-filter-b2t"), page.locator(".graftlab-filter-t2b")
     apply = page.locator("button.graftlab-apply")
@@ -174,7 +174,7 @@ def test_filters_are_refused_checked_and_applied_to_a_running_loop(screen: Scree
 
 
 @pytest.mark.parametrize("screen", ["session.transform_editor()"], indirect=True)
-def test_a_transform_is_tried_broken_mended_and_applied_to_a_running_loop(screen: Screen) -> None:
+def test_a_transform_is_tried_fixed_and_applied_to_a_running_loop(screen: Screen) -> None:
     page = screen.page
     source, result = page.locator(".graftlab-source"), page.locator(".graftlab-result")
     try_, apply = page.locator("button.graftlab-try"), page.locator("button.graftlab-apply")
@@ -276,7 +276,7 @@ def test_the_figure_names_selects_opens_keeps_and_grafts_a_tap(screen: Screen) -
 
 
 @pytest.mark.parametrize("screen", ["board = session.dashboard(); board"], indirect=True)
-def test_a_session_that_closes_shows_as_closed_and_so_does_a_saved_notebook_without_its_kernel(screen: Screen) -> None:
+def test_closed_sessions_and_saved_notebooks_show_that_they_are_not_live(screen: Screen) -> None:
     page, lab = screen.page, screen.lab
     live = page.locator(".graftlab-dashboard")
     expect(live.locator(".gle tbody tr[data-tap]")).to_have_count(5)

@@ -1,4 +1,4 @@
-"""The notebook's ear, for benchmarks: a hub and a store that hear ranks which are not there."""
+"""The notebook's hub and row store, for benchmarks whose ranks are simulated."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from graftlab.rows.store import RowStore
 
 
 def framed_row() -> bytes:
-    """A row as it stands on a line."""
+    """Return a row as a frame of a rank's connection."""
     row = pack_row(a_row())
     return len(row).to_bytes(8, "little") + row
 
 
-class _Counting:
-    """The session's part: rows go to the file, and somebody waits for the last."""
+class _RowCounter:
+    """Stores rows as a session does, and signals the last one."""
 
     def __init__(self, store: RowStore, wanted: int) -> None:
         self._store = store
@@ -43,14 +43,14 @@ class _Counting:
             self.done.set()
 
     def on_message(self, message: FromRank, rank: RankHandle) -> None:
-        raise AssertionError(f"{rank.label} sent {message}, where rows alone were to come")
+        raise AssertionError(f"{rank.label} sent {message}, but only rows were expected")
 
     def on_gone(self, rank: RankHandle) -> None:
-        """Each is gone when it has sent its rows."""
+        """A rank disconnects when it has sent its rows."""
 
 
-class Hearing:
-    """Hears so many ranks until so many rows have come."""
+class RowSink:
+    """Receives from ``ranks`` ranks until ``rows`` rows have arrived."""
 
     def __init__(self, setup: Setup, ranks: int, rows: int) -> None:
         _allow_descriptors(6 * ranks + 256)
@@ -60,23 +60,23 @@ class Hearing:
         self._handles: list[RankHandle] = []
         self._ends: list[tuple[socket.socket, socket.socket]] = []
         for number in range(ranks):
-            (here, there), (bell, far_bell) = socket.socketpair(), socket.socketpair()
+            (here, there), (wake, far_wake) = socket.socketpair(), socket.socketpair()
             place = Place("target", number, 1, ranks)
             handle = RankHandle(
-                place, DeviceAssignment("cpu", "gloo"), SocketChannel(here), bell, self._segment, folder / "no.log"
+                place, DeviceAssignment("cpu", "gloo"), SocketChannel(here), wake, self._segment, folder / "no.log"
             )
             self._handles.append(handle)
-            self._ends.append((there, far_bell))
+            self._ends.append((there, far_wake))
         self._store = RowStore(folder)
-        self._listener = _Counting(self._store, rows)
+        self._listener = _RowCounter(self._store, rows)
         self._hub = Hub(self._handles, self._listener)
 
-    def take_line(self, number: int) -> tuple[socket.socket, socket.socket]:
-        """The other ends of a rank's line and bell, which the caller closes."""
+    def connection_of(self, number: int) -> tuple[socket.socket, socket.socket]:
+        """Return the other ends of a rank's connection and wake socket, which the caller closes."""
         return self._ends[number]
 
     def wait(self) -> None:
-        """Until the last row is written."""
+        """Wait until the last row is written."""
         assert self._listener.done.wait(300.0), "rows are missing"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a recording can do, wherever its taps lie: be looked at, and be a side of a session."""
+"""The base of recordings: read the recorded taps, and be a side of a session."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from graftlab.base.text import counted
 from graftlab.errors import RecordingError
 from graftlab.grafting import active
 from graftlab.layouts import parse_layout
-from graftlab.recordings.layout import End, Entry, StoredTensor
+from graftlab.recordings.file_format import IndexEnd, StoredTensor, TapEntry
 from graftlab.taps import calls
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-class Recorded(ABC):
-    """The taps of every rank of one side. ``world_size`` is how many ranks it has."""
+class RecordedSide(ABC):
+    """The recorded taps of all ranks of one side; ``world_size`` is the number of ranks."""
 
     folder: Path
     world_size: int
 
     @cached_property
-    def _ranks(self) -> list[tuple[list[Entry], End]]:
+    def _ranks(self) -> list[tuple[list[TapEntry], IndexEnd]]:
         return [self._read_index(rank) for rank in range(self.world_size)]
 
     @abstractmethod
-    def _read_index(self, rank: int) -> tuple[list[Entry], End]:
-        """The taps of one rank in order, and what was left out."""
+    def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
+        """Read the taps of one rank in order, and the end of its index."""
 
     @abstractmethod
-    def _load(self, rank: int, entry: Entry, stored: StoredTensor) -> torch.Tensor:
-        """A tensor of a tap. Raises :class:`RecordingError` that names the tap."""
+    def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
+        """Read a tensor of a tap. Raises :class:`RecordingError` that names the tap."""
 
-    # ---- looking at it ------------------------------------------------------------------------------------------
+    # ---- reading ------------------------------------------------------------------------------------------------
 
     @property
     def left_out(self) -> list[str]:
-        """What was not recorded, in words."""
+        """Sentences on taps and extras that were not recorded."""
         return list(dict.fromkeys(what for _, end in self._ranks for what in end.left_out))
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line a recorded tap: rank, step, name, dtype, shape, and a column for each tag."""
-        # Here, because a rank that shows a recording imports this module.
+        """One row for each recorded tap: rank, step, name, dtype, shape, and a column for each tag."""
+        # Not at the top: a rank that replays a recording imports this module, and ranks import no pandas.
         import pandas as pd
 
         return pd.DataFrame(
@@ -66,7 +66,7 @@ class Recorded(ABC):
         )
 
     def tensor(self, name: str, *, rank: int = 0, step: int = 0, **tags: Any) -> torch.Tensor:
-        """The first tensor of a tap that has this name and these tags. Raises :class:`RecordingError` without one."""
+        """Return the first tensor with this name and these tags. Raises :class:`RecordingError` if none exists."""
         for entry in self._ranks[rank][0]:
             same = all(entry.tags.get(tag) == value for tag, value in tags.items())
             if entry.name == name and entry.step == step and same:
@@ -76,8 +76,8 @@ class Recorded(ABC):
 
     # ---- as a side ----------------------------------------------------------------------------------------------
 
-    def taps(self, rank: int) -> Iterator[tuple[Entry, torch.Tensor, Any]]:
-        """What one rank recorded, in order: the entry, its tensor and its extras."""
+    def taps(self, rank: int) -> Iterator[tuple[TapEntry, torch.Tensor, Any]]:
+        """Iterate over one rank's taps in order: the entry, its tensor and its extras."""
         for entry in self._ranks[rank][0]:
             extras = entry.extras
             if entry.extra_tensors:
@@ -86,20 +86,20 @@ class Recorded(ABC):
             yield entry, self._load(rank, entry, entry.tensor), extras
 
     def __call__(self, *args: Any, **kwargs: Any) -> int:
-        """On a rank of a session: show every recorded tap again, step by step; returns how many there were.
+        """Replay every recorded tap on a rank of a session, step by step; return their number.
 
-        Arguments are for the other side, and left alone here.
+        Arguments are for the other side, and are ignored here.
         """
         here, grafter = calls.here(), active.grafter()
         if here is None or grafter is None:
-            raise RecordingError("a recording is shown on a rank of a session: session.run(recording, f)")
+            raise RecordingError("a recording replays its taps on a rank of a session: session.run(recording, f)")
         if here.world_size != self.world_size:
             raise RecordingError(
-                f"{self.folder} was recorded on {self.world_size} ranks, and this side has {here.world_size}; "
+                f"{self.folder} was recorded on {self.world_size} ranks, but this side has {here.world_size}; "
                 f"launch it with gl.launch({here.side}=recording)"
             )
         step = shown = 0
-        # It is ahead of whatever computes, and waits for room as long as the other side is there.
+        # It is ahead of a side that computes, so it waits for buffer room without the time limit of a tap.
         with grafter.patiently():
             for entry, tensor, extras in self.taps(here.rank):
                 while step < entry.step:
@@ -114,7 +114,7 @@ class Recorded(ABC):
         return f"<{type(self).__name__} of {counted(self.world_size, 'rank')}: {counted(taps, 'tap')}, {self.folder}>"
 
 
-def _layout_of(entry: Entry) -> Any:
+def _layout_of(entry: TapEntry) -> Any:
     stored = entry.layout
     if stored is None or stored.mesh is None:
         return None if stored is None else stored.text

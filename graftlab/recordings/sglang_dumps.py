@@ -1,6 +1,6 @@
 """Dumps of SGLang's dumper as a recording: a folder of ``.pt`` files, with a tap's tags in each file's name.
 
-Each holds ``{"value": tensor, "meta": {...}}`` and is read by torch's restricted unpickler, which runs nothing of it.
+Each file has ``{"value": tensor, "meta": {...}}`` and is read by torch's restricted unpickler, which runs no code.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, is_no_tag, plain
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.errors import RecordingError
-from graftlab.recordings.layout import End, Entry, StoredLayout, StoredTensor
-from graftlab.recordings.recorded import Recorded
+from graftlab.recordings.file_format import IndexEnd, StoredLayout, StoredTensor, TapEntry
+from graftlab.recordings.recorded_side import RecordedSide
 
 _BETWEEN = "___"
-# In every file's name, beside the tags.
+# The parts of a file's name that are not tags.
 _OWN = frozenset({"step", "rank", "dump_index", "name", "recompute_status"})
 
 
-class OldDump(Recorded):
-    """A folder of such files. The numbers of steps begin with the first that is there."""
+class SglangDump(RecordedSide):
+    """A folder of such files. Steps are numbered from the first that has a dump."""
 
     def __init__(self, folder: str | Path, *, partial: bool = False) -> None:
         self.folder = Path(folder).expanduser().absolute()
@@ -33,20 +33,18 @@ class OldDump(Recorded):
         self.world_size = max(self._found) + 1
         missing = sorted(set(range(self.world_size)) - set(self._found))
         if missing:
-            raise RecordingError(
-                f"{self.folder}: there are dumps of ranks up to {self.world_size - 1}, not of {missing}"
-            )
+            raise RecordingError(f"{self.folder} has dumps of ranks up to {self.world_size - 1}, but none of {missing}")
         if size > self.world_size and not partial:
             raise RecordingError(
-                f"{self.folder}: its dumps are of a job of {size} ranks, and there are those of ranks up to "
-                f"{self.world_size - 1} alone; if the others dumped nothing, partial=True takes these for the side"
+                f"{self.folder}: its dumps are of a job of {size} ranks, but only ranks up to {self.world_size - 1} "
+                f"have dumps; if the others dumped nothing, partial=True uses these as the side"
             )
 
-    def _read_index(self, rank: int) -> tuple[list[Entry], End]:
+    def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         entries, left_out = self._found[rank]
-        return entries, End(len(entries), entries[-1].step + 1 if entries else 1, left_out)
+        return entries, IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, left_out)
 
-    def _load(self, rank: int, entry: Entry, stored: StoredTensor) -> torch.Tensor:
+    def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         value: torch.Tensor = _read(self.folder / stored.shard)["value"]
         return value.detach().as_subclass(torch.Tensor)
 
@@ -54,25 +52,25 @@ class OldDump(Recorded):
         return _reopen, (str(self.folder), self.partial)
 
 
-def _reopen(folder: str, partial: bool) -> OldDump:
-    return OldDump(folder, partial=partial)
+def _reopen(folder: str, partial: bool) -> SglangDump:
+    return SglangDump(folder, partial=partial)
 
 
-def _entries(folder: Path) -> tuple[dict[int, tuple[list[Entry], list[str]]], int]:
-    """By rank its taps and what was left out, and how many ranks the job had as far as the files say."""
+def _entries(folder: Path) -> tuple[dict[int, tuple[list[TapEntry], list[str]]], int]:
+    """Return each rank's taps and what was left out, and the world size that the files state."""
     files = []
     for path in folder.glob("*.pt"):
         named = _tags_in(path)
         files.append((int(named["rank"]), int(named["dump_index"]), path, named))
     files.sort(key=lambda file: file[:2])
     first = min(int(named["step"]) for *_, named in files)
-    found: dict[int, tuple[list[Entry], list[str]]] = {}
+    found: dict[int, tuple[list[TapEntry], list[str]]] = {}
     size = 1
     for rank, _, path, named in files:
         entries, left_out = found.setdefault(rank, ([], []))
         content = _read(path)
-        said = content["meta"].get("world_size")
-        size = max(size, said if isinstance(said, int) else 1)
+        stated = content["meta"].get("world_size")
+        size = max(size, stated if isinstance(stated, int) else 1)
         entry = _entry(path, content, named, first)
         if isinstance(entry, str):
             left_out.append(entry)
@@ -81,21 +79,21 @@ def _entries(folder: Path) -> tuple[dict[int, tuple[list[Entry], list[str]]], in
     return found, size
 
 
-def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: int) -> Entry | str:
-    """The tap of a file, or in words why it can be none."""
+def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: int) -> TapEntry | str:
+    """Return a file's tap, or a sentence on why it is left out."""
     value, meta = content["value"], content["meta"]
     name = str(meta.get("name", named["name"]))
     if not isinstance(value, torch.Tensor):
         return f"tap {name!r}, whose value is {type(value).__name__}, not a tensor"
     if named.get("recompute_status", "") == "recompute":
-        return f"tap {name!r} where a forward is computed again in the backward pass"
+        return f"tap {name!r} where the backward pass recomputes the forward pass"
     tags = {
         tag: plain(meta.get(tag, text))
         for tag, text in named.items()
         if tag not in _OWN | RESERVED_TAGS | PLACE_TAGS and not is_no_tag(tag, meta.get(tag, text))
     }
     is_gradient = name.startswith("grad__")
-    # As taps call the gradient of a value, and what the dumper shows of a model's parameters.
+    # The names that taps use for gradients and for parameters.
     name = name.removeprefix("grad__")
     is_of_parameter = name.startswith("param__")
     if is_gradient or is_of_parameter:
@@ -103,7 +101,7 @@ def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: in
     dims = meta.get("dims")
     stored = StoredTensor(path.name, "value", DTYPE_NAMES[value.dtype], tuple(value.shape), crc32=0)
     layout = StoredLayout(dims) if isinstance(dims, str) else None
-    return Entry(int(named["step"]) - first, name, tags, stored, layout=layout)
+    return TapEntry(int(named["step"]) - first, name, tags, stored, layout=layout)
 
 
 def _tags_in(path: Path) -> dict[str, str]:
@@ -111,7 +109,7 @@ def _tags_in(path: Path) -> dict[str, str]:
     if not {"step", "rank", "dump_index", "name"} <= named.keys() or not all(
         named[tag].isdecimal() for tag in ("step", "rank", "dump_index")
     ):
-        raise RecordingError(f"{path}: its name has no step=, rank=, dump_index= and name=, so it is no dump of a tap")
+        raise RecordingError(f"{path} is not a dump of a tap: its name lacks step=, rank=, dump_index= or name=")
     return named
 
 
@@ -121,8 +119,8 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = str(error).partition("\n")[0]
         raise RecordingError(
-            f"tap {_tags_in(path)['name']!r}: {path} is damaged, or holds more than tensors and plain data: {reason}"
+            f"tap {_tags_in(path)['name']!r}: {path} is damaged, or has more than tensors and plain data: {reason}"
         ) from error
     if not isinstance(content, dict) or "value" not in content or not isinstance(content.get("meta"), dict):
-        raise RecordingError(f"tap {_tags_in(path)['name']!r}: {path} has no value and meta, so it is no dump of a tap")
+        raise RecordingError(f"tap {_tags_in(path)['name']!r}: {path} is not a dump of a tap: it lacks value or meta")
     return content

@@ -1,13 +1,13 @@
-"""What a recording's folder holds: a folder a rank, with tensors in safetensors files and an index of JSON lines.
+"""The files of a recording: one folder for each rank, with tensors in safetensors files and an index of JSON lines.
 
 ::
 
-    rank-00000/rank.json         which rank of how many, of which side
-    rank-00000/index.jsonl       a line a tap, in order; the last line says that the recording ended
+    rank-00000/rank.json         the side, the rank and the world size
+    rank-00000/index.jsonl       one line for each tap, in order; the last line marks the end of the recording
     rank-00000/000000.safetensors, ...
 
-Each line ends with a checksum of all that stands before it, the header included, so that a line that was changed, moved
-or taken out is noticed where it is.
+Each line ends with a checksum of everything before it, including the header. So a changed, moved or removed line is
+noticed at its place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graftlab.base.world import Side
 
 RANK_FILE, INDEX_FILE = "rank.json", "index.jsonl"
 FORMAT = 2
-# Of the first releases, in whose recordings lines may have no checksum.
+# The format of the first releases, whose lines may lack checksums.
 OLD_FORMAT = 1
 
 
@@ -36,7 +36,7 @@ class RankHeader(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """Where a tensor lies. ``raw`` where it is there as bytes, because the files have no such dtype."""
+    """A tensor's file and key. ``raw`` tensors are stored as bytes, because safetensors lacks their dtype."""
 
     shard: str
     key: str
@@ -47,16 +47,16 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class StoredLayout(msgspec.Struct, frozen=True):
-    """How what a rank holds is made from the whole tensor; ``mesh`` has the sizes where the tap was given them too."""
+    """The layout of a rank's part of the whole tensor; ``mesh`` has the mesh's sizes if the tap gave them."""
 
     text: str
     mesh: list[tuple[str, int]] | None = None
 
 
-class Entry(msgspec.Struct, frozen=True, tag="tap"):
-    """One tap. ``extras`` are plain values, and ``extra_tensors`` those of its extras that are tensors.
+class TapEntry(msgspec.Struct, frozen=True, tag="tap"):
+    """One tap. ``extras`` are its extras that are plain values, ``extra_tensors`` those that are tensors.
 
-    ``lost_extras`` says why some of them are not here.
+    ``lost_extras`` has the reason if some extras could not be recorded.
     """
 
     step: int
@@ -73,33 +73,33 @@ class Entry(msgspec.Struct, frozen=True, tag="tap"):
         return f"tap {self.name!r}{tags} of step {self.step}"
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
-    """The last line: how many taps and steps there are, and what was left out."""
+class IndexEnd(msgspec.Struct, frozen=True, tag="end"):
+    """The last line: the numbers of taps and steps, and what was left out."""
 
     taps: int
     steps: int
     left_out: list[str] = []
 
 
-Line = Entry | End
+IndexLine = TapEntry | IndexEnd
 
 _CHECK = b',"check":'
 
 
-class Chain:
-    """The checksums of an index's lines, one after the other. Begins with the bytes of ``rank.json``."""
+class ChecksumChain:
+    """The running checksum of an index's lines, which begins with the bytes of ``rank.json``."""
 
     def __init__(self, header: bytes) -> None:
         self._check = zlib.crc32(header)
 
-    def sealed(self, line: Line) -> bytes:
-        """The next line, with its checksum."""
+    def sealed(self, line: IndexLine) -> bytes:
+        """Encode the next line with its checksum."""
         text = msgspec.json.encode(line)
         self._check = zlib.crc32(text, self._check)
         return text[:-1] + _CHECK + b"%d}\n" % self._check
 
     def fits(self, text: bytes) -> bool | None:
-        """Whether this is the next line, as it was written; None for one without a checksum, as old ones are."""
+        """Whether this is the next line as it was written; None for a line without a checksum, as in old recordings."""
         before, found, check = text.rpartition(_CHECK)
         if not found or not check[:-1].isdigit():
             return None

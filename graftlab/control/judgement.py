@@ -1,0 +1,467 @@
+"""One verdict in progress: its runs, and the conclusions from them, stage by stage.
+
+After the first run a failure does not lose the results: a failed stage is reported in a sentence, and the stages that
+do not depend on it proceed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pandas as pd
+import torch
+
+from graftlab.base.tap_groups import filter_of, group_of, kind_of, place_in_blame
+from graftlab.control.measured_floors import MeasuredFloors
+from graftlab.control.swaps import OutputTap, Swaps, find_outputs
+from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
+from graftlab.control.verdicts import Verdict
+from graftlab.diffs.rounding import assumed_floor
+from graftlab.errors import GraftError, SessionError
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.activations import activation_hint
+from graftlab.verdict.added import (
+    added_frame,
+    labelled,
+    lonely_filter,
+    named_groups,
+    unread_grafts,
+    unread_grafts_text,
+    unseen_of,
+)
+from graftlab.verdict.causes import Causes, consequences
+from graftlab.verdict.gradient_scaling import gradient_scaling
+from graftlab.verdict.hints import hint_of
+from graftlab.verdict.job_remarks import data_of_jobs
+from graftlab.verdict.model_data import data_rows, differing_data, input_names
+from graftlab.verdict.pair_contradictions import contradicting_pairs
+from graftlab.verdict.unexplained import (
+    AccumulatedFloors,
+    Difference,
+    ReturnedValues,
+    UnexplainedDifferences,
+    differing_taps,
+)
+from graftlab.verdict.wording import Findings, JobRemarks
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the runs of a verdict measured.
+
+    ``compared`` are the rows of a run without grafts, ``grafted`` those of a run in which every tap had the baseline's
+    value, and ``returned`` and ``returned_grafted`` what the functions returned in them; None for jobs. ``outputs`` are
+    the taps at which effects are measured, ``selves`` the results of running the baseline against itself.
+    """
+
+    compared: pd.DataFrame
+    grafted: pd.DataFrame
+    returned: ReturnedValues | None
+    returned_grafted: ReturnedValues | None
+    outputs: Sequence[OutputTap]
+    selves: Sequence[SelfGraft]
+    floors: MeasuredFloors
+    lonely: str | None
+    """A filter for the taps of one side alone, which a swap must not wait for."""
+
+    @property
+    def measured(self) -> pd.DataFrame:
+        """The rows of taps that were grafted and measured."""
+        return self.grafted[self.grafted["status"].isin(MEASURED)]
+
+
+@dataclass
+class Naming:
+    """The named groups, and the measurements of each tap."""
+
+    frame: pd.DataFrame
+    named: list[str]
+    following: list[str]
+    """Groups of gradients that differ because named values do."""
+    scaled: Sequence[str]
+    """Groups of gradients that differ by a factor that is taken back later."""
+    accumulated: AccumulatedFloors
+    differing: list[Difference]
+    """The taps that differ without grafts, by more than rounding adds up to."""
+    given: set[str]
+    """The names of taps that show what the model was given."""
+    inputs: list[str]
+    data: list[str]
+    unseen: list[str]
+    not_repeated: list[str]
+    target_not_repeated: list[str] = field(default_factory=list)
+    job_remarks: JobRemarks | None = None
+
+    @property
+    def clears(self) -> bool:
+        """Whether nothing is named although something could be."""
+        return not (self.named or self.not_repeated)
+
+
+class Judgement:
+    """Makes the runs of one verdict and draws its conclusions."""
+
+    def __init__(self, runs: VerdictRuns) -> None:
+        self.session = runs.session
+        self._runs = runs
+        self._before = runs.before
+        self._threshold = runs.request.threshold
+        self._failed: list[str] = []
+        self._is_abandoned = False
+
+    def verdict(self) -> Verdict:
+        """Make the runs, and return the verdict."""
+        evidence = self._measure()
+        naming = self._name(evidence)
+        if naming.clears or self._explains(naming):
+            # Before nothing is named, the target runs often enough to show whether it differs from itself.
+            naming.target_not_repeated = self._attempt(
+                "the target against itself", self._runs.target_against_itself, []
+            )
+        unexplained = self._unexplained(evidence, naming)
+        causes, remarks = self._causes(evidence, naming)
+        if naming.job_remarks is not None and naming.named:
+            remarks += naming.job_remarks.of_named
+        naming.unseen += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        naming.unseen += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
+        hints: dict[str, str] = {}
+        if causes or (self._explains(naming) and naming.job_remarks is not None):
+            hints = self._attempt("the search for hints", lambda: self._hints(frame, naming.named, evidence.lonely), {})
+        of_functions = naming.job_remarks is None
+        return Verdict(
+            Findings(
+                frame=frame,
+                threshold=self._threshold,
+                target_ranks=self.session.options.target,
+                unseen=naming.unseen,
+                not_repeated=naming.not_repeated if of_functions else (),
+                causes=causes,
+                hints=hints,
+                remarks=remarks,
+                data=naming.data,
+                inputs=naming.inputs,
+                following=naming.following,
+                target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
+                job_remarks=naming.job_remarks,
+                unexplained=unexplained,
+                failed=self._failed,
+            ),
+            self._runs.count,
+        )
+
+    def _attempt(self, what: str, stage: Callable[[], Result], otherwise: Result) -> Result:
+        """Return the stage's result; if it fails, ``otherwise``, and add a sentence to the verdict."""
+        if self._is_abandoned:
+            return otherwise
+        try:
+            return stage()
+        except Exception as error:
+            # An error of another kind is a defect of graftlab: its traceback is needed to report it.
+            level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
+            _log.log(level, "verdict: %s failed", what, exc_info=True)
+            self._is_abandoned = isinstance(error, VerdictAbandoned) or self.session.closed
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            own = isinstance(error, GraftError) and lines
+            reason = lines[0] if own else ": ".join([type(error).__name__, *lines[:1]])
+            self._failed.append(f"{what[0].upper()}{what[1:]} failed, so its results are missing: {reason}")
+            return otherwise
+
+    # ---- the runs that every verdict needs ----------------------------------------------------------------------
+
+    def _measure(self) -> Evidence:
+        compared = self._runs.both("without grafts", RunFilters(compare="True"))
+        returned = self._runs.returned
+        grafted = self._attempt(
+            "the run in which every tap was grafted",
+            lambda: self._runs.both("what each tap adds", RunFilters(b2t="True")),
+            compared.iloc[:0],
+        )
+        returned_grafted = None if self._failed else self._runs.returned
+        measured = grafted[grafted["status"].isin(MEASURED)]
+        outputs = [] if self._failed else find_outputs(measured, self._runs.request.output)
+        selves: list[SelfGraft] = self._attempt(
+            "the baseline against itself",
+            lambda: self._runs.baseline_against_itself(
+                compared[compared["status"].isin(MEASURED)] if self._failed else measured,
+                [output.group for output in outputs],
+            ),
+            [],
+        )
+        return Evidence(
+            compared,
+            grafted,
+            returned,
+            returned_grafted,
+            outputs,
+            selves,
+            MeasuredFloors(selves, self._before),
+            lonely_filter(pd.concat([compared, grafted])),
+        )
+
+    # ---- what is computed differently ---------------------------------------------------------------------------
+
+    def _name(self, evidence: Evidence) -> Naming:
+        compared, grafted, rows, floors = evidence.compared, evidence.grafted, evidence.measured, evidence.floors
+        unseen = _not_in_twin(evidence.selves, self._runs.has_twin)
+        to_be_grafted = self._runs.to_be_grafted(compared if len(grafted) else compared.iloc[:0])
+        unseen += _unseen(compared, to_be_grafted, grafted, evidence.selves)
+        given = {*input_names(compared), *input_names(grafted)}
+        inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
+        not_repeated = floors.not_repeated
+        job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)
+        data = contradicting_pairs(compared, self._before)
+        constant = self._runs.request.constant_floor
+        if job_remarks is not None:
+            constant = job_remarks.constant
+            unseen += job_remarks.unseen
+            data += data_of_jobs(compared, grafted, self._threshold)
+        else:
+            data += differing_data(compared, self._threshold, grafted)
+        if constant is None and not evidence.selves:
+            constant, _ = assumed_floor(compared["dtype"].dropna())
+        frame = added_frame(grafted, floors.of_groups(), compared=compared, constant=constant, own=floors.of_taps())
+        named = named_groups(frame, self._threshold)
+        accumulated = floors.accumulated(constant)
+        differing = [] if not_repeated else differing_taps(compared, accumulated, self._threshold, leave=given)
+        sizes = self.session.options.baseline, self.session.options.target
+        scaling = gradient_scaling(frame, grafted, named, *sizes, self._threshold)
+        if scaling.groups:
+            data.append(scaling.told)
+        following = consequences(frame, [group for group in named if group not in scaling.groups], self._threshold)
+        named = [group for group in named if group not in (*scaling.groups, *following)]
+        return Naming(
+            frame,
+            named,
+            following,
+            scaling.groups,
+            accumulated,
+            differing,
+            given,
+            [*inputs, *scaling.groups],
+            data,
+            unseen,
+            not_repeated,
+            job_remarks=job_remarks,
+        )
+
+    # ---- what differs and nothing explains ----------------------------------------------------------------------
+
+    def _unexplained(self, evidence: Evidence, naming: Naming) -> list[str]:
+        if naming.not_repeated:
+            return []
+        differences = UnexplainedDifferences(
+            evidence.compared,
+            naming.differing,
+            evidence.returned,
+            evidence.returned_grafted,
+            naming.accumulated,
+            self._threshold,
+            naming.given,
+        )
+        said = differences.after_last_tap()
+        if naming.clears:
+            found = [] if naming.data else differences.no_tap_explains()
+            said += found
+            if found and not naming.target_not_repeated and evidence.returned is not None:
+                again = self._attempt(
+                    "another run without grafts",
+                    lambda: self._runs.both("without grafts again", RunFilters(compare="True")),
+                    None,
+                )
+                if again is not None:
+                    said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
+            said += differences.without_partner(evidence.floors.last_tap())
+        return said
+
+    # ---- the cause ----------------------------------------------------------------------------------------------
+
+    def _explains(self, naming: Naming) -> bool:
+        return self._runs.request.explain and bool(naming.named)
+
+    def _causes(self, evidence: Evidence, naming: Naming) -> tuple[dict[str, Causes], list[str]]:
+        """What the named groups do to each output, by the output's group, and remarks on that."""
+        can_swap = not (naming.not_repeated or self._runs.recorded) and bool(evidence.selves)
+        if naming.job_remarks is not None and naming.target_not_repeated:
+            can_swap = False
+        if not (self._explains(naming) and can_swap):
+            return {}, []
+        frame, named = naming.frame, naming.named
+        swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
+        causes: dict[str, Causes] = {}
+        for output in evidence.outputs:
+            rank = place_in_blame(output.group)
+            groups = [
+                g for g in named if _judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.place
+            ]
+            if not groups:
+                continue
+            # The effect of a gradient is measured with the baseline's values, which are computed before it.
+            settled = [*(g for g in named if _judged_at(g) < rank), *naming.following, *naming.scaled]
+            found = self._attempt(
+                f"the search for what moves {output.name}",
+                lambda output=output, groups=groups, settled=settled: swaps.causes(  # type: ignore[misc]
+                    groups, settled, output, self._threshold, by_size=_by_size(frame, groups)
+                ),
+                None,
+            )
+            if found is not None:
+                causes[output.group] = found.with_earlier(
+                    _earlier(frame, output, naming.accumulated, found.limit) if found.agrees else ()
+                )
+        changed: list[str] = self._attempt("a last look at the baseline", self._runs.baseline_changed, [])
+        if changed:
+            # The swaps were measured against a baseline that has changed.
+            return {}, [_changed(changed)]
+        return causes, _not_measured(named, causes, swaps.not_swapped)
+
+    # ---- the mechanism ------------------------------------------------------------------------------------------
+
+    def _hints(self, frame: pd.DataFrame, named: Sequence[str], lonely: str | None) -> dict[str, str]:
+        """What the tensors of each culprit show, at the tap that adds the most."""
+        worst = {}
+        for group in named:
+            rows = frame[frame["group"] == group]
+            if (rows["label"] == "culprit").any():
+                worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
+        before = {group: _taps_before(frame, row) for group, row in worst.items()}
+        shown = [*worst.values(), *(row for rows in before.values() for row in rows)]
+        keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
+        if keep is None:
+            return {}
+        self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=lonely))
+        hints = {}
+        for group, row in worst.items():
+            try:
+                pair = self._pair(row)
+                inputs = {each["name"]: self._pair(each)[0] for each in before[group]}
+            except SessionError as error:
+                hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
+                continue
+            hint = hint_of(*pair) or activation_hint(*pair, inputs)
+            if hint is not None:
+                hints[group] = f"at {row['name']}, {hint}"
+        return hints
+
+    def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        tags = {tag: value for tag, value in row["tags"].items() if value is not None}
+        return self._runs.pair(row["name"], int(row["rank"]), int(row["step"]), tags)
+
+
+def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
+    """The step, and the order in it, at which the group first adds more than rounding."""
+    over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
+    return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
+
+
+def _by_size(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
+    """The groups, those that add the most first."""
+    most = frame[frame["group"].isin(list(groups))].groupby("group")["ratio"].max()
+    return sorted(groups, key=lambda group: -float(most[group]))
+
+
+def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, limit: float) -> list[int]:
+    """The steps in which the output differs without grafts, before the last time that the model computed it."""
+    # The group may contain other layers.
+    is_output = (frame["name"] == output.name) & frame["tags"].map(output.tags.__eq__).astype(bool)
+    floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
+    rows = frame[is_output & (frame["error"] > limit * floor.rel_l2)]
+    return [
+        int(step)
+        for step, order in zip(rows["step"], rows["order"], strict=True)
+        if (int(step), int(order)) != output.place
+    ]
+
+
+def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], not_swapped: Mapping[str, None]) -> list[str]:
+    """Remarks on groups whose effect is unknown."""
+    # An optimizer's update does not affect the output of this step.
+    left = [g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
+    do = "do" if len(left) > 1 else "does"
+    said = [f"What {', '.join(left)} {do} to the output was not measured."] if left else []
+    if not_swapped:
+        taps = ", ".join(list(not_swapped)[:4])
+        said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
+    return said
+
+
+_JUDGED_LAST = place_in_blame("@grad")
+
+
+def _judged_at(group: str) -> int:
+    """The output at which a group's effect is measured, as a place in blame: the last value for inputs."""
+    return max(place_in_blame(group), place_in_blame(""))
+
+
+def _changed(taps: Sequence[str]) -> str:
+    return (
+        f"After its code was swapped the baseline no longer showed the same values at {', '.join(taps[:3])}, "
+        "so the swaps are left out."
+    )
+
+
+# An activation follows its inputs: a gated one has two.
+_INPUTS_SHOWN = 3
+
+
+def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
+    """The rows of values just before this one on its rank."""
+    if kind_of(row["tags"]) is not None:
+        return []
+    beside = (frame["rank"] == row["rank"]) & (frame["step"] == row["step"])
+    values = frame[beside & frame["tags"].map(lambda tags: kind_of(tags) is None)]
+    return [each for _, each in values[values["order"] < row["order"]].tail(_INPUTS_SHOWN).iterrows()]
+
+
+def _unseen(
+    compared: pd.DataFrame, to_be_grafted: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[SelfGraft]
+) -> list[str]:
+    data = data_rows(compared)
+    said = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
+    measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
+    lost = [
+        n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured
+    ]
+    if lost:
+        said.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
+    skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
+    if skipped:
+        said.append(f"{', '.join(skipped[:4])} show no comparable tensor on the baseline.")
+    not_recorded = sum(each.not_recorded for each in selves)
+    if not_recorded:
+        said.append(
+            f"the floor of {not_recorded} taps, which did not fit the ranks' keep_budget; the largest floor of the "
+            "others is used for them (launch with a larger keep_budget)."
+        )
+    return said
+
+
+def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
+    """The taps whose floor lacks the distance of the request's twin, as a sentence."""
+    if not has_twin:
+        return []
+    shown = {added.name for each in selves for added in each.exact}
+    left = [n for n in dict.fromkeys(added.name for each in selves for added in each.added) if n not in shown]
+    if not left:
+        return []
+    if not shown:
+        return ["exact=, which shows none of the baseline's taps: the floor is the same as without it."]
+    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+    return [f"{', '.join(left[:4])}{more} of exact=, which does not show them; their floor is as without it."]
+
+
+def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
+    """Taps that could not be grafted, before a named one: a difference there is inherited by later taps."""
+    over = frame.loc[frame["ratio"] > threshold, "order"]
+    failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
+    if not len(failed):
+        return []
+    groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    return [f"{groups}, where nothing could be grafted: later taps may have inherited their named error from there."]

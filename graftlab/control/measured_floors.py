@@ -1,0 +1,97 @@
+"""The floors of one verdict: what rounding does to the baseline, at each group of taps, at each tap, and in all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import TypeVar
+
+from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.grafting.self_graft import AddedRounding, SelfGraft
+from graftlab.plan.plan import GraftPlan
+from graftlab.verdict.floor import Floor, pool
+from graftlab.verdict.unexplained import AccumulatedFloors
+
+TapName = tuple[str, str | None]
+"""A tap's name, as filters know it, and its kind."""
+Key = TypeVar("Key", str, TapName)
+
+
+class MeasuredFloors:
+    """What the baseline's ranks did to themselves, under the names that ``plan`` gives to their taps."""
+
+    def __init__(self, selves: Sequence[SelfGraft], plan: GraftPlan) -> None:
+        self._selves = selves
+        self._plan = plan
+
+    def paired(self, added: AddedRounding) -> list[str]:
+        """The names of a tap in filters: one for each pair that it is in."""
+        return [pairing.name for pairing in self._plan.pairings("baseline", added.name, own_tags(added.tags))]
+
+    @property
+    def added(self) -> list[AddedRounding]:
+        """What rounding added at every tap of every rank."""
+        return list(chain.from_iterable(each.added for each in self._selves))
+
+    @property
+    def not_repeated(self) -> list[str]:
+        """The taps at which the baseline does not repeat itself."""
+        return list(dict.fromkeys(tap for each in self._selves for tap in each.not_repeated))
+
+    def of_groups(self) -> dict[str, Floor]:
+        """The floor of each group: what rounding adds at its taps."""
+        return self._pooled(
+            self.added,
+            chain.from_iterable(each.exact for each in self._selves),
+            lambda name, added: group_of(name, added.tags),
+        )
+
+    def of_taps(self) -> dict[TapName, Floor]:
+        """The floor of each tap: what rounding adds there."""
+        return self._pooled(self.added, chain.from_iterable(each.exact for each in self._selves), _tap_name)
+
+    def accumulated(self, constant: float | None) -> AccumulatedFloors:
+        """What rounding adds up to at each tap and in each returned value; ``constant`` replaces them all."""
+        returned: dict[str, float] = {}
+        for each in self._selves:
+            for path, rel_l2 in each.returned.items():
+                returned[path] = max(returned.get(path, 0.0), rel_l2)
+        outputs = chain.from_iterable(each.outputs for each in self._selves)
+        distances = chain.from_iterable(each.exact_outputs for each in self._selves)
+        return AccumulatedFloors(self._pooled(outputs, distances, _tap_name), returned, constant)
+
+    def of_output(self, group: str) -> Floor:
+        """What rounding adds up to at a group of taps that is an output."""
+        rows = (row for each in self._selves for row in each.outputs if group in self.groups(row))
+        return self._pooled(rows, (), lambda name, added: group_of(name, added.tags)).get(group, Floor(0.0, 0.0))
+
+    def groups(self, added: AddedRounding) -> list[str]:
+        """The groups that a tap is in."""
+        return [group_of(name, added.tags) for name in self.paired(added)]
+
+    def last_tap(self) -> str | None:
+        """The last tap of the baseline's forward pass, as filters know it; None where no tap was recorded."""
+        values = [added for each in self._selves[:1] for added in each.outputs if kind_of(added.tags) is None]
+        return self.paired(values[-1])[0] if values else None
+
+    def _pooled(
+        self,
+        moved: Iterable[AddedRounding],
+        exact: Iterable[AddedRounding],
+        key: Callable[[str, AddedRounding], Key],
+    ) -> dict[Key, Floor]:
+        """Floors by key; ``exact`` are distances of the baseline in higher precision, which add to them."""
+        floors, distances = (
+            pool(
+                (key(name, each), each.rel_l2, each.rel_max, each.squares)
+                for each in rows
+                for name in self.paired(each)
+            )
+            for rows in (moved, exact)
+        )
+        return {each: f.with_distance(distances[each]) if each in distances else f for each, f in floors.items()}
+
+
+def _tap_name(name: str, added: AddedRounding) -> TapName:
+    return name, kind_of(added.tags)

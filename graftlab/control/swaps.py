@@ -1,0 +1,167 @@
+"""Swaps: runs in which some groups of taps are computed by the target's code and all others by the baseline's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.control.measured_floors import MeasuredFloors, TapName
+from graftlab.control.verdict_runs import RunFilters, VerdictRuns
+from graftlab.diffs.rounding import roundoff
+from graftlab.errors import SessionError
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.verdict.added import coarser_dtype, records, times
+from graftlab.verdict.causes import MOST_SWAPS, Causes, Order, OutputFloor, deadlocking_taps, distance, find_causes
+
+
+@dataclass(frozen=True)
+class OutputTap:
+    """The tap at which effects are measured. ``place`` is its step, from the run's first, and its order in it."""
+
+    name: str
+    group: str
+    dtype: str
+    tags: dict[str, Any]
+    place: tuple[int, int]
+
+
+def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
+    """The last value and the last gradient among the measured rows of one run; ``name`` chooses the value's tap.
+
+    Raises :class:`SessionError` where no tap of that name was measured.
+    """
+    zero = int(rows["step"].min()) if len(rows) else 0
+    found = []
+    for kind in (None, "grad"):
+        chosen = rows[[kind_of(tags) == kind for tags in rows["tags"]]] if len(rows) else rows
+        if name is not None and kind is None:
+            chosen = chosen[chosen["name"] == name]
+            if not len(chosen):
+                known = ", ".join(list(dict.fromkeys(rows["name"]))[-5:])
+                raise SessionError(
+                    f"verdict: no tap named {name!r} was measured, so it cannot be the output; the last taps "
+                    f"are {known}"
+                )
+        elif len(chosen):
+            # A token hides the logits that it was chosen by: most mistakes in them leave it.
+            rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
+            chosen = rounded if len(rounded) else chosen
+        if len(chosen):
+            row = records(chosen.sort_values(["step", "order"]).tail(1))[0]
+            found.append(
+                OutputTap(
+                    row["name"],
+                    group_of(row["name"], row["tags"]),
+                    coarser_dtype(row),
+                    own_tags(row["tags"]),
+                    (int(row["step"]) - zero, int(row["order"])),
+                )
+            )
+    return found
+
+
+class Swaps:
+    """Measures what groups do to an output. ``rows`` are those measured with every tap grafted, ``lonely`` a filter for
+    the taps that one side alone has.
+    """
+
+    def __init__(
+        self,
+        runs: VerdictRuns,
+        rows: pd.DataFrame,
+        selves: Sequence[SelfGraft],
+        floors: MeasuredFloors,
+        lonely: str | None,
+    ) -> None:
+        self._runs = runs
+        self._rows = rows
+        self._selves = selves
+        self._floors = floors
+        self._lonely = lonely
+        self._names = self._names_by_group()
+        self._left = MOST_SWAPS
+        self.not_swapped: dict[str, None] = {}
+        """The taps at which each side waited for the other."""
+
+    def causes(
+        self,
+        groups: Sequence[str],
+        settled: Sequence[str],
+        output: OutputTap,
+        threshold: float,
+        *,
+        by_size: Sequence[str] = (),
+    ) -> Causes:
+        """Find what each of the groups does to the output. All ``settled`` groups have the baseline's code."""
+        floor = self._floors.of_output(output.group).at_least(roundoff(output.dtype)).rel_l2
+        recorded = [each.last.get(output.group) for each in self._selves]
+        # The baseline's own name for it: the pair is kept there.
+        name = [row.name for row in self._selves[0].outputs if output.group in self._floors.groups(row)][-1]
+        at_output = filter_of(sorted(self._names[output.group], key=str))
+        later = f"kind in {_computed_after(output.group)!r}"
+        orders, known = self._orders(), set(self._rows["name"])
+
+        def effect(kept: frozenset[str]) -> float:
+            self._left -= 1
+            taken = {name for group in (*settled, *groups) if group not in kept for name in self._names[group]}
+            # What is computed after the output is for the next step, which begins from the baseline's state.
+            from_baseline = " or ".join(filter(None, (filter_of(sorted(taken, key=str)), later)))
+            # The output's pair is kept on the baseline's ranks, whole or in its shards.
+            b2t = f"({from_baseline}) and not ({at_output})"
+            t2b = f"not ({from_baseline}) or ({at_output})"
+            held = filter_of(sorted(deadlocking_taps(taken, *orders) - self._names[output.group], key=str))
+            if held is not None:
+                b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
+            why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
+            frame = self._runs.both(why, RunFilters(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely))
+            waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
+            if len(waited):
+                self.not_swapped.update(dict.fromkeys(waited["name"]))
+                return math.nan
+            # Before the output tap both sides hold one state, so each side's value is that side's code's.
+            side = 0 if output.group in groups and output.group not in kept else 1
+            return times(self._distance(recorded, name, output, side), floor)
+
+        limits = OutputFloor(floor, roundoff(output.dtype), threshold)
+        return find_causes(groups, effect, limits, most=max(2, self._left), by_size=by_size)
+
+    def _names_by_group(self) -> dict[str, set[TapName]]:
+        """The names of each group's taps on either side, as filters know them."""
+        names: dict[str, set[TapName]] = {}
+        for name, tags in zip(self._rows["name"], self._rows["tags"], strict=True):
+            names.setdefault(group_of(name, tags), set()).add((name, kind_of(tags)))
+        for added in self._floors.added:
+            for name in self._floors.paired(added):
+                names.setdefault(group_of(name, added.tags), set()).add((name, kind_of(added.tags)))
+        return names
+
+    def _orders(self) -> tuple[Order, Order]:
+        """When the baseline, and when the target, first reaches each tap."""
+        ours: Order = {}
+        for place, added in enumerate(self._selves[0].added):
+            for name in self._floors.paired(added):
+                ours.setdefault((name, kind_of(added.tags)), place)
+        theirs: Order = {}
+        for name, tags, place in zip(self._rows["name"], self._rows["tags"], self._rows["order"], strict=True):
+            theirs[name, kind_of(tags)] = min(theirs.get((name, kind_of(tags)), place), place)
+        return ours, theirs
+
+    def _distance(self, recorded: Sequence[torch.Tensor | None], name: str, output: OutputTap, side: int) -> float:
+        """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
+        kind = kind_of_group(output.group)
+        tags = {"kind": kind} if kind else {}
+        step, _ = output.place
+        pairs = [(record, self._runs.pair(name, rank, step, tags)[side]) for rank, record in enumerate(recorded)]
+        return distance(pairs)
+
+
+def _computed_after(group: str) -> tuple[str, ...]:
+    """The kinds of taps that a step reaches when it has computed values, or gradients, like those of this group."""
+    return tuple(kind for kind in KINDS if place_in_blame(f"@{kind}") > place_in_blame(group))
