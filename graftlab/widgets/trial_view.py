@@ -54,7 +54,7 @@ def summary(error: str) -> str:
 
 def trial_html(trial: Trial) -> str:
     """The result of a trial: where it ran, its inputs and output, the difference before and after, its prints."""
-    parts = [_verdict(trial)]
+    parts = [_outcome(trial)]
     if trial.note is not None:
         parts.append(f'<div class="note">{html.escape(trial.note)}</div>')
     if trial.target is not None:
@@ -68,7 +68,7 @@ def trial_html(trial: Trial) -> str:
     return f'<div class="graftlab-trial">{"".join(parts)}</div>'
 
 
-def _verdict(trial: Trial) -> str:
+def _outcome(trial: Trial) -> str:
     where = f" on <b>{html.escape(_place(trial))}</b>" if trial.tags else ""
     if trial.error is not None:
         what = html.escape(summary(trial.error))
@@ -130,22 +130,22 @@ def _change(before: float | None, after: float | None) -> str:
     return "↓ smaller" if after < before else "↑ larger" if after > before else ""
 
 
-def in_force(version: Version, applied: bool, plan: GraftPlan) -> str:
+def in_force_html(version: Version, applied: bool, plan: GraftPlan) -> str:
     """The transform in force, where it applies, and whether the editor has an unpublished draft."""
-    where = ", ".join(where_of(spec, plan) for spec in each_of(version.spec))
+    where = ", ".join(where_text(spec, plan) for spec in each_of(version.spec))
     what = f"In force: <b>{html.escape(label_of(version.spec))}</b>, since plan {version.plan}"
     what += f" · {html.escape(where)}" if where else ""
     return what if applied else f'{what} · <span class="unapplied">● edited, not applied</span>'
 
 
-def where_of(spec: TransformSpec, plan: GraftPlan) -> str:
+def where_text(spec: TransformSpec, plan: GraftPlan) -> str:
     """The taps that a transform applies to, in words."""
     if spec.where is not None:
         return f"where {spec.where}"
     return "where the plan grafts" + (" (nowhere)" if plan.grafts_nothing else "")
 
 
-def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
+def failure_warning(plan: GraftPlan, rows: Sequence[Row]) -> str:
     """A warning if the transform in force fails, by the newest row of each tap and rank; empty otherwise."""
     of_plan = [row for row in rows if row.plan_version == plan.version]
     failed = [row for row in of_plan if row.status == "failed"]
@@ -160,7 +160,7 @@ def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
     )
 
 
-def busy(what: str, waiting: int) -> str:
+def progress_html(what: str, waiting: int) -> str:
     more = f" ({waiting} waiting)" if waiting else ""
     return f'<span role="status"><span class="spinner"></span>{html.escape(what)}{more}</span>'
 

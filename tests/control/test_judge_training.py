@@ -91,7 +91,7 @@ def first_line(verdict: Any) -> str:
     return str(verdict.text.split("\n")[0])
 
 
-def test_training_that_agrees_is_said_to_agree(session: gl.Session) -> None:
+def test_training_that_agrees_is_reported_to_agree(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("",))
     assert verdict.named == []
     assert first_line(verdict).startswith("No tap adds more than rounding (")
@@ -110,7 +110,7 @@ def test_training_that_agrees_is_said_to_agree(session: gl.Session) -> None:
         ("decays the norm", "The optimizer's settings already differ: optimizer.weight_decay (rel_l2 ", None),
     ],
 )
-def test_what_both_sides_were_given_otherwise_is_said_first(
+def test_differing_inputs_are_reported_first(
     session: gl.Session, fault: str, first: str, named: list[str] | None
 ) -> None:
     verdict = session.verdict(train, train, args=(fault,))
@@ -138,7 +138,7 @@ def test_blame_goes_to_what_is_computed_first(session: gl.Session, fault: str, n
     assert all(verdict.labels[each] == "culprit" for each in named)
 
 
-def test_the_backward_of_code_that_is_other_is_no_second_culprit(session: gl.Session) -> None:
+def test_the_backward_of_differing_code_is_no_second_culprit(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("tanh",))
     assert verdict.named == ["layers.*.up"]
     assert verdict.labels["layers.*.norm@grad"] == "inherited"
@@ -146,7 +146,7 @@ def test_the_backward_of_code_that_is_other_is_no_second_culprit(session: gl.Ses
     assert "With the baseline's layers.*.up the output agrees (" in verdict.text
 
 
-def test_a_recomputed_forward_is_told_and_names_nobody(session: gl.Session) -> None:
+def test_a_recomputed_forward_is_reported_and_names_no_group(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("checkpointed",))
     assert verdict.named == [], verdict.text
     assert "recompute" in verdict.text

@@ -39,7 +39,7 @@ def rank() -> int:
 
 
 @pytest.mark.parametrize("control", ["tensor_parallel", "tensor_parallel_backward"])
-def test_a_right_split_agrees_and_its_shards_are_told(session: gl.Session, control: str) -> None:
+def test_a_correct_split_agrees_and_its_shards_are_reported(session: gl.Session, control: str) -> None:
     check = session.check(target=run_specimen, args=("control", control))
     assert check.found == [], check.text
     assert "The 2 ranks agree where they hold copies (" in check.text
@@ -73,7 +73,7 @@ def test_a_sum_that_every_layer_forgets_is_found_by_what_it_is_added_to(session:
     assert "All of that difference is in layers.0.attn, whose values differ on each rank: a partial" in check.text
 
 
-def test_one_ranks_other_arithmetic_is_found(session: gl.Session) -> None:
+def test_differing_arithmetic_on_one_rank_is_found(session: gl.Session) -> None:
     check = session.check(target=run_specimen, args=("fault", "one_ranks_eps"))
     assert check.found[0] == "layers.*.norm1"
     frame = check.frame
@@ -96,13 +96,13 @@ def data_parallel(shifted: float = 0.0) -> None:
     gl.tap("out", h + 1)
 
 
-def test_inputs_that_differ_are_said_first_and_what_follows_is_not_judged(session: gl.Session) -> None:
+def test_differing_inputs_come_first_and_later_taps_are_not_judged(session: gl.Session) -> None:
     check = session.check(target=data_parallel)
     assert check.text.startswith("The ranks' inputs differ: tokens. Under data parallelism they must;")
     assert check.found == []
 
 
-def test_weights_are_judged_all_the_same(session: gl.Session) -> None:
+def test_weights_are_checked_despite_differing_inputs(session: gl.Session) -> None:
     check = session.check(target=data_parallel, args=(0.01,))
     assert check.found == ["norm@param"]
     assert "the update of" not in check.text
@@ -114,7 +114,7 @@ def shifted_hidden() -> None:
     gl.tap("near", torch.linspace(1, 2, 64) + 0.01 * rank())
 
 
-def test_what_the_user_says_of_layouts_counts(session: gl.Session) -> None:
+def test_declared_layouts_take_precedence(session: gl.Session) -> None:
     inferred = session.check(target=shifted_hidden)
     assert inferred.found == ["near"]
     assert "a difference may be intended. State with layouts= what each rank holds." in inferred.text
@@ -136,7 +136,7 @@ def dtensors(spoiled: bool) -> None:
     gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [RankShard(0)]))
 
 
-def test_a_dtensors_placements_say_what_is_a_copy(session: gl.Session) -> None:
+def test_a_dtensors_placements_determine_its_copies(session: gl.Session) -> None:
     assert session.check(target=dtensors, args=(False,)).found == []
     check = session.check(target=dtensors, args=(True,))
     assert check.found == ["replica"]
@@ -205,7 +205,7 @@ def says_it_itself(spoiled: bool) -> None:
     gl.tap("x", own, layout=layout)
 
 
-def test_what_a_tap_says_of_its_layout_counts(four: gl.Session) -> None:
+def test_a_layout_declared_at_the_tap_is_used(four: gl.Session) -> None:
     assert four.check(target=says_it_itself, args=(False,)).found == []
     check = four.check(target=says_it_itself, args=(True,))
     assert check.found == ["x"]
@@ -255,7 +255,7 @@ def uneven() -> None:
         gl.tap("text", "no tensor")
 
 
-def test_taps_that_not_every_rank_reaches_are_said_first(session: gl.Session) -> None:
+def test_taps_that_some_ranks_do_not_reach_are_reported_first(session: gl.Session) -> None:
     text = session.check(target=uneven).text
     assert text.startswith("Not checked: text show no tensor to compare.\nNot checked, because some ranks")
     assert "only there (on rank 1 only)" in text
@@ -283,11 +283,11 @@ def test_one_rank_and_two_sides_are_refused(session: gl.Session) -> None:
         session.check(baseline=uneven, target=uneven)
 
 
-def test_no_taps_are_no_agreement(session: gl.Session) -> None:
+def test_a_check_without_taps_is_no_agreement(session: gl.Session) -> None:
     assert session.check(target=rank).text.startswith("Nothing was compared")
 
 
-def test_a_check_shows_itself(session: gl.Session) -> None:
+def test_a_check_has_text_and_html(session: gl.Session) -> None:
     check = session.check(target=shifted_hidden)
     shown = check._repr_mimebundle_()
     assert shown["text/plain"].startswith("<ReplicaCheck of 2 ranks: near>\nnear should be equal")

@@ -21,7 +21,7 @@ def test_a_job_with_a_newer_plan_of_its_own_takes_the_sessions_for_newer() -> No
     mine = gl.GraftPlan(b2t="layer == 0").edit(keep="layer == 0")
     jobs, plans = joined_under(mine)
     # Its notebook went away, and it compares nothing since.
-    jobs.outrank(mine.edit(b2t=None, keep=None, compare="name == 'x'"))
+    jobs.supersede(mine.edit(b2t=None, keep=None, compare="name == 'x'"))
     assert (plans.newest.b2t, plans.newest.keep, plans.newest.version) == ("layer == 0", "layer == 0", 3)
 
 
@@ -29,5 +29,5 @@ def test_jobs_with_the_same_plan_or_an_older_one_change_nothing() -> None:
     mine = gl.GraftPlan(b2t="layer == 0").edit(keep="layer == 0")
     jobs, plans = joined_under(mine)
     for theirs in (mine, gl.GraftPlan(compare="name == 'x'")):
-        jobs.outrank(theirs)
+        jobs.supersede(theirs)
     assert plans.all() == [mine]

@@ -33,14 +33,14 @@ class Runs:
         self.count = 0
         self.remarks: list[str] = []
 
-    def assemble(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
+    def begin_run(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
         info = RunInfo(self.count, 100, (0, 1, 2), generations, 100 if base is None else base)
         self.count += 1
         return info, GraftPlan()
 
     def note_moved(self, rank: AttachedRankHandle) -> None: ...
 
-    def tell_plan(self, rank: AttachedRankHandle) -> None: ...
+    def send_plan(self, rank: AttachedRankHandle) -> None: ...
 
     def remark(self, text: str) -> None:
         self.remarks.append(text)

@@ -56,7 +56,7 @@ def test_a_bar_grows_with_the_logarithm_and_a_nan_is_no_number() -> None:
     assert "not finite (3)" in markup
 
 
-def test_of_many_rows_the_worst_are_shown_in_execution_order_and_that_is_said() -> None:
+def test_the_worst_of_many_rows_are_shown_in_execution_order() -> None:
     frame = to_frame([row(order, 0.5 if order % 3 == 0 else 1e-8) for order in range(50)])
     _, *lines = table(frame)
     assert [int(line[0]) for line in lines[:3]] == [0, 1, 2]
