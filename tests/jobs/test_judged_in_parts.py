@@ -78,7 +78,7 @@ def test_a_verdict_names_the_faulty_rank_and_ranks_that_end_meanwhile(
     before = session.plan
     verdict, over = one_and_two.over()
     assert (verdict.named, over) == ([], set())
-    assert "Of what was looked at, nothing adds more than rounding (4 groups of taps" in verdict.text
+    assert "Nothing that was checked adds more than rounding (4 groups of taps" in verdict.text
 
     one_and_two.plant("act@1")
     verdict, over = one_and_two.over(steps=2)
