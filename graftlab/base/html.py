@@ -52,7 +52,7 @@ def marked_up(markup: str) -> str:
 
 
 def rest_of(count: int, of: str, see: str) -> list[str]:
-    """The line below a table of which ``count`` lines are left out: none, or how many and where they are."""
+    """Return the last row of a shortened table: how many rows it omits, and where to see them; empty for none."""
     if count <= 0:
         return []
     text = f"and {count:,} {of} more: <code>{html.escape(see)}</code>"
