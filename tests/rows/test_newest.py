@@ -38,7 +38,7 @@ class CountingStore(RowStore):
     limit=st.integers(1, 20),
     parse_between=st.booleans(),
 )
-def test_every_tap_comes_to_show_its_newest_row_however_few_are_read_a_look(
+def test_each_look_is_bounded_and_every_tap_ends_with_its_newest_row(
     batches: list[list[int]], limit: int, parse_between: bool
 ) -> None:
     with TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def test_the_newest_rows_come_first_so_that_a_flood_cannot_hide_them(tmp_path: P
     store.close()
 
 
-def test_ranks_of_one_tap_are_kept_apart(tmp_path: Path) -> None:
+def test_each_rank_of_a_tap_has_its_own_newest_row(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(0, 0, rank)) for rank in range(3)])
     assert [found.rank for found in LiveTaps(store).look()] == [0, 1, 2]
