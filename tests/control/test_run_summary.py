@@ -39,7 +39,7 @@ def test_the_summary_begins_with_nans_on_one_side(session: gl.Session) -> None:
     text = shown(run)
     assert "4 compared" in text
     told = text.index("first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite")
-    assert told < text.index("what is finite is equal")
+    assert told < text.index("all finite values are equal")
 
 
 def test_the_summary_reports_that_all_rows_are_equal(session: gl.Session) -> None:
