@@ -49,7 +49,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
+def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     tmp_path: Path, stop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, jobs = listened(tmp_path / "run", stop, "repeats.py")
@@ -119,7 +119,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     again.close()
 
 
-def test_of_jobs_that_train_what_is_named_goes_with_the_floor_that_was_used(tmp_path: Path, stop: Path) -> None:
+def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop: Path) -> None:
     session, jobs = listened(tmp_path / "run", stop, "trains.py")
     verdict = session.verdict()
     first = verdict.text.splitlines()[0]
