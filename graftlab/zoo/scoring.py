@@ -40,7 +40,7 @@ class Scored:
     @property
     def blamed(self) -> set[str]:
         """Named, and not said to cancel."""
-        return {group for group, label in self.labels.items() if label != "cancels"}
+        return {group for group, label in self.labels.items() if label not in ("cancels", "rounds differently")}
 
     @property
     def exact(self) -> bool:
