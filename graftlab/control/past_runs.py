@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
@@ -16,7 +15,7 @@ import pandas as pd
 
 from graftlab.control.run_folder import description_of, home
 from graftlab.errors import SessionError
-from graftlab.rows.loading import ROWS_FILE
+from graftlab.rows.log import ROWS_FILE, lock
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def find_runs(where: Path) -> list[PastRun]:
         if path.is_dir() and not path.is_symlink() and rows.is_file() and (path / "logs").is_dir():
             try:
                 sizes = [file.lstat().st_size for file in path.rglob("*")]
-                of_rows = sum(file.stat().st_size for file in path.glob("rows.*"))
+                of_rows = sum(file.stat().st_size for file in path.glob("rows[.-]*"))
                 found.append(PastRun(path, _started(path), sum(sizes), of_rows, _is_open(rows)))
             except FileNotFoundError:  # another launch removes it
                 continue
@@ -127,11 +126,10 @@ def _started(path: Path) -> float:
 
 
 def _is_open(rows: Path) -> bool:
-    with open(rows, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    try:
+        lock(rows).close()
+    except BlockingIOError:
+        return True
     return False
 
 
@@ -140,9 +138,8 @@ def _remove(run: PastRun) -> bool:
     try:
         if time.time() - rows.stat().st_mtime < _NEW:
             return False
-        with open(rows, "rb") as file:
-            # Held until the folder is removed, so that no session can begin in it.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Locked until the folder is removed, so that no session can begin in it.
+        with lock(rows):
             shutil.rmtree(run.folder)
     except OSError as error:
         if not isinstance(error, (BlockingIOError, FileNotFoundError)):

@@ -39,7 +39,7 @@ class Heartbeat:
         reported: object = None
         before: object = None
         while not self._is_over():
-            # Details first: a wait that the page shows then began after everything counted in them had arrived.
+            # Details first: a wait that the page then shows has outlasted the arrival of everything they count.
             details = self._details()
             try:
                 status = self._page.read()

@@ -30,10 +30,10 @@ from graftlab.exchange.pinned import PinnedMemory
 _RELEASE_COUNT = 64
 _RELEASE_BYTES = 2 << 20
 _RELEASE_SHARE = 8
-# Seconds between two looks of a waiting rank whether the GPU has finished reading, so that tensors can be released.
+# How often, in seconds, a waiting rank checks whether the GPU has finished reading, so that it can release tensors.
 _READ_POLL = 0.001
-# Seconds until a waiting rank first looks whether a peer waits for it in turn, and the longest pause between two looks.
-_FIRST_LOOK, _LAST_LOOK = 0.01, 0.5
+# Seconds until a waiting rank first checks whether a peer waits for it in turn, and the longest pause between checks.
+_FIRST_CHECK, _LAST_CHECK = 0.01, 0.5
 # Bounds the memory for taps that never repeat.
 _SEEN_LIMIT = 100_000
 
@@ -46,7 +46,7 @@ class Receiver:
     Two ranks may wait for each other, each for a tap that the other reaches later. Then one of them yields, that is,
     ends its wait, and the other keeps waiting. The one that yields is the rank that waits for a tap that the other side
     has never reached; if that does not decide, the higher world rank. A peer's status page alone does not prove that
-    its wait is vain, because this rank's answer may be in transit. So the peer is asked, and it replies only after it
+    its wait is futile, because this rank's answer may be in transit. So the peer is asked, and it replies only after it
     has read all earlier frames.
     """
 
@@ -147,7 +147,7 @@ class Receiver:
             window = self._reader.window(peer.world_rank, location, nbytes, dtype, shape, alive=not peer.gone)
         except Exception as error:
             # This tensor is lost; the sender has to send later ones through the host's memory.
-            self._answer(peer, str(error))
+            self._reply(peer, str(error))
             raise
         return window if near is None else window.to(near.device)
 
@@ -183,7 +183,7 @@ class Receiver:
         peers = self._peers
         for peer in peers.others:
             self._send_releases(peer)
-        pause = _FIRST_LOOK
+        pause = _FIRST_CHECK
         self._wait_number += 1
         number = self._wait_number
         self._awaited[number] = key
@@ -198,7 +198,7 @@ class Receiver:
                     look = min(remaining, pause)
                     if not peers.look(min(look, _READ_POLL) if self._reader.reading else look):
                         self._query_mutual_waits(number, key)
-                        pause = min(2 * pause, _LAST_LOOK)
+                        pause = min(2 * pause, _LAST_CHECK)
             return {}, False
         finally:
             del self._awaited[number]
@@ -280,8 +280,8 @@ class Receiver:
     # ---- memory of the senders' GPUs ----------------------------------------------------------------------------
 
     def on_chunk(self, peer: Peer, frame: ChunkFrame) -> None:
-        self._answer(peer, self._reader.open(peer.world_rank, frame.chunk, frame.handle))
+        self._reply(peer, self._reader.open(peer.world_rank, frame.chunk, frame.handle))
 
-    def _answer(self, peer: Peer, failure: str | None) -> None:
+    def _reply(self, peer: Peer, failure: str | None) -> None:
         # CUDA's message may quote a path that is not valid Unicode.
         peer.send(ChunkReplyFrame(failure and failure.encode("utf-8", "replace").decode()))

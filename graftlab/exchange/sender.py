@@ -33,11 +33,11 @@ from graftlab.exchange.tcp import TcpChannel
 
 logger = logging.getLogger(__name__)
 
-# After this many tensors in transit, or bytes sent since the last look, look for releases: released memory is still in
-# the processor's cache.
-_LOOK_COUNT = 256
-_LOOK_BYTES = 1 << 20
-# Seconds between two looks of a sender without room whether a receiver waits for it.
+# With more tensors in transit, or more bytes sent since the last check, the sender checks for releases: released memory
+# is still in the processor's cache.
+_CHECK_COUNT = 256
+_CHECK_BYTES = 1 << 20
+# How often, in seconds, a sender without room checks whether a receiver waits for it.
 _ROOM_POLL = 0.02
 # Bounds the memory for taps that never repeat.
 _REPORTED_LIMIT = 100_000
@@ -113,7 +113,7 @@ class Sender(Generic[Memo]):
         self._pinned = PinnedStaging(pinned)
         self._outgoing: dict[int, _OutgoingTensor[Memo]] = {}
         self._last_id = 0
-        self._sent_since_look = 0
+        self._sent_since_check = 0
         self._unmatched: list[Memo] = []
         self._has_warned = False
         # Names and tags of taps that were reported to receivers that had ended the step.
@@ -133,13 +133,13 @@ class Sender(Generic[Memo]):
         packed = None if extras is None else self._pack_extras(key, extras)
         on_host = tensor.is_cpu
         nbytes = tensor.nbytes
-        self._sent_since_look += nbytes
+        self._sent_since_check += nbytes
         if (
-            self._sent_since_look > _LOOK_BYTES
-            or len(self._outgoing) > _LOOK_COUNT
+            self._sent_since_check > _CHECK_BYTES
+            or len(self._outgoing) > _CHECK_COUNT
             or (not on_host and self._device.awaits_replies)
         ):
-            self._sent_since_look = 0
+            self._sent_since_check = 0
             self._peers.pump(0)
         if nbytes and self._is_full_for(nbytes):
             self._make_room(key, nbytes)
@@ -177,8 +177,8 @@ class Sender(Generic[Memo]):
         """
         if not tensor.is_cpu:
             if not remote:
-                if (there := self._device.put(tensor, nbytes, receivers)) is not None:
-                    return self._device, there
+                if (placed := self._device.put(tensor, nbytes, receivers)) is not None:
+                    return self._device, placed
             elif self._gpu.takes(tensor):
                 if remote == len(receivers):
                     return self._pinned, self._pinned.put(tensor, nbytes, receivers)

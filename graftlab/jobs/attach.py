@@ -1,4 +1,4 @@
-"""``attach``, and joining by itself at the first tap."""
+"""``attach``, and joining automatically at the first tap."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.taps import calls
 
 _joining = threading.Lock()
-_member: AttachedRank | None = None
+_rank: AttachedRank | None = None
 
 
 def attach(config: GraftConfig | None = None) -> bool:
-    """Join the graft world that the config (default: the environment) names; returns whether this process is in it.
+    """Join the graft world that the config (default: the environment) names; return whether this process has joined.
 
-    Waits until every rank of both sides has joined, at most ``timeout`` seconds. Where they have not, or joining fails
-    in another way, one :class:`GraftWarning` says so and the job goes on without graftlab: its taps do nothing.
-    Call it on every rank of the job, after its process group is set up where it has one. What the job does from now on
-    is one run of the session; its part ends with the process.
+    Waits until every rank of both sides has joined, at most ``timeout`` seconds. If some have not, or joining fails
+    otherwise, one :class:`GraftWarning` gives the reason and the job continues without graftlab: its taps do nothing.
+    Call it on every rank of the job, after its process group is set up if it has one. Everything the job does from now
+    on is one run of the session; its part ends with the process.
 
     Raises :class:`ConfigError` for settings that cannot be used or do not fit the job, or the other side, and
     :class:`SessionError` in a process that is a rank already.
@@ -35,29 +35,29 @@ def attach(config: GraftConfig | None = None) -> bool:
     Traceback (most recent call last):
     graftlab.errors.ConfigError: target_world_size (GRAFTLAB_TARGET_WORLD_SIZE) is 2, and this job has 1 process...
     """
-    global _member
+    global _rank
     with _joining:
         if active.grafter() is not None:
             raise SessionError("this process is a rank already; gl.here() says which")
         forget_first_tap()
         config = GraftConfig.from_env() if config is None else config
         try:
-            member = AttachedRank(config)
-            member.begin()
+            rank = AttachedRank(config)
+            rank.begin()
         except ConfigError:
             raise
         except (GraftError, OSError, EOFError) as error:
-            warn(f"graftlab could not join, and the job goes on without it: {error}")
+            warn(f"graftlab could not join, and the job continues without it: {error}")
             return False
-        _member = member
+        _rank = rank
         return True
 
 
 class FirstTap:
-    """In place of a grafter until the first tap or step of a job that the environment asks to join."""
+    """Stands in for the grafter until the first tap or step of a job that the environment asks to join."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        handler = _join_by_itself()
+        handler = _join_automatically()
         return value if handler is None else handler.tap(name, value, extras, tags, replace)
 
     @property
@@ -65,15 +65,15 @@ class FirstTap:
         return object()
 
     def step(self) -> None:
-        handler = _join_by_itself()
+        handler = _join_automatically()
         if handler is not None:
             handler.step()
 
 
 def arm() -> None:
-    """Join at the first tap or step of this process; one that ends before that says so."""
+    """Join at the first tap or step of this process; warn if it ends before that."""
     active.install_handler(FirstTap(), None)
-    atexit.register(_tell_at_exit, os.getpid())
+    atexit.register(_warn_at_exit, os.getpid())
 
 
 def is_armed() -> bool:
@@ -82,32 +82,32 @@ def is_armed() -> bool:
 
 
 def forget_first_tap() -> None:
-    """Join by itself no more."""
+    """Stop joining automatically."""
     if is_armed():
         calls.deactivate()
 
 
-def tell_never_joined(what: str) -> None:
-    """Warn where ``what`` is over, and was to join by itself and has not."""
+def warn_never_joined(what: str) -> None:
+    """Warn that ``what`` has ended without joining, if it was to join automatically."""
     if is_armed():
         forget_first_tap()
         warn(
-            f"{what} ended before it came to a tap or gl.step(), so it never joined, and others may have waited for "
-            f"it. Put gl.tap or gl.watch into its code, or set GRAFTLAB_WATCH=True, which taps the modules of the "
+            f"{what} ended before it reached a tap or gl.step(), so it never joined, and other ranks may have waited "
+            f"for it. Put gl.tap or gl.watch into its code, or set GRAFTLAB_WATCH=True, which taps the modules of the "
             f"first model that it calls"
         )
 
 
-def _tell_at_exit(process: int) -> None:
-    # A worker of a data loader, say, has the environment too, and nothing to join for.
+def _warn_at_exit(process: int) -> None:
+    # A data loader's worker inherits the environment too, and is no rank.
     if os.getpid() == process and multiprocessing.parent_process() is None:
-        tell_never_joined(os.path.basename(sys.argv[0]) or "this process")
+        warn_never_joined(os.path.basename(sys.argv[0]) or "this process")
 
 
-def _join_by_itself() -> calls.RankTapHandler | None:
+def _join_automatically() -> calls.RankTapHandler | None:
     import torch
 
-    # A data loader's worker is no rank, whatever it taps.
+    # A data loader's worker is no rank.
     if torch.utils.data.get_worker_info() is not None:
         forget_first_tap()
         return None
@@ -115,17 +115,17 @@ def _join_by_itself() -> calls.RankTapHandler | None:
         if active.grafter() is None:
             attach()
     except SessionError:
-        # Another thread was quicker.
+        # Another thread has joined already.
         if active.grafter() is None:
             raise
     return active.grafter()
 
 
-def _forget_member() -> None:
-    """In a forked child, which is no rank."""
-    global _member, _joining
+def _forget_rank() -> None:
+    """Forget the rank in a forked child, which is none."""
+    global _rank, _joining
     _joining = threading.Lock()
-    _member = None
+    _rank = None
 
 
-os.register_at_fork(after_in_child=_forget_member)
+os.register_at_fork(after_in_child=_forget_rank)

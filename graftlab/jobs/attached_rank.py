@@ -1,4 +1,4 @@
-"""This process as a rank of a graft world that it has joined: from the greeting to its end."""
+"""The attached rank: this process of a job as a rank of a graft world, from joining to its end."""
 
 from __future__ import annotations
 
@@ -61,28 +61,28 @@ from graftlab.taps import calls as taps
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks whether another notebook listens, after one went away.
+# Seconds between two attempts to join a session again, after the last one ended.
 _RETRY = 0.5
-# Seconds between two words to a notebook that cannot look where this process is.
+# Seconds between two statuses to a session that cannot read this process's status page.
 _STATUS_INTERVAL = 0.25
-# Seconds for the holder of the session to say for whom this process has waited in vain.
+# Seconds for the session server to name the ranks that are missing.
 _MISSING_LIMIT = 5.0
 
 
 class AttachedRank:
-    """A job's process in a graft world: joined when it is made, in a run after :meth:`begin`, until :meth:`leave`."""
+    """A job's process in a graft world: joins when it is made, is in a run from :meth:`begin` to :meth:`leave`."""
 
     def __init__(self, config: GraftConfig) -> None:
-        """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` where joining fails."""
+        """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` if joining fails."""
         self.place = place_of(config)
         self._config = config
         self._client = SessionClient(self.place, config)
-        self._joined_as = self._client.join()
-        self._proxy = self._joined_as.proxy
-        self.folder = Path(self._joined_as.joined.folder)
-        self._connection = JobConnection(self._joined_as.channel, self._joined_as.wake)
+        self._join = self._client.join()
+        self._proxy = self._join.proxy
+        self.folder = Path(self._join.answer.folder)
+        self._connection = JobConnection(self._join.channel, self._join.wake)
         self._run: RunInfo | None = None
-        # What is in force again when a notebook goes away that has changed the plan for a while.
+        # The plan to return to if the session ends while a verdict's plan is in force.
         self._lasting: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
@@ -91,15 +91,15 @@ class AttachedRank:
         self._world: World | None = None
         self._setup: WorldSetup | None = None
         self._setup_lock = threading.Lock()
-        # What comes of assemblies until the run begins.
+        # Results of world setups until the run begins.
         self._worlds: queue.SimpleQueue[World | Exception] = queue.SimpleQueue()
 
     # ---- joining ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Wait until every rank of both sides is there, and begin.
+        """Wait until every rank of both sides has joined, and begin.
 
-        Raises :class:`SessionError` when some are not in time.
+        Raises :class:`SessionError` if some have not within the config's ``timeout``.
         """
         try:
             self._connection.send(Hello(os.getpid()))
@@ -109,7 +109,7 @@ class AttachedRank:
             self._connection.channel.close()
             self._close_proxy()
             raise
-        joined = self._joined_as.joined
+        joined = self._join.answer
         self._world = world
         self._kept = KeptPairs(joined.keep_budget)
         self._grafter = JobGrafter(
@@ -123,12 +123,12 @@ class AttachedRank:
         namespace = sys.modules["__main__"].__dict__
         here = taps.Here(self.place.side, self.place.rank, self.place.world_size, own_device(), namespace)
         active.activate(self._grafter, here)
-        # Also in processes that multiprocessing has started, which skip what atexit has.
+        # Not by atexit, which processes that multiprocessing has started skip.
         Finalize(self, self.leave, exitpriority=100)
         logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
 
     def _await_request(self) -> tuple[RunRequest, World, list[bytes]]:
-        """What begins the run, what joins this rank with the others, and the frames that came with it."""
+        """Return the request that begins the run, the world to begin it in, and the frames that followed."""
         channel = self._connection.channel
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLIN)
@@ -149,15 +149,19 @@ class AttachedRank:
                     self._set_up_world(message)
                 elif request is not None:
                     rest.append(frame)
-                # Plans that come before are older than the one that follows the request.
+                # Plans that arrive before the request are older than the one that follows it.
             if request is not None or not self._worlds.empty():
                 if request is not None and self._setup is not None:
                     self._setup.finish()
                 arrived = self._next_world()
                 if request is None or isinstance(arrived, Exception):
-                    raise arrived if isinstance(arrived, Exception) else SessionError("nobody had asked for a world")
+                    raise (
+                        arrived
+                        if isinstance(arrived, Exception)
+                        else SessionError("a world was set up without a request")
+                    )
                 return request, arrived, rest
-        raise SessionError("whoever held the session went away before all had joined")
+        raise SessionError("the session ended before all ranks had joined")
 
     def _next_world(self) -> World | Exception:
         try:
@@ -166,7 +170,7 @@ class AttachedRank:
             return SessionError(f"connecting to the others took longer than {self._config.timeout:g} s")
 
     def _what_is_missing(self) -> str:
-        """For what this rank has waited in vain: the holder of the session knows."""
+        """Ask the session server which ranks are missing, and describe them."""
         channel = self._connection.channel
         if self._setup is not None and (unlinked := self._setup.missing()):
             return f"{', '.join(unlinked)} had not joined"
@@ -180,14 +184,14 @@ class AttachedRank:
                 message = unpack_to_rank(frame)
                 if isinstance(message, WaitReason):
                     return message.what
-        return "not all of the others had joined"
+        return "some of the other ranks had not joined"
 
     def _enter(self, world: World, run: RunInfo) -> None:
-        """Go on in this world, of which the exchange's owner knows already."""
+        """Continue in this world, whose exchange the grafter uses already."""
         with self._setup_lock:
             before, self._world, self._run = self._world, world, run
         if before is not None and before is not world:
-            before.close_but_exchange()
+            before.close_connections()
         self._connection.generations = run.generations
         if world.connector is not None:
             connection = self._connection
@@ -202,10 +206,10 @@ class AttachedRank:
     # ---- other peers --------------------------------------------------------------------------------------------
 
     def _set_up_world(self, message: WorldRequest | WorldStart | Contacts) -> None:
-        """Come together with all others, in a world that is there when all of them have."""
+        """Handle the messages by which all ranks set up a new world."""
         if isinstance(message, WorldRequest):
             self._drop_setup()
-            joined, token = self._joined_as.joined, self._joined_as.token
+            joined, token = self._join.answer, self._join.token
             make_connector = None
             if joined.address:
                 assert token is not None
@@ -232,16 +236,18 @@ class AttachedRank:
             self._grafter.offer(None)
 
     def _on_world(self, arrived: World | Exception) -> None:
-        """On the thread of an assembly."""
+        """Take the result of a world setup, on its thread."""
         run = self._run
         if run is None:
             self._worlds.put(arrived)
         elif isinstance(arrived, World):
             self._offer(arrived)
         elif isinstance(arrived, (GraftError, OSError, EOFError)):
-            what = f"graftlab could not connect to the ranks that came anew, whose tensors are missing here: {arrived}"
+            what = (
+                f"graftlab could not connect to ranks that joined again, so their tensors are missing here: {arrived}"
+            )
             self._connection.send(Output(f"{what}\n"))
-            warn(f"{self.place.label}: {what}; the job goes on")
+            warn(f"{self.place.label}: {what}; the job continues")
         else:
             self._fail(arrived)
 
@@ -264,30 +270,30 @@ class AttachedRank:
             self._grafter.offer(None)
 
     def _on_moved(self, world: World, run: RunInfo) -> None:
-        """On the job's own thread, at the end of a step."""
+        """Enter the world that the grafter has moved to, on the job's own thread at the end of a step."""
         self._enter(world, run)
         self._connection.send(WorldSwitch(world.number, run.first_step))
-        logger.info("%s goes on with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
+        logger.info("%s continues with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
 
     def _own_address(self) -> str:
-        """Where other machines reach this one: at the address from which it reaches who holds the session."""
+        """The address at which other machines reach this one: that from which it reaches the session server."""
         endpoint = self._config.endpoint
         if self._proxy is None or endpoint is None:
-            return self._joined_as.joined.address
+            return self._join.answer.address
         try:
             return address_towards(*endpoint)
         except OSError as error:
-            raise SessionError(f"no way leads from here to {endpoint}: {error}") from error
+            raise SessionError(f"this machine has no route to {endpoint}: {error}") from error
 
     def _own_log(self) -> Path:
-        """A file of the session's folder; on another machine one of the same name in this job's own folder."""
-        log = Path(self._joined_as.joined.log)
+        """The log in the session's folder; on another machine, the same name in this job's own folder."""
+        log = Path(self._join.answer.log)
         if self._proxy is not None:
             folder = (
                 self._config.rendezvous if self._config.run_dir is None else Path(self._config.run_dir).expanduser()
             )
             log = folder / "logs" / log.name
-            # Where that cannot be, whoever opens the log tells.
+            # If the folder cannot be made, opening the log reports it.
             with contextlib.suppress(OSError):
                 log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         return log
@@ -324,7 +330,7 @@ class AttachedRank:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """End this job's part of the run. The other side's taps wait for it no more. Safe to call twice."""
+        """End this job's part of the run, so the other side's taps stop waiting for it. Safe to call twice."""
         with self._ending:
             if self._over.is_set():
                 return
@@ -333,13 +339,13 @@ class AttachedRank:
             try:
                 self._end_run()
             except Exception as error:
-                # A thread may still be in a tap, or the interpreter start no threads any more; the job ends anyway.
+                # A thread may still be in a tap, or the interpreter may no longer start threads; the job ends anyway.
                 logger.warning("%s: graftlab did not end as it should: %s", self.place.label, error)
             self._drop_setup()
             self._connection.channel.close()
             self._close_proxy()
             if self._world is not None:
-                self._world.close_but_exchange()
+                self._world.close_connections()
 
     def _close_proxy(self) -> None:
         proxy, self._proxy = self._proxy, None
@@ -357,8 +363,8 @@ class AttachedRank:
         if not self._settle():
             self._connection.send(
                 Output(
-                    f"this job ended, and did not wait longer than {self._config.timeout:g} s for the others: whether "
-                    f"somebody asked for what it sent last is not known, and has no rows\n"
+                    f"this job ended after it had waited {self._config.timeout:g} s for the others: whether they asked "
+                    f"for its last tensors is not known, so those have no rows\n"
                 )
             )
         self._grafter.close_run()
@@ -372,7 +378,7 @@ class AttachedRank:
                 warn(f"{self.place.label}: {said}")
 
     def _settle(self) -> bool:
-        """Wait until the others have ended too, so that what nobody asked for is known; not for ever."""
+        """Wait at most ``timeout`` seconds for the others to end too, which shows the tensors not asked for."""
         read, write = os.pipe()
         timer = threading.Timer(self._config.timeout, os.write, (write, b"x"))
         timer.daemon = True
@@ -386,7 +392,7 @@ class AttachedRank:
             os.close(write)
 
     def _fail(self, error: Exception) -> None:
-        """What should not have happened: this job takes part no more, and goes on."""
+        """After an error in graftlab itself: stop taking taps, and let the job continue."""
         logger.error("%s: graftlab failed", self.place.label, exc_info=error)
         with self._ending:
             if self._over.is_set():
@@ -394,29 +400,29 @@ class AttachedRank:
             self._over.set()
             active.deactivate()
             try:
-                # Or the other side would wait for each of this job's taps up to its time limit.
+                # Otherwise the other side would wait for each of this job's taps up to its time limit.
                 self._grafter.end_run()
-            except Exception as another:
-                logger.warning("%s could not tell the others that it takes no more taps: %s", self.place.label, another)
+            except Exception as second:
+                logger.warning("%s could not tell the others that it stopped taking taps: %s", self.place.label, second)
             self._connection.send(
-                Output(f"graftlab failed and takes no more taps here: {type(error).__name__}: {error}\n")
+                Output(f"graftlab failed and stopped taking taps here: {type(error).__name__}: {error}\n")
             )
             self._connection.channel.drain(1.0)
             self._connection.channel.close()
-        warn(f"graftlab failed on {self.place.label} and takes no more taps; the job goes on ({error})")
+        warn(f"graftlab failed on {self.place.label} and stopped taking taps; the job continues ({error})")
 
-    # ---- without a notebook -------------------------------------------------------------------------------------
+    # ---- without a session --------------------------------------------------------------------------------------
 
     def _on_server_gone(self) -> None:
-        """On the control thread's thread, which ends with this."""
+        """Continue without a session until another session listens, on the control thread, which ends with this."""
         self._connection.channel.close()
         if self._over.is_set():
             return
         nothing = self._config.without_host == "nothing"
         logger.warning(
-            "%s: whoever held the session went away; the job goes on, %s. Rows are lost until another listens %s",
+            "%s: the session ended; the job continues, %s. Rows are lost until another session listens %s",
             self.place.label,
-            "compares nothing" if nothing else "with the plan that it has",
+            "and compares nothing" if nothing else "with its plan",
             f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.rendezvous}",
         )
         self._grafter.keeps_step = False
@@ -433,7 +439,7 @@ class AttachedRank:
                     return
             except (GraftError, OSError) as error:
                 logger.warning("%s could not join the session that listens: %s", self.place.label, error)
-                # It stays what it is; ask again, but not all the time.
+                # The reason is likely to stay, so ask less often.
                 self._over.wait(10 * _RETRY)
 
     def _rejoin(self) -> bool:
@@ -447,14 +453,14 @@ class AttachedRank:
             to_wire(self._grafter.newest_plan),
             self._connection.lost_rows,
             world.connector is not None,
-            self._joined_as.joined.session,
+            self._join.answer.session,
         )
         self._close_proxy()
         result = self._client.rejoin(state, world.segment)
         if result is None:
             return False
-        is_same = result.joined.session == self._joined_as.joined.session
-        self._joined_as, self._proxy = result, result.proxy
+        is_same = result.answer.session == self._join.answer.session
+        self._join, self._proxy = result, result.proxy
         self._connection.reconnect(result.channel, result.wake)
         self._connection.lost_rows = 0
         self._open_control_thread()
@@ -462,7 +468,7 @@ class AttachedRank:
             self._connection.send(world.connector.linked(world.number))
         self._connection.send(Hello(os.getpid()))
         which = "its session again" if is_same else "another session"
-        logger.info("%s has joined %s; rows go to %s", self.place.label, which, result.joined.folder)
+        logger.info("%s has joined %s; rows go to %s", self.place.label, which, result.answer.folder)
         return True
 
 

@@ -1,4 +1,4 @@
-"""One rank that a job of its own plays, as the holder of the session sees it."""
+"""The session server's view of an attached rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NOWHERE = DeviceAssignment("-", "-")
 
 
 class AttachedRankHandle(RankHandle):
-    """Its place in the session is there before a process has it, and its line too: the other ends wait here.
+    """A rank whose process a job brings. Its control connection is made before that: both ends wait here.
 
-    A process of the same user's, as the system has told, is trusted as one that the notebook has started: it may write
-    that user's files, and look into that user's processes, anyway.
+    A process of the same user is trusted like one that the notebook has started: it can write that user's files and
+    read that user's processes anyway.
     """
 
     takes_work = False
@@ -32,11 +32,11 @@ class AttachedRankHandle(RankHandle):
         log = folder / "logs" / f"{place.side}-{place.rank}.log"
         super().__init__(place, _NOWHERE, channel, wake, None, log)
         self.alive = False
-        # Of the world to which it has not moved yet.
+        # The segment of the world to which it has not moved yet.
         self._next_segment: int | None = None
         self.has_joined = False
         self.links = ""
-        # What it has said last, where it is not this process that made its memory.
+        # Its last status, if this process cannot read its status page.
         self._told: RankStatus | None = None
 
     def _new_connection(self) -> tuple[SocketChannel, socket.socket]:
@@ -45,12 +45,12 @@ class AttachedRankHandle(RankHandle):
         return SocketChannel(ours), wake
 
     def hand_over(self, pid: int, assignment: DeviceAssignment) -> list[int]:
-        """The descriptors of the line, for the process that has the place from now on; see :meth:`handed_over`."""
+        """Return the descriptors of the rank's ends, for its new process; see :meth:`handed_over`."""
         self.pid, self.assignment, self.alive, self.has_joined, self._ended = pid, assignment, True, True, None
         return [self._their_end.fileno(), self._their_wake.fileno()]
 
     def take_ends(self) -> tuple[socket.socket, socket.socket]:
-        """The other ends of the line, for whoever speaks for a process on another machine."""
+        """Return the rank's ends, for the proxy of a process on another machine."""
         ends = self._their_end.dup(), self._their_wake.dup()
         self.handed_over()
         return ends
@@ -69,16 +69,16 @@ class AttachedRankHandle(RankHandle):
 
     def status(self) -> RankStatus:
         look = super().status() if self._told is None else self._told
-        # A page on which nothing has been written yet says nothing of steps either.
+        # Nothing has been written into the page yet.
         return RankStatus("idle" if self.alive else "starting") if look.state == "starting" else look
 
     def handed_over(self) -> None:
-        """The process has its line; were it kept here too, the process's death would go unnoticed."""
+        """Close the rank's ends, which its process has now; kept open here they would hide its death."""
         self._their_end.close()
         self._their_wake.close()
 
     def renew(self) -> None:
-        """Have a new line for another process. What was sent on the old one, and not read, is gone with it."""
+        """Make a new connection for another process. Messages not read from the old one are lost."""
         self._forget_next_segment()
         old = (self.channel, self.wake_socket)
         self.handed_over()
@@ -88,25 +88,25 @@ class AttachedRankHandle(RankHandle):
         self.alive = self.has_joined = False
         self.pid, self.assignment = None, _NOWHERE
         self.links, self._told = "", None
-        self._look_into(mmap.mmap(-1, PAGE))
+        self._read_page_of(mmap.mmap(-1, PAGE))
 
     def adopt_segment(self, segment: int) -> None:
-        """Look where the rank is in this segment, a descriptor that is closed."""
-        self._look_into(mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        """Read the rank's status page in this segment from now on, and close the descriptor."""
+        self._read_page_of(mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
         os.close(segment)
 
     def prepare_segment(self, segment: int) -> None:
-        """Do so once the rank goes on in the world that it is of; see :meth:`enter_world`."""
+        """Keep the segment of the newest world until :meth:`enter_world`."""
         self._forget_next_segment()
         self._next_segment = segment
 
     def enter_world(self) -> None:
-        """The rank goes on in the newest world."""
+        """Read the status page of the newest world, because the rank has moved there."""
         if self._next_segment is not None:
             self.adopt_segment(self._next_segment)
             self._next_segment = None
 
-    def _look_into(self, page: mmap.mmap) -> None:
+    def _read_page_of(self, page: mmap.mmap) -> None:
         old, self._map = self._map, page
         self._page = StatusPage(page)
         old.close()
@@ -116,7 +116,7 @@ class AttachedRankHandle(RankHandle):
             os.close(self._next_segment)
             self._next_segment = None
 
-    # ---- what differs by who started it -------------------------------------------------------------------------
+    # ---- unlike a launched rank ---------------------------------------------------------------------------------
 
     def absence(self) -> str:
         if not self.has_joined:
@@ -129,7 +129,7 @@ class AttachedRankHandle(RankHandle):
         return self._ended or "left, or its process ended"
 
     def signal(self, number: int) -> None:
-        """Does nothing: whatever a job does on a signal is its own affair."""
+        """Do nothing: a job handles its own signals."""
 
     def join(self, timeout: float) -> bool:
         return True
@@ -138,9 +138,9 @@ class AttachedRankHandle(RankHandle):
         self.channel.close()
 
     def release(self) -> None:
-        """Let go of the job, which goes on."""
+        """Close the connection to the job, which continues."""
         if self._ended is None and self.alive:
-            self._ended = "was let go, and goes on without this session"
+            self._ended = "was released, and continues without this session"
         self._forget_next_segment()
         self.handed_over()
         super().release()

@@ -1,4 +1,4 @@
-"""What a job says when it ends: nobody looked at its filters' hits, nor at its rows, while it ran."""
+"""Warnings at the end of a job: nothing was measured, or a filter matched no tap."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _IN_VAIN = ("failed", "missing", "timeout")
 def nothing_measured(
     taps: Sequence[Mapping[str, object]], statuses: Mapping[str, int], errors: Mapping[str, str], folder: Path
 ) -> str:
-    """A sentence where a rank reached no tap, or nothing of what it was to receive came to be measured; else blank.
+    """Return a sentence if a rank reached no tap, or nothing that it was to receive was measured; else ``""``.
 
-    ``statuses`` counts its rows, ``errors`` has what the last row of a status said.
+    ``statuses`` counts its rows by status; ``errors`` has the last error of each status.
     """
     if not taps:
         return (
@@ -39,15 +39,15 @@ def nothing_measured(
         "" if "failed" in received else " A tap pairs with one of the same name and tags in the same step of the other."
     )
     return (
-        f"nothing was compared here: of what this job's taps ({shown}) were to receive all was {found}.{hint} "
+        f"nothing was compared here: everything that this job's taps ({shown}) were to receive was {found}.{hint} "
         f"gl.load_run({str(folder)!r}) has the rows of both sides"
     )
 
 
 def unmatched_filters(config: GraftConfig, plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> list[str]:
-    """A sentence for each filter that the environment gave, that is in force, and that matches none of these taps.
+    """Return a sentence for each filter of the environment that is in force and matches none of these taps.
 
-    Of one that asks for a step, a side or a rank nothing is said: ``taps`` are those of one rank, each as it was first.
+    A filter that names a step, a side or a rank is left out, because ``taps`` has each tap of one rank as it was first.
     """
     said = []
     for name in FILTERS:

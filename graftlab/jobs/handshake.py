@@ -1,6 +1,6 @@
-"""What a job and the holder of a session say to each other before the job has joined: one message each.
+"""The handshake between a job and a session server: one request and one answer.
 
-Plain data, checked on arrival. What is handed over with it, as open descriptors, follows.
+Messages are plain data, checked on arrival. Descriptors that belong to a message follow it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from graftlab.errors import MessageError
 from graftlab.plan.wire import WirePlan
 
 _LENGTH = struct.Struct("<I")
-# A plan's transform may be a function with what it captures.
+# A plan's transform may be a function, sent with everything that it captures.
 _LARGEST = 256 << 20
 
 
 class HandshakeMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The root of all of them."""
+    """The root of all messages of the handshake."""
 
 
 class RejoinState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job that is in a graft world already has: the run that goes on, and the plan in force.
+    """What a job keeps that has lost its session: its run, and the plan in force.
 
-    ``lost_rows`` is how many rows were made while nobody took them. With ``linked`` its memory is its own affair, and
-    it says itself where it is. ``session`` is the one in which it was last.
+    ``lost_rows`` counts the rows made while no session listened. With ``linked`` the rank made its own connections, so
+    the server cannot read its memory, and the rank sends its status itself. ``session`` is the last one it was in.
     """
 
     run: RunInfo
@@ -41,9 +41,10 @@ class RejoinState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JoinRequest(HandshakeMessage, frozen=True):
-    """A process asks to be this rank. With ``plan`` it is one that wants to meet others that have the same.
+    """A process asks to be this rank. With a ``plan`` it starts a run, and every other job must have the same plan.
 
-    One that has a ``rejoins`` asks for a new line alone; the descriptor of its own segment follows.
+    With ``rejoin`` it is in a run already, and needs only a new control connection; the descriptor of its segment
+    follows, unless it is ``linked``.
     """
 
     version: str
@@ -55,12 +56,12 @@ class JoinRequest(HandshakeMessage, frozen=True):
     device: str
     backend: str
     plan: WirePlan | None
-    rejoins: RejoinState | None
+    rejoin: RejoinState | None
     first_step: int | None = None
 
 
 class WorldShareRequest(HandshakeMessage, frozen=True):
-    """A process that has joined asks for what it shares with the others in this world."""
+    """An attached rank asks for the descriptors that connect it to the others in a world."""
 
     world: int
     side: Side
@@ -71,7 +72,7 @@ class WorldShareRequest(HandshakeMessage, frozen=True):
 
 
 class WorldShare(HandshakeMessage, frozen=True):
-    """The answer. So many descriptors follow; each segment has this size."""
+    """The answer to :class:`WorldShareRequest`: ``descriptors`` descriptors follow. ``segment_size`` is in bytes."""
 
     segment_size: int
     descriptors: int
@@ -98,13 +99,13 @@ class JoinAccepted(HandshakeMessage, frozen=True):
 
 
 class StatusQuery(HandshakeMessage, frozen=True):
-    """Somebody wants to see what the session does, and with ``stacks`` where its ranks are in the code."""
+    """Ask for the session's status, and with ``stacks`` for the stacks of its ranks."""
 
     stacks: bool
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """One rank: the columns of the session's ``status()``, as text."""
+    """The columns of the session's ``status()`` for one rank, as text."""
 
     label: str
     columns: dict[str, str]
@@ -122,7 +123,7 @@ class TapReport(msgspec.Struct, frozen=True):
 
 
 class StatusReply(HandshakeMessage, frozen=True):
-    """What the session does. ``behind`` rows are not in ``taps`` yet."""
+    """The answer to :class:`StatusQuery`. ``behind`` rows are not in ``taps`` yet."""
 
     summary: str
     rows: int
@@ -131,10 +132,10 @@ class StatusReply(HandshakeMessage, frozen=True):
     taps: list[TapReport]
 
 
-class JoinRefused(HandshakeMessage, frozen=True):
-    """It is not. ``settings`` where it is what the two were told that does not fit.
+class RequestRefused(HandshakeMessage, frozen=True):
+    """The server refuses the request. ``settings`` is true if the settings of job and session do not fit each other.
 
-    ``again`` where it may be let in before long: nobody has noticed yet that the process before it is gone.
+    ``again`` is true if the rank may be free soon: its last process may be gone, and the server has not noticed yet.
     """
 
     error: str
@@ -143,12 +144,12 @@ class JoinRefused(HandshakeMessage, frozen=True):
 
 
 _decoder = wire.Decoder(
-    JoinRequest | JoinAccepted | WorldShareRequest | WorldShare | JoinRefused | StatusQuery | StatusReply
+    JoinRequest | JoinAccepted | WorldShareRequest | WorldShare | RequestRefused | StatusQuery | StatusReply
 )
 
 
 def graftlab_version() -> str:
-    """Which graftlab this is; only equal ones understand each other."""
+    """Return the version of graftlab; only equal versions understand each other."""
     try:
         return version("graftlab")
     except PackageNotFoundError:
@@ -160,7 +161,7 @@ def pack_handshake(message: HandshakeMessage) -> bytes:
 
 
 def unpack_handshake(data: bytes) -> Any:
-    """The inverse of :func:`pack_handshake`. Raises :class:`MessageError`."""
+    """Invert :func:`pack_handshake`. Raises :class:`MessageError`."""
     return _decoder.decode(data)
 
 
@@ -170,20 +171,19 @@ def send_handshake(connection: socket.socket, message: HandshakeMessage) -> None
 
 
 def receive_handshake(connection: socket.socket) -> Any:
-    """The next message; None where the other end is gone. Raises :class:`MessageError` for anything else, and
-    TimeoutError."""
+    """Return the next message; None if the other end is gone. Raises :class:`MessageError`, and TimeoutError."""
     head = _exactly(connection, _LENGTH.size)
     if head is None:
         return None
     (length,) = _LENGTH.unpack(head)
     if length > _LARGEST:
-        raise MessageError(f"a greeting of {length:,} bytes is none")
+        raise MessageError(f"it claims {length:,} bytes; the limit is {_LARGEST:,}")
     data = _exactly(connection, length)
     return None if data is None else _decoder.decode(data)
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes | None:
-    # Not a byte more: descriptors come with the next one.
+    # Not a byte more, because descriptors arrive with the byte after it.
     parts = bytearray()
     while len(parts) < length:
         try:

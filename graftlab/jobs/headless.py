@@ -1,6 +1,6 @@
-"""The host: the process that holds the session of jobs that run without a notebook, and ends with them.
+"""The headless session server: a process that serves the session of jobs without a notebook, and ends with them.
 
-The first job starts it and gives it the socket on which it listens already, so that no job comes too early.
+The first job starts it, and passes it a socket that listens already, so that no job connects too early.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the job that starts a host tells it, on its standard input."""
+    """What the job that starts the server writes to its standard input."""
 
     rendezvous: str
     run_dir: str | None
@@ -45,9 +45,9 @@ _decoder = wire.Decoder(ServerOrder)
 def start_headless_server(
     config: GraftConfig, rendezvous: Rendezvous, listener: socket.socket, token: str | None
 ) -> subprocess.Popen[bytes]:
-    """Start the host of these jobs as a process of its own, which outlives the one that starts it.
+    """Start the session server of these jobs as a separate process, which outlives this one.
 
-    With a ``token`` it listens for jobs of other machines too, at the config's address.
+    With a ``token`` it also listens at the config's address, for jobs of other machines.
     """
     order = ServerOrder(
         rendezvous=str(rendezvous.folder),
@@ -77,7 +77,7 @@ def start_headless_server(
             stderr=log,
             env=environ,
             pass_fds=[listener.fileno()],
-            # What ends the job by a signal to its group must not end the session of the others.
+            # A signal to the job's process group must not end the session of the others.
             start_new_session=True,
         )
     finally:
@@ -89,7 +89,7 @@ def start_headless_server(
 
 
 def main() -> int:
-    """Hold the session until the last job is gone."""
+    """Serve the session until the last job is gone."""
     # Here, because a job imports this module to start the server, and needs nothing of the notebook's side.
     from graftlab.control.core import SessionCore
     from graftlab.control.run_folder import make_run_folder
@@ -114,17 +114,17 @@ def main() -> int:
         folder,
         Rendezvous(Path(order.rendezvous)),
         listener,
-        # Jobs that run again go on in their folder: each time is a run of its own there.
+        # Jobs that are started again append to their folder, with a new run each time.
         append=True,
         agreed=True,
         listen_at=None if order.endpoint is None else (Endpoint(*order.endpoint), order.token),
     )
     logger.info("rows go to %s", folder)
     with session:
-        # Whoever started this may have died before it could join.
+        # The job that started this may have died before it joined.
         while not server.over.wait(order.timeout):
             if server.is_empty:
-                logger.error("nobody has joined within %g s", order.timeout)
+                logger.error("no job has joined within %g s", order.timeout)
                 return 1
     logger.info("all jobs are gone; %d rows", session.row_count)
     return 0

@@ -1,4 +1,4 @@
-"""The grafter of a job: whatever fails in it, the job goes on; with other peers, or against itself in its own steps."""
+"""The grafter of a job: it continues after any failure, can move to another world, and can run against itself."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from graftlab.taps.untraced import outside_compiled_code
 
 @dataclass(frozen=True)
 class WorldOffer:
-    """Other peers to go on with, in a run of their own under this plan.
+    """A new world to continue in, with the run that begins there and its plan.
 
-    ``on_moved`` is told that run as it begins; ``close`` is called where it never does.
+    ``on_moved`` is called with that run when it begins; ``close`` if it never does.
     """
 
     exchange: Exchange[PendingRow]
@@ -38,26 +38,26 @@ class WorldOffer:
 
 
 class JobGrafter(Grafter):
-    """Takes the taps of a job. ``on_failure`` is told of what should not have happened, and ends it.
+    """Takes the taps of a job. ``on_failure`` gets errors in graftlab itself, and stops taking taps.
 
-    What is the job's own mistake, such as a tap that matches both directions, is raised as on any rank.
+    Mistakes of the user, such as a tap that matches both directions, are raised as on any rank.
     """
 
     on_failure: Callable[[Exception], None]
-    # Whether no rank is to be more than a step ahead: one that only sends gets as far ahead as its buffer holds, and
-    # whoever waits for a plan to be in force everywhere would wait for all of that.
+    # Whether ranks stay within one step of each other. Without it a rank that only sends runs ahead until its buffer
+    # is full, and a new plan would be in force everywhere only after all those steps.
     keeps_step = False
-    # What runs against itself here, last ordered.
+    # The self-graft that was ordered last.
     _itself: SelfGraftInSteps | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offer: WorldOffer | None = None
-        # Not the grafter's own lock, which a thread that waits in a tap may hold.
+        # Not the grafter's lock, which a thread that waits in a tap may hold.
         self._offering = threading.Lock()
-        # What has been ordered, by the version of the plan under which it runs. An order, and the word to forget it,
-        # reach the ranks at different times, and a plan is in force on all from the same step on: so what is in force
-        # goes on until then, or some ranks of a side would take the taps of a step and others not.
+        # Self-grafts by the version of the plan under which they run. Orders, and the message to forget them, reach
+        # the ranks at different times, but a plan is in force on all ranks from the same step on. So a self-graft runs
+        # until another plan is in force; otherwise some ranks of a side would take the taps of a step and others not.
         self._orders: dict[int, SelfGraftInSteps] = {}
         self._ordering = threading.Lock()
 
@@ -84,28 +84,28 @@ class JobGrafter(Grafter):
         except Exception as error:
             self.on_failure(error)
 
-    # ---- other peers --------------------------------------------------------------------------------------------
+    # ---- other worlds -------------------------------------------------------------------------------------------
 
     @property
     def exchange(self) -> Exchange[PendingRow]:
-        """The one in use; for whoever has ended the run."""
+        """The exchange in use, for the code that ends the run."""
         return self._exchange
 
     def offer(self, offer: WorldOffer | None) -> None:
-        """Go on with these from the end of the step on; None takes back what was offered. Any thread."""
+        """Continue in this world from the end of the step on; None withdraws the offer. Callable on any thread."""
         with self._offering:
             before, self._offer = self._offer, offer
         if before is not None:
             before.close()
 
     def begin_run(self, run: RunInfo, plan: GraftPlan) -> None:
-        """As :meth:`Grafter.begin_run`. Its ranks may begin at different steps, and later than the leader has."""
+        """See :meth:`Grafter.begin_run`. Ranks may begin at different steps, and later than the leader."""
         with self._lock:
             super().begin_run(run, plan)
-            self._fall_in(run)
+            self._join_step(run)
 
-    def _fall_in(self, run: RunInfo) -> None:
-        """Let the others know that nothing comes of earlier steps, and hear with which plan this one begins."""
+    def _join_step(self, run: RunInfo) -> None:
+        """Tell the others that earlier steps have no tensors, and get the plan with which this step begins."""
         self._exchange.end_step(run.first_step - 1)
         if self.place.world_rank == run.leader:
             self._exchange.announce(run.first_step, b"")
@@ -113,7 +113,7 @@ class JobGrafter(Grafter):
             self._follow(run)
 
     def _move(self) -> bool:
-        """End the step, and begin the next one in the world that was offered; False where none was."""
+        """End the step, and begin the next one in the world that was offered; False if none was."""
         if self._offer is None:
             return False
         with self._lock:
@@ -134,18 +134,18 @@ class JobGrafter(Grafter):
             old.close()
             run = replace(offer.run, first_step=self._step + 1)
             self._enter_run(run, offer.plan)
-            # Whoever has to begin before this one hears anything from it may wait for this word.
+            # Ranks that wait for this one before they begin get this message.
             offer.on_moved(run)
-            self._fall_in(run)
+            self._join_step(run)
             return True
 
     # ---- against itself -----------------------------------------------------------------------------------------
 
     def run_against_itself(self, order: RunSelfGraft) -> None:
-        """Begin when the plan of this version is in force. On the control thread."""
+        """Begin when the plan of this version is in force. Called on the control thread."""
         before = self._itself
         if before is None and not {"record", "rest"} & {*order.passes[:1]}:
-            raise SessionError("nothing is recorded here to run against")
+            raise SessionError("this rank has recorded nothing to run against")
         itself = SelfGraftInSteps(
             order.passes,
             order.steps,
@@ -159,37 +159,36 @@ class JobGrafter(Grafter):
             self._itself, self._orders[order.version] = itself, itself
 
     def against_itself(self) -> SelfGraft | None:
-        """What it came to, once the last pass has ended."""
+        """Return the result once the last pass has ended."""
         itself = self._itself
         return itself.found if itself is not None and itself.is_over else None
 
     def forget_itself(self, version: int) -> None:
-        """Let go of what was recorded, and of orders; what is in force under a plan older than this version goes on
-        until another is."""
+        """Drop recordings and orders. A self-graft under a plan older than this version runs until that plan ends."""
         with self._ordering:
             self._itself = None
             self._orders = {at: each for at, each in self._orders.items() if at < version}
 
     def _await_others(self) -> None:
-        """Before a step ends: wait for those of the other side that are more than one behind."""
+        """Before a step ends, wait for ranks of the other side that are more than one step behind."""
         with self._lock:
             if self._run is not None and threading.get_ident() not in self._at_work:
                 self._exchange.await_past(self._step - 1)
 
     def _turn_to_itself(self) -> None:
-        """Before the first tap of a step: give its taps to what runs against itself, or take them again."""
+        """Before the first tap of a step, pass its taps to the self-graft, or take them again."""
         itself = None
         if self._orders:
             version = self.plan.version
             with self._ordering:
                 last = self._itself
-                # Older orders are done with; that of a plan which is on its way is not.
+                # Drop older orders, but not the one whose plan has yet to come into force.
                 self._orders = {at: each for at, each in self._orders.items() if at == version or each is last}
                 itself = self._orders.get(version)
         if itself is None:
             self.__dict__.pop("tap", None)
             return
-        # In the place of the method, so that no other step pays for a look whether this is such a one.
+        # Replaces the method, so that other steps do not pay for a check.
         self.__dict__["tap"] = self._guarded(itself.handler_at(self._step))
 
     def _guarded(self, handler: TapHandler) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-"""Who of a session's ranks is there, and the worlds in which they come together: the holder's part of it.
+"""The membership of a session of jobs: which ranks have a process, and the worlds in which they are connected.
 
-When every place has a process, all are told to assemble: each connects to every other anew. Those that are at work move
-to the new world at the end of a step, and tell with which step they go on there; then those that wait begin. When one
-of them dies, the others go on without it, until another process has its place.
+When every rank has a process, all set up a new world: each connects to every other again. Ranks that are in a run
+move to the new world at the end of a step, and report the step with which they continue there; then the waiting ranks
+begin. When one dies, the others continue without it until another process takes its place.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
 class Membership:
-    """Its owner sees to it that one thread at a time is in here. With ``makes_links`` this makes what ranks share."""
+    """Used by one thread at a time. With ``makes_links`` it makes the memory and sockets that connect the ranks."""
 
     def __init__(self, ranks: Sequence[AttachedRankHandle], joined: JoinedJobs, *, makes_links: bool) -> None:
         self._ranks = ranks
         self._joined = joined
         self._makes_links = makes_links
-        # By world rank: whose place has a process; which of these are ready, in a run, and in the run of this session.
+        # World ranks that have a process, and among these the ones that are ready, in a run, and in the newest run.
         self.occupied: set[int] = set()
         self._ready: set[int] = set()
         self._at_work: set[int] = set()
         self._current: set[int] = set()
         self._first_steps: dict[int, int | None] = {}
-        # How often each side was started, and whether it has begun since.
+        # How often each side was started, and whether it has begun a run since.
         self._generations = [1, 1]
         self._has_begun = [False, False]
         # The newest world, and how far it has come.
@@ -65,7 +65,7 @@ class Membership:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some rank is in a run."""
+        """Whether any rank is in a run."""
         return bool(self._at_work)
 
     def is_at_work(self, rank: AttachedRankHandle) -> bool:
@@ -74,10 +74,10 @@ class Membership:
     def generation(self, side: Side) -> int:
         return self._generations[SIDES.index(side)]
 
-    # ---- coming and going ---------------------------------------------------------------------------------------
+    # ---- joining and leaving ------------------------------------------------------------------------------------
 
     def enter(self, rank: AttachedRankHandle, run: RunInfo | None, first_step: int | None) -> None:
-        """A process has the place from now on: a new one, or one that is in this ``run`` already."""
+        """Note that a process is this rank from now on: a new one, or one that is in this ``run`` already."""
         number = rank.place.world_rank
         self.occupied.add(number)
         self._first_steps[number] = first_step
@@ -91,13 +91,13 @@ class Membership:
             self._current.add(number)
 
     def note_ready(self, rank: AttachedRankHandle) -> None:
-        """The process is ready."""
+        """Note that the rank's process is ready to connect, and set up a world if it was the last."""
         self._ready.add(rank.place.world_rank)
         if len(self._ready) == len(self._ranks) and len(self._current) < len(self._ranks):
             self._set_up_world()
 
     def leave(self, rank: AttachedRankHandle) -> None:
-        """The process is gone. A world that is not complete never will be."""
+        """Note that the rank's process is gone, and abandon the world that is being set up."""
         number = rank.place.world_rank
         if self._setting_up and number in self._ready:
             self._setting_up = False
@@ -127,7 +127,7 @@ class Membership:
                 shared.make()
             except LaunchError as error:
                 shared.release()
-                logger.error("the jobs cannot come together: %s", error)
+                logger.error("the jobs cannot be connected: %s", error)
                 return
             self._shared = shared
         base = None if self._info is None else self._info.base
@@ -139,13 +139,13 @@ class Membership:
             rank.channel.send(message)
 
     def share_of(self, rank: AttachedRankHandle, world: int) -> tuple[int, list[int]]:
-        """The size of a segment, and what the rank is handed of this world. Raises :class:`SessionError`."""
+        """Return the size of a segment, and the rank's descriptors of this world. Raises :class:`SessionError`."""
         if self._shared is None or world != self._world or rank.place.world_rank in self._linked:
-            raise SessionError("the others have come together without this process, or one of them is gone again")
+            raise SessionError("this world has started without this process, or was abandoned because a rank is gone")
         return self._shared.segment_size, self._shared.of(rank.place)
 
     def note_contact(self, rank: AttachedRankHandle, contact: Contact) -> None:
-        """The rank says how it is reached: let the others know, and it of them."""
+        """Send the rank's address to the other ranks, and theirs to it."""
         others = dict(self._contacts)
         self._contacts[rank.place.world_rank] = contact
         rank.channel.send(pack(Contacts(tuple(others.values()))))
@@ -154,7 +154,7 @@ class Membership:
                 other.channel.send(pack(Contacts((contact,))))
 
     def note_linked(self, rank: AttachedRankHandle, message: LinkReport) -> None:
-        """The rank is connected with all others."""
+        """Note that the rank is connected to all others, and start the world if it was the last."""
         rank.note_links(message)
         if not self._setting_up or message.world != self._world or rank.place.world_rank in self._linked:
             return
@@ -163,7 +163,7 @@ class Membership:
             if self._shared is not None:
                 for each in self._ranks:
                     each.prepare_segment(os.dup(self._shared.segments[each.place.world_rank]))
-            # Were these kept here, nobody would notice the death of another.
+            # Sockets kept open here would hide the death of a rank from the others.
             self._release()
             for each in self._ranks:
                 if each.place.world_rank in self._at_work:
@@ -171,7 +171,7 @@ class Membership:
             self._begin_when_all_have_moved()
 
     def note_moved(self, rank: AttachedRankHandle, message: WorldSwitch) -> None:
-        """The rank, which was at work, has come to the end of its step, and goes on in that world."""
+        """Note that the rank has moved from its run to the new world, at the end of a step."""
         if message.world != self._world:
             return
         number = rank.place.world_rank
@@ -182,7 +182,7 @@ class Membership:
             self._begin_when_all_have_moved()
 
     def _settle(self, rank: AttachedRankHandle) -> None:
-        """The rank goes on in the newest world."""
+        """Record that the rank is in the newest world."""
         rank.enter_world()
         rank.generation = self.generation(rank.place.side)
         self._joined.note_moved(rank)
@@ -191,7 +191,7 @@ class Membership:
         if len(self._linked) < len(self._ranks) or not self._at_work <= self._moved.keys():
             return
         assert self._info is not None
-        # The steps of whoever goes on are the same on all its ranks, which need not have moved at the same one.
+        # All ranks of a side that continues count the same steps, but may have moved at different ones.
         common_step = max(self._moved.values(), default=self._info.first_step)
         self._setting_up = False
         newcomers: dict[Side, int] = {}
@@ -210,7 +210,7 @@ class Membership:
                 pack(RunRequest(replace(self._info, first_step=first_step), to_wire(self._plan), JobCode()))
             )
             newcomers.setdefault(rank.place.side, first_step)
-            # There may be a newer one than that with which all begin.
+            # A newer plan may have been published since the world was set up.
             self._joined.tell_plan(rank)
             self._at_work.add(number)
             self._current.add(number)
@@ -224,19 +224,19 @@ class Membership:
                 )
 
     def missing(self) -> str:
-        """For whom those wait that have not begun, in words."""
+        """Describe what the ranks that have not begun wait for."""
         absent = [rank.label for rank in self._ranks if rank.place.world_rank not in self._ready]
         if absent:
             return f"{', '.join(absent)} had not joined"
         unlinked = [rank.label for rank in self._ranks if rank.place.world_rank not in self._linked]
         if unlinked:
-            return f"{', '.join(unlinked)} had no connection to all others"
+            return f"{', '.join(unlinked)} had not connected to all others"
         slow = [
             rank.label
             for rank in self._ranks
             if rank.place.world_rank in self._at_work and rank.place.world_rank not in self._moved
         ]
-        return f"{', '.join(slow)} had not come to the end of a step, which is where it goes on with new ranks,"
+        return f"{', '.join(slow)} had not reached the end of a step, where new ranks join,"
 
     def _release(self) -> None:
         if self._shared is not None:

@@ -1,8 +1,8 @@
-"""How a rank comes to its connections with all others where they may be on several machines.
+"""Connects a rank to all others, which may be on several machines.
 
-Two ranks share memory if one can hand the other a descriptor of its own, over a Unix socket, in which the other finds
-what was announced. That is tried first, for no name or address can prove it: containers of one host may share nothing,
-and what shares a host's name may be another host. Where it fails they talk over TCP.
+Two ranks share memory if one can send the other a descriptor of its segment, over a Unix socket, and the other finds
+the announced nonce in it. That is tried first, because no name or address can prove it: containers of one machine may
+share nothing, and two machines may have the same name. Otherwise they use TCP.
 
 Of two ranks the one with the higher world rank connects to the other.
 """
@@ -38,16 +38,16 @@ from graftlab.ranks.messages import Contact, LinkReport
 logger = logging.getLogger(__name__)
 
 _NONCE = 32
-# In a segment's first page, behind what says where its rank is.
+# In a segment's first page, behind the rank's status.
 _NONCE_AT = slice(PAGE - _NONCE, PAGE)
-# Seconds for two processes of one machine to hand each other their memory.
+# Seconds for two processes of one machine to exchange their descriptors.
 _SHARE_LIMIT = 10.0
-# Seconds after which a connection that has not come about is tried again.
+# Seconds after which a connection that has not been made is tried again.
 _RETRY = 15.0
 
 
 class _PeerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first word over a Unix socket, and its answer: who this is, and whom it takes the other for."""
+    """The first message over a Unix socket, and its answer: which rank this is, and which nonce it expects."""
 
     world_rank: int
     nonce: bytes
@@ -58,14 +58,14 @@ _decoder = wire.Decoder(_PeerHello)
 
 
 class PeerConnector:
-    """Makes the links of one rank; whoever owns it tells it of others, and lets it work when it is ready to."""
+    """Makes the links of one rank. The caller adds the other ranks, and calls :meth:`work` when it is readable."""
 
     def __init__(self, place: Place, token: str, address: str, ports: Sequence[int] = (0,)) -> None:
         """``address`` is where other machines reach this one. Raises :class:`SessionError`."""
         self._place = place
         self._known: dict[int, Contact] = {}
         self._links: dict[int, Link] = {}
-        # Of those with which memory is shared.
+        # Nonces of the ranks that share memory with this one.
         self._nonces: dict[int, bytes] = {}
         self._trying: dict[int, tuple[TcpChannel, float]] = {}
         nonce = secrets.token_bytes(_NONCE)
@@ -85,13 +85,13 @@ class PeerConnector:
         self._listener.setblocking(False)
         self.contact = Contact(place.world_rank, str(path), nonce, name, address, self._router.port)
 
-    # ---- what is known of the others ----------------------------------------------------------------------------
+    # ---- other ranks --------------------------------------------------------------------------------------------
 
     def add(self, contacts: Sequence[Contact]) -> None:
-        """These ranks are there."""
+        """Add ranks that have joined."""
         for contact in contacts:
             if self._nonces.get(contact.world_rank) == contact.nonce:
-                # It was here before word of it.
+                # It has connected before its contact arrived.
                 self._known[contact.world_rank] = contact
                 continue
             self.remove(contact.world_rank)
@@ -100,7 +100,7 @@ class PeerConnector:
                 self._connect(contact)
 
     def remove(self, world_rank: int) -> None:
-        """This rank is there no more."""
+        """Remove a rank that is gone."""
         self._known.pop(world_rank, None)
         self._nonces.pop(world_rank, None)
         trying, link = self._trying.pop(world_rank, None), self._links.pop(world_rank, None)
@@ -109,7 +109,7 @@ class PeerConnector:
                 channel.close()
 
     def missing(self) -> list[str]:
-        """Which ranks are not there, and which are and cannot be reached."""
+        """Describe the ranks that have not joined or cannot be reached."""
         everyone = self._place.everyone()
         absent = []
         for other in everyone:
@@ -129,22 +129,22 @@ class PeerConnector:
         return self._links
 
     def kinds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """With whom memory is shared, and who is behind TCP."""
+        """Return the world ranks that share memory with this one, and those connected by TCP."""
         memory = tuple(sorted(rank for rank, (_, arena) in self._links.items() if arena is not None))
         return memory, tuple(sorted(self._links.keys() - set(memory)))
 
     def linked(self, world: int) -> LinkReport:
-        """The same for whoever holds the session."""
+        """Return the same as a report to the session server."""
         return LinkReport(world, *self.kinds())
 
-    # ---- linking ------------------------------------------------------------------------------------------------
+    # ---- connecting ---------------------------------------------------------------------------------------------
 
     def descriptors(self) -> tuple[int, int]:
         """Readable when there is something to :meth:`work` at."""
         return self._listener.fileno(), self._router.fileno()
 
     def work(self) -> None:
-        """Go on with what can be gone on with; does not wait for other machines."""
+        """Accept and continue connections, without waiting for other machines."""
         while self._accept():
             pass
         self._router.pump()
@@ -156,11 +156,11 @@ class PeerConnector:
                 continue
             self._trying.pop(world_rank, None)
             if link is not None:
-                # It was handed this rank's memory, and could not make sure of it.
+                # It got this rank's descriptor, but could not verify it.
                 link[0].close()
                 self._nonces.pop(world_rank, None)
             self._links[world_rank] = (channel, None)
-            logger.info("%s and %s are joined by TCP", self._place.label, self._label(world_rank))
+            logger.info("%s and %s are connected by TCP", self._place.label, self._label(world_rank))
         for world_rank, (channel, since) in list(self._trying.items()):
             if time.monotonic() - since > _RETRY or channel.ended:
                 self._router.forget(channel)
@@ -194,7 +194,7 @@ class PeerConnector:
             raise
 
     def _accept(self) -> bool:
-        """Take one process that wants to share memory; False where there is none."""
+        """Accept one process that wants to share memory; False if none is waiting."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
@@ -205,18 +205,18 @@ class PeerConnector:
             hello = self._receive_hello(connection)
             contact = self._known.get(hello.world_rank)
             if contact is None:
-                # It has heard of this rank sooner than this one of it. What it says must hold all the same.
+                # Its contact has not arrived here yet. It must prove the same.
                 contact = Contact(hello.world_rank, "", hello.nonce, b"", "", 0)
             if hello.yours != self.contact.nonce or hello.nonce != contact.nonce:
-                raise MessageError("it takes this rank for another, or is another than was announced")
+                raise MessageError("it expects a different nonce, or does not have the announced one")
             if hello.world_rank <= self._place.world_rank or hello.world_rank >= len(self._place.everyone()):
-                raise MessageError(f"it says that it is rank {hello.world_rank}, which does not connect to this one")
+                raise MessageError(f"it claims to be rank {hello.world_rank}, which does not connect to this one")
             arena = self._their_arena(connection, contact)
             self._hand_over(connection, contact)
             self._keep(contact, (SocketChannel(connection), arena))
         except (OSError, EOFError, ValueError, GraftError) as error:
             connection.close()
-            logger.warning("%s: a process that wanted to share memory was sent away: %s", self._place.label, error)
+            logger.warning("%s: a process that wanted to share memory was refused: %s", self._place.label, error)
         return True
 
     def _hand_over(self, connection: socket.socket, contact: Contact) -> None:
@@ -227,7 +227,7 @@ class PeerConnector:
     def _take_over(self, connection: socket.socket, contact: Contact) -> Link:
         hello = self._receive_hello(connection)
         if (hello.world_rank, hello.nonce, hello.yours) != (contact.world_rank, contact.nonce, self.contact.nonce):
-            raise MessageError("another process answers there")
+            raise MessageError("another process answers at that socket")
         return SocketChannel(connection), self._their_arena(connection, contact)
 
     def _receive_hello(self, connection: socket.socket) -> _PeerHello:
@@ -236,20 +236,20 @@ class PeerConnector:
         return hello
 
     def _their_arena(self, connection: socket.socket, contact: Contact) -> Arena:
-        """The other's memory, once it is proved to be what was announced."""
+        """Receive and map the other's memory, after checking the nonce in it."""
         descriptor = receive_descriptors(connection, 1)[0]
         try:
             size = os.fstat(descriptor).st_size
             with mmap.mmap(descriptor, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as page:
                 if page[_NONCE_AT] != contact.nonce:
-                    raise MessageError("what it hands over is not the memory that was announced")
+                    raise MessageError("its memory does not have the announced nonce")
             return Arena(descriptor, size, writable=False)
         finally:
             os.close(descriptor)
 
     def _require_own_user(self, connection: socket.socket) -> None:
         if (uid := peer_uid(connection)) != os.getuid():
-            raise SessionError(f"it is of user {uid}")
+            raise SessionError(f"it belongs to user {uid}")
 
     def _label(self, world_rank: int) -> str:
         return self._place.everyone()[world_rank].label
@@ -257,56 +257,56 @@ class PeerConnector:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """All links are made; nobody else is let in."""
+        """Stop accepting, because all links are made."""
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._segment)
         if self.kinds()[1]:
             self._router.wake()
         else:
-            # Nothing listens that nobody needs.
+            # No rank needs the port.
             self._router.close()
 
     def close(self) -> None:
-        """Give the links up."""
+        """Close the links."""
         for channel, _ in self._links.values():
             channel.close()
         self._router.close()
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:
-    # Not a byte more: a descriptor comes with the next one.
+    # Not a byte more, because a descriptor arrives with the byte after it.
     data = b""
     while len(data) < length:
         more = connection.recv(length - len(data))
         if not more:
-            raise EOFError("the other end was gone")
+            raise EOFError("the other end is gone")
         data += more
     return data
 
 
 def _own_folder() -> Path:
-    """A folder of this user's alone, of a short name, because a socket's path has at most 107 bytes."""
+    """A folder of this user only, with a short name, because the path of a socket has at most 107 bytes."""
     folder = Path("/tmp") / f"graftlab-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise SessionError(f"{folder} is not this user's alone (mode 0700); remove it")
+        raise SessionError(f"{folder} must be a folder of this user with mode 0700; remove it")
     return folder
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that packets to there come from. Raises OSError."""
+    """The address of this machine that packets to that host come from. Raises OSError."""
     kind, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it asks the system for the way.
+        # Sends nothing; the system only looks up the route.
         probe.connect(where)
         address: str = probe.getsockname()[0]
         return address
 
 
 def is_own_address(host: str) -> bool:
-    """Whether this machine has the address."""
+    """Whether this machine has that address."""
     for kind, *_, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with socket.socket(kind, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((where[0], 0))

@@ -1,4 +1,4 @@
-"""Where processes that know no more of each other than a folder meet: a Unix socket that only this user can reach."""
+"""The rendezvous of processes that only share the name of a folder: a Unix socket that no other user can reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from graftlab.errors import ConfigError
 from graftlab.exchange.keys import new_token, read_token, write_token
 
-# Within the folder that people name, which others may be able to enter.
+# Within the folder that users name, which other users may be able to enter.
 _FOLDER = ".rendezvous"
 _SOCKET, _LOCK, _TOKEN = "socket", "lock", "token"
 _CREDENTIALS = struct.Struct("3i")
@@ -22,7 +22,7 @@ _BACKLOG = 1024
 
 
 class Rendezvous:
-    """The meeting in one folder, or another one there that has a ``name``. Usable in ``with``."""
+    """The socket ``name`` of one folder, its lock, and the token kept there. Usable in ``with``."""
 
     def __init__(self, folder: Path, name: str = _SOCKET) -> None:
         """Raises :class:`ConfigError` for a folder that cannot be made, or is not this user's alone."""
@@ -30,7 +30,7 @@ class Rendezvous:
         self._name = name
         private = folder / _FOLDER
         try:
-            # The folder in /tmp that a port stands for has a parent, which nobody else may have put there.
+            # The folder that a port stands for is in a folder of /tmp, which another user may have made.
             if folder.parent.name == f"graftlab-{os.getuid()}":
                 folder.parent.mkdir(mode=0o700, exist_ok=True)
                 _require_own(folder.parent)
@@ -43,13 +43,13 @@ class Rendezvous:
                 f"(GRAFTLAB_RUN_DIR, or GRAFTLAB_ADDRESS)"
             ) from error
         _require_own(private)
-        # A socket's name has at most 107 bytes, however deep the folder lies.
+        # The path of a socket has at most 107 bytes, and the folder's may be longer.
         self._address = f"/proc/self/fd/{self._descriptor}/{name}"
 
     def connect(self, timeout: float) -> socket.socket | None:
-        """A connection to whoever holds the session; None where nobody does.
+        """Connect to the session server; return None if none listens.
 
-        Raises :class:`ConfigError` where it is another user.
+        Raises :class:`ConfigError` if the server belongs to another user.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout)
@@ -60,14 +60,14 @@ class Rendezvous:
             return None
         if (uid := peer_uid(connection)) != os.getuid():
             connection.close()
-            raise ConfigError(f"{self.folder}: whoever listens there is user {uid}, not {os.getuid()}")
+            raise ConfigError(f"{self.folder}: the process that listens there belongs to user {uid}, not {os.getuid()}")
         return connection
 
     def listen(self) -> socket.socket | None:
-        """Be the one that holds the session; None where somebody else does. Call it while :meth:`locked`."""
-        there = self.connect(1.0)
-        if there is not None:
-            there.close()
+        """Return a listening socket; None if a session server listens already. Call it while :meth:`locked`."""
+        existing = self.connect(1.0)
+        if existing is not None:
+            existing.close()
             return None
         self.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -77,19 +77,19 @@ class Rendezvous:
         return listener
 
     def unlink(self) -> None:
-        """Take the socket's name away. Call it while :meth:`locked`."""
+        """Remove the socket. Call it while :meth:`locked`."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._name, dir_fd=self._descriptor)
 
     @property
     def token_path(self) -> Path:
-        """Where :meth:`session_token` keeps it."""
+        """The file in which :meth:`session_token` keeps the token."""
         return self.folder / _FOLDER / _TOKEN
 
     def session_token(self, given: str | None = None) -> str:
-        """The token for jobs of other machines that join whoever holds the session here: the same as the last time.
+        """Return the token with which jobs of other machines join: the last one, a new one, or the one ``given``.
 
-        One that is ``given`` is kept for the next time.
+        It is kept for the next time.
         """
         path = self.token_path
         if given is None:
@@ -103,7 +103,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time looks who holds the session, and becomes it."""
+        """Let one process at a time look for a session server, and become it."""
         descriptor = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -122,7 +122,7 @@ class Rendezvous:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user at the other end, as the system knows it."""
+    """Ask the system for the user at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(data)[1]
     return uid
@@ -132,6 +132,6 @@ def _require_own(folder: Path) -> None:
     found = folder.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
         raise ConfigError(
-            f"{folder} is not a folder of this user's that nobody else can enter (mode 0700), so nobody can meet "
+            f"{folder} must be a folder of this user with mode 0700, which no other user can enter, for jobs to meet "
             f"there; remove it, or name another address (GRAFTLAB_ADDRESS)"
         )

@@ -1,4 +1,4 @@
-"""How a job's process comes to its place in a session: whom it asks, where, and what it is handed."""
+"""Asks a session server to admit this process as a rank, and starts a server where none listens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from graftlab.errors import ConfigError, SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.handshake import (
     JoinAccepted,
-    JoinRefused,
     JoinRequest,
     RejoinState,
+    RequestRefused,
     WorldShare,
     WorldShareRequest,
     graftlab_version,
@@ -35,18 +35,18 @@ from graftlab.plan.wire import to_wire
 from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
 from graftlab.ranks.own_place import own_backend, own_device
 
-# Seconds between two attempts to find who holds the session, on another machine.
+# Seconds between two requests.
 _ASK_AGAIN = 0.5
-# So many hosts are started before a job gives up: each may end, for its last job is gone, just as another comes.
+# How many session servers a job tries to reach: each may end with its last job just as another job asks.
 _SERVERS = 3
-# Seconds for which a process is not let in because the one before it seems to be there: a machine that has vanished is
-# noticed so late.
-_MIND_CHANGES = 30.0
-# Seconds for the answer of who holds the session, on another machine. Where none comes it is asked anew.
+# Seconds for which a job asks again while the server takes the rank's last process for alive: the server notices that
+# a machine has vanished about 20 seconds later.
+_RANK_TAKEN_LIMIT = 30.0
+# Seconds to wait for the answer of a session server on another machine, before it is asked again.
 _ANSWER_LIMIT = 15.0
 _STRANGER = (
-    "somebody listens who has another token, or is no process of graftlab: GRAFTLAB_TOKEN (GRAFTLAB_TOKEN_FILE) must "
-    "be the token that whoever holds the session has printed, and GRAFTLAB_ADDRESS the address"
+    "a process listens that has another token, or is not graftlab: GRAFTLAB_TOKEN (GRAFTLAB_TOKEN_FILE) must be the "
+    "token that the session has printed, and GRAFTLAB_ADDRESS its address"
 )
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 class JoinResult:
     """What the session server has sent; with a ``proxy`` it was reached over TCP."""
 
-    joined: JoinAccepted
+    answer: JoinAccepted
     channel: SocketChannel
     wake: socket.socket
     token: str | None
@@ -64,11 +64,11 @@ class JoinResult:
 
 
 class _RankTakenError(SessionError):
-    """Another process has the place, which may be gone without anybody having noticed."""
+    """Another process is this rank; it may be gone without the server having noticed."""
 
 
 class SessionClient:
-    """Asks for a place, until it is there or the config's time is over."""
+    """Asks to be admitted as a rank, until the config's ``timeout`` is over."""
 
     def __init__(self, place: Place, config: GraftConfig) -> None:
         self._place = place
@@ -76,17 +76,17 @@ class SessionClient:
         self._deadline = time.monotonic() + config.timeout
         self._token = config.join_token()
         self._joined_over_network = False
-        # At the last try.
+        # Whether the last request reached a process with another token.
         self._reached_stranger = False
 
     def remaining(self) -> float:
-        """Seconds until the deadline; never quite none."""
+        """Seconds until the deadline, at least a millisecond."""
         return max(0.001, self._deadline - time.monotonic())
 
     def join(self) -> JoinResult:
-        """Raises :class:`ConfigError` for settings that do not fit, :class:`SessionError` where nobody lets it in."""
+        """Raises :class:`ConfigError` for settings that do not fit, :class:`SessionError` if no server admits it."""
         rest = threading.Event()
-        last = time.monotonic() + min(_MIND_CHANGES, self.remaining())
+        last = time.monotonic() + min(_RANK_TAKEN_LIMIT, self.remaining())
         while True:
             try:
                 return self._try_to_join()
@@ -102,7 +102,7 @@ class SessionClient:
                 return self._join_here(rendezvous, None)
         try:
             if is_own_address(endpoint.host) and not self._is_listening(endpoint):
-                # Nobody holds the session yet, or one of the jobs' own does, which is in the folder too.
+                # No session exists yet, or a headless one, which listens at the rendezvous too.
                 with Rendezvous(self._config.rendezvous) as rendezvous:
                     return self._join_here(rendezvous, endpoint)
             return self._join_over_network(endpoint)
@@ -135,15 +135,13 @@ class SessionClient:
                 result = self._ask(connection, None)
             if result is not None:
                 return result
-            # It ended before it answered: for the last of its jobs was gone, or because it could not begin.
+            # It ended before it answered: its last job had gone, or it could not begin.
         log = rendezvous.folder / "session-server.log"
         ended = "" if server is None else f" (exit code {server.poll()})"
-        raise SessionError(
-            f"whoever held the session in {rendezvous.folder} ended before it answered{ended}; see {log}"
-        )
+        raise SessionError(f"the session server in {rendezvous.folder} ended before it answered{ended}; see {log}")
 
     def _token_to_listen(self, rendezvous: Rendezvous, endpoint: Endpoint | None) -> str | None:
-        """The token of the session that this job starts, for jobs on other machines; told where nobody gave one."""
+        """Return the token of the session that this job starts; print it if the config has none."""
         if endpoint is None:
             return None
         if self._token is None:
@@ -158,8 +156,8 @@ class SessionClient:
         if self._token is None:
             raise ConfigError(
                 f"token (GRAFTLAB_TOKEN) is not given, nor is token_file (GRAFTLAB_TOKEN_FILE); address is {endpoint}, "
-                f"where jobs on several machines meet: who listens there has printed the token, or `graftlab token "
-                f"FILE` makes one beforehand"
+                f"where jobs on several machines meet: the session that listens there has printed the token, or "
+                f"`graftlab token FILE` makes one beforehand"
             )
         rest = threading.Event()
         while True:
@@ -167,9 +165,9 @@ class SessionClient:
             if result is not None:
                 return result
             if self.remaining() < _ASK_AGAIN:
-                guess = "is somebody listening there, and does a firewall let TCP pass?"
+                guess = "does a session listen there, and does a firewall let TCP pass?"
                 raise SessionError(
-                    f"nobody with this session's token answered at {endpoint} within {self._config.timeout:g} s: "
+                    f"no session with this token answered at {endpoint} within {self._config.timeout:g} s: "
                     f"{_STRANGER if self._reached_stranger else guess}"
                 )
             rest.wait(_ASK_AGAIN)
@@ -179,29 +177,29 @@ class SessionClient:
         limit = min(_ANSWER_LIMIT, self.remaining()) if state is None else _ANSWER_LIMIT
         client = TcpSessionClient(endpoint, self._token)
         try:
-            answer = client.ask(self._request(state), limit)
-            if answer is None:
+            reply = client.ask(self._request(state), limit)
+            if reply is None:
                 self._warn_of_stranger(endpoint, client.reached_stranger)
                 return None
-            reply, early = answer
-            joined = self._accepted(reply)
+            message, early = reply
+            answer = self._accepted(message)
             channel, wake, proxy = client.open_connection(early)
         except BaseException:
             client.close()
             raise
         self._joined_over_network = True
-        return JoinResult(joined, channel, wake, self._token, proxy)
+        return JoinResult(answer, channel, wake, self._token, proxy)
 
     def _warn_of_stranger(self, endpoint: Endpoint, is_stranger: bool) -> None:
-        """Say at once what waiting will hardly change: nothing else is heard of it until the time is over."""
+        """Warn at once, because waiting will hardly help, and the job says nothing else until its time is over."""
         if is_stranger and not self._reached_stranger:
-            logger.warning("%s: at %s %s. This job goes on trying", self._config.role, endpoint, _STRANGER)
+            logger.warning("%s: at %s %s. This job keeps trying", self._config.role, endpoint, _STRANGER)
         self._reached_stranger = is_stranger
 
     def rejoin(self, state: RejoinState, segment: int | None) -> JoinResult | None:
-        """What another host hands over to a process that is in a graft world already; None where none listens.
+        """Join the session that listens now, or return None if none does.
 
-        ``segment`` is the descriptor of its memory, if the host is to look into that.
+        ``segment`` is the descriptor of this rank's memory, if the server is to read its status page there.
         """
         endpoint = self._config.endpoint
         if self._joined_over_network and endpoint is not None:
@@ -216,7 +214,7 @@ class SessionClient:
     def _ask(
         self, connection: socket.socket, state: RejoinState | None, segment: int | None = None
     ) -> JoinResult | None:
-        """What the host hands over; None where it ended before it answered."""
+        """Send the request and return the result; None if the server ended before it answered."""
         connection.settimeout(self.remaining() if state is None else self._config.timeout)
         try:
             send_handshake(connection, self._request(state))
@@ -225,37 +223,36 @@ class SessionClient:
             reply = receive_handshake(connection)
             if reply is None:
                 return None
-            joined = self._accepted(reply)
-            channel, wake = receive_descriptors(connection, joined.descriptors)
+            answer = self._accepted(reply)
+            channel, wake = receive_descriptors(connection, answer.descriptors)
         except (ConnectionError, EOFError):
             return None
         except TimeoutError:
             raise SessionError(
-                f"whoever holds the session in {self._config.rendezvous} did not answer within "
-                f"{self._config.timeout:g} s. A process of the jobs' own may take so long to start: a larger timeout "
-                f"(GRAFTLAB_TIMEOUT) waits longer; its log is session-server.log there"
+                f"the session server in {self._config.rendezvous} did not answer within {self._config.timeout:g} s. "
+                f"One that a job started may take that long to start: a larger timeout (GRAFTLAB_TIMEOUT) waits "
+                f"longer; its log is session-server.log there"
             ) from None
-        line = SocketChannel(socket.socket(fileno=channel)), socket.socket(fileno=wake)
-        return JoinResult(joined, *line, joined.token)
+        ends = SocketChannel(socket.socket(fileno=channel)), socket.socket(fileno=wake)
+        return JoinResult(answer, *ends, answer.token)
 
     def fetch_share(self, world: int) -> tuple[WorldShare, list[int]]:
-        """What this rank shares with all others in a world, from the holder of the session, on this machine."""
+        """Fetch this rank's descriptors of a world from the session server on this machine."""
         place = self._place
-        request = WorldShareRequest(
-            world, place.side, place.rank, place.world_size, place.other_world_size, os.getpid()
-        )
+        sizes = place.world_size, place.other_world_size
+        request = WorldShareRequest(world, place.side, place.rank, *sizes, os.getpid())
         with Rendezvous(self._config.rendezvous) as rendezvous:
             connection = rendezvous.connect(self._config.timeout)
             if connection is None:
-                raise SessionError("whoever held the session went away")
+                raise SessionError("the session server has ended")
             with connection:
                 connection.settimeout(self._config.timeout)
                 send_handshake(connection, request)
                 reply = receive_handshake(connection)
-                if isinstance(reply, JoinRefused):
+                if isinstance(reply, RequestRefused):
                     raise SessionError(reply.error)
                 if not isinstance(reply, WorldShare):
-                    raise SessionError(f"the holder of the session answered {type(reply).__name__}")
+                    raise SessionError(f"the session server answered {type(reply).__name__}")
                 return reply, receive_descriptors(connection, reply.descriptors)
 
     def _request(self, state: RejoinState | None) -> JoinRequest:
@@ -269,15 +266,15 @@ class SessionClient:
             device=str(own_device()),
             backend=own_backend(),
             plan=to_wire(self._config.plan()) if state is None else None,
-            rejoins=state,
+            rejoin=state,
             first_step=self._config.first_step,
         )
 
     def _accepted(self, reply: Any) -> JoinAccepted:
-        if isinstance(reply, JoinRefused):
+        if isinstance(reply, RequestRefused):
             if reply.again:
                 raise _RankTakenError(reply.error)
             raise ConfigError(reply.error) if reply.settings else SessionError(reply.error)
         if not isinstance(reply, JoinAccepted):
-            raise SessionError(f"the holder of the session answered {type(reply).__name__}")
+            raise SessionError(f"the session server answered {type(reply).__name__}")
         return reply

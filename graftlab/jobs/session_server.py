@@ -1,4 +1,4 @@
-"""Who holds a session of jobs: lets them in, one process a rank, each time that one is missing."""
+"""The session server: admits the processes of jobs to a session, one for each rank that has none."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from graftlab.exchange.tcp import TcpChannel
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.jobs.handshake import (
     JoinAccepted,
-    JoinRefused,
     JoinRequest,
+    RequestRefused,
     StatusQuery,
     WorldShare,
     WorldShareRequest,
@@ -51,15 +51,15 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=SessionCore)
 
-# Seconds that a process has to say who it is, once it has connected.
+# Seconds that a process has to send its request, once it has connected.
 _HANDSHAKE_LIMIT = 10.0
 
 
 class SessionServer:
-    """Holds the rendezvous for a session. ``over`` is set when all that had joined are gone again.
+    """Admits jobs to a session at a rendezvous. ``over`` is set when every process that had joined is gone.
 
-    With ``agreed`` every job has to bring the same plan; otherwise the plan is the session's alone. With a ``gate``
-    jobs of other machines come in too, and ranks make their connections themselves, each as it can.
+    With ``agreed`` every job must bring that plan; otherwise the session's plan is in force. With a ``tcp_listener``
+    jobs of other machines can join, and ranks connect to each other themselves.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class SessionServer:
         self._first_plan = session.plan
         self._tcp_listener = tcp_listener
         self._membership = Membership(self._ranks, self._jobs, makes_links=tcp_listener is None)
-        # For those who look on from a terminal, one at a time.
+        # For status queries, which are answered one at a time.
         self._taps = session.live_taps()
         self._status_lock = threading.Lock()
-        # Which place the last process asked for that was not let in, and what it was told.
+        # The rank that the last refused process asked for, and why it was refused.
         self._last_refused: tuple[str, str] | None = None
-        # Joining and leaving are told on two threads.
+        # Jobs join on this thread and the proxy's, and leave on the hub's.
         self._lock = threading.Lock()
         self._resumed = False
         self._closed = False
@@ -103,12 +103,12 @@ class SessionServer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is there, or was."""
+        """Whether no process has joined yet."""
         return not any(rank.has_joined for rank in self._ranks)
 
     @property
     def invitation(self) -> str:
-        """The variables with which a job of each side joins, a line a side."""
+        """The environment variables with which a job of each side joins, one line per side."""
         options = self._session.options
         where = (
             shlex.quote(str(self._rendezvous.folder))
@@ -129,7 +129,7 @@ class SessionServer:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop admitting jobs."""
         if self._closed:
             return
         self._closed = True
@@ -146,7 +146,7 @@ class SessionServer:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    # ---- letting jobs in ----------------------------------------------------------------------------------------
+    # ---- admitting jobs -----------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         poller = select.poll()
@@ -163,14 +163,14 @@ class SessionServer:
 
     def _accept(self, connection: socket.socket) -> None:
         if (uid := peer_uid(connection)) != os.getuid():
-            raise SessionError(f"it is of user {uid}, not {os.getuid()}")
+            raise SessionError(f"it belongs to user {uid}, not {os.getuid()}")
         try:
             join = receive_handshake(connection)
         except MessageError as error:
-            send_handshake(connection, JoinRefused(f"what it said is no greeting: {error}", settings=False))
+            send_handshake(connection, RequestRefused(f"the handshake could not be read: {error}", settings=False))
             raise
         if join is None:
-            return  # somebody looked whether there is anybody
+            return  # the process only checked whether a server listens
         if isinstance(join, StatusQuery):
             self._answer_status_query(connection.dup(), join)
             return
@@ -179,7 +179,7 @@ class SessionServer:
             return
         if not isinstance(join, JoinRequest):
             raise SessionError(f"it said {type(join).__name__} before it had asked to join")
-        brings = join.rejoins is not None and not join.rejoins.linked
+        brings = join.rejoin is not None and not join.rejoin.linked
         segment = receive_descriptors(connection, 1)[0] if brings else None
         with self._lock:
             refused = self._refusal(join)
@@ -191,7 +191,7 @@ class SessionServer:
             self._admit_here(connection, join, segment)
 
     def _send_share(self, connection: socket.socket, request: WorldShareRequest) -> None:
-        """Give a rank that has joined its share of what all have in a world."""
+        """Send an attached rank its descriptors of a world."""
         with self._lock:
             try:
                 rank = self._rank_of(request)
@@ -199,13 +199,13 @@ class SessionServer:
                     raise SessionError(f"{rank.label} is pid {rank.pid}, not {request.pid}")
                 size, descriptors = self._membership.share_of(rank, request.world)
             except SessionError as error:
-                send_handshake(connection, JoinRefused(str(error), settings=False))
+                send_handshake(connection, RequestRefused(str(error), settings=False))
                 return
             send_handshake(connection, WorldShare(size, len(descriptors)))
             send_descriptors(connection, descriptors)
 
     def _answer_status_query(self, connection: socket.socket, query: StatusQuery) -> None:
-        """Answer on a thread of its own: ranks that are asked for their stacks may take their time."""
+        """Answer on a separate thread, because ranks may take long to return their stacks."""
 
         def answer() -> None:
             with connection:
@@ -213,16 +213,16 @@ class SessionServer:
                     with self._status_lock:
                         send_handshake(connection, answer_status_query(self._session, self._taps, stacks=query.stacks))
                 except (OSError, GraftError) as error:
-                    logger.warning("a look at this session was not answered: %s", error)
+                    logger.warning("a status query was not answered: %s", error)
 
         threading.Thread(target=answer, name="graftlab-status-query", daemon=True).start()
 
     def _accept_tcp(self, far: TcpChannel, frame: bytes) -> Ends | None:
-        """The first word of a process on another machine, which has proved that it knows the token."""
+        """Handle the first frame of a process on another machine, which has proved that it knows the token."""
         try:
             join = unpack_handshake(frame)
         except MessageError as error:
-            far.send(pack_handshake(JoinRefused(f"what it said is no greeting: {error}", settings=False)))
+            far.send(pack_handshake(RequestRefused(f"the handshake could not be read: {error}", settings=False)))
             raise
         if not isinstance(join, JoinRequest):
             raise SessionError(f"it said {type(join).__name__} before it had asked to join")
@@ -232,24 +232,23 @@ class SessionServer:
                 return None
             rank, note = self._admit(join, None)
             rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
-            far.send(pack_handshake(self._joined(rank, [])))
-            if join.rejoins is not None:
+            far.send(pack_handshake(self._accepted(rank, [])))
+            if join.rejoin is not None:
                 self._jobs.tell_plan(rank)
             return rank.take_ends()
 
-    def _refusal(self, join: JoinRequest) -> JoinRefused | None:
+    def _refusal(self, join: JoinRequest) -> RequestRefused | None:
         why, settings, again = self._objection(join)
         if not why:
             return None
         who = f"{join.side}[{join.rank}] (pid {join.pid})"
         logger.warning("%s may not join%s: %s", who, " yet" * again, why)
         if not again:
-            self._last_refused = f"{join.side}[{join.rank}]", f"{who} was not let in, and told: {why}"
-        return JoinRefused(why, settings, again)
+            self._last_refused = f"{join.side}[{join.rank}]", f"{who} was refused: {why}"
+        return RequestRefused(why, settings, again)
 
     def _objection(self, join: JoinRequest) -> tuple[str, bool, bool]:
-        """Why this process cannot have the place, blank where it can; whether its settings are at fault, and whether it
-        may ask again."""
+        """Return why this process cannot be that rank, or ``""``; if its settings are at fault; if it may ask again."""
         options = self._session.options
         if join.version != graftlab_version():
             return f"it runs graftlab {join.version}, and the session graftlab {graftlab_version()}", False, False
@@ -259,74 +258,78 @@ class SessionServer:
         if (join.world_size, join.other_world_size) != (mine, others):
             other = "target" if join.side == "baseline" else "baseline"
             return (
-                f"{join.side}_world_size is {join.world_size} and {other}_world_size {join.other_world_size} there; "
-                f"the session is of {options.baseline} baseline and {options.target} target ranks",
+                f"{join.side}_world_size is {join.world_size} and {other}_world_size {join.other_world_size} in this "
+                f"job; the session has {options.baseline} baseline and {options.target} target ranks",
                 True,
                 False,
             )
         rank = self._rank_of(join)
         if rank.place.world_rank in self._membership.occupied:
-            # What comes in place of one that was killed may be quicker than the news of its death, above all from a
+            # The successor of a killed process may arrive before the server has noticed the death, above all on a
             # machine that has vanished.
             again = self._membership.has_begun and (self._tcp_listener is not None or not _is_running(rank.pid))
             other = "target" if join.side == "baseline" else "baseline"
             return (
                 f"{rank.label} has joined already, as pid {rank.pid}. Should this job be the {other} (GRAFTLAB_ROLE)? "
-                f"A second pair of jobs needs a folder of its own (GRAFTLAB_RUN_DIR)",
+                f"A second pair of jobs needs a separate folder (GRAFTLAB_RUN_DIR)",
                 False,
                 again,
             )
-        returns = join.rejoins is not None and join.rejoins.session == self._name
-        if join.rejoins is not None and not returns and self._membership.occupied and not self._resumed:
-            return f"{rank.label} is in a run of another session, and this one has its own", False, False
+        returns = join.rejoin is not None and join.rejoin.session == self._name
+        if join.rejoin is not None and not returns and self._membership.occupied and not self._resumed:
+            return (
+                f"{rank.label} is in a run of another session, and this session already has its own run",
+                False,
+                False,
+            )
         if self._agreed is not None and join.plan is not None:
             return _difference(from_wire(join.plan), self._agreed), True, False
         return "", False, False
 
     def _admit_here(self, connection: socket.socket, join: JoinRequest, segment: int | None) -> None:
         rank, note = self._admit(join, segment)
-        line = rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
-        send_handshake(connection, self._joined(rank, line, local=True))
-        send_descriptors(connection, line)
+        ends = rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
+        send_handshake(connection, self._accepted(rank, ends, local=True))
+        send_descriptors(connection, ends)
         rank.handed_over()
-        if join.rejoins is not None:
+        if join.rejoin is not None:
             self._jobs.tell_plan(rank)
 
     def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
-        """The place of a process that may join, and what is to be noted of it."""
+        """Give the process its rank; also return a note about it for the status."""
         rank = self._rank_of(join)
         if self._last_refused is not None and self._last_refused[0] == rank.label:
             self._last_refused = None
         note = ""
         if rank.has_joined:
-            # Another process had it, whose line has ended.
+            # Another process was this rank, and its connection has ended.
             rank.renew()
             self._jobs.hear(rank)
-        run = None if join.rejoins is None else join.rejoins.run
+        run = None if join.rejoin is None else join.rejoin.run
         self._membership.enter(rank, run, join.first_step)
-        if join.rejoins is not None:
+        if join.rejoin is not None:
             rank.generation = self._membership.generation(rank.place.side)
-            if not join.rejoins.linked:
+            if not join.rejoin.linked:
                 rank.links = "shared memory"
             if segment is not None:
                 rank.adopt_segment(segment)
-            if join.rejoins.session == self._name:
-                # Its line was cut, and it is in this session's run all the time.
-                self._jobs.note_return(rank, join.rejoins.run.run)
-                self._jobs.outrank(from_wire(join.rejoins.plan))
+            if join.rejoin.session == self._name:
+                # Its connection was cut, and it has stayed in this session's run.
+                self._jobs.note_return(rank, join.rejoin.run.run)
+                self._jobs.outrank(from_wire(join.rejoin.plan))
             elif not self._resumed:
                 self._resumed = True
-                # What was published before anybody was here was for a job that begins anew.
+                # A plan published before any job had joined was meant for a new job.
                 published = self._session.plan is not self._first_plan
-                self._jobs.resume(join.rejoins.run, from_wire(join.rejoins.plan), published=published)
+                self._jobs.resume(join.rejoin.run, from_wire(join.rejoin.plan), published=published)
             else:
-                self._jobs.outrank(from_wire(join.rejoins.plan))
-            if join.rejoins.lost_rows:
-                note = f"at least {join.rejoins.lost_rows:,} rows were made while nobody listened, and are lost"
+                self._jobs.outrank(from_wire(join.rejoin.plan))
+            if join.rejoin.lost_rows:
+                note = f"at least {join.rejoin.lost_rows:,} rows were made while no session listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
         return rank, note
 
-    def _joined(self, rank: AttachedRankHandle, line: list[int], *, local: bool = False) -> JoinAccepted:
+    def _accepted(self, rank: AttachedRankHandle, ends: list[int], *, local: bool = False) -> JoinAccepted:
         options, tcp = self._session.options, self._tcp_listener
         return JoinAccepted(
             folder=str(self._session.folder),
@@ -334,7 +337,7 @@ class SessionServer:
             tap_timeout=options.tap_limit,
             buffer_budget=options.buffer_budget,
             keep_budget=options.keep_budget,
-            descriptors=len(line),
+            descriptors=len(ends),
             address="" if tcp is None else tcp.endpoint.host,
             token=tcp.token if tcp is not None and local else "",
             session=self._name,
@@ -343,7 +346,7 @@ class SessionServer:
     def _rank_of(self, join: JoinRequest | WorldShareRequest) -> AttachedRankHandle:
         sizes = (join.world_size, join.other_world_size)
         if not 0 <= join.rank < join.world_size:
-            raise SessionError(f"there is no {join.side}[{join.rank}] among {join.world_size}")
+            raise SessionError(f"{join.side}[{join.rank}] does not exist: {join.side}_world_size is {join.world_size}")
         return self._ranks[Place(join.side, join.rank, *sizes).world_rank]
 
     # ---- on the hub's thread ------------------------------------------------------------------------------------
@@ -379,7 +382,7 @@ class SessionServer:
             self._membership.leave(attached)
             logger.info("%s has left", rank.label)
             if not had_begun and not self._closed:
-                # It never began, so nobody is to be told how it ended; another process may have the place.
+                # It never began, so no run has to report its end; another process may be this rank.
                 attached.renew()
                 self._jobs.hear(attached)
             if not self._membership.occupied:
@@ -392,7 +395,7 @@ def _attached(rank: RankHandle) -> AttachedRankHandle:
 
 
 def _is_running(pid: int | None) -> bool:
-    """Whether there is such a process on this machine, and it has not ended yet."""
+    """Whether a process with this pid runs on this machine."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -412,11 +415,11 @@ def open_session_server(
     agreed: bool = False,
     listen_at: tuple[Endpoint, str | None] | None = None,
 ) -> tuple[S, SessionServer]:
-    """A session of this kind for jobs that join in the rendezvous's folder, and its host.
+    """Open a session of this kind for jobs, and its server, which listens at the rendezvous.
 
-    With a ``gate`` jobs of other machines join there too: where it listens, and the token, where there is one already.
+    With ``listen_at``, an endpoint and a token or None for a new one, jobs of other machines can join there too.
 
-    Raises :class:`LaunchError` where another session listens there, or the run folder cannot be used.
+    Raises :class:`LaunchError` if another session listens there, or the run folder cannot be used.
     """
     if listener is None:
         with rendezvous.locked():
@@ -433,7 +436,7 @@ def open_session_server(
             opened = TcpListener(endpoint, rendezvous.session_token(token))
         except (OSError, GraftError) as error:
             listener.close()
-            raise LaunchError(f"{error}; name an address of this machine's, and a port that is free") from error
+            raise LaunchError(f"{error}; give an address of this machine and a free port") from error
     rows: RowStore | None = None
     try:
         rows = RowStore(folder, append=append)
@@ -455,13 +458,13 @@ def open_session_server(
 
 
 def _difference(theirs: GraftPlan, ours: GraftPlan) -> str:
-    """What of a plan is other than in the one that the first job brought; blank where nothing is."""
+    """Describe the first field in which a job's plan differs from the plan of the first job; ``""`` if none does."""
     for name in (*FILTERS, "transform"):
         here, there = getattr(to_wire(ours), name), getattr(to_wire(theirs), name)
         if here != there:
             field = "transform_path" if name == "transform" else f"{name}_filter"
             return (
-                f"{field} (GRAFTLAB_{field.upper()}) is {_shown(there)} here, and {_shown(here)} in the job that came "
+                f"{field} (GRAFTLAB_{field.upper()}) is {_shown(there)} here, but {_shown(here)} in the job that came "
                 f"first; both sides need the same"
             )
     return ""

@@ -1,4 +1,4 @@
-"""``graftlab status``, ``watch`` and ``stacks``: a session of jobs, as a terminal shows it."""
+"""The commands ``graftlab status``, ``watch`` and ``stacks``, which show a session of jobs in a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _CLEAR = "\x1b[H\x1b[2J"
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="where the session's rows go")
     if what == "watch":
-        parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+        parser.add_argument(
+            "--every", type=float, default=1.0, metavar="SECONDS", help="between two updates (default 1)"
+        )
     parser.set_defaults(run={"status": _status, "watch": _watch, "stacks": _stacks}[what], what=what)
 
 
@@ -38,7 +40,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if seen is None:
         sys.stderr.write(
             f"graftlab {arguments.what}: no session of jobs is open in {arguments.folder}; gl.load_run reads the rows "
-            f"of one that has ended\n"
+            f"of a session that has ended\n"
         )
         return 1
     sys.stdout.write((format_stacks(seen) if stacks else format_status(seen)) + "\n")
@@ -46,7 +48,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Look again and again, until the session ends or the user has seen enough."""
+    """Show the status again and again, until the session ends or the user presses Ctrl-C."""
     rest = threading.Event()
     looks = 0
     try:

@@ -1,4 +1,4 @@
-"""A look at a session of jobs from another process of the same user: what a terminal asks, and its holder answers."""
+"""The status query: another process of the same user asks the session server what a session of jobs is doing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pandas as pd
 from graftlab.control.core import SessionCore
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs.handshake import (
-    JoinRefused,
     RankReport,
+    RequestRefused,
     StatusQuery,
     StatusReply,
     TapReport,
@@ -24,16 +24,16 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.rows.newest import LiveTaps
 from graftlab.verdict.facts import tap_name
 
-# Seconds in which an answer has to come: ranks that are asked for their stacks may be busy.
+# Seconds to wait for the answer: ranks that are asked for their stacks may be busy.
 _LIMIT = 30.0
-# So many of the taps that are furthest apart.
+# How many of the taps that are furthest apart are listed.
 _TAPS = 12
 
 
 def query_status(folder: Path, *, stacks: bool = False) -> StatusReply | None:
-    """What the session that writes into this run folder is doing; None where no session of jobs does.
+    """Ask the session that writes into this run folder for its status; None if no session of jobs does.
 
-    Raises :class:`SessionError` for a folder that is none, and where there is no answer.
+    Raises :class:`SessionError` if it is not a run folder, and if no answer arrives.
     """
     where = _rendezvous_of(folder)
     if where is None:
@@ -55,19 +55,19 @@ def _ask(connection: socket.socket, stacks: bool) -> StatusReply | None:
         reply = receive_handshake(connection)
     except TimeoutError:
         raise SessionError(f"no answer came within {_LIMIT:g} s") from None
-    if isinstance(reply, JoinRefused):
+    if isinstance(reply, RequestRefused):
         raise SessionError(reply.error)
     if reply is not None and not isinstance(reply, StatusReply):
-        raise SessionError(f"the holder of the session answered {type(reply).__name__}")
+        raise SessionError(f"the session server answered {type(reply).__name__}")
     return reply
 
 
 def _rendezvous_of(folder: Path) -> Path | None:
-    """Where the jobs of this run folder meet, which is mostly the folder itself."""
+    """Return the rendezvous folder of this run folder's jobs, which is usually the run folder."""
     try:
         said = json.loads((folder / "session.json").read_bytes())
     except FileNotFoundError:
-        raise SessionError(f"{folder} is no run folder: it has no session.json") from None
+        raise SessionError(f"{folder} is not a run folder: it has no session.json") from None
     except (OSError, ValueError) as error:
         raise SessionError(f"{folder / 'session.json'} cannot be read: {error}") from error
     rendezvous = said.get("rendezvous") if isinstance(said, dict) else None
@@ -75,7 +75,7 @@ def _rendezvous_of(folder: Path) -> Path | None:
 
 
 def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -> StatusReply:
-    """The answer. With ``stacks`` every rank is asked, which takes as long as the slowest does."""
+    """Answer a status query. With ``stacks`` this waits for every rank's stacks."""
     ranks = session.ranks
     code = session.stacks() if stacks else {}
     lines = []
@@ -92,24 +92,24 @@ def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -
 
 
 def format_status(reply: StatusReply) -> str:
-    """The ranks, and the taps that are furthest apart, as text."""
+    """Format the ranks, and the taps that are furthest apart, as text."""
     text = [reply.summary, "", _table([line.columns for line in reply.ranks])]
     if reply.taps:
         names = ("tap", "step", "rank", "status", "rel_l2")
         values = ((tap.name, str(tap.step), tap.rank, tap.status, f"{tap.rel_l2:.3g}") for tap in reply.taps)
         taps = [dict(zip(names, each, strict=True)) for each in values]
-        behind = f" ({reply.behind:,} rows not looked at yet)" if reply.behind else ""
+        behind = f" ({reply.behind:,} rows not read yet)" if reply.behind else ""
         text += ["", f"furthest apart, by each tap's newest row{behind}:", _table(taps)]
     return "\n".join(text)
 
 
 def format_stacks(reply: StatusReply) -> str:
-    """Where the threads of each rank are in the code."""
-    return "\n".join(f"--- {line.label}\n{line.stacks or '(it is not there)'}" for line in reply.ranks)
+    """Format the stacks of each rank's threads."""
+    return "\n".join(f"--- {line.label}\n{line.stacks or '(no process)'}" for line in reply.ranks)
 
 
 def _table(lines: Sequence[dict[str, str]]) -> str:
-    """Columns side by side; those in which nothing stands are left out."""
+    """Format columns side by side, without the empty ones."""
     names = [name for name in lines[0] if any(line[name] for line in lines)]
     widths = [max(len(name), *(len(line[name]) for line in lines)) for name in names]
     rows = [names, *([line[name] for name in names] for line in lines)]

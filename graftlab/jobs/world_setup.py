@@ -1,7 +1,6 @@
-"""How a job's process comes together with all others, each time that a rank of either side is another process.
+"""Connects a job's process to all other ranks, again each time that another process takes the place of one of them.
 
-Every time it gets memory and connections of its own for that: a *world*. So nothing that was sent in one world can be
-received in another.
+Each time makes a *world*, with its own memory and connections, so nothing sent in one world can arrive in another.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from graftlab.ranks.messages import Contact, Contacts, LinkReport, WorldRequest
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at connections that have not come about.
-_LOOK = 0.5
+# Seconds between two checks of connections that have not been made yet.
+_CHECK_INTERVAL = 0.5
 
 
 @dataclass(frozen=True)
 class World:
-    """What joins this rank with all others, and the run that begins in it.
+    """The connections of this rank to all others, and the run that begins with them.
 
-    ``segment`` is a descriptor of this rank's memory, where the holder of the session has made that.
+    ``segment`` is a descriptor of this rank's memory if the session server has made it.
     """
 
     number: int
@@ -50,10 +49,10 @@ class World:
 
     def close(self) -> None:
         self.exchange.close()
-        self.close_but_exchange()
+        self.close_connections()
 
-    def close_but_exchange(self) -> None:
-        """Close all but the exchange."""
+    def close_connections(self) -> None:
+        """Close everything but the exchange."""
         if self.connector is not None:
             self.connector.close()
         if self.segment is not None:
@@ -76,9 +75,9 @@ class SetupContext:
 
 
 class WorldSetup:
-    """One time: it works on a thread of its own until :meth:`finish` or :meth:`abandon`.
+    """Sets up one world, on its own thread, until :meth:`finish` or :meth:`abandon`.
 
-    ``report`` gets the world, or what went wrong, on that thread.
+    ``report`` gets the world, or the error, on that thread.
     """
 
     def __init__(
@@ -88,9 +87,9 @@ class WorldSetup:
         self._message = message
         self._report = report
         self._contacts: queue.SimpleQueue[tuple[Contact, ...]] = queue.SimpleQueue()
-        self._finishing = threading.Event()
+        self._finished = threading.Event()
         self._abandoned = threading.Event()
-        # Whoever waits for a share, which comes with nothing but patience, looks at these events alone.
+        # Wakes the thread when one of these has changed.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = threading.Lock()
         self._connector: PeerConnector | None = None
@@ -101,25 +100,25 @@ class WorldSetup:
         return self._message.world
 
     def missing(self) -> list[str]:
-        """With whom there is no connection yet, as far as this rank knows."""
+        """Describe the ranks to which this one has no connection yet."""
         return [] if self._connector is None else self._connector.missing()
 
     def add_contacts(self, message: Contacts) -> None:
-        """These ranks can be reached so."""
+        """Add the addresses of other ranks."""
         self._contacts.put(message.contacts)
-        self._rouse()
+        self._wake_up()
 
     def finish(self) -> None:
-        """All ranks are connected with all others."""
-        self._finishing.set()
-        self._rouse()
+        """Report the world, because all ranks are connected to all others."""
+        self._finished.set()
+        self._wake_up()
 
     def abandon(self) -> None:
-        """The world will not be."""
+        """Stop setting up the world."""
         self._abandoned.set()
-        self._rouse()
+        self._wake_up()
 
-    def _rouse(self) -> None:
+    def _wake_up(self) -> None:
         with self._ended:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -128,7 +127,7 @@ class WorldSetup:
 
     def _work(self) -> None:
         try:
-            world = self._linked() if self._context.make_connector is not None else self._shared()
+            world = self._connect() if self._context.make_connector is not None else self._fetch()
         except Exception as error:
             if not self._abandoned.is_set():
                 self._report(error)
@@ -140,8 +139,8 @@ class WorldSetup:
                 os.close(self._wake)
                 self._wake = -1
 
-    def _shared(self) -> World | None:
-        """With what the holder of the session has made for all."""
+    def _fetch(self) -> World | None:
+        """Connect by the descriptors that the session server has made. Returns None if abandoned."""
         context = self._context
         share, descriptors = context.fetch_share(self.world)
         segment = os.dup(descriptors[context.place.world_rank])
@@ -154,7 +153,7 @@ class WorldSetup:
         context.connection.send(LinkReport(self.world, others, ()))
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
-        while not self._finishing.is_set():
+        while not self._finished.is_set():
             poller.poll()
             os.eventfd_read(self._wake)
             if self._abandoned.is_set():
@@ -162,15 +161,15 @@ class WorldSetup:
                 return None
         return world
 
-    def _linked(self) -> World | None:
-        """Each rank makes its own connections, as it can."""
+    def _connect(self) -> World | None:
+        """Connect to each rank, by shared memory or TCP. Returns None if abandoned."""
         context = self._context
         assert context.make_connector is not None
         connector = self._connector = context.make_connector()
         complete = False
         try:
             context.connection.send(connector.contact)
-            complete = self._link(connector)
+            complete = self._make_connections(connector)
         finally:
             connector.seal()
             if not complete:
@@ -187,23 +186,23 @@ class WorldSetup:
         )
         return self._world(exchange, connector.arena.map, None, connector)
 
-    def _link(self, connector: PeerConnector) -> bool:
-        """Whether all connections are there, and are to be used."""
+    def _make_connections(self, connector: PeerConnector) -> bool:
+        """Make the connections; returns False if abandoned."""
         poller = select.poll()
         for descriptor in (self._wake, *connector.descriptors()):
             poller.register(descriptor, select.POLLIN)
-        told: object = None
+        reported: object = None
         while not self._abandoned.is_set():
             while not self._contacts.empty():
                 connector.add(self._contacts.get())
-                told = told if connector.complete else None
+                reported = reported if connector.complete else None
             connector.work()
-            if connector.complete and told != connector.kinds():
-                told = connector.kinds()
+            if connector.complete and reported != connector.kinds():
+                reported = connector.kinds()
                 self._context.connection.send(connector.linked(self.world))
-            if connector.complete and self._finishing.is_set():
+            if connector.complete and self._finished.is_set():
                 return True
-            if any(descriptor == self._wake for descriptor, _ in poller.poll(_LOOK * 1000)):
+            if any(descriptor == self._wake for descriptor, _ in poller.poll(_CHECK_INTERVAL * 1000)):
                 os.eventfd_read(self._wake)
         return False
 

@@ -1,26 +1,28 @@
-"""A checksum a line of a file of rows, in a file beside it: a value that the disk has changed is no row.
+"""A checksum a line of the log, in a file beside it: a value that the disk has changed is no row.
 
-Line by line, so that what is damaged can be named; in a file of its own, so that ``rows.jsonl`` has rows alone.
+Line by line, so that what is damaged can be named; in a file of its own, so that ``rows.jsonl`` has rows alone. The
+file begins with the number of the log's first row: the log is rewritten when rows move into Parquet files, and
+checksums of another log say nothing about this one.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
-from graftlab.diffs import kernel
 from graftlab.errors import SessionError
 
 SUMS_FILE = "rows.crc32"
 _KIND = np.dtype("<u4")
+_FIRST = struct.Struct("<Q")
 
 
 def sums_of(lines: Iterable[bytes]) -> bytes:
@@ -31,23 +33,14 @@ def sums_of(lines: Iterable[bytes]) -> bytes:
     return sums.tobytes()
 
 
-def sums_in(lines: bytes, length: int, most: int) -> npt.NDArray[np.uint32]:
-    """The checksums of up to so many of the whole lines in the first ``length`` bytes."""
-    library = kernel.load()
-    if library is None:
-        return np.frombuffer(sums_of(lines[: length - 1].split(b"\n")[:most]), _KIND)
-    sums = np.empty(most, np.uint32)
-    return sums[: library.sum_lines(lines, length, most, sums.ctypes.data)]
-
-
 class Sums:
-    """The checksums of a file of rows, while it is read from its first line on.
+    """The checksums of the log whose first row has the number ``first``, while it is read from its first line on.
 
-    Lines that have none are taken as they are: those of earlier versions, and the last ones of a process that was
-    killed between the rows and their checksums.
+    Lines without a checksum are accepted as they are: the last ones of a process that was killed between the rows and
+    their checksums.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: int) -> None:
         self.path = folder / SUMS_FILE
         try:
             known = self.path.read_bytes()
@@ -55,15 +48,18 @@ class Sums:
             known = b""
         except OSError as error:
             raise SessionError(f"the checksums in {self.path} cannot be read: {error.strerror}") from error
+        if known[: _FIRST.size] != _FIRST.pack(first):
+            known = b""
+        known = known[_FIRST.size :]
         self._known = np.frombuffer(known[: len(known) // 4 * 4], _KIND)
 
-    def wrong(self, number: int, lines: bytes, length: int) -> int | None:
-        """The first of the whole lines in so many bytes that is not what was written; ``number`` come before them."""
-        known = self._known[number : number + length]
+    def wrong(self, number: int, lines: Sequence[bytes]) -> int | None:
+        """The number of the first of these lines that is not what was written; ``number`` lines come before them."""
+        known = self._known[number : number + len(lines)]
         if not len(known):
             return None
-        found = sums_in(lines, length, len(known))
-        differing = np.flatnonzero(found != known[: len(found)])
+        found = np.frombuffer(sums_of(lines[: len(known)]), _KIND)
+        differing = np.flatnonzero(found != known)
         return number + int(differing[0]) + 1 if len(differing) else None
 
 
@@ -73,30 +69,54 @@ class SumsWriter:
     def __init__(self, folder: Path) -> None:
         self._path = folder / SUMS_FILE
         self._unwritten = bytearray()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
+        self._file: io.FileIO | None = None
 
     def write(self, lines: Iterable[bytes]) -> None:
+        """Append the checksums of these lines."""
         self._unwritten += sums_of(lines)
         try:
-            if self._file.closed:
-                with open(self._path, "ab", buffering=0) as file:
+            if self._file is None:
+                with self._opened(os.O_APPEND) as file:
                     self._flush(file)
             else:
                 self._flush(self._file)
         except OSError:
-            # Where the rows are not written either, the store says so; rows without a checksum are rows all the same.
+            # Where the rows are not written either, the log reports it; rows without a checksum are rows all the same.
             return
 
-    def restart(self) -> None:
-        """The file of rows is to begin anew."""
-        self._unwritten.clear()
-        # Opened for appending, so what follows comes to its beginning.
-        self._file.truncate(0)
+    def begin(self, first: int, header: bytes, dropped: int | None = None) -> None:
+        """Begin the checksums of another log, whose first row is ``first``, with that of its first line.
 
-    def _flush(self, file: io.RawIOBase) -> None:
+        Those of the log before it are kept, but for the first ``dropped`` lines; without that number all go. The file
+        is replaced as a whole. Raises OSError.
+        """
+        kept = b""
+        if dropped is not None:
+            kept = self._path.read_bytes()[_FIRST.size + 4 * dropped :] + self._unwritten
+        partial = self._path.with_name(f"{SUMS_FILE}.partial")
+        file = self._opened(os.O_TRUNC | os.O_APPEND, partial)
+        try:
+            data = _FIRST.pack(first) + sums_of([header]) + kept
+            if file.write(data) != len(data):
+                raise OSError(28, os.strerror(28))
+            os.replace(partial, self._path)
+        except BaseException:
+            file.close()
+            raise
+        self.close()
+        self._unwritten.clear()
+        self._file = file
+
+    def _opened(self, flags: int, path: Path | None = None) -> io.FileIO:
+        descriptor = os.open(path or self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+        return open(descriptor, "wb", buffering=0)
+
+    def _flush(self, file: io.FileIO) -> None:
         del self._unwritten[: file.write(self._unwritten) or 0]
 
     def close(self) -> None:
-        self.write(())
-        self._file.close()
+        """Write what waits. Checksums that are written later open the file again."""
+        if self._file is not None:
+            self.write(())
+            self._file.close()
+            self._file = None

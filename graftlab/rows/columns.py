@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 
 from graftlab.base.tags import RESERVED_TAGS
-from graftlab.rows.parsing import NO_INTEGER, Array, Parsed, Repeated
-from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
+from graftlab.rows.tables import IS_JSON, SCHEMA, Array, dictionary_of, values_of_texts, with_steps
 
 _COUNTS = frozenset(column.name for column in TABLE if column.is_nullable and column.storage == "integer")
 _STORAGE = {column.name: column.storage for column in TABLE}
 _TAGS_WITH_A_COLUMN = RESERVED_TAGS.intersection(COLUMNS)
 
 BECAME = "became"
-"""A column of frames that follows from others: whose statistics in the row are those of the value that the model went
-on with. A graft is measured before it overwrites, so those of the receiver's own side are of what is gone."""
+"""A column of frames that follows from others: whose statistics in the row are those of the value that the model
+continued with. A graft is measured before it overwrites, so the receiver's own statistics are of a replaced value."""
 _ABSENT: Any = object()
 # Rows for which room is left, at the least.
 _LEAST_ROOM = 1024
@@ -30,7 +29,7 @@ Block = dict[str, Array]
 
 
 class Columns:
-    """Makes blocks of rows, puts blocks together, and makes frames of them. One thread at a time.
+    """Makes blocks of rows, and puts blocks together. One thread at a time.
 
     A block is some rows as one array a column: of float64, int64 or objects, or, for what mostly repeats, of places in
     a table of the values. A tag's column is called ``.tag`` in it. Blocks are never changed, so frames may share them.
@@ -38,60 +37,57 @@ class Columns:
 
     def __init__(self, *, grows: bool = False) -> None:
         """``grows``: room is left behind what is merged, so that later rows are put there and nothing is copied."""
-        self._tables: dict[str, Table] = {}
+        self._values: dict[str, DistinctValues] = {}
         self._grows = grows
         # What the columns of merged blocks are the first part of, all of one length.
         self._room = 0
         self._arrays: dict[str, Array] = {}
 
-    def block(self, rows: Sequence[Sequence[Any]] | Parsed) -> Block:
-        """Rows as they come, each the values of :data:`.schema.COLUMNS`. Raises ValueError for other lengths."""
-        if isinstance(rows, Parsed):
-            held = {name: _without_counts(cells) if name in _COUNTS else cells for name, cells in rows.numbers.items()}
-            for name, (values, places) in rows.others.items():
-                held[name] = self._held(name, values)[places]
-            tags, rows_of = rows.others["tags"]
-            held["tags"] = _with_steps(rows.others["tags"], rows.tag_steps)
-            made = {name: held[name] for name in COLUMNS}
-            made.update((name, column[rows_of]) for name, column in self._of_tags(tags).items())
-            return made
-        cells = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
-        made = {name: self._held(name, each) for name, each in zip(COLUMNS, cells, strict=True)}
-        return made | self._of_tags(made["tags"])
+    def empty(self) -> Block:
+        """A block without rows."""
+        return self.block(SCHEMA.empty_table())
 
-    def _held(self, name: str, cells: Sequence[Any]) -> Array:
-        storage = _STORAGE[name]
-        if storage == "float":
-            return np.array(cells, dtype=np.float64)
-        if storage == "integer":
-            # Counts that rows without a measurement lack. Not a nullable type of pandas: its 0 / 0 is NA, which raises
-            # where a number is compared.
-            if name in _COUNTS:
-                return np.array(cells, dtype=np.float64)
-            return np.array([NO_INTEGER if v is None else v for v in cells] if None in cells else cells, np.int64)
-        if storage == "tags":
-            return np.fromiter(cells, object, len(cells))
-        if storage == "index":
-            # A tuple indexes a tensor as it is, and the garbage collector stops tracking it.
-            return np.fromiter((None if v is None else tuple(v) for v in cells), object, len(cells))
-        keys = [None if v is None else tuple(v) for v in cells] if storage == "list" else _keys(cells)
-        return self._table(name).places(cells, keys)
+    def block(self, table: pa.Table) -> Block:
+        """The rows of a table of :mod:`.tables`, as they come. Raises ValueError for text that no row has."""
+        made: Block = {}
+        tags: Sequence[Any] = ()
+        rows_of_tags = np.zeros(0, np.int32)
+        for column in TABLE:
+            cells = table.column(column.name)
+            if column.storage == "float" or column.name in _COUNTS:
+                # Counts that rows without a measurement lack are floats too. Not a nullable type of pandas: its 0 / 0
+                # is NA, which raises where a number is compared.
+                made[column.name] = cells.to_numpy().astype(np.float64, copy=False)
+                continue
+            if column.storage == "integer":
+                made[column.name] = cells.to_numpy()
+                continue
+            texts, places = dictionary_of(cells)
+            values = values_of_texts(texts, column) if column.storage in IS_JSON else texts
+            if column.storage == "tags":
+                tags, rows_of_tags = values, places
+                made[column.name] = with_steps(texts, values, places, made["step"])
+            elif column.storage == "index":
+                made[column.name] = _objects(values)[places]
+            else:
+                keys = [None if v is None else tuple(v) for v in values] if column.storage == "list" else values
+                made[column.name] = self.values_of(column.name).places(values, keys)[places]
+        return made | self._of_tags(tags, rows_of_tags)
 
-    def _of_tags(self, cells: Iterable[Any]) -> Block:
-        """A column for each tag that has none, called ``.tag``."""
-        tags = [cell or {} for cell in cells]
+    def _of_tags(self, tags: Sequence[Any], rows: Array) -> Block:
+        """A column for each tag that has none, called ``.tag``; ``rows`` has the place of each row's tags."""
         made = {}
+        tags = [each or {} for each in tags]
         for name in dict.fromkeys(name for names in dict.fromkeys(map(tuple, tags)) for name in names):
             if name not in _TAGS_WITH_A_COLUMN:
-                values = [cell.get(name, _ABSENT) for cell in tags]
-                made[f".{name}"] = self._table(f".{name}").places(values, _keys(values))
+                values = [each.get(name, _ABSENT) for each in tags]
+                made[f".{name}"] = self.values_of(f".{name}").places(values, _keys(values))[rows]
         return made
 
-    def merge(self, ordered: Block, more: Sequence[Block], shown: int | None = None) -> Block:
+    def merge(self, ordered: Block, more: Sequence[Block]) -> Block:
         """All of these rows in :data:`.schema.EXECUTION_ORDER`, which ``ordered``, that came from here, is in already.
 
-        The rows that ``ordered`` has are not moved: they may stand where they are in what is returned. With ``shown``
-        only so many of them are not: no frame shows the others, and ``ordered`` is not to be used any more.
+        The rows of ``ordered`` are not moved: they may stay where they are in what is returned.
         """
         more = [block for block in more if len(block["step"])]
         if not more:
@@ -100,9 +96,9 @@ class Columns:
         is_sorted = _is_sorted(by)
         least = 0 if is_sorted else np.lexsort(by[::-1])[0]
         known, count = len(ordered["step"]), len(by[0])
-        # Most new rows go behind the known ones, except those of the step that is going on.
+        # Most new rows come after the known ones, except those of the step that is running.
         stays = self._first_after(ordered, tuple(column[least] for column in by))
-        if stays < (known if shown is None else shown) or known + count > self._room:
+        if stays < known or known + count > self._room:
             # Elsewhere, because frames may show what is here.
             self._room = known + count + ((known + count) // 2 + _LEAST_ROOM if self._grows else 0)
             self._arrays = {}
@@ -114,7 +110,7 @@ class Columns:
         return made
 
     def _extended(self, column: Array, name: str, more: Sequence[Block]) -> Array:
-        """The column with that of these blocks behind it, where it lies, if there is room behind it."""
+        """The column followed by that of these blocks, in place if there is room behind it."""
         at, array = len(column), self._arrays.get(name)
         if array is None or column.base is not array:
             array = self._arrays[name] = np.empty(self._room, column.dtype)
@@ -125,7 +121,7 @@ class Columns:
 
     def _names(self) -> list[str]:
         """All columns of a block that lacks none."""
-        return [*COLUMNS, *(name for name in self._tables if name.startswith("."))]
+        return [*COLUMNS, *(name for name in self._values if name.startswith("."))]
 
     def _first_after(self, ordered: Block, row: tuple[Any, ...]) -> int:
         """The place of the first of these rows that comes after ``row`` in :data:`.schema.EXECUTION_ORDER`."""
@@ -135,13 +131,10 @@ class Columns:
             low, high = (low + int(np.searchsorted(cells, value, side)) for side in ("left", "right"))
         return high
 
-    def frame(self, block: Block) -> pd.DataFrame:
-        """The frame of a block: the types of its columns follow from the values that these rows have."""
-        columns: dict[str, Any] = {}
-        for name in [*COLUMNS, BECAME, *self.tags_in(block)]:
-            cells = _as_pandas_holds(*self.text(name, block)) if repeats(name) else cells_in_frame(block[name])
-            columns[name_in_frame(name, columns)] = cells
-        return RowsFrame(columns, copy=False)
+    def has_room(self, block: Block) -> bool:
+        """Whether the columns of a block are the first part of longer arrays."""
+        array = self._arrays.get("step")
+        return self._grows and array is not None and block["step"].base is array
 
     @staticmethod
     def tags_in(block: Block) -> list[str]:
@@ -151,17 +144,18 @@ class Columns:
     def text(self, name: str, block: Block, start: int = 0) -> tuple[Sequence[Any], Array]:
         """The values of a column, and the place among them of those of each row from ``start`` on."""
         if name != BECAME:
-            return self._table(name).known, block[name][start:]
-        is_grafted = self._table("status").equal("grafted")[block["status"][start:]]
-        is_to_baseline = self._table("direction").equal("t2b")[block["direction"][start:]]
+            return self.values_of(name).known, block[name][start:]
+        is_grafted = self.values_of("status").equal("grafted")[block["status"][start:]]
+        is_to_baseline = self.values_of("direction").equal("t2b")[block["direction"][start:]]
         places = np.where(is_grafted, is_to_baseline, block["side"][start:] + 2)
-        return ["baseline", "target", *self._table("side").known], places
+        return ["baseline", "target", *self.values_of("side").known], places
 
     def _sortable(self, name: str, cells: Array) -> Array:
-        return self._table(name).ranks()[cells] if _STORAGE[name] == "text" else cells
+        return self.values_of(name).ranks()[cells] if _STORAGE[name] == "text" else cells
 
-    def _table(self, name: str) -> Table:
-        return self._tables.setdefault(name, Table())
+    def values_of(self, name: str) -> DistinctValues:
+        """The distinct values of a column."""
+        return self._values.setdefault(name, DistinctValues())
 
 
 def repeats(name: str) -> bool:
@@ -169,22 +163,7 @@ def repeats(name: str) -> bool:
     return _STORAGE.get(name, "text") in ("text", "list")
 
 
-def cells_in_frame(cells: Array) -> Any:
-    """A column of numbers or objects, as a frame takes it."""
-    # Objects are not to be looked through for what type they might be instead.
-    return cells if cells.dtype != object else pd.arrays.NumpyExtensionArray(cells)
-
-
-def name_in_frame(name: str, others: Container[str]) -> str:
-    """What a block's column is called in a frame that has these others already."""
-    if name.startswith("."):
-        name = name[1:]
-        while name in others:
-            name = f"tag_{name}"
-    return name
-
-
-class Table:
+class DistinctValues:
     """The distinct values of a column, each at its place; the first is that of rows that do not have this column."""
 
     def __init__(self) -> None:
@@ -192,7 +171,7 @@ class Table:
         self._places: dict[Any, int] = {_ABSENT: 0}
 
     def places(self, cells: Sequence[Any], keys: Sequence[Any]) -> Array:
-        """Where these values are; ``keys`` are what to tell them apart by."""
+        """Where these values are. The ``keys`` tell them apart."""
         new = set(keys).difference(self._places)
         if new:
             for key, value in zip(keys, cells, strict=True):
@@ -202,64 +181,22 @@ class Table:
         return np.fromiter(map(self._places.__getitem__, keys), np.int32, len(keys))
 
     def ranks(self) -> Array:
-        """Where each value stands among all of them as text."""
+        """The rank of each value among all of them as text."""
         return np.argsort(np.argsort([str(value) for value in self._values], kind="stable"))
 
     @property
     def known(self) -> Sequence[Any]:
+        """The values, each at its place."""
         return self._values
 
     def equal(self, value: str) -> Array:
-        """Which of the values are this one."""
+        """Which of the values equal this one."""
         return np.array([each == value for each in self._values])
 
 
-def _as_pandas_holds(values: Sequence[Any], places: Array) -> Any:
-    """The values at these places, of the type that a column of just these has."""
-    used = np.bincount(places, minlength=len(values)) > 0
-    return taken(*told_apart(values, used), places)
-
-
-def told_apart(values: Sequence[Any], used: Array) -> tuple[Any, Array]:
-    """An array of the values that are used, of the type that pandas gives it, and the place in it of each value.
-
-    The others do not count, because they might make it of another type.
-    """
-    chosen = [value for value, is_used in zip(values, used, strict=True) if is_used]
-    return pd.Series(chosen, dtype=object if chosen == [None] else None).array, np.maximum(np.cumsum(used) - 1, 0)
-
-
-def taken(known: Any, at: Array, places: Array) -> Any:
-    if not len(known):
-        return known
-    if len(known) == 1 and known[0] is None:
-        # An empty array of objects is one of None, and takes neither time nor memory.
-        return pd.arrays.NumpyExtensionArray(np.empty(len(places), object))
-    return known.take(at[places])
-
-
-def _without_counts(cells: Array) -> Array:
-    made = cells.astype(np.float64)
-    made[cells == NO_INTEGER] = np.nan
-    return made
-
-
-def _with_steps(tags: Repeated, steps: Array) -> Array:
-    """The tags of each row, with the step in them; neighbours that have the same ones share them."""
-    values, places = tags
-    if not (steps != NO_INTEGER).any():
-        return np.fromiter(values, object, len(values))[places]
-    made: list[Any] = []
-    last_place = last_step = -1
-    of_this: Any = None
-    for place, step in zip(places.tolist(), steps.tolist(), strict=True):
-        if step != last_step or place != last_place:
-            last_place, last_step, of_this = place, step, values[place]
-            if step != NO_INTEGER:
-                of_this = of_this.copy()
-                of_this["step"] = step
-        made.append(of_this)
-    return np.fromiter(made, object, len(made))
+def _objects(values: Iterable[Any]) -> Array:
+    found = list(values)
+    return np.fromiter(found, object, len(found))
 
 
 def _keys(cells: Sequence[Any]) -> Sequence[Any]:

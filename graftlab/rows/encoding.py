@@ -69,50 +69,53 @@ def _writable(value: object) -> object:
     return value
 
 
+def json_of(value: object) -> bytes:
+    """JSON text of what was read from JSON, with NaN and infinities as JavaScript has them."""
+    return _to_json(value).encode("utf-8", "replace")
+
+
 def decode(line: bytes) -> Row:
     """The inverse of :func:`encode`. Raises ValueError for a line that is not a row."""
-    rows, _ = decode_all(line + b"\n")
-    if not rows:
-        raise ValueError("not a row")
-    return record(rows[0])
+    return record(values_of_line(line))
 
 
 def record(values: list[Any]) -> Row:
-    """A row from its values, as :func:`decode_all` gives them. The list may be changed."""
+    """A row from its values, as :func:`decode_lines` gives them. The list may be changed."""
     for at in _INDICES:
         if values[at] is not None:
             values[at] = tuple(values[at])
     return Row._make(values)
 
 
-def decode_all(lines: bytes, columns: Sequence[str] = COLUMNS) -> tuple[list[list[Any]], Sequence[str]]:
-    """The values of each row in the order of :data:`COLUMNS`, from whole lines; and the columns of lines that follow.
-
-    ``columns`` are those of the first line; one like :func:`.loading.header` changes them. A line may also be an
-    object with the columns' names, as earlier versions wrote it. Raises ValueError where a line is no row.
-    """
+def decode_lines(lines: Sequence[bytes]) -> list[list[Any]]:
+    """The values of each row in the order of :data:`COLUMNS`. Raises ValueError for a line that is not a row."""
     # One call of the parser for all is several times faster than one a row.
-    everything = b"[" + lines[:-1].replace(b"\n", b",") + b"]"
-    quickly = lines.startswith(b"[") and b"\n " not in lines and b"\n{" not in lines
-    found = orjson.loads(everything) if quickly else json.loads(everything)
-    if len(found) != lines.count(b"\n"):
-        raise ValueError("not one row a line")
-    if columns == COLUMNS and set(map(type, found)) == {list} and set(map(len, found)) == {len(COLUMNS)}:
-        return found, columns
-    rows = []
-    for row in found:
-        if isinstance(row, list):
-            row = dict(zip(columns, row, strict=True))
-        if not isinstance(row, dict) or row.keys().isdisjoint(("name", "columns")):
-            raise ValueError("not a row")
-        if "name" in row:
-            rows.append(list(map(row.get, COLUMNS)))
-        else:
-            columns = tuple(row["columns"])
-    return rows, columns
+    if all(map(_is_plain, lines)):
+        found = orjson.loads(b"[" + b",".join(lines) + b"]")
+        if len(found) == len(lines) and all(type(row) is list and len(row) == len(COLUMNS) for row in found):
+            return found  # type: ignore[no-any-return]
+    return list(map(values_of_line, lines))
 
 
-# What JSON makes of each kind of column; None stands for what a row, or an earlier version, does not have.
+def values_of_line(line: bytes, names: Sequence[str] = COLUMNS) -> list[Any]:
+    """The values of a row in the order of :data:`COLUMNS`, from a line that has those of the columns ``names``.
+
+    What the line lacks is a row's default, or None. Raises ValueError for a line that is not a row.
+    """
+    found = orjson.loads(line) if _is_plain(line) else json.loads(line)
+    if type(found) is not list or len(found) != len(names):
+        raise ValueError(f"not a list of {len(names)} values")
+    if tuple(names) == COLUMNS:
+        return found
+    row = dict(zip(names, found, strict=True))
+    return [row.get(name, Row._field_defaults.get(name)) for name in COLUMNS]
+
+
+def _is_plain(line: bytes) -> bool:
+    return line.startswith(b"[")
+
+
+# What JSON makes of each kind of column; None stands for what a row does not have.
 _KINDS: dict[str, frozenset[type]] = {
     "integer": frozenset({int, type(None)}),
     "float": frozenset({int, float, type(None)}),
@@ -124,10 +127,10 @@ _KINDS: dict[str, frozenset[type]] = {
 _INT64 = 1 << 63
 
 
-def kinds_of(column: Column) -> frozenset[type]:
+def _kinds_of(column: Column) -> frozenset[type]:
     """What JSON makes of the values that this column may have."""
     kinds = _KINDS[column.storage]
-    return kinds - {type(None)} if column.name in ("name", "step", "status") else kinds
+    return kinds if column.is_nullable else kinds - {type(None)}
 
 
 def wrong_value(rows: Sequence[Sequence[Any]]) -> tuple[int, str, Any] | None:
@@ -135,7 +138,7 @@ def wrong_value(rows: Sequence[Sequence[Any]]) -> tuple[int, str, Any] | None:
     if not rows:
         return None
     for column, cells in zip(TABLE, zip(*rows, strict=True), strict=True):
-        kinds = kinds_of(column)
+        kinds = _kinds_of(column)
         is_integer = column.storage == "integer"
         if not is_integer and kinds.issuperset(map(type, cells)):
             continue

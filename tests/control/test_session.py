@@ -20,7 +20,7 @@ import graftlab as gl
 from graftlab.control.core import internals_of
 from graftlab.control.run import state_of
 from graftlab.rows.encoding import decode
-from graftlab.rows.store import ROWS_FILE
+from graftlab.rows.log import ROWS_FILE
 
 
 @pytest.fixture(scope="module")

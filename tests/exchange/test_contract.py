@@ -126,7 +126,7 @@ def test_a_sender_does_not_wait_while_the_budget_lasts(a_world: MakeWorld) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("empty", [True, False])
 def test_thousands_of_small_tensors_do_not_make_a_sender_wait(empty: bool, world: World) -> None:
-    # More frames than a socket holds, and nobody reads.
+    # More frames than a socket buffers, and no receiver reads.
     for number in range(3000):
         world.baseline.publish(key(occurrence=number), torch.empty(0) if empty else torch.tensor(number))
     assert world.baseline.waits_so_far == 0
@@ -268,7 +268,7 @@ def test_a_wait_for_a_later_tap_exceeds_the_senders_budget(
         taking = in_background(lambda: receiver.take(key("last")))
         receiver.until_it_waits()
         for number in range(4):
-            sender.publish(key("nobody asks for it yet", occurrence=number), A_MIB)
+            sender.publish(key("not yet requested", occurrence=number), A_MIB)
         sender.publish(key("last"), 5.0)
         assert taking.result(DEADLINE) == [5.0]
         # Over the budget, and said so once.

@@ -1,4 +1,4 @@
-"""What every exchange promises to whoever interrupts a rank: the call ends, and nothing else is harmed.
+"""Every exchange's promise on interrupts: the call ends, with no other effect.
 
 As in a rank, taps run on the main thread, and a signal's handler raises where it may.
 """
@@ -112,7 +112,7 @@ def test_an_interrupt_ends_any_wait(
     with a_world(1, 1, budget=2 * MIB) as world:
         waiter, peer = world.begin().mailboxes
         interrupter.interrupt(lambda: wait(waiter), only_in_waits=True)
-        # Nobody takes it for one that waits, and what it waited for can still be had.
+        # No peer counts it as waiting, and the tensor can still be received.
         peer.publish(key("x"), 5.0)
         peer.exchange.announce(1, b"begin")
         if wait is not ends_and_settles:

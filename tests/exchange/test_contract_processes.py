@@ -97,7 +97,7 @@ def test_the_status_of_a_stopped_rank_can_still_be_read(processes: MakeProcesses
     with processes(sends_x_then_is_told, receives_x_then_y_in_short) as world:
         assert world.hear(TARGET) == [5.0]
         os.kill(world.processes[BASELINE].pid, signal.SIGSTOP)
-        world.lines[TARGET].send("go on")
+        world.lines[TARGET].send("continue")
         absent, timed_out = world.hear(TARGET)
         assert timed_out
         assert "baseline[0] did not reach this tap within 0.1 s: computing for" in absent[0]

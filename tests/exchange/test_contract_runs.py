@@ -1,4 +1,4 @@
-"""What every exchange promises around taps: what nobody asked for, ends of steps and runs, the leader's word."""
+"""Every exchange's promises on unrequested tensors, ends of steps and runs, and announcements."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from graftlab.base.tags import TapKey
 A_MIB = torch.zeros(MIB, dtype=torch.uint8)
 
 
-# ---- what nobody asked for ------------------------------------------------------------------------------------------
+# ---- unrequested tensors --------------------------------------------------------------------------------------------
 
 
 def test_memos_of_unrequested_tensors_return_at_the_receivers_step_end(a_world: MakeWorld) -> None:
     with a_world(1, 2) as world:
         sender, one, other = world.begin().mailboxes
-        for name in ("both", "one", "nobody"):
+        for name in ("both", "one", "none"):
             sender.publish(key(name), 1.0, memo=name)
         one.take(key("both"))
         other.take(key("both"))
@@ -36,7 +36,7 @@ def test_memos_of_unrequested_tensors_return_at_the_receivers_step_end(a_world: 
         other.exchange.end_step(0)
         world.deliver()
         sender.exchange.end_step(0)
-        assert sender.exchange.take_unmatched() == ["nobody"]
+        assert sender.exchange.take_unmatched() == ["none"]
         assert sender.exchange.take_unmatched() == []
         assert sender.bytes_in_use() == 0
 

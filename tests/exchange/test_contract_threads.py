@@ -78,7 +78,7 @@ def test_threads_of_both_sides_may_wait_for_each_other_without_yielding(world: W
 
         return go
 
-    # From then on nobody can say of a rank that waits that what others wait for cannot come from it.
+    # From then on a waiting rank may still send what others wait for, from a different thread.
     for rank in (baseline, target):
         rank.publish(key("early"), 0.0)
         in_background(lambda rank=rank: rank.publish(key("early", occurrence=1), 0.0)).result(DEADLINE)  # type: ignore[misc]

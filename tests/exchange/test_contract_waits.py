@@ -1,4 +1,4 @@
-"""What every exchange promises to whoever waits: nobody waits forever, nor for what cannot come."""
+"""Every exchange's promises on waits: none lasts forever, and none is for a tensor that cannot come."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def test_unrequested_tensors_are_freed_when_the_receivers_end_the_step(world: Wo
 def test_a_late_copy_on_another_stream_overwrites_no_later_tensor(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.current_stream = "slow"
-    sender.publish(key("nobody asks", step=0), on_gpu(A_MIB))
+    sender.publish(key("unrequested", step=0), on_gpu(A_MIB))
     receiver.exchange.end_step(0)
     sender.exchange.end_step(0)
     machine.current_stream = "default"

@@ -30,7 +30,7 @@ SEGMENT = PAGE + 64 * ALIGNMENT
 
 # ---- the allocator --------------------------------------------------------------------------------------------------
 
-# Take so many bytes, or release the one with this index among those that are taken.
+# Reserve this number of bytes, or release the reservation with this index.
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("take"), st.integers(0, 24 * ALIGNMENT)),
@@ -143,7 +143,7 @@ def ends() -> Iterator[tuple[SocketChannel, SocketChannel]]:
 
 
 def receive(channel: SocketChannel, count: int) -> list[bytes]:
-    """So many frames, or all until the end of the stream."""
+    """Receive ``count`` frames, or all until the end of the stream."""
     frames: list[bytes] = []
 
     def work() -> list[bytes]:
@@ -180,7 +180,7 @@ def test_sending_never_waits_for_the_reader(ends: tuple[SocketChannel, SocketCha
         for frame in frames:
             one.send(frame)
 
-    in_background(send_all).result(DEADLINE)  # nobody has read anything by now
+    in_background(send_all).result(DEADLINE)  # the other end has read nothing yet
     assert not one.drain(0)
     assert receive(other, len(frames)) == frames
     assert one.drain(DEADLINE)

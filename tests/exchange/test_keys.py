@@ -79,6 +79,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match=r"bytes cannot be read: .*utf-8"):
         read_token(path)
-    # Of an endless file no more is read than a token could have.
+    # An endless file is read only up to the length of a token.
     path.write_text("x" * 10_000)
     assert len(read_token(path)) == 4096

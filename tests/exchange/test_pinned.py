@@ -26,7 +26,7 @@ SAMPLES = [
 
 
 def a_world_of_machines(machine: Machine, baseline: int = 1, target: int = 1, budget: int = 4 * MIB) -> World:
-    """Each rank on a machine of its own; its GPU counts on the one that is given."""
+    """Each rank is on a different machine; all their GPUs count in ``machine``."""
     return a_world(baseline, target, tcp=True, gpu=lambda rank: LateGpu(machine), budget=budget)  # type: ignore[return-value]
 
 

@@ -73,9 +73,9 @@ def test_frames_read_for_another_channel_are_signalled(posts: tuple[RouterSocket
 
         wait_until(both_are_here, "both frames")
         assert from_second.receive() == [b"one"]
-        assert select.select([first.fileno()], [], [], 0)[0], "nobody would look at the other channel"
+        assert select.select([first.fileno()], [], [], 0)[0], "no one would read the other channel"
         assert from_third.receive() == [b"two"]
-        assert not select.select([first.fileno()], [], [], 0)[0], "whoever waits would never rest"
+        assert not select.select([first.fileno()], [], [], 0)[0], "a waiting thread would spin"
     finally:
         third.close()
 
@@ -145,7 +145,7 @@ def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
 
 
 def test_frames_are_encrypted_in_transit(posts: tuple[RouterSocket, RouterSocket]) -> None:
-    secret, seen = b"what nobody else may know " * 8, bytearray()
+    secret, seen = b"a secret of both processes " * 8, bytearray()
     with socket.create_server(("127.0.0.1", 0)) as between:
         channel = posts[1].connect(posts[0].name, "127.0.0.1", between.getsockname()[1])
         channel.send(secret)
@@ -156,7 +156,7 @@ def test_frames_are_encrypted_in_transit(posts: tuple[RouterSocket, RouterSocket
             wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
             assert heard(posts[0].channels()[0], 1) == [secret]
     assert b"CURVE" in seen
-    assert b"what nobody" not in seen
+    assert b"a secret" not in seen
 
 
 # ---- frames ---------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_a_status_older_than_the_last_tensor_sent_proves_no_wait() -> None:
         wait_until(waits_for_sender, "word of the wait")
         sender.publish(key("sooner"), 1.0)
         assert not waits_for_sender()
-        # Once it is known there, and the wait goes on all the same, it is one for a later tap.
+        # A wait that continues after the tensor has arrived is for a later tap.
         wait_until(waits_for_sender, "newer word of the wait")
         sender.publish(key("later"), 2.0)
         assert [each.tensor.item() for each in waiting.result(DEADLINE).contributions] == [2.0]

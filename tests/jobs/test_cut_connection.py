@@ -82,7 +82,7 @@ def test_a_job_whose_connection_is_cut_joins_the_same_session_and_run_again(tmp_
         wait_until(lambda: "target[0] has joined its session again" in log.read_text(), "the job's return")
         before = session.row_count
         wait_until(lambda: session.row_count > before + 4, "rows after the cut")
-        assert session.status()["note"].str.contains("rows were made while nobody listened, and are lost").any()
+        assert session.status()["note"].str.contains("rows were made while no session listened, and are lost").any()
         assert session.edit(keep="layer == 0").keep == "layer == 0"
         assert len(session.runs) == 1
         assert session.runs[-1].failures == {}

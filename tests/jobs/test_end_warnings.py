@@ -52,8 +52,8 @@ def test_each_filter_that_matched_no_tap_is_named_and_none_that_may_have(
         ({"unmatched": 4}, ""),
         ({"missing": 4, "compared": 1}, ""),
         ({"missing": 4, "grafted": 1}, ""),
-        ({"missing": 1_004}, "(hidden, out) were to receive all was 1,004 missing (it ended). A tap pairs with one of"),
-        ({"failed": 2, "timeout": 1}, "all was 2 failed; 1 timeout. gl.load_run('/runs/1') has the rows"),
+        ({"missing": 1_004}, "(hidden, out) were to receive was 1,004 missing (it ended). A tap pairs with one of"),
+        ({"failed": 2, "timeout": 1}, "was 2 failed; 1 timeout. gl.load_run('/runs/1') has the rows"),
     ],
 )
 def test_a_job_of_which_nothing_came_to_be_compared_says_so(statuses: dict[str, int], said: str) -> None:

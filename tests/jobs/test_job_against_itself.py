@@ -133,12 +133,12 @@ def test_it_waits_for_whoever_is_more_than_a_step_behind_only_where_it_is_to(job
 
 
 def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
-    with pytest.raises(SessionError, match="nothing is recorded here to run against"):
+    with pytest.raises(SessionError, match="this rank has recorded nothing to run against"):
         job.run_against_itself(RunSelfGraft(2, ("repeat",)))
     job.run_against_itself(RunSelfGraft(2, ("record",)))
     job.run_against_itself(RunSelfGraft(3, ("repeat",)))
     job.forget_itself(4)
-    with pytest.raises(SessionError, match="nothing is recorded"):
+    with pytest.raises(SessionError, match="has recorded nothing"):
         job.run_against_itself(RunSelfGraft(4, ("graft",)))
 
 

@@ -75,7 +75,7 @@ def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
     assert [job.poll() for job in jobs] == [None, None]
     for job in jobs:
         assert job.stderr is not None
-        assert any("whoever held the session went away; the job goes on" in line for line in job.stderr)
+        assert any("the session ended; the job continues" in line for line in job.stderr)
 
     again = gl.listen(baseline=1, target=1, folder=folder, append=True, timeout=2 * DEADLINE)
     before = again.row_count
@@ -87,7 +87,7 @@ def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
         wait_until(lambda: again.row_count > before, "rows under the plan of whoever took over")
     else:
         wait_until(lambda: again.row_count > before, "rows of jobs that were taken over")
-        assert again.status()["note"].str.contains("rows were made while nobody listened, and are lost").any()
+        assert again.status()["note"].str.contains("rows were made while no session listened, and are lost").any()
         # Under the plan that they had; and it can be edited again.
         assert again.plan.b2t == "layer == 0"
         assert again.frame.iloc[-1]["plan_version"] == plan.version

@@ -173,7 +173,7 @@ def test_a_world_in_which_a_rank_dies_never_begins_and_counts_as_no_generation(j
         jobs.heard(number)
     jobs.link(2, 0, 1)
     jobs.membership.leave(jobs.ranks[1])
-    with pytest.raises(SessionError, match="one of them is gone again"):
+    with pytest.raises(SessionError, match="abandoned because a rank is gone"):
         jobs.membership.share_of(jobs.ranks[2], 2)
     jobs.come(1)
     [assemble] = jobs.heard(0)
@@ -202,14 +202,14 @@ def test_those_that_wait_in_vain_hear_for_whom(jobs: Jobs) -> None:
     assert jobs.membership.missing() == "target[0], target[1] had not joined"
     jobs.come(1, 2)
     jobs.link(1, 0, 2)
-    assert jobs.membership.missing() == "target[0] had no connection to all others"
+    assert jobs.membership.missing() == "target[0] had not connected to all others"
     jobs.link(1, 1)
     jobs.membership.leave(jobs.ranks[1])
     assert jobs.membership.missing() == "target[0] had not joined"
     jobs.come(1)
     jobs.link(2, 0, 1, 2)
     jobs.move(2, 2, 110)
-    assert jobs.membership.missing().startswith("baseline[0] had not come to the end of a step")
+    assert jobs.membership.missing().startswith("baseline[0] had not reached the end of a step")
 
 
 def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs) -> None:

@@ -44,7 +44,9 @@ def test_a_place_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pyte
         assert connection is not None
         connection.close()
         monkeypatch.setattr(rendezvous, "peer_uid", lambda connection: os.getuid() + 1)
-        with pytest.raises(gl.ConfigError, match=f"whoever listens there is user {os.getuid() + 1}, not {os.getuid()}"):
+        with pytest.raises(
+            gl.ConfigError, match=f"process that listens there belongs to user {os.getuid() + 1}, not {os.getuid()}"
+        ):
             place.connect(1.0)
         listener.close()
 
@@ -100,7 +102,7 @@ def test_who_waits_in_vain_hears_of_the_process_that_was_not_let_in(tmp_path: Pa
         (missing,) = heard
         assert isinstance(missing, WaitReason)
         assert missing.what.startswith("baseline[0], target[0] had not joined (baseline[0] (pid ")
-        assert "not let in, and told: baseline[0] has joined already" in missing.what
+        assert "was refused: baseline[0] has joined already" in missing.what
         assert "Should this job be the target (GRAFTLAB_ROLE)?" in missing.what
         entry.channel.close()
         entry.wake.close()

@@ -99,7 +99,7 @@ def test_sides_with_other_filters_are_told_and_nothing_is_compared(tmp_path: Pat
         second = start("engine_rank.py", **variables("target", 1, 1, run_dir=tmp_path, compare_filter="layer == 0"))
         code, _, err = end(second)
         assert code == 1
-        assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, and 'True' in the job that came" in err
+        assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, but 'True' in the job that came" in err
         assert len(gl.load_run(tmp_path)) == 0
     finally:
         first.kill()
@@ -152,7 +152,7 @@ def test_what_fails_in_graftlab_costs_a_job_its_taps_with_one_warning(tmp_path: 
     code, out, err = end(failing)
     assert (code, out) == (0, "done\n"), err
     assert err.count("GraftWarning") == 1
-    assert "graftlab failed on target[0] and takes no more taps; the job goes on (planted in graftlab)" in err
+    assert "graftlab failed on target[0] and stopped taking taps; the job continues (planted in graftlab)" in err
     code, out, err = end(trusted)
     assert (code, out) == (0, "done True\n"), err
     server_has_ended(tmp_path)

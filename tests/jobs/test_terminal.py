@@ -34,7 +34,7 @@ def test_a_session_that_waits_for_its_jobs_is_shown(tmp_path: Path, capsys: pyte
         assert [line.split()[:2] for line in lines[3:]] == [["baseline", "0"], ["target", "0"], ["target", "1"]]
         assert all("not joined yet" in line for line in lines[3:])
         assert main(["stacks", str(tmp_path)]) == 0
-        assert capsys.readouterr().out.count("(it is not there)") == 3
+        assert capsys.readouterr().out.count("(no process)") == 3
 
 
 def test_taps_are_shown_with_their_tags_and_columns_without_a_word_are_left_out() -> None:
@@ -69,13 +69,13 @@ def test_watching_ends_with_the_session(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_folder_without_a_session_of_jobs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err
     gl.listen(folder=tmp_path).close()
     for command in ("status", "watch", "stacks"):
         assert main([command, str(tmp_path)]) == 1
         err = capsys.readouterr().err
         assert "no session of jobs is open" in err
-        assert "gl.load_run reads the rows of one that has ended" in err
+        assert "gl.load_run reads the rows of a session that has ended" in err
     assert query_status(tmp_path) is None
 
 
@@ -94,7 +94,7 @@ def test_a_token_is_made_in_a_file_of_this_users_alone(tmp_path: Path, capsys: p
     [
         ("role=target", "baseline_world_size (GRAFTLAB_BASELINE_WORLD_SIZE) is not given"),
         ("rule=target", "'rule=target' is not a setting"),
-        ("role=target baseline_world_size=1 target_world_size=1 run_dir=/tmp/x", "there is no script nowhere.py"),
+        ("role=target baseline_world_size=1 target_world_size=1 run_dir=/tmp/x", "nowhere.py does not exist"),
     ],
 )
 def test_a_command_that_cannot_attach_says_why_in_a_line(
@@ -118,7 +118,7 @@ def test_a_script_that_comes_to_no_tap_is_said_not_to_have_joined(
     script.write_text(code)
     settings = ("role=target", "baseline_world_size=1", "target_world_size=1", f"run_dir={tmp_path}")
     ends = pytest.raises(SystemExit) if code else contextlib.nullcontext()
-    with pytest.warns(gl.GraftWarning, match=r"script.py ended before it came to a tap .* GRAFTLAB_WATCH=True"), ends:
+    with pytest.warns(gl.GraftWarning, match=r"script.py ended before it reached a tap .* GRAFTLAB_WATCH=True"), ends:
         assert main(["attach", *(f"--set={each}" for each in settings), str(script)]) == 0
     assert gl.tap("x", 1) == 1
 
@@ -127,7 +127,7 @@ def test_a_script_that_comes_to_no_tap_is_said_not_to_have_joined(
 def test_a_job_that_the_environment_asks_to_join_and_comes_to_no_tap_says_so_once_at_its_end(tmp_path: Path) -> None:
     code, out, err = end(start("taps_nothing.py", **variables("target", 1, 1, run_dir=tmp_path)))
     assert (code, out) == (0, "[[0, 1], [2, 3]] None\n")
-    assert err.count("GraftWarning: taps_nothing.py ended before it came to a tap or gl.step(), so it never") == 1
+    assert err.count("GraftWarning: taps_nothing.py ended before it reached a tap or gl.step(), so it never") == 1
 
 
 # ---- what listens ---------------------------------------------------------------------------------------------------
@@ -191,6 +191,6 @@ def test_a_job_with_another_token_is_not_let_in(tmp_path: Path, capsys: pytest.C
         assert (code, out) == (0, "done False\n")
         # At once, and again where it gives up.
         assert err.count("another token") == 2
-        assert err.index("This job goes on trying") < err.index("nobody with this session's token answered")
+        assert err.index("This job keeps trying") < err.index("no session with this token answered")
         assert told["token"] not in err
         assert session.status()["state"].tolist() == ["not joined yet"] * 2

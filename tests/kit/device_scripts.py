@@ -17,7 +17,7 @@ def finish(mailbox: Mailbox, line: Any, said: Any) -> None:
     mailbox.exchange.end_step(0)
     mailbox.exchange.end_run()
     line.send(said)
-    # Whoever ends takes its memory along.
+    # A process that ends frees its GPU memory.
     line.recv()
 
 
@@ -55,7 +55,7 @@ def sends_behind_a_long_kernel(mailbox: Mailbox, line: Any) -> None:
         for _ in range(20):
             product = product @ matrix
         mailbox.exchange.publish(key(occurrence=number), product.diagonal().contiguous(), None)
-        # All of it is still to be computed when this rank is told to go on.
+        # Nothing of it is computed yet when the test lets this rank continue.
         mailbox.take(key("next", occurrence=number))
     finish(mailbox, line, None)
 

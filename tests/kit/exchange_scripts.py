@@ -74,13 +74,13 @@ def the_tensor(direction: str, step: int, tap: int, rank: int) -> torch.Tensor:
 
 
 def sends_and_receives(mailbox: Mailbox, line: Any) -> None:
-    """Taps in an order of its own, half of them sent and half received."""
+    """Reach taps in a different order on each rank, half of them sent and half received."""
     me = mailbox.place
     sent, received = ("down", "up") if me.side == "baseline" else ("up", "down")
     for step in range(STEPS):
         taps = [(name, tap) for name in ("down", "up") for tap in range(TAPS)]
         random.Random(f"{me.label} {step}").shuffle(taps)
-        # Whoever receives first waits for the other side: an order without a circle is one that sends first.
+        # A rank that receives first waits for the other side: orders that send first have no cycle.
         taps.sort(key=lambda each: (each[1] // 8, each[0] == received))
         for name, tap in taps:
             address = key(name, step=step, tap=tap)
@@ -184,7 +184,7 @@ def write_without_end(segment: Descriptors, size: int, line: Any) -> None:
 
 
 def receives_what_it_is_told_to(mailbox: Mailbox, line: Any) -> None:
-    """Hears of x, and asks for it when it is told to."""
+    """Get the frame of x, and receive x when the test says so."""
     peer = mailbox.exchange._peers.others[0]  # type: ignore[attr-defined]
 
     def has_come() -> bool:

@@ -51,7 +51,7 @@ class Machine:
 
 
 class Mark:
-    """One record of an event; whoever waits, waits for the record that is the latest when it begins to."""
+    """One record of an event; a wait is for the latest record at its beginning."""
 
     def __init__(self, stream: str, passed: bool) -> None:
         self.stream = stream
@@ -75,7 +75,7 @@ class LateEvent:
 class LateGpu:
     """One rank's GPU, as late as a GPU can be: a copy is made when a receiver waits for an event behind it.
 
-    Each of its own methods raises when the machine says that it is to fail there.
+    Each of its methods raises where the machine's ``fails_at`` names it.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -259,5 +259,5 @@ def processes_with_gpus(*arguments: Any, **options: Any) -> Iterator[Processes]:
     """Ranks that are processes, whose GPUs' memory is files in a folder of their own."""
     with tempfile.TemporaryDirectory() as folder:
         gpu = partial(FileGpu, folder)
-        with processes(*arguments, gpu=gpu, put=on_gpu, opens_the_way=True, **options) as made:
+        with processes(*arguments, gpu=gpu, put=on_gpu, proves_ipc=True, **options) as made:
             yield made

@@ -1,4 +1,4 @@
-"""Every exchange that there is, for the tests of what they all promise: a new one is one more entry here."""
+"""All exchanges, for the tests of the contract; a new exchange adds an entry here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.gpus import a_world_of_gpus, on_gpu, processes_with_gpus, to_cuda
 from kit.mailboxes import Processes, World, a_world, processes
 
 MakeWorld = Callable[..., AbstractContextManager[World]]
-"""Makes a graft world of so many baseline and target ranks, all in this process; options are ``World``'s."""
+"""Makes a graft world of these numbers of baseline and target ranks in this process; options are ``World``'s."""
 
 MakeProcesses = Callable[..., AbstractContextManager[Processes]]
 """Makes one of real processes that run these scripts; arguments are those of ``Processes``."""
@@ -28,9 +28,9 @@ PROCESSES = [
     pytest.param(processes, id="shared memory"),
     pytest.param(partial(processes, tcp=True), id="tcp"),
     pytest.param(processes_with_gpus, id="device"),
-    # CUDA gives no process a second view of its own memory, so its ranks are always processes; they share one GPU.
+    # A process cannot open its own memory by CUDA IPC, so these ranks are always processes; they share one GPU.
     pytest.param(
-        partial(processes, put=to_cuda, opens_the_way=True),
+        partial(processes, put=to_cuda, proves_ipc=True),
         id="cuda",
         marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     ),

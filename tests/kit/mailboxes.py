@@ -109,7 +109,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def until_it_waits(self) -> None:
-        """Return when this rank waits for another one."""
+        """Return when this rank waits for another rank."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._waiting, DEADLINE), f"{self.place.label} never waits"
 
@@ -161,19 +161,19 @@ class World:
     ) -> None:
         self.shares_memory = not tcp
         count = baseline + target
-        wires = make_wires(count)
+        shared = make_descriptors(count)
         self.mailboxes: list[Mailbox] = []
         far = range(count) if tcp else far
         remote = connect_all(make_posts(count)) if far else {}
         for me in Place("baseline", 0, baseline, target).everyone():
             links: dict[int, Any] = {
                 other: remote[rank][other] if rank in far or other in far else link
-                for (rank, other), link in wires.links.items()
+                for (rank, other), link in shared.links.items()
                 if rank == me.world_rank
             }
-            mine = make_mailbox(me, wires.segments, wires.size, links, gpu, put, budget=budget, timeout=timeout)
+            mine = make_mailbox(me, shared.segments, shared.size, links, gpu, put, budget=budget, timeout=timeout)
             self.mailboxes.append(mine)
-        for descriptor in wires.segments:
+        for descriptor in shared.segments:
             os.close(descriptor)
 
     def side(self, side: Side) -> list[Mailbox]:
@@ -228,13 +228,13 @@ def settles(mailbox: Mailbox) -> bool:
 
 
 def knows_where(mailbox: Mailbox, where: str) -> bool:
-    """Whether this rank has heard that a peer is there: those that cannot look are told from time to time."""
+    """Whether this rank knows that a peer is at ``where``; remote peers send their status from time to time."""
     mailbox.exchange.end_step(-1)  # reads what has come
     return where in mailbox.exchange.where_peers_are()
 
 
 def has_settled(mailbox: Mailbox) -> bool:
-    """Whether the run is over everywhere, as far as this rank has heard."""
+    """Whether this rank knows that the run is over everywhere."""
     read, write = os.pipe()
     try:
         os.write(write, b"x")
@@ -262,7 +262,7 @@ def make_mailbox(
     put: Put,
     **options: Any,
 ) -> Mailbox:
-    """One rank's exchange over what :func:`make_wires` made; its GPU is called with the world rank."""
+    """One rank's exchange over what :func:`make_descriptors` made; its GPU is called with the world rank."""
     channels = {rank: SocketChannel(link) if isinstance(link, socket.socket) else link for rank, link in links.items()}
     arenas = {
         rank: Arena(descriptor, size, writable=rank == place.world_rank)
@@ -276,7 +276,7 @@ def make_mailbox(
     return Mailbox(place, exchange, StatusPage(own.map), list(channels.values()), put, made)
 
 
-class Wires:
+class WorldDescriptors:
     """What the ranks of a world share, as descriptors: memory, and a pair of sockets between any two."""
 
     def __init__(self, segments: list[int], size: int, links: dict[tuple[int, int], socket.socket]) -> None:
@@ -285,13 +285,13 @@ class Wires:
         self.links = links
 
 
-def make_wires(count: int) -> Wires:
+def make_descriptors(count: int) -> WorldDescriptors:
     made = [create_segment() for _ in range(count)]
     links: dict[tuple[int, int], socket.socket] = {}
     for one in range(count):
         for other in range(one):
             links[one, other], links[other, one] = socket.socketpair()
-    return Wires([descriptor for descriptor, _ in made], made[0][1], links)
+    return WorldDescriptors([descriptor for descriptor, _ in made], made[0][1], links)
 
 
 # ---- over TCP -------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def wait_for_links(post: RouterSocket, made: Remote, count: int) -> Remote:
 
 
 def link_over_tcp(rank: int, line: Any) -> Remote:
-    """In a process of its own: listen, hear from the test where the others do, and connect."""
+    """In a rank's process: listen, get the others' ports from the test, and connect."""
     token, count = line.recv()
     post = make_post(rank, token)
     line.send(post.port)
@@ -387,7 +387,7 @@ def _become_a_rank(
     line: Any,
     gpu: Callable[[int], Gpu] | None,
     put: Put,
-    opens_the_way: bool,
+    proves_ipc: bool,
     tcp: bool,
     options: Any,
 ) -> None:
@@ -398,9 +398,9 @@ def _become_a_rank(
         os.close(descriptor)
     everyone = tuple(other.world_rank for other in place.everyone())
     mailbox.exchange.begin_run(RunInfo(0, -1, everyone))
-    if opens_the_way:
-        # Whoever has published the second has answered to the first.
-        for name in ("way", "seen"):
+    if proves_ipc:
+        # A rank that has published the second tensor has replied to the first.
+        for name in ("first", "second"):
             mailbox.publish(key(name, step=-1), 1.0)
             mailbox.take(key(name, step=-1))
     mailbox.exchange.end_step(-1)
@@ -411,7 +411,7 @@ class Processes:
     """Every rank of a graft world, each a real process that runs ``script(mailbox, line)`` and then ends.
 
     ``lines`` holds this end of each rank's pipe to the test, ``processes`` the processes; both in world-rank order.
-    ``gpu`` and ``put`` are as in :class:`World`. With ``opens_the_way`` the scripts begin when every rank has proved
+    ``gpu`` and ``put`` are as in :class:`World`. With ``proves_ipc`` the scripts begin when every rank has proved
     that it can read the memory of the others' GPUs.
     """
 
@@ -423,28 +423,28 @@ class Processes:
         *,
         gpu: Callable[[int], Gpu] | None = None,
         put: Put = as_it_is,
-        opens_the_way: bool = False,
+        proves_ipc: bool = False,
         tcp: bool = False,
         **options: Any,
     ) -> None:
         self.shares_memory = not tcp
         places = Place("baseline", 0, *counts).everyone()
-        wires = make_wires(len(places))
+        shared = make_descriptors(len(places))
         forkserver.prepare()
         context = torch.multiprocessing.get_context("forkserver")
         options = {"budget": 16 * MIB, "timeout": DEADLINE, **options}
         self.lines, self.processes = [], []
-        self._inodes = {os.fstat(descriptor).st_ino for descriptor in wires.segments}
+        self._inodes = {os.fstat(descriptor).st_ino for descriptor in shared.segments}
         for place in places:
-            mine = {other: link for (me, other), link in wires.links.items() if me == place.world_rank}
+            mine = {other: link for (me, other), link in shared.links.items() if me == place.world_rank}
             links = {} if tcp else mine
             script = baseline if place.side == "baseline" else target
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_become_a_rank,
                 args=(
-                    *(place, Descriptors(wires.segments), wires.size, links, script, theirs),
-                    *(gpu, put, opens_the_way, tcp, options),
+                    *(place, Descriptors(shared.segments), shared.size, links, script, theirs),
+                    *(gpu, put, proves_ipc, tcp, options),
                 ),
             )
             # Else each rank would import pytest, whose main module this is.
@@ -453,9 +453,9 @@ class Processes:
             theirs.close()
             self.lines.append(ours)
             self.processes.append(process)
-        for descriptor in wires.segments:
+        for descriptor in shared.segments:
             os.close(descriptor)
-        for link in wires.links.values():
+        for link in shared.links.values():
             link.close()
         if tcp:
             for line in self.lines:

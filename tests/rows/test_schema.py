@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pytest
@@ -13,15 +11,14 @@ import torch
 from kit.grafters import GrafterWorld
 from kit.values import assert_values
 
-import graftlab as gl
 from graftlab.diffs.measure import DiffStats, measure
 from graftlab.rows import schema
 from graftlab.rows.columns import BECAME
 from graftlab.rows.encoding import decode, encode
-from graftlab.rows.loading import header
-from graftlab.rows.parsing import Parsed
+from graftlab.rows.log import header_line
+from graftlab.rows.parquet import RowFile
 from graftlab.rows.schema import COLUMNS, MEASURED, STATISTICS, TABLE, Column, Row, Status, statistics_of
-from graftlab.rows.store import ROWS_FILE, to_frame
+from graftlab.rows.store import to_frame
 
 
 def test_the_statistics_are_what_a_measurement_has() -> None:
@@ -80,7 +77,7 @@ def test_what_rows_hold_is_of_the_columns_types_before_and_after_they_are_writte
 
 
 def test_the_first_line_of_a_file_and_a_frame_have_the_tables_columns() -> None:
-    assert tuple(json.loads(header())["columns"]) == tuple(column.name for column in TABLE) == COLUMNS
+    assert tuple(json.loads(header_line())["columns"]) == tuple(column.name for column in TABLE) == COLUMNS
     # And one that follows from others.
     assert tuple(to_frame([]).columns) == (*COLUMNS, BECAME)
 
@@ -101,21 +98,5 @@ def test_a_column_of_a_type_that_nothing_can_store_is_refused() -> None:
         [schema._column(name, hint) for name, hint in get_type_hints(Wrong).items()]
 
 
-def test_rows_that_an_older_version_wrote_as_objects_are_read(tmp_path: Path) -> None:
-    """With columns that are gone, and without those that came later."""
-    old = {"run": 0, "step": 4, "order": 9, "name": "h", "side": "target", "rank": 1, "status": "grafted"}
-    old |= {"tags": {"name": "h", "layer": 2}, "senders": [0], "max_abs_index": [1, 2], "rel_l2": 0.5, "gone": "x"}
-    (tmp_path / ROWS_FILE).write_text(json.dumps(old) + "\n")
-    frame = gl.load_run(tmp_path)
-    assert tuple(frame.columns[: len(COLUMNS)]) == COLUMNS
-    found = SimpleNamespace(**frame.iloc[0])
-    assert (found.name, found.step, found.rank, found.rel_l2, found.layer) == ("h", 4, 1, 0.5, 2)
-    assert found.max_abs_index == (1, 2)
-    assert found.error is None
-    row = decode(json.dumps(old).encode())
-    assert (row.name, row.status, row.max_abs_index, row.error) == ("h", "grafted", (1, 2), None)
-    assert decode(encode(row)) == row
-
-
 def test_values_of_the_room_cannot_be_changed() -> None:
-    assert_values(Column, Parsed)
+    assert_values(Column, RowFile)

@@ -27,15 +27,16 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.diffs.measure import measure
-from graftlab.rows import ahead, loading
-from graftlab.rows import store as frames
+from graftlab.rows import log, moving, parquet
+from graftlab.rows import store as stores
 from graftlab.rows.checksums import SUMS_FILE
 from graftlab.rows.columns import BECAME, Columns
 from graftlab.rows.encoding import decode, encode
-from graftlab.rows.growing import GrowingFrame
-from graftlab.rows.loading import ROWS_FILE
+from graftlab.rows.frames import GrowingFrame
+from graftlab.rows.log import ROWS_FILE, header_line
 from graftlab.rows.schema import COLUMNS, STATISTICS, Row
 from graftlab.rows.store import RowStore, to_frame
+from graftlab.rows.tables import with_steps
 
 
 def row(**changes: Any) -> Row:
@@ -53,10 +54,16 @@ def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(one, other, check_frame_type=False)  # load_run gives one that can report
 
 
+@pytest.fixture(autouse=True)
+def log_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows stay in the log when their session ends; tests/rows/test_parquet.py has those that move."""
+    monkeypatch.setattr(moving, "AT_THE_END", 1 << 40)
+
+
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many bytes of a file are read at once here, so that a small file is read in several pieces."""
-    monkeypatch.setattr(loading, "_PIECE", 1 << 15)
+    monkeypatch.setattr(log, "_PIECE", 1 << 15)
     return 1 << 15
 
 
@@ -155,6 +162,8 @@ def as_pandas_has_it(rows: list[Row]) -> pd.DataFrame:
     became = pd.Series(list(columns["side"]), dtype=None if rows else object)
     frame.insert(len(COLUMNS), BECAME, became)
     frame["max_abs_index"] = pd.Series([index and tuple(index) for index in columns["max_abs_index"]], dtype=object)
+    text = pd.StringDtype("python", na_value=math.nan)
+    frame = frame.astype({name: text for name in frame.columns if isinstance(frame[name].dtype, pd.StringDtype)})
     return frame.sort_values(["step", "order", "side", "rank"], kind="stable", ignore_index=True)
 
 
@@ -186,19 +195,17 @@ some_rows = st.lists(
 )
 
 
-asked_when = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", "frame", "ahead"])), max_size=8)
+asked_when = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", "frame", "decode", "move"])), max_size=8)
 
 
 def frames_are_the_same(rows: list[Row], batches: list[tuple[int, str]], piece: int) -> None:
     rows = [decode(encode(made)) for made in rows]
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_PIECE", piece)
-        patch.setattr(frames, "_STRIDE", 3)
-        # With several threads, or with one.
-        patch.setattr(frames, "_MANY", 1 if piece % 2 else 10**6)
-        # What the thread that reads ahead does is done here, when an example says so.
-        patch.setattr(ahead, "SOME", 1)
-        patch.setattr(ahead.ReadAhead, "look", lambda self: None)
+        patch.setattr(log, "_PIECE", piece)
+        patch.setattr(log, "_STRIDE", 3)
+        patch.setattr(parquet, "_GROUP", 5)
+        # What the thread that moves rows does is done here, when an example says so.
+        patch.setattr(moving.RowMover, "look", lambda self: None)
         store = RowStore(Path(name))
         sent = 0
         shown = []
@@ -207,16 +214,19 @@ def frames_are_the_same(rows: list[Row], batches: list[tuple[int, str]], piece: 
             if batch:
                 store.append([encode(made) for made in batch])
             sent += len(batch)
-            if then == "ahead":
-                store._read_ahead()
+            if then == "decode":
+                store._decode_ahead()
+            if then == "move":
+                store._move(piece)
             if then == "frame":
                 frame = store.frame()
                 shown.append((frame, as_pandas_has_it(rows[:sent])))
         for earlier, wanted in shown:
-            # What came later, whether it was read ahead or for another frame, has changed nothing in it.
+            # What came later, whether it was decoded ahead or for another frame, has changed nothing in it.
             same(earlier, wanted)
         same(frame, to_frame(rows))
         same(gl.load_run(name), frame)
+        assert repr(store.rows()) == repr(rows)
         for run in range(4):
             # Which tags are columns, and of what type, depends on the run's own rows alone.
             of_run = as_pandas_has_it([made for made in rows if made.run == run])
@@ -256,7 +266,8 @@ def test_a_frame_of_rows_that_differ_in_all_they_can_is_the_same_however_they_ca
         rows.append(row(**more, **place, **(statistics if measured else {}), shape=[number % 2], tags=own))
     for when in (
         [],
-        [(4, "frame"), (3, "ahead"), (4, "frame"), (4, ""), (4, "ahead"), (3, "frame")],
+        [(4, "frame"), (3, "decode"), (4, "frame"), (4, ""), (4, "decode"), (3, "frame")],
+        [(4, "decode"), (3, "move"), (4, "frame"), (4, "decode"), (2, "move"), (1, "move"), (3, "frame")],
         [(1, "frame")] * 8,
     ):
         frames_are_the_same(rows, when, 700)
@@ -399,7 +410,7 @@ def test_rows_are_on_disk_before_anybody_looks(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_while_writing_loses_only_the_line_it_was_writing(tmp_path: Path) -> None:
     lines = [encode(row(order=order)) for order in range(1, 4)]
-    whole = b"\n".join(lines) + b"\n"
+    whole = b"\n".join([header_line(), *lines]) + b"\n"
     file = tmp_path / ROWS_FILE
     last = len(whole) - len(lines[-1]) - 1
     for length in (last, last + 1, last + 20, len(whole) - 2, len(whole) - 1):
@@ -423,11 +434,12 @@ def test_a_run_without_a_row_is_an_empty_frame(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    (tmp_path / ROWS_FILE).write_bytes(encode(row()) + b'\n{"broken\n' + encode(row()) + b"\n")
-    with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 2: this is not a row"):
+    head = header_line() + b"\n"
+    (tmp_path / ROWS_FILE).write_bytes(head + encode(row()) + b'\n{"broken\n' + encode(row()) + b"\n")
+    with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 3: this is not a row"):
         gl.load_run(tmp_path)
     (tmp_path / ROWS_FILE).write_bytes(json.dumps([1]).encode() + b"\n")
-    with pytest.raises(gl.SessionError, match="line 1"):
+    with pytest.raises(gl.SessionError, match="line 1: this does not name the columns of rows"):
         gl.load_run(tmp_path)
 
 
@@ -435,8 +447,8 @@ def test_a_damaged_line_far_down_is_named(tmp_path: Path, pieces: int) -> None:
     lines = [encode(row(order=order)) for order in range(2_000)]
     assert len(b"".join(lines)) > 9 * pieces
     lines[1_500] = b'{"broken'
-    (tmp_path / ROWS_FILE).write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 1501: this is not a row"):
+    (tmp_path / ROWS_FILE).write_bytes(b"\n".join([header_line(), *lines]) + b"\n")
+    with pytest.raises(gl.SessionError, match=r"rows.jsonl, line 1502: this is not a row"):
         gl.load_run(tmp_path)
 
 
@@ -456,7 +468,7 @@ def test_a_bit_that_flips_anywhere_in_a_file_is_noticed_and_its_line_named(
     line = written.count(b"\n", 0, place) + 1
     written[place] ^= 1 << data.draw(st.integers(0, 7), "bit")
     file.write_bytes(written)
-    with pytest.raises(gl.SessionError, match=rf"rows\.jsonl, line {line}: this is not "):
+    with pytest.raises(gl.SessionError, match=rf"rows\.jsonl, line {line}: this (is|does) not "):
         gl.load_run(folder)
 
 
@@ -534,71 +546,50 @@ def test_rows_are_appended_while_others_read_them(tmp_path: Path) -> None:
     store.close()
 
 
-def test_rows_are_read_while_they_arrive_before_anybody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "SOME", 10)
+def test_rows_are_decoded_while_they_arrive_before_a_frame_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "DECODED_AT_ONCE", 10)
     store = RowStore(tmp_path)
     store.append([encode(row(order=order)) for order in range(9)])
-    assert store._ahead._thread is None
+    assert store._mover._thread is None
     store.append([encode(row(order=9))])
-    wait_until(lambda: len(store._read[0].block["order"]) == 10, "the rows' reading")
+    wait_until(lambda: store._tail.row == 10, "the rows' decoding")
     for orders in (range(10, 40), range(40, 70)):
         store.append([encode(row(order=order)) for order in orders])
-        wait_until(lambda: len(store._read[0].block["order"]) == len(store), "the rows' reading")
+        wait_until(lambda: store._tail.row == len(store), "the rows' decoding")
     with monkeypatch.context() as patch:
-        # Nothing is left to read.
-        patch.setattr(frames, "rows_of", lambda *given: pytest.fail("rows were read again"))
+        # Nothing is left to decode.
+        patch.setattr(stores, "table_of_lines", lambda *given: pytest.fail("rows were decoded again"))
         assert store.frame()["order"].tolist() == list(range(70))
     store.close()
-    assert store._ahead._thread is not None
-    assert not store._ahead._thread.is_alive()
+    assert store._mover._thread is not None
+    assert not store._mover._thread.is_alive()
     assert len(store.frame()) == 70
 
 
-def test_rows_that_are_read_ahead_change_no_frame_that_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ahead, "SOME", 1)
-    monkeypatch.setattr(ahead.ReadAhead, "look", lambda self: None)
+def test_rows_that_come_later_change_no_frame_that_is_shown(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     even = [row(order=order, note=str(order)) for order in range(0, 40, 2)]
     odd = [row(order=order, note=str(order)) for order in range(1, 40, 2)]
     store.append([encode(made) for made in even])
     frame = store.frame()
-    # Twice: rows that no frame shows yet are put in order where they are.
     for some in (odd[10:], odd[:10]):
         store.append([encode(made) for made in some])
-        store._read_ahead()
+        store._decode_ahead()
     same(frame, to_frame(even))
     same(store.frame(), to_frame(even + odd))
-    store.close()
-
-
-def test_no_more_than_so_many_rows_are_read_that_nobody_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
-) -> None:
-    monkeypatch.setattr(ahead, "SOME", 10)
-    monkeypatch.setattr(ahead, "MOST", 100)
-    monkeypatch.setattr(loading, "_PIECE", 1 << 12)
-    store = RowStore(tmp_path)
-    for start in range(0, 500, 10):
-        store.append([encode(row(order=order)) for order in range(start, start + 10)])
-    wait_until(lambda: not store._is_worth_reading() and store._ahead.idle.is_set(), "the end of the reading")
-    assert 100 <= store._read[-1].upto < 150
-    assert store.frame()["order"].tolist() == list(range(500))
-    # Somebody asks, so it goes on.
-    store.append([encode(row(order=order)) for order in range(500, 550)])
-    wait_until(lambda: store._read[-1].upto > 540, "the rows' reading")
     store.close()
 
 
 def test_a_file_that_is_gone_does_not_stop_rows_from_being_appended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "SOME", 10)
+    monkeypatch.setattr(moving, "DECODED_AT_ONCE", 10)
     store = RowStore(tmp_path)
     (tmp_path / ROWS_FILE).unlink()
     store.append([encode(row(order=order)) for order in range(20)])
-    thread = store._ahead._thread
+    thread = store._mover._thread
     assert thread is not None
     thread.join(DEADLINE)
     assert not thread.is_alive()
@@ -612,7 +603,7 @@ def test_a_file_that_is_gone_does_not_stop_rows_from_being_appended(
 def test_a_reader_that_is_interrupted_anywhere_leaves_no_row_out_and_none_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_PIECE", 1024)
+    monkeypatch.setattr(log, "_PIECE", 1024)
     store = RowStore(tmp_path)
     store.append([encode(row(order=order)) for order in range(20)])
     for kind, method in ((Columns, "block"), (Columns, "merge"), (Columns, "text"), (GrowingFrame, "of")):
@@ -654,8 +645,8 @@ def test_a_disk_that_was_full_does_not_damage_what_is_written_before_and_after(t
 
     store = RowStore(tmp_path)
     store.append([encode(row(order=1))])
-    file = store._file
-    store._file = FullDisk(file)  # type: ignore[assignment]
+    file = store._log._file
+    store._log._file = FullDisk(file)  # type: ignore[assignment]
     for order in (2, 3):
         store.append([encode(row(order=order))])
     assert [made.order for made in store.rows()] == store.frame()["order"].tolist() == [1, 2, 3]
@@ -668,7 +659,7 @@ def test_a_disk_that_was_full_does_not_damage_what_is_written_before_and_after(t
     assert store.unwritten(3) is None
     with pytest.raises(gl.SessionError, match="rows 1 to 2 are not on disk"):
         store.close()
-    store._file = file
+    store._log._file = file
     store.append([encode(row(order=4))])
     assert store.unwritten() is None
     assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 2, 3, 4]
@@ -676,15 +667,28 @@ def test_a_disk_that_was_full_does_not_damage_what_is_written_before_and_after(t
     store.close()
 
 
-def test_files_of_earlier_and_of_later_versions_are_read(tmp_path: Path) -> None:
+def test_a_log_with_other_columns_is_read_by_their_names(tmp_path: Path) -> None:
     rows = [tagged(layer=layer) for layer in range(3)]
-    by_name = [json.dumps(made._asdict()) for made in rows]
-    names = [name for name in reversed(COLUMNS) if name != "note"] + ["of_later"]
-    header = json.dumps({"columns": names})
-    otherwise = [json.dumps([getattr(made, name, None) for name in names]) for made in rows]
-    for lines in (by_name, [header, *otherwise], [by_name[0], header, *otherwise[1:]], [header, *by_name]):
-        (tmp_path / ROWS_FILE).write_text("\n".join(lines) + "\n")
-        same(gl.load_run(tmp_path), to_frame(rows))
+    names = [name for name in reversed(COLUMNS) if name not in ("note", "plan_version")] + ["of_later"]
+    lines = [json.dumps([getattr(made, name, "?") for name in names]) for made in rows]
+    (tmp_path / ROWS_FILE).write_text("\n".join([json.dumps({"columns": names}), *lines]) + "\n")
+    same(gl.load_run(tmp_path), to_frame(rows))
+
+
+def test_a_log_of_a_later_format_or_of_old_blocks_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / ROWS_FILE
+    path.write_text(json.dumps({"columns": COLUMNS, "version": 2}) + "\n")
+    with pytest.raises(gl.SessionError, match="rows in format 2, and this version of graftlab reads format 1"):
+        gl.load_run(tmp_path)
+    blocks = r"block format \(rows\.blocks\), which a development version of graftlab 0\.1\.0 wrote"
+    path.write_text(json.dumps({"columns": COLUMNS, "first": 40}) + "\n")
+    with pytest.raises(gl.SessionError, match=blocks):
+        gl.load_run(tmp_path)
+    path.write_bytes(header_line() + b"\n")
+    (tmp_path / "rows.blocks").write_bytes(b"rows")
+    for read in (gl.load_run, lambda folder: RowStore(folder, append=True)):
+        with pytest.raises(gl.SessionError, match=blocks):
+            read(tmp_path)
 
 
 def test_a_file_says_what_its_columns_are(tmp_path: Path) -> None:
@@ -713,7 +717,7 @@ def test_a_folder_without_rows_is_named_with_what_to_pass(tmp_path: Path) -> Non
     ("column", "value"),
     [
         *(("step", "x"), ("step", 1.5), ("tags", 5), ("shape", "no"), ("rel_l2", [1]), ("max_abs_index", 3)),
-        *(("name", None), ("rank", 1 << 80), ("status", {})),
+        *(("name", None), ("rank", 1 << 63), ("status", {})),
     ],
 )
 def test_a_value_that_no_row_has_is_named_with_its_row_and_column(tmp_path: Path, column: str, value: Any) -> None:
@@ -722,39 +726,22 @@ def test_a_value_that_no_row_has_is_named_with_its_row_and_column(tmp_path: Path
     bad[COLUMNS.index(column)] = value
     lines = [json.dumps(each) for each in ({"columns": COLUMNS}, good, bad)]
     (tmp_path / ROWS_FILE).write_text("\n".join(lines) + "\n")
-    with pytest.raises(gl.SessionError, match=rf"rows.jsonl: row 1 has {re.escape(repr(value))} as its {column}, "):
+    found = rf"rows.jsonl, line 3: this has {re.escape(repr(value))} as its {column}, "
+    with pytest.raises(gl.SessionError, match=found):
         gl.load_run(tmp_path)
 
 
-def test_rows_with_the_same_tags_and_step_share_one_dict_of_them() -> None:
-    import numpy as np
-
-    from graftlab.rows.columns import _with_steps
-
-    values = [{"a": 1}, {"a": 2}]
-    made = _with_steps((values, np.array([0, 0, 1, 1])), np.array([3, 3, 3, 4]))
-    assert made.tolist() == [{"a": 1, "step": 3}, {"a": 1, "step": 3}, {"a": 2, "step": 3}, {"a": 2, "step": 4}]
-    assert made[0] is made[1]
-    assert values == [{"a": 1}, {"a": 2}]
-
-
 @pytest.mark.parametrize("first", [0, 1, 1000])
-def test_tags_are_each_rows_own_with_its_step_if_it_has_one(first: int) -> None:
-    import numpy as np
-
-    from graftlab.rows.columns import _with_steps
-    from graftlab.rows.parsing import NO_INTEGER
-
-    values = [{"a": at} for at in range(1500)]
-    places = [first, first, first + 300, first + 300, first, first, 0, 0]
-    steps = [first, first, first, first + 400, first + 400, NO_INTEGER, NO_INTEGER, 0]
-    made = _with_steps((values, np.array(places)), np.array(steps))
-    expected = [
-        {"a": place} if step == NO_INTEGER else {"a": place, "step": step}
-        for place, step in zip(places, steps, strict=True)
-    ]
-    assert made.tolist() == expected
-    # Neighbours share them, so that a million rows are not a million dicts.
-    assert made[0] is made[1]
-    without = _with_steps((values, np.array(places)), np.full(8, NO_INTEGER))
-    assert all(each is values[place] for each, place in zip(without, places, strict=True))
+def test_tags_are_each_rows_own_with_its_step_and_neighbours_share_them(first: int) -> None:
+    tags = [{"a": at, "step": None} for at in range(1500)] + [{"a": "whole"}]
+    texts = ['{"a":0,"step":null}'] * 1500 + [' {"a":"whole"}']
+    places = [first, first, first + 300, first + 300, first, first, 1500, 1500]
+    steps = [first, first, first, first + 400, first + 400, 3, 3, 4]
+    for upto in (6, 8):
+        made = with_steps(texts, tags, np.array(places[:upto]), np.array(steps[:upto]))
+        expected = [{**tags[place], "step": step} for place, step in zip(places[:6], steps, strict=False)]
+        assert made.tolist() == expected + [{"a": "whole"}] * (upto - 6)
+        assert list(made[0]) == ["a", "step"]
+        # So that a million rows are not a million dicts.
+        assert made[0] is made[1]
+    assert tags[first] == {"a": first, "step": None}

@@ -1,0 +1,143 @@
+"""Blocks of rows as pandas frames; a frame of more rows than the last one costs what is new in it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from graftlab.rows.columns import BECAME, Block, Columns, repeats
+from graftlab.rows.rendering import RowsFrame
+from graftlab.rows.schema import COLUMNS
+from graftlab.rows.tables import Array
+
+# From 3.0 on pandas itself copies what two frames share, when one of them is changed.
+_COPY_ON_WRITE = int(pd.__version__.partition(".")[0]) >= 3
+
+
+def frame_of(columns: Columns, block: Block) -> pd.DataFrame:
+    """The frame of a block: the types of its columns follow from the values that these rows have."""
+    made: dict[str, Any] = {}
+    for name in [*COLUMNS, BECAME, *columns.tags_in(block)]:
+        if repeats(name):
+            values, places = columns.text(name, block)
+            used = np.bincount(places, minlength=len(values)) > 0
+            cells = _taken(*_used_values(values, used), places)
+        else:
+            cells = _numbers_or_objects(block[name])
+        made[_name_in_frame(name, made)] = cells
+    return RowsFrame(made, copy=False)
+
+
+class GrowingFrame:
+    """Makes frames of blocks, each of which :meth:`Columns.merge` made of the one before and of more rows.
+
+    A frame's columns are the first part of arrays that are longer. Later rows are written behind what frames show.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._texts: dict[str, _TextColumn] = {}
+        # Frames of the whole arrays. pandas copies what a user changes as long as another frame shows it, so each is
+        # kept for as long as rows are still written into any of its arrays.
+        self._wholes: list[pd.DataFrame] = []
+        self._arrays: list[Any] = []
+
+    def of(self, block: Block) -> pd.DataFrame:
+        """The frame of a block, which is the caller's."""
+        if not _COPY_ON_WRITE or not self._columns.has_room(block):
+            return frame_of(self._columns, block)
+        steps: Any = block["step"].base
+        if not self._arrays or self._arrays[0] is not steps:
+            self._texts, self._wholes, self._arrays = {}, [], []
+        wholes: dict[str, Any] = {}
+        arrays = [steps]
+        for name in [*COLUMNS, BECAME, *self._columns.tags_in(block)]:
+            if repeats(name):
+                if name not in self._texts:
+                    self._texts[name] = _TextColumn(self._columns, name)
+                array = column = self._texts[name].upto(block, len(steps))
+            else:
+                array = block[name].base
+                assert array is not None
+                column = _numbers_or_objects(array)
+            arrays.append(array)
+            wholes[_name_in_frame(name, wholes)] = column
+        if len(arrays) != len(self._arrays) or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
+            self._wholes.append(RowsFrame(wholes, copy=False))
+            self._arrays = arrays
+        return self._wholes[-1].iloc[: len(block["step"])]
+
+
+class _TextColumn:
+    """A column of values that repeat, with room behind it."""
+
+    def __init__(self, columns: Columns, name: str) -> None:
+        self._columns, self._name = columns, name
+        self._state = _TextState(0, np.zeros(0, bool), None, np.zeros(0, np.intp), None)
+
+    def upto(self, block: Block, room: int) -> Any:
+        """The whole array, of the type that the block's values have, and filled with them."""
+        count, used, known, at, whole = self._state
+        values, places = self._columns.text(self._name, block, count)
+        now = np.bincount(places, minlength=len(values)) > 0
+        now[: len(used)] |= used
+        if whole is None or now.sum() > used.sum():
+            known, at = _used_values(values, now)
+        if whole is not None and known.dtype == whole.dtype:
+            whole[count : count + len(places)] = _taken(known, at, places)
+        else:
+            _, places = self._columns.text(self._name, block)
+            rest = np.full(room - len(places), np.argmax(now), places.dtype)
+            count, whole = 0, _taken(known, at, np.concatenate([places, rest]))
+        # At once, because the stop button may interrupt this anywhere.
+        self._state = _TextState(count + len(places), now, known, at, whole)
+        return whole
+
+
+class _TextState(NamedTuple):
+    upto: int
+    used: Array
+    """Which of the values have been seen."""
+    known: Any
+    at: Array
+    whole: Any
+
+
+def _numbers_or_objects(cells: Array) -> Any:
+    """A column of numbers or objects, as a frame takes it."""
+    # pandas must not search objects for a type that they might have instead.
+    return cells if cells.dtype != object else pd.arrays.NumpyExtensionArray(cells)
+
+
+def _name_in_frame(name: str, others: Container[str]) -> str:
+    """The name of a block's column in a frame that has these others already."""
+    if name.startswith("."):
+        name = name[1:]
+        while name in others:
+            name = f"tag_{name}"
+    return name
+
+
+def _used_values(values: Sequence[Any], used: Array) -> tuple[Any, Array]:
+    """An array of the values that are used, of the type that pandas gives it, and the place in it of each value.
+
+    The others do not count, because they might make it of another type.
+    """
+    chosen = [value for value, is_used in zip(values, used, strict=True) if is_used]
+    array = pd.Series(chosen, dtype=object if chosen == [None] else None).array
+    if isinstance(array.dtype, pd.StringDtype):
+        # Each row has a pointer to its text, which it shares with others; Arrow's strings would have a copy a row.
+        array = array.astype(pd.StringDtype("python", na_value=array.dtype.na_value))
+    return array, np.maximum(np.cumsum(used) - 1, 0)
+
+
+def _taken(known: Any, at: Array, places: Array) -> Any:
+    if not len(known):
+        return known
+    if len(known) == 1 and known[0] is None:
+        # An empty array of objects is one of None, and takes neither time nor memory.
+        return pd.arrays.NumpyExtensionArray(np.empty(len(places), object))
+    return known.take(at[places])
