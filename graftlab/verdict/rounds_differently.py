@@ -54,7 +54,8 @@ class RoundsDifferently:
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
             said.append(
-                f"With the baseline's {shown} the output {self.output} is {now}; with the target's it is off by {self.total:.2g}."
+                f"With the baseline's {shown} the output {self.output} is {now}; with the target's it is off by "
+                f"{self.total:.2g}."
             )
         return said
 
