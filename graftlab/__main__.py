@@ -80,8 +80,8 @@ def _runs(arguments: argparse.Namespace) -> int:
     try:
         if arguments.prune:
             removed = past_runs.prune(arguments.folder, arguments.gib, arguments.days)
-            sys.stdout.write(f"removed:\n{past_runs.told(removed)}\n\nleft:\n")
-        sys.stdout.write(past_runs.told(past_runs.find_runs(arguments.folder or home() / "runs")) + "\n")
+            sys.stdout.write(f"removed:\n{past_runs.runs_text(removed)}\n\nleft:\n")
+        sys.stdout.write(past_runs.runs_text(past_runs.find_runs(arguments.folder or home() / "runs")) + "\n")
     except GraftError as error:
         sys.stderr.write(f"graftlab runs: {error}\n")
         return 2

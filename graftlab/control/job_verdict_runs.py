@@ -82,7 +82,7 @@ class StepRuns(VerdictRuns):
     def _tell(self, message: FallbackPlan) -> None:
         for rank in self.session.ranks:
             if rank.alive:
-                self._jobs.tell(rank, message)
+                self._jobs.send(rank, message)
 
     # ---- both sides ---------------------------------------------------------------------------------------------
 

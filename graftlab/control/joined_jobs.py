@@ -41,15 +41,15 @@ class JoinedJobs:
         self._rows = rows
         self.ask = ask
 
-    def hear(self, rank: RankHandle) -> None:
+    def start_reading(self, rank: RankHandle) -> None:
         """Start reading from this rank, which has a new connection."""
         self._hub.add(rank)
 
-    def assemble(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
+    def begin_run(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
         """Begin a run of all ranks, and return it with its plan. A rank that is still in the run before it joins with
         :meth:`note_moved`. Without a ``base`` the run's first step is the base."""
         with self._lock:
-            info = self._runs.assemble()
+            info = self._runs.begin_joint_run()
             base = info.first_step if base is None else base
             return replace(info, generations=generations, base=base), self._plans.newest
 
@@ -73,7 +73,7 @@ class JoinedJobs:
             version = max(mine.version, plan.version + 1)
             self._plans.publish(replace(mine, version=version) if published else plan)
 
-    def outrank(self, plan: GraftPlan) -> None:
+    def supersede(self, plan: GraftPlan) -> None:
         """Publish the session's plan again, with a higher version, if a job returns with a different plan.
 
         The job would otherwise take its own plan, from an earlier session, for the newer one.
@@ -83,11 +83,11 @@ class JoinedJobs:
             if plan.version >= mine.version and to_wire(plan) != to_wire(mine):
                 self._plans.publish(replace(mine, version=plan.version + 1))
 
-    def tell_plan(self, rank: RankHandle) -> None:
+    def send_plan(self, rank: RankHandle) -> None:
         """Send the newest plan to a rank that has reconnected."""
-        self._plans.tell(rank)
+        self._plans.send_to(rank)
 
-    def tell(self, rank: RankHandle, message: ToRank) -> None:
+    def send(self, rank: RankHandle, message: ToRank) -> None:
         """Send a rank a message that has no answer."""
         rank.channel.send(pack(message))
 

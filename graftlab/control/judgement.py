@@ -240,7 +240,7 @@ class Judgement:
         sizes = self.session.options.baseline, self.session.options.target
         scaling = gradient_scaling(frame, grafted, named, *sizes, self._threshold)
         if scaling.groups:
-            data.append(scaling.told)
+            data.append(scaling.text)
         following = consequences(frame, [group for group in named if group not in scaling.groups], self._threshold)
         named = [group for group in named if group not in (*scaling.groups, *following)]
         return Naming(

@@ -92,8 +92,8 @@ def prune(where: Path | None = None, gib: float | None = None, days: float | Non
     return removed
 
 
-def told(found: Sequence[PastRun]) -> str:
-    """A line a folder, and the sum."""
+def runs_text(found: Sequence[PastRun]) -> str:
+    """The run folders as text: a line each, and the sum of their sizes."""
     lines = [
         f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(each.started))}  {each.bytes / 2**20:10.1f} MiB  "
         f"{'open' if each.is_open else '    '}  {each.folder}"

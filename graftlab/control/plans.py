@@ -38,9 +38,9 @@ class Plans:
     def _send(self) -> None:
         for rank in self._ranks:
             if rank.alive:
-                self.tell(rank)
+                self.send_to(rank)
 
-    def tell(self, rank: RankHandle) -> None:
+    def send_to(self, rank: RankHandle) -> None:
         """Send the newest plan to one rank."""
         rank.channel.send(pack(PlanUpdate(to_wire(self.newest))))
 

@@ -110,7 +110,7 @@ class Runs:
         self._first_run, self._next_step = info.run, info.first_step
         return self._make([self._ranks[world_rank] for world_rank in info.participants], "continue")
 
-    def assemble(self) -> RunInfo:
+    def begin_joint_run(self) -> RunInfo:
         """Begin a run of jobs, whose ranks do their own work; a rank may still be in the run before."""
         self._next_step = max(self._next_step, *(rank.status().step + 1 for rank in self._ranks))
         run = self._make(list(self._ranks), "continue")

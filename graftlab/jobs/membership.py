@@ -132,7 +132,7 @@ class Membership:
             self._shared = shared
         base = None if self._info is None else self._info.base
         generations = cast("tuple[int, int]", tuple(self._generations))
-        self._info, self._plan = self._joined.assemble(generations, base)
+        self._info, self._plan = self._joined.begin_run(generations, base)
         self._setting_up = True
         message = pack(WorldRequest(self._world, self._info, to_wire(self._plan)))
         for rank in self._ranks:
@@ -211,7 +211,7 @@ class Membership:
             )
             newcomers.setdefault(rank.place.side, first_step)
             # A newer plan may have been published since the world was set up.
-            self._joined.tell_plan(rank)
+            self._joined.send_plan(rank)
             self._at_work.add(number)
             self._current.add(number)
         self._has_begun = [True, True]

@@ -234,7 +234,7 @@ class SessionServer:
             rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
             far.send(pack_handshake(self._accepted(rank, [])))
             if join.rejoin is not None:
-                self._jobs.tell_plan(rank)
+                self._jobs.send_plan(rank)
             return rank.take_ends()
 
     def _refusal(self, join: JoinRequest) -> RequestRefused | None:
@@ -293,7 +293,7 @@ class SessionServer:
         send_descriptors(connection, ends)
         rank.handed_over()
         if join.rejoin is not None:
-            self._jobs.tell_plan(rank)
+            self._jobs.send_plan(rank)
 
     def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
         """Give the process its rank; also return a note about it for the status."""
@@ -304,7 +304,7 @@ class SessionServer:
         if rank.has_joined:
             # Another process was this rank, and its connection has ended.
             rank.renew()
-            self._jobs.hear(rank)
+            self._jobs.start_reading(rank)
         run = None if join.rejoin is None else join.rejoin.run
         self._membership.enter(rank, run, join.first_step)
         if join.rejoin is not None:
@@ -316,14 +316,14 @@ class SessionServer:
             if join.rejoin.session == self._name:
                 # Its connection was cut, and it has stayed in this session's run.
                 self._jobs.note_return(rank, join.rejoin.run.run)
-                self._jobs.outrank(from_wire(join.rejoin.plan))
+                self._jobs.supersede(from_wire(join.rejoin.plan))
             elif not self._resumed:
                 self._resumed = True
                 # A plan published before any job had joined was meant for a new job.
                 published = self._session.plan is not self._first_plan
                 self._jobs.resume(join.rejoin.run, from_wire(join.rejoin.plan), published=published)
             else:
-                self._jobs.outrank(from_wire(join.rejoin.plan))
+                self._jobs.supersede(from_wire(join.rejoin.plan))
             if join.rejoin.lost_rows:
                 note = f"at least {join.rejoin.lost_rows:,} rows were made while no session listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
@@ -384,7 +384,7 @@ class SessionServer:
             if not had_begun and not self._closed:
                 # It never began, so no run has to report its end; another process may be this rank.
                 attached.renew()
-                self._jobs.hear(attached)
+                self._jobs.start_reading(attached)
             if not self._membership.occupied:
                 self.over.set()
 

@@ -66,7 +66,7 @@ class GraftMagics(Magics):
 
     def open_session(self) -> Session | None:
         """The open session that commands apply to, if any."""
-        own, variable = self.session, self._names().get("session")
+        own, variable = self.session, self._namespace().get("session")
         if (own is None or own.closed) and isinstance(variable, Session):
             # Made by gl.launch and assigned to `session`.
             own = self.session = variable
@@ -94,11 +94,11 @@ class GraftMagics(Magics):
             hint = f"; write `%graft {line}`, with one %, for a line" if line in command_line.COMMANDS else ""
             raise UsageError(f"%%graft: {where!r} is not a place to run a cell; use one of {labels}{hint}")
         run = session.execute(cell, where)
-        for rank, value in _labelled(run):
+        for rank, value in _values_by_rank(run):
             if value is not None:
                 sys.stdout.write(f"{rank}:\n")
                 display(value)  # type: ignore[no-untyped-call]
-                _forget(value)
+                _close_pyplot_figure(value)
 
     def _up(self, arguments: argparse.Namespace) -> Session:
         before = self.open_session()
@@ -178,14 +178,14 @@ class GraftMagics(Magics):
         rank = arguments.rank or (failed[0] if failed else None)
         if rank is None:
             raise UsageError("%graft debug: nothing failed in the newest run")
-        if arguments.command or not self._can_ask():
+        if arguments.command or not self._has_stdin():
             said = session.post_mortem(rank, arguments.command)
             hint = "" if arguments.command else f"\n`%graft debug {rank} p EXPR` shows a value; also w, u, d, l, a"
             sys.stdout.write(f"{said}{hint}\n")
             return
         prompt(rank, lambda command: session.post_mortem(rank, command), input, sys.stdout.write)
 
-    def _can_ask(self) -> bool:
+    def _has_stdin(self) -> bool:
         """Whether a person can answer `input()`; false where a notebook is executed without a browser."""
         kernel = getattr(self.shell, "kernel", None)
         return bool(getattr(kernel, "_allow_stdin", False)) if kernel is not None else sys.stdin.isatty()
@@ -238,7 +238,7 @@ class GraftMagics(Magics):
         return check
 
     def _replay(self, arguments: argparse.Namespace) -> Any:
-        session, names = self._open(), self._names()
+        session, names = self._open(), self._namespace()
         # A name that the notebook lacks is looked up on the ranks, among the names of the %%graft cells.
         functions = [names.get(name, name) for name in (arguments.baseline, arguments.target)]
         result = session.replay(
@@ -261,7 +261,7 @@ class GraftMagics(Magics):
 
     def _transform(self, arguments: argparse.Namespace) -> Any:
         session, name = self._open(), arguments.name
-        if name not in self._names() and name != "default" and name.isidentifier():
+        if name not in self._namespace() and name != "default" and name.isidentifier():
             raise UsageError(
                 f"%graft transform: the notebook has no function {name!r}; define it, or give a dotted path such as "
                 "package.module.function"
@@ -270,7 +270,7 @@ class GraftMagics(Magics):
             if arguments.where is not None:
                 raise UsageError("%graft transform default: applies where no other transform does; leave out --where")
             return session.edit(transform=None)
-        transform = self._names().get(name, name)
+        transform = self._namespace().get(name, name)
         return session.edit(transform=transform if arguments.where is None else (arguments.where, transform))
 
     def _rename(self, arguments: argparse.Namespace) -> Any:
@@ -327,20 +327,20 @@ class GraftMagics(Magics):
 
     def _assign(self, name: str | None, value: object) -> None:
         if name:
-            self._names()[name] = value
+            self._namespace()[name] = value
 
-    def _names(self) -> dict[str, Any]:
+    def _namespace(self) -> dict[str, Any]:
         assert self.shell is not None
         names: dict[str, Any] = self.shell.user_ns
         return names
 
 
-def _labelled(run: Run) -> list[tuple[str, Any]]:
+def _values_by_rank(run: Run) -> list[tuple[str, Any]]:
     values = {"baseline": iter(run.baseline), "target": iter(run.target)}
     return [(rank.label, next(values[rank.place.side])) for rank in run.participants]
 
 
-def _forget(value: object) -> None:
+def _close_pyplot_figure(value: object) -> None:
     """Close a figure of pyplot, which would otherwise show it a second time."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and isinstance(value, pyplot.Figure):

@@ -90,7 +90,7 @@ def _draw_heatmap(figure: Figure, ax: Axes, cells: HeatmapCells, value: str, flo
     without = measured & np.isnan(cells.value) & np.isneginf(grid[y, x])
     grid[y[without], x[without]] = np.nan
     tall, wide = (-(-count // _MOST) or 1 for count in grid.shape)
-    drawn = _draw_image(figure, ax, _shrunk(grid, tall, wide), style.value_label(value, short=True))
+    drawn = _draw_image(figure, ax, _downsample(grid, tall, wide), style.value_label(value, short=True))
     with np.errstate(invalid="ignore"):
         suspects = measured & ~cells.grafted & ((cells.apart > floor) | cells.differs)
     first = np.full(len(cells.names), len(cells.steps))
@@ -111,12 +111,12 @@ def _draw_heatmap(figure: Figure, ax: Axes, cells: HeatmapCells, value: str, flo
         )
         drawn.append(style.key("first above the floor", style.VERMILLION, "o", hollow=True))
     _label(ax, cells.names, cells.steps, tall, wide)
-    style.head(ax, _said(cells, first, in_words))
+    style.head(ax, _conclusion(cells, first, in_words))
     style.legend_below(ax, drawn)
     return figure
 
 
-def _shrunk(grid: Array, tall: int, wide: int) -> Array:
+def _downsample(grid: Array, tall: int, wide: int) -> Array:
     """The maximum of each ``tall`` x ``wide`` block; NaN wins, and a block of blank cells stays blank."""
     rows, columns = grid.shape
     padded = np.pad(grid, ((0, -rows % tall), (0, -columns % wide)), constant_values=-np.inf)
@@ -163,7 +163,7 @@ def _tap_label(tap: tuple[Any, ...], columns: list[str]) -> str:
     return " ".join([*parts, *shown])
 
 
-def _said(cells: HeatmapCells, first: Array, floor: str) -> str:
+def _conclusion(cells: HeatmapCells, first: Array, floor: str) -> str:
     step = int(first.min())
     if step == len(cells.steps):
         return f"no tap is above {floor} in {len(cells.steps)} steps"

@@ -51,7 +51,7 @@ def history(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes |
     cells = _cells(rows, value)
     style.head(ax, _title(rows, name, tags))
     if cells.empty:
-        style.say(ax, _nothing(frame, rows, name, tags))
+        style.say(ax, _empty_message(frame, rows, name, tags))
         return figure
 
     without = sorted(set(cells.columns) - {"y", "odd", *MEASURED})
@@ -130,7 +130,7 @@ def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | N
     title = _title(rows, name, tags)
     style.head(ax, title)
     if cells.empty:
-        style.say(ax, _nothing(frame, rows, name, tags))
+        style.say(ax, _empty_message(frame, rows, name, tags))
         return figure
 
     xs = np.array([who.index(label) for label in cells.index.get_level_values("who")])
@@ -264,7 +264,7 @@ def _title(rows: pd.DataFrame, name: str, tags: dict[str, Any]) -> str:
     return style.shorten(str(name), 60) + given + (f"  (largest over {', '.join(vary)})" if vary else "")
 
 
-def _nothing(frame: pd.DataFrame, rows: pd.DataFrame, name: str, tags: dict[str, Any]) -> str:
+def _empty_message(frame: pd.DataFrame, rows: pd.DataFrame, name: str, tags: dict[str, Any]) -> str:
     if frame.empty:
         return "no rows to show: nothing was compared or grafted yet"
     names = [str(n) for n in frame["name"].unique()]

@@ -60,7 +60,7 @@ def divergence(
     >>> figure = gl.plots.divergence(run.frame, noise_floor=1e-5)
     >>> figure = gl.plots.divergence({"before": run.frame, "after": run.frame})
     """
-    runs, names = _lay_out(_named(frames, labels), value)
+    runs, names = _lay_out(_label_frames(frames, labels), value)
     count = len(names.keys)
     every = -(-count // MAX_LABELS) or 1
     ticks = {x: style.plain(names[x]) for x in range(0, count, every)}
@@ -74,7 +74,7 @@ def divergence(
         return figure
 
     edges = {style.look(s).edge for run in runs for s in run.taps.statuses if s not in MEASURED}
-    measured = np.concatenate([_shown(run.taps)[run.taps.measured] for run in runs])
+    measured = np.concatenate([_drawn_values(run.taps)[run.taps.measured] for run in runs])
     scale = value_axis(measured, marks=[noise_floor], top="top" in edges, bottom="bottom" in edges)
     scale.apply(ax)
     _label_taps(ax, names, ticks)
@@ -107,13 +107,13 @@ class _RunSeries:
     line: str
 
 
-def _shown(taps: Taps) -> Array:
+def _drawn_values(taps: Taps) -> Array:
     """The values to draw: equal finite elements beside differing NaNs are not exact, so they are drawn as NaN."""
     shown: Array = np.where((taps.nonfinite > 0) & (taps.value == 0), np.inf, taps.value)
     return shown
 
 
-def _named(frames: Frames, labels: Sequence[str] | None) -> dict[str, pd.DataFrame]:
+def _label_frames(frames: Frames, labels: Sequence[str] | None) -> dict[str, pd.DataFrame]:
     if isinstance(frames, pd.DataFrame):
         frames = [frames]
     listed = list(frames.values()) if isinstance(frames, Mapping) else list(frames)
@@ -203,7 +203,7 @@ def _label_taps(ax: Axes, names: _TapNames, ticks: Mapping[int, str]) -> None:
 
 def _draw_run(ax: Axes, run: _RunSeries, scale: ValueAxis, *, several: bool, size: float) -> None:
     taps = run.taps
-    measured, value = taps.measured, _shown(taps)
+    measured, value = taps.measured, _drawn_values(taps)
     exact = (value == 0) & scale.log
     y = scale.place(value)
     height = np.where(measured & np.isfinite(value) & ~exact, y, np.nan)
@@ -262,7 +262,7 @@ def _annotate_suspects(
         who = f"{run.label}, " if len(runs) > 1 else ""
         name = names[names.place[run.keys[at]]]
         at_edge = failed and not above and not taps.nonfinite[at] > 0
-        y = scale.top if at_edge else float(scale.place(_shown(taps)[at : at + 1])[0])
+        y = scale.top if at_edge else float(scale.place(_drawn_values(taps)[at : at + 1])[0])
         share = float(run.x[at] + 0.8) / (len(names.keys) + 0.6)
         said = f"{who}first divergent: {name}  ({', '.join(reasons)})"
         at_point, color = (float(run.x[at]), y), run.color if len(runs) > 1 else None
@@ -277,7 +277,7 @@ def _legend(runs: Sequence[_RunSeries], noise_floor: float | None) -> list[Line2
     for status in [*(s for s in style.MARKS if s in present), *sorted(present - set(style.MARKS))]:
         grey = several and status == "compared"  # because each run has its own colour
         entries.append(style.key(status, style.GREY, "o") if grey else style.status_key(status))
-    if any(((_shown(run.taps) == 0) & run.taps.measured).any() for run in runs):
+    if any(((_drawn_values(run.taps) == 0) & run.taps.measured).any() for run in runs):
         entries.append(style.key("exact (hollow)", style.GREY, "o", hollow=True))
     if any(((run.taps.nonfinite > 0) & run.taps.measured).any() for run in runs):
         entries.append(style.ring_key())

@@ -49,7 +49,7 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
         return figure
     x = np.arange(count)
     floor = taps["floor"].to_numpy(dtype=float)
-    error, added = _shown(taps, "error", "error_ratio"), _shown(taps, "added", "ratio")
+    error, added = _drawn_values(taps, "error", "error_ratio"), _drawn_values(taps, "added", "ratio")
     values = np.concatenate([error, added])
     limits = [float(each) for each in (floor.min(), floor.max() * threshold)]
     scale = value_axis(values[~np.isnan(values)], marks=limits)
@@ -119,7 +119,7 @@ def _mark_steps(ax: Axes, taps: pd.DataFrame) -> None:
         )
 
 
-def _shown(taps: pd.DataFrame, column: str, over: str) -> style.Array:
+def _drawn_values(taps: pd.DataFrame, column: str, over: str) -> style.Array:
     """A column to draw: infinite where one side only is non-finite, whatever the finite elements are."""
     ratio = taps[over].to_numpy(dtype=float)
     shown: style.Array = np.where(np.isposinf(ratio), np.inf, taps[column].to_numpy(dtype=float))

@@ -53,7 +53,7 @@ class StoredLayout(msgspec.Struct, frozen=True):
     mesh: list[tuple[str, int]] | None = None
 
 
-class RecordedTap(msgspec.Struct, frozen=True, tag="tap"):
+class TapEntry(msgspec.Struct, frozen=True, tag="tap"):
     """One tap. ``extras`` are its extras that are plain values, ``extra_tensors`` those that are tensors.
 
     ``lost_extras`` has the reason if some extras could not be recorded.
@@ -81,7 +81,7 @@ class IndexEnd(msgspec.Struct, frozen=True, tag="end"):
     left_out: list[str] = []
 
 
-IndexLine = RecordedTap | IndexEnd
+IndexLine = TapEntry | IndexEnd
 
 _CHECK = b',"check":'
 

@@ -14,7 +14,7 @@ from graftlab.base.text import counted
 from graftlab.errors import RecordingError
 from graftlab.grafting import active
 from graftlab.layouts import parse_layout
-from graftlab.recordings.file_format import IndexEnd, RecordedTap, StoredTensor
+from graftlab.recordings.file_format import IndexEnd, StoredTensor, TapEntry
 from graftlab.taps import calls
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ class RecordedSide(ABC):
     world_size: int
 
     @cached_property
-    def _ranks(self) -> list[tuple[list[RecordedTap], IndexEnd]]:
+    def _ranks(self) -> list[tuple[list[TapEntry], IndexEnd]]:
         return [self._read_index(rank) for rank in range(self.world_size)]
 
     @abstractmethod
-    def _read_index(self, rank: int) -> tuple[list[RecordedTap], IndexEnd]:
+    def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         """Read the taps of one rank in order, and the end of its index."""
 
     @abstractmethod
-    def _load(self, rank: int, entry: RecordedTap, stored: StoredTensor) -> torch.Tensor:
+    def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         """Read a tensor of a tap. Raises :class:`RecordingError` that names the tap."""
 
     # ---- reading ------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class RecordedSide(ABC):
 
     # ---- as a side ----------------------------------------------------------------------------------------------
 
-    def taps(self, rank: int) -> Iterator[tuple[RecordedTap, torch.Tensor, Any]]:
+    def taps(self, rank: int) -> Iterator[tuple[TapEntry, torch.Tensor, Any]]:
         """Iterate over one rank's taps in order: the entry, its tensor and its extras."""
         for entry in self._ranks[rank][0]:
             extras = entry.extras
@@ -114,7 +114,7 @@ class RecordedSide(ABC):
         return f"<{type(self).__name__} of {counted(self.world_size, 'rank')}: {counted(taps, 'tap')}, {self.folder}>"
 
 
-def _layout_of(entry: RecordedTap) -> Any:
+def _layout_of(entry: TapEntry) -> Any:
     stored = entry.layout
     if stored is None or stored.mesh is None:
         return None if stored is None else stored.text

@@ -22,8 +22,8 @@ from graftlab.recordings.file_format import (
     IndexEnd,
     IndexLine,
     RankHeader,
-    RecordedTap,
     StoredTensor,
+    TapEntry,
     rank_folder,
 )
 from graftlab.recordings.recorded_side import RecordedSide
@@ -106,14 +106,14 @@ class Recording(RecordedSide):
             )
         return header
 
-    def _read_index(self, rank: int) -> tuple[list[RecordedTap], IndexEnd]:
+    def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         path = rank_folder(self.folder, rank) / INDEX_FILE
         try:
             lines = path.read_bytes().split(b"\n")
             chain = ChecksumChain((rank_folder(self.folder, rank) / RANK_FILE).read_bytes())
         except OSError as error:
             raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
-        entries: list[RecordedTap] = []
+        entries: list[TapEntry] = []
         end: IndexEnd | None = None
         # After a line with a checksum, all lines must have one.
         sealed = self._read_header(rank).format != OLD_FORMAT
@@ -146,7 +146,7 @@ class Recording(RecordedSide):
             raise RecordingError(f"{path} should have {end.taps} taps and has {len(entries)}; it was edited")
         return entries, end
 
-    def _load(self, rank: int, entry: RecordedTap, stored: StoredTensor) -> torch.Tensor:
+    def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         path = rank_folder(self.folder, rank) / stored.shard
         try:
             with safetensors.safe_open(path, framework="pt") as file:
@@ -171,5 +171,5 @@ def _reopen(folder: str, partial: bool) -> Recording:
     return Recording(folder, partial=partial)
 
 
-def _after(entries: list[RecordedTap]) -> str:
+def _after(entries: list[TapEntry]) -> str:
     return f"the last whole tap is {entries[-1]}" if entries else "it has no whole tap"

@@ -15,7 +15,7 @@ import torch
 from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, is_no_tag, plain
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.errors import RecordingError
-from graftlab.recordings.file_format import IndexEnd, RecordedTap, StoredLayout, StoredTensor
+from graftlab.recordings.file_format import IndexEnd, StoredLayout, StoredTensor, TapEntry
 from graftlab.recordings.recorded_side import RecordedSide
 
 _BETWEEN = "___"
@@ -40,11 +40,11 @@ class SglangDump(RecordedSide):
                 f"have dumps; if the others dumped nothing, partial=True uses these as the side"
             )
 
-    def _read_index(self, rank: int) -> tuple[list[RecordedTap], IndexEnd]:
+    def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         entries, left_out = self._found[rank]
         return entries, IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, left_out)
 
-    def _load(self, rank: int, entry: RecordedTap, stored: StoredTensor) -> torch.Tensor:
+    def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         value: torch.Tensor = _read(self.folder / stored.shard)["value"]
         return value.detach().as_subclass(torch.Tensor)
 
@@ -56,7 +56,7 @@ def _reopen(folder: str, partial: bool) -> SglangDump:
     return SglangDump(folder, partial=partial)
 
 
-def _entries(folder: Path) -> tuple[dict[int, tuple[list[RecordedTap], list[str]]], int]:
+def _entries(folder: Path) -> tuple[dict[int, tuple[list[TapEntry], list[str]]], int]:
     """Return each rank's taps and what was left out, and the world size that the files state."""
     files = []
     for path in folder.glob("*.pt"):
@@ -64,7 +64,7 @@ def _entries(folder: Path) -> tuple[dict[int, tuple[list[RecordedTap], list[str]
         files.append((int(named["rank"]), int(named["dump_index"]), path, named))
     files.sort(key=lambda file: file[:2])
     first = min(int(named["step"]) for *_, named in files)
-    found: dict[int, tuple[list[RecordedTap], list[str]]] = {}
+    found: dict[int, tuple[list[TapEntry], list[str]]] = {}
     size = 1
     for rank, _, path, named in files:
         entries, left_out = found.setdefault(rank, ([], []))
@@ -79,7 +79,7 @@ def _entries(folder: Path) -> tuple[dict[int, tuple[list[RecordedTap], list[str]
     return found, size
 
 
-def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: int) -> RecordedTap | str:
+def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: int) -> TapEntry | str:
     """Return a file's tap, or a sentence on why it is left out."""
     value, meta = content["value"], content["meta"]
     name = str(meta.get("name", named["name"]))
@@ -101,7 +101,7 @@ def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: in
     dims = meta.get("dims")
     stored = StoredTensor(path.name, "value", DTYPE_NAMES[value.dtype], tuple(value.shape), crc32=0)
     layout = StoredLayout(dims) if isinstance(dims, str) else None
-    return RecordedTap(int(named["step"]) - first, name, tags, stored, layout=layout)
+    return TapEntry(int(named["step"]) - first, name, tags, stored, layout=layout)
 
 
 def _tags_in(path: Path) -> dict[str, str]:

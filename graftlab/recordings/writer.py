@@ -24,9 +24,9 @@ from graftlab.recordings.file_format import (
     ChecksumChain,
     IndexEnd,
     RankHeader,
-    RecordedTap,
     StoredLayout,
     StoredTensor,
+    TapEntry,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class RecordingWriter:
         self._waiting = 0
         self._changed = threading.Condition()
         self._shard: dict[str, torch.Tensor] = {}
-        self._lines: list[RecordedTap] = []
+        self._lines: list[TapEntry] = []
         self._bytes = self._shards = self._taps = 0
         self._disk = _DiskSync()
         self._thread = threading.Thread(target=self._write_all, name="graftlab-recording", daemon=True)
@@ -145,7 +145,7 @@ class RecordingWriter:
         tensor = self._store(tap.tensor)
         extras = {name: self._store(extra) for name, extra in tap.extra_tensors.items()}
         self._lines.append(
-            RecordedTap(tap.step, tap.name, tap.tags, tensor, tap.extras, extras, tap.lost_extras, tap.layout)
+            TapEntry(tap.step, tap.name, tap.tags, tensor, tap.extras, extras, tap.lost_extras, tap.layout)
         )
         if self._bytes >= _SHARD:
             self._flush()

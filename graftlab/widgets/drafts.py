@@ -139,9 +139,9 @@ def _spec_of(draft: Draft, names: Mapping[str, Any], versions: Sequence[Version]
     )
 
 
-def fitting_functions(functions: Mapping[str, FunctionType]) -> list[str]:
+def likely_transforms(functions: Mapping[str, FunctionType]) -> list[str]:
     """The names of the functions that look like transforms: one argument, with the annotation or name of one."""
-    return sorted(name for name, function in functions.items() if _fits(function))
+    return sorted(name for name, function in functions.items() if _looks_like_transform(function))
 
 
 def functions_in(names: Mapping[str, Any]) -> dict[str, FunctionType]:
@@ -149,7 +149,7 @@ def functions_in(names: Mapping[str, Any]) -> dict[str, FunctionType]:
     return {name: value for name, value in tuple(names.items()) if isinstance(value, FunctionType) and name[:1] != "_"}
 
 
-def _fits(function: Callable[..., Any]) -> bool:
+def _looks_like_transform(function: Callable[..., Any]) -> bool:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

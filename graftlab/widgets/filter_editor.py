@@ -22,7 +22,7 @@ from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets import filter_view as view
 from graftlab.widgets.code_editor import NOT_BUILT, TextAreaEditor
 from graftlab.widgets.filter_line import FilterLine, is_same
-from graftlab.widgets.kept_taps import either
+from graftlab.widgets.kept_taps import join_filters
 from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.plan_view import PlanList, adoption
 from graftlab.widgets.rename_list import RenameList, rules_of
@@ -91,7 +91,7 @@ class FilterEditor(Panel):
         """Extend a filter by ``text`` as if it had been typed: Apply publishes it, Revert discards it."""
         with self._lock:
             editor = self._lines[name].editor
-            wanted = either(editor.value.strip(), text)
+            wanted = join_filters(editor.value.strip(), text)
             if wanted != editor.value.strip():
                 editor.set_text(wanted)
             self.say(f"{name} is changed here but not published yet: Apply publishes it.", "good")
@@ -117,7 +117,7 @@ class FilterEditor(Panel):
 
     def _on_change(self, line: FilterLine, text: str) -> None:
         with self._lock:
-            line.is_overtaken = line.is_typed and (line.is_overtaken or line.editor.offer_declined)
+            line.is_changed_elsewhere = line.is_typed and (line.is_changed_elsewhere or line.editor.offer_declined)
             self.say("")
 
     def _on_key(self, line: FilterLine, text: str, action: str) -> None:
@@ -137,7 +137,7 @@ class FilterEditor(Panel):
             checks[name].catch_up(self._taps)
         both = matched_by_both(checks)
         if both:
-            faults.append(view.overlap(len(both)))
+            faults.append(view.overlap_message(len(both)))
         if faults:
             self.say("Not applied. " + "; ".join(faults), "bad")
             return
@@ -161,7 +161,7 @@ class FilterEditor(Panel):
         if plan is not self._plan:
             self._plan = plan
             # The message was about a plan that is no longer in force.
-            self._said = ("", "quiet")
+            self._current_message = ("", "quiet")
             for line in self._lines.values():
                 line.follow(plan)
         taps = self.session.taps
@@ -186,7 +186,7 @@ class FilterEditor(Panel):
         unmatched = run.unmatched
         with self._lock:
             for name, line in self._lines.items():
-                line.missed = (unmatched[name], run.number) if name in unmatched else None
+                line.unmatched = (unmatched[name], run.number) if name in unmatched else None
             self._show()
 
     def _show(self) -> None:
@@ -195,12 +195,12 @@ class FilterEditor(Panel):
         alive = [rank.label for rank in self.session.ranks if rank.alive]
         closed = self.session.closed
         lines = self._lines.values()
-        texts = [(line.editor.value, line.in_force, line.is_overtaken, line.missed) for line in lines]
+        texts = [(line.editor.value, line.in_force, line.is_changed_elsewhere, line.unmatched) for line in lines]
         state = (self._plan.version, len(self._taps), texts, adopted, alive, closed)
         if state == self._shown:
             return
         for line in lines:
-            line.look(self._taps)
+            line.match(self._taps)
         both = matched_by_both({name: line.check for name, line in self._lines.items()})
         for line in lines:
             line.show(self._taps, self._tags_seen, both if line.name in ("b2t", "t2b") else ())

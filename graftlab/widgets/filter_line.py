@@ -29,9 +29,9 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
     def __init__(self, name: str, plan: GraftPlan) -> None:
         self.name = name
         self.in_force = text_of(plan, name)
-        self.is_overtaken = False
+        self.is_changed_elsewhere = False
         """Whether the filter in force changed elsewhere after this text was typed."""
-        self.missed: tuple[str, int] | None = None
+        self.unmatched: tuple[str, int] | None = None
         """A text that was in force and matched no tap in the newest run, and the number of that run."""
         self.check = FilterCheck(self.in_force)
         self.editor = code_editor(self.in_force, language="filter", lines=1, label=f"{name} filter, {_CAPTIONS[name]}")
@@ -58,24 +58,24 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
         was_typed, self.in_force = self.is_typed, text
         if not was_typed:
             self.editor.offer(text)
-        self.is_overtaken = self.is_typed
+        self.is_changed_elsewhere = self.is_typed
 
     def take(self, plan: GraftPlan) -> None:
         """Take the plan's text and discard the typed one."""
         self.in_force = text_of(plan, self.name)
-        self.is_overtaken = False
+        self.is_changed_elsewhere = False
         self.editor.set_text(self.in_force)
 
     def settle(self, plan: GraftPlan) -> None:
         """Mark the typed text as published."""
         self.in_force = text_of(plan, self.name)
-        self.is_overtaken = False
+        self.is_changed_elsewhere = False
 
     def forget(self) -> None:
         """Discard the matches, after taps were renamed."""
         self.check = FilterCheck(self.editor.value)
 
-    def look(self, taps: Sequence[Tags]) -> None:
+    def match(self, taps: Sequence[Tags]) -> None:
         """Match the current text against these taps."""
         if self.check.text != self.editor.value:
             self.check = FilterCheck(self.editor.value)
@@ -85,19 +85,19 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
         """Show which taps the text matches; ``both`` are the taps that block Apply."""
         check, parts = self.check, []
         if check.fault is not None:
-            parts.append(view.fault(check.fault))
+            parts.append(view.fault_html(check.fault))
         elif check.filter is not None:
             if both:
-                parts.append(f'<div class="bad" role="alert">{view.overlap(len(both))}</div>')
+                parts.append(f'<div class="bad" role="alert">{view.overlap_message(len(both))}</div>')
             if self.editor.value.strip():
-                parts.append(view.matches(check.hits, both, taps, TAP_LIMIT))
+                parts.append(view.matches_html(check.hits, both, taps, TAP_LIMIT))
                 parts += _remarks(check, taps, tags_seen)
             else:
                 parts.append(view.quiet("matches nothing"))
-        if self.missed is not None and is_same(self.missed[0], self.editor.value):
-            parts.append(view.missed(self.missed[1]))
+        if self.unmatched is not None and is_same(self.unmatched[0], self.editor.value):
+            parts.append(view.missed_note(self.unmatched[1]))
         if self.is_typed:
-            parts.append(view.in_force(self.in_force, self.is_overtaken))
+            parts.append(view.in_force_note(self.in_force, self.is_changed_elsewhere))
         update(self._below, value="".join(parts))
 
 
@@ -116,7 +116,7 @@ def _remarks(check: FilterCheck, taps: Sequence[Tags], tags_seen: Set[str]) -> l
         return []
     remarks = [view.unknown_tag(name, meant) for name, meant in unknown_tags(check.filter, tags_seen).items()]
     if not check.hits:
-        remarks += [view.meant(text, value) for text, value in unknown_values(check.filter, taps).items()]
+        remarks += [view.value_hint(text, value) for text, value in unknown_values(check.filter, taps).items()]
     moment = sorted(check.filter.names & _MOMENT_TAGS)
     if moment:
         remarks.append(view.quiet(f"matched by the {' and '.join(moment)} at which each tap was first seen"))

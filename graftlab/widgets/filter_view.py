@@ -22,7 +22,7 @@ _TEXT_SHOWN = 160
 _LABEL_SHOWN = 80
 
 
-def fault(error: FilterError) -> str:
+def fault_html(error: FilterError) -> str:
     """The text around the error, with a caret below, and the message."""
     text, at = error.expression, error.position
     start, stop = max(0, at - _ECHO), at + _ECHO
@@ -41,13 +41,13 @@ def _one_line(text: str) -> str:
     return text.translate({ord("\n"): "⏎", ord("\r"): "⏎", ord("\t"): " "})
 
 
-def overlap(number: int) -> str:
+def overlap_message(number: int) -> str:
     """Why Apply is disabled; plain text."""
     taps = "1 tap" if number == 1 else f"{number:,} taps"
     return f"both b2t and t2b match {taps}; narrow one of the filters"
 
 
-def matches(hits: Sequence[int], both: Collection[int], taps: Sequence[Tags], limit: int) -> str:
+def matches_html(hits: Sequence[int], both: Collection[int], taps: Sequence[Tags], limit: int) -> str:
     """The matching taps among those seen, and their number; those in ``both`` come first, marked."""
     if not taps:
         return quiet("no taps seen yet")
@@ -78,16 +78,16 @@ def unknown_tag(name: str, meant: str | None) -> str:
     return quiet(f"no tap seen so far has the tag {code(name)}{hint}", "unknown")
 
 
-def meant(text: str, value: str) -> str:
+def value_hint(text: str, value: str) -> str:
     return quiet(f"no tap has {code(repr(text))}; did you mean {code(repr(value))}?", "unknown")
 
 
-def missed(run: int) -> str:
+def missed_note(run: int) -> str:
     """A note that the filter in force matched no tap of the newest run."""
     return f'<div class="missed" role="status">matched no tap in run {run}</div>'
 
 
-def in_force(text: str, overtaken: bool) -> str:
+def in_force_note(text: str, overtaken: bool) -> str:
     """The filter in force, beside an edited one."""
     now = f"in force: {code(text) or 'nothing'}"
     if not overtaken:

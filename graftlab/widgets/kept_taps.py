@@ -100,11 +100,11 @@ def filter_to_keep(plan: GraftPlan, option: TapOption | None) -> str:
         wanted = [text.strip() for text in (plan.b2t, plan.t2b) if text and text.strip()]
         wanted = wanted or [(plan.compare or "").strip()]
     for text in wanted:
-        now = either(now, text)
+        now = join_filters(now, text)
     return now
 
 
-def either(now: str, text: str) -> str:
+def join_filters(now: str, text: str) -> str:
     """Join two filters by ``or``, unless the first already contains the second."""
     if text and text != now and now != "True" and f"({_closed(text)})" not in now:
         return f"{_grouped(now)} or ({_closed(text)})" if now else text

@@ -67,8 +67,8 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         # Starts its thread with the first task.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"graftlab-{type(self).__name__}")
         self._in_progress = 0
-        self._said = ("", "quiet")
-        self._trouble = ""
+        self._current_message = ("", "quiet")
+        self._refresh_error = ""
         self._closed = False
         self._inputs: Inputs | None = None
         self._snapshot = Snapshot()
@@ -101,13 +101,13 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         with self._lock:
             if not self._closed:
                 # Before the display: a run that ends meanwhile, with its last rows, is not shown yet.
-                stage = self._stage()
+                stage = self._session_state()
                 self._follow()
                 self._show()
                 if stage is not None:
                     self._renew_snapshot(stage, stage[0])
 
-    def _stage(self) -> tuple[bool, int, bool, int] | None:
+    def _session_state(self) -> tuple[bool, int, bool, int] | None:
         """Whether the session is closed, and its progress; None for a panel without a snapshot."""
         if self._parent is not None or not self._snapshot.is_shown:
             return None
@@ -137,7 +137,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
     def show_error(self, text: str) -> None:
         """Show why a refresh failed; an empty text means that it works again."""
         with self._lock:
-            self._trouble = text
+            self._refresh_error = text
             self._show_message()
 
     def say(self, text: str, status: str = "quiet") -> None:
@@ -146,7 +146,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             self._parent.say(text, status)
             return
         with self._lock:
-            self._said = text, status
+            self._current_message = text, status
             if not self._closed:
                 self._show()
 
@@ -212,7 +212,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
                 # Not with say, which redraws everything: that may be what failed.
                 panel = self if self._parent is None else self._parent
                 with panel._lock:
-                    panel._said = explain(error), "bad"
+                    panel._current_message = explain(error), "bad"
                     panel._show_message()
 
         return call
@@ -262,7 +262,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
     def _show_message(self) -> None:
         if self._closed:
             return
-        text, status = (self._trouble, "bad") if self._trouble else self._said
+        text, status = (self._refresh_error, "bad") if self._refresh_error else self._current_message
         if self.closed_message and self.session.closed:
             text, status = self.closed_message, "quiet"
         self.set_trait("message", text)

@@ -43,7 +43,7 @@ class PlanList(FoldableBox):
     def _row(self, plan: GraftPlan) -> widgets.HBox:
         again = f"Publish version {plan.version} again"
         button = self._panel.button(f"Restore {plan.version}", "restore", again, partial(self._restore, plan))
-        return row(button, widgets.HTML(described(plan))).add_class(f"graftlab-plan-{plan.version}")
+        return row(button, widgets.HTML(plan_html(plan))).add_class(f"graftlab-plan-{plan.version}")
 
 
 _RANKS_SHOWN = 16
@@ -73,7 +73,7 @@ def _ranks(ranks: Sequence[str]) -> str:
     return ", ".join(ranks[:_RANKS_SHOWN]) + (f" and {others} others" if others > 0 else "")
 
 
-def described(plan: GraftPlan) -> str:
+def plan_html(plan: GraftPlan) -> str:
     """An earlier plan in one line."""
     texts = {name: getattr(plan, name) or "" for name in FILTERS}
     filters = [f"{name} {code(text)}" for name, text in texts.items() if text.strip()]

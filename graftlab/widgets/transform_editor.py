@@ -31,9 +31,9 @@ from graftlab.widgets.drafts import (
     TEMPLATE,
     Draft,
     Version,
-    fitting_functions,
     functions_in,
     label_of,
+    likely_transforms,
     source_of,
     spec_of,
 )
@@ -196,7 +196,7 @@ class TransformEditor(Panel):
     def _on_change(self) -> None:
         with self._lock:
             if self.editor.offer_declined:
-                self._overtaken()
+                self._report_change()
             elif self.editor.error_message:
                 self.editor.clear_error()
             self._compare_again()
@@ -210,7 +210,7 @@ class TransformEditor(Panel):
     def _replace(self, draft: Draft, version: Version) -> None:
         """Show a version instead of ``draft``, and save the draft if it exists nowhere else."""
         if not self._is_applied(draft) and draft.text != TEMPLATE:
-            self._versions.set_aside(draft)
+            self._versions.save_draft(draft)
         self._box.take(version.draft)
         self._compare_again()
 
@@ -264,7 +264,7 @@ class TransformEditor(Panel):
         spec = spec_of(task.draft, self._names, self._versions.versions)
         if spec is None and not task.published:
             raise SessionError("the default transform cannot be tried here: the rows show its result at each tap")
-        if (task.tried and spec is not None and not self._went_well(task, spec)) or not task.published:
+        if (task.tried and spec is not None and not self._try_succeeds(task, spec)) or not task.published:
             return
         if spec == self.session.plan.transform:
             self.say(f"Nothing to apply: plan {self.session.plan.version} already has this transform.")
@@ -278,10 +278,10 @@ class TransformEditor(Panel):
             with self._lock:
                 self._follow_plan()
                 self._publishing = None
-        missed = self._missed(task.draft.where)
+        missed = self._filter_warning(task.draft.where)
         self.say(f"Applied as plan {plan.version}.{missed}", "overtaken" if missed else "good")
 
-    def _missed(self, where: str) -> str:
+    def _filter_warning(self, where: str) -> str:
         """A warning if the filter matches none of the taps seen; empty otherwise."""
         check, taps = FilterCheck(where), self.session.taps
         # A filter on the step or rank may match later, whatever values the taps had when first seen.
@@ -290,7 +290,7 @@ class TransformEditor(Panel):
         check.catch_up(taps)
         return "" if check.hits else f" Its filter matches {check_summary(check, taps)}"
 
-    def _went_well(self, task: DraftTask, spec: Specs) -> bool:
+    def _try_succeeds(self, task: DraftTask, spec: Specs) -> bool:
         selection = task.tap.selection if task.tap is not None and task.tap.kept else {}
         trial = self.session.try_transform(spec, limit=self.limit, **selection)
         with self._lock:
@@ -325,12 +325,12 @@ class TransformEditor(Panel):
         if self._publishing is not None and self._publishing[0] == self._in_force:
             self._settled = self._publishing[1]
         elif is_applied:
-            self._adopt(self._versions.in_force.draft)
+            self._show_new(self._versions.in_force.draft)
         else:
-            self._overtaken()
+            self._report_change()
         self._functions.clear()
 
-    def _adopt(self, draft: Draft) -> None:
+    def _show_new(self, draft: Draft) -> None:
         """Show a transform that was published elsewhere, unless the browser has newer text."""
         self._settled = None
         if draft.kind == self._box.kinds.value == "text":
@@ -339,19 +339,19 @@ class TransformEditor(Panel):
             self._box.where.value = draft.where
         else:
             self._box.take(draft)
-        self._said = f"Changed elsewhere, and shown here: {label_of(self._in_force)}.", "quiet"
+        self._current_message = f"Changed elsewhere, and shown here: {label_of(self._in_force)}.", "quiet"
 
-    def _overtaken(self) -> None:
+    def _report_change(self) -> None:
         self._settled = None
         what = f"{label_of(self._in_force)} (plan {self._versions.in_force.plan})"
-        self._said = f"Changed elsewhere to {what}. Your draft is kept; Revert replaces it.", "overtaken"
+        self._current_message = f"Changed elsewhere to {what}. Your draft is kept; Revert replaces it.", "overtaken"
 
     def _follow_functions(self) -> None:
         functions = functions_in(self._names)
         if functions != self._functions:
             self._functions = functions
             earlier = [version.draft for version in reversed(self._versions.versions)]
-            names = [*fitting_functions(functions), *(draft.text for draft in earlier if draft.kind == "name")]
+            names = [*likely_transforms(functions), *(draft.text for draft in earlier if draft.kind == "name")]
             self._box.propose(names)
             self._show_source()
 
@@ -364,7 +364,8 @@ class TransformEditor(Panel):
         closed, draft, plan = self.session.closed, self._box.draft, self.session.plan
         applied = self._is_applied(draft)
         update(
-            self._header, value=view.in_force(self._versions.in_force, applied, plan) + view.failing(plan, self._rows)
+            self._header,
+            value=view.in_force_html(self._versions.in_force, applied, plan) + view.failure_warning(plan, self._rows),
         )
         tasks = self._tasks.open
         stopped = closed or bool(tasks)
@@ -372,7 +373,7 @@ class TransformEditor(Panel):
         update(self._apply, disabled=stopped, button_style="" if applied or closed else "primary")
         for button in (self._revert, self._versions.buttons["restore"]):
             update(button, disabled=stopped)
-        update(self._progress, value=view.busy(tasks[0].label, len(tasks) - 1) if tasks else "")
+        update(self._progress, value=view.progress_html(tasks[0].label, len(tasks) - 1) if tasks else "")
         update(self._keys.layout, display=None if not tasks and draft.kind == "text" else "none")
         alive = [rank.label for rank in self.session.ranks if rank.alive]
         update(self._adopted, value=adoption(plan.version, self.session.adopted(plan.version), alive, closed))

@@ -6,13 +6,14 @@ import html
 import re
 from collections.abc import Sequence
 
-from graftlab.base.html import cell, number, table
+from graftlab.base.html import cell, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.text import shortened
 from graftlab.diffs.measure import DiffStats
 from graftlab.grafting.trial import Trial
 from graftlab.plan.plan import GraftPlan
-from graftlab.rows.schema import Row
+from graftlab.rows.rendering import written
+from graftlab.rows.schema import DIFFERENCES, Row
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import each_of
 from graftlab.widgets.drafts import Version, label_of
@@ -38,7 +39,6 @@ STYLE = """
 # The line of the exception in a traceback, which unlike the others is not indented.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Warning|Exit|Interrupt)\b")
 _ERROR_SHOWN = 300
-_DIFFERENCES = ("rel_l2", "rel_diff", "max_abs", "cosine", "nonfinite_differ")
 
 
 def summary(error: str) -> str:
@@ -54,7 +54,7 @@ def summary(error: str) -> str:
 
 def trial_html(trial: Trial) -> str:
     """The result of a trial: where it ran, its inputs and output, the difference before and after, its prints."""
-    parts = [_verdict(trial)]
+    parts = [_outcome(trial)]
     if trial.note is not None:
         parts.append(f'<div class="note">{html.escape(trial.note)}</div>')
     if trial.target is not None:
@@ -68,7 +68,7 @@ def trial_html(trial: Trial) -> str:
     return f'<div class="graftlab-trial">{"".join(parts)}</div>'
 
 
-def _verdict(trial: Trial) -> str:
+def _outcome(trial: Trial) -> str:
     where = f" on <b>{html.escape(_place(trial))}</b>" if trial.tags else ""
     if trial.error is not None:
         what = html.escape(summary(trial.error))
@@ -103,23 +103,17 @@ def _tensors(trial: Trial) -> str:
 
 def _differences(trial: Trial) -> str:
     lines = []
-    for name in _DIFFERENCES:
+    for name in DIFFERENCES:
         before, after = _value(trial.before, name), _value(trial.after, name)
         if name == "nonfinite_differ" and not before and not after:
             continue
-        numbers = "".join(cell(_written(name, value), "number") for value in (before, after))
+        numbers = "".join(cell(written(name, value), "number") for value in (before, after))
         lines.append(f"<tr>{cell(name)}{numbers}{cell(_change(before, after), 'quiet')}</tr>")
     return table(("difference", "before" + ("" if trial.before else " (failed)"), "with the draft", ""), lines)
 
 
 def _value(stats: DiffStats | None, name: str) -> float | None:
     return None if stats is None else getattr(stats, name)
-
-
-def _written(name: str, value: float | None) -> str:
-    if value is None or name not in ("cosine", "nonfinite_differ"):
-        return number(value)
-    return f"{value:.8f}" if name == "cosine" else f"{value:,}"
 
 
 def _change(before: float | None, after: float | None) -> str:
@@ -130,22 +124,22 @@ def _change(before: float | None, after: float | None) -> str:
     return "↓ smaller" if after < before else "↑ larger" if after > before else ""
 
 
-def in_force(version: Version, applied: bool, plan: GraftPlan) -> str:
+def in_force_html(version: Version, applied: bool, plan: GraftPlan) -> str:
     """The transform in force, where it applies, and whether the editor has an unpublished draft."""
-    where = ", ".join(where_of(spec, plan) for spec in each_of(version.spec))
+    where = ", ".join(where_text(spec, plan) for spec in each_of(version.spec))
     what = f"In force: <b>{html.escape(label_of(version.spec))}</b>, since plan {version.plan}"
     what += f" · {html.escape(where)}" if where else ""
     return what if applied else f'{what} · <span class="unapplied">● edited, not applied</span>'
 
 
-def where_of(spec: TransformSpec, plan: GraftPlan) -> str:
+def where_text(spec: TransformSpec, plan: GraftPlan) -> str:
     """The taps that a transform applies to, in words."""
     if spec.where is not None:
         return f"where {spec.where}"
     return "where the plan grafts" + (" (nowhere)" if plan.grafts_nothing else "")
 
 
-def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
+def failure_warning(plan: GraftPlan, rows: Sequence[Row]) -> str:
     """A warning if the transform in force fails, by the newest row of each tap and rank; empty otherwise."""
     of_plan = [row for row in rows if row.plan_version == plan.version]
     failed = [row for row in of_plan if row.status == "failed"]
@@ -160,7 +154,7 @@ def failing(plan: GraftPlan, rows: Sequence[Row]) -> str:
     )
 
 
-def busy(what: str, waiting: int) -> str:
+def progress_html(what: str, waiting: int) -> str:
     more = f" ({waiting} waiting)" if waiting else ""
     return f'<span role="status"><span class="spinner"></span>{html.escape(what)}{more}</span>'
 

@@ -16,7 +16,7 @@ from graftlab.widgets.panel import FoldableBox, Panel, row
 from graftlab.widgets.trial_view import difference_html
 
 _LISTED = 50
-_SET_ASIDE_LIMIT = 10
+_SAVED_LIMIT = 10
 
 ACTIONS = {
     "compare": ("Compare", "Show the differences from the editor"),
@@ -31,7 +31,7 @@ class VersionList(FoldableBox):
     def __init__(self, panel: Panel) -> None:
         self.versions: list[Version] = []
         self._plans = 0
-        self._set_aside: list[Draft] = []
+        self._saved: list[Draft] = []
         layout = widgets.Layout(width="auto", flex="1 1 20em", min_width="10em")
         self.menu = Menu(options=[], layout=layout, tooltip="Earlier transforms").add_class("graftlab-version")
         self.buttons = {
@@ -60,11 +60,11 @@ class VersionList(FoldableBox):
         self._fill()
         return True
 
-    def set_aside(self, draft: Draft) -> None:
+    def save_draft(self, draft: Draft) -> None:
         """Save a draft that is about to be replaced, unless it is listed already."""
-        known = draft in self._set_aside or any(version.draft == draft for version in self.versions)
+        known = draft in self._saved or any(version.draft == draft for version in self.versions)
         if draft.kind == "text" and draft.text.strip() and not known:
-            self._set_aside = [*self._set_aside, draft][-_SET_ASIDE_LIMIT:]
+            self._saved = [*self._saved, draft][-_SAVED_LIMIT:]
             self._fill()
 
     def compare(self, version: Version, draft_source: str) -> None:
@@ -83,7 +83,7 @@ class VersionList(FoldableBox):
         options = [(f"{newest.label} (in force)", newest), *((version.label, version) for version in earlier)]
         unapplied = [
             Version(None, TransformSpec("source", draft.text, where=draft.where or None))
-            for draft in reversed(self._set_aside)
+            for draft in reversed(self._saved)
         ]
         options += [(version.label, version) for version in unapplied]
         labels = [label for label, _ in options]

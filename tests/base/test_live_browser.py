@@ -1,4 +1,4 @@
-"""What a place of live text leaves behind in JupyterLab, on a page that has its elements."""
+"""Live text in JupyterLab's page: an empty one has no height and hides nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bar of a long wait: absent while the wait is short, and true afterwards."""
+"""The progress bar of a long wait: absent while the wait is short, correct afterwards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_short_wait_shows_nothing_and_says_when_to_look_again() -> None:
+def test_short_wait_shows_no_bar_and_returns_the_next_poll_time() -> None:
     with LongWait("run 1", "rows", lambda: 0) as wait:
         assert 0 < wait.next_look(None) <= progress.PATIENCE
         assert wait.next_look(0.01) == 0.01
         assert wait._bar is None
 
 
-def test_a_long_wait_counts_what_has_come_since_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_wait_counts_items_since_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(sys, "stdout", Terminal())
     counts = iter([100, 103, 110, 114])
@@ -37,7 +37,7 @@ def test_a_long_wait_counts_what_has_come_since_it_began(monkeypatch: pytest.Mon
     assert wait._bar.n == 14, "what came after the last look"
 
 
-def test_a_wait_without_news_goes_on_to_show_time_and_says_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_without_progress_shows_elapsed_time_and_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -61,7 +61,7 @@ def test_a_wait_without_news_goes_on_to_show_time_and_says_who_waits(monkeypatch
 
 
 @pytest.mark.ranks
-def test_in_a_notebook_a_bar_is_text_that_is_renewed_and_leaves_nothing_that_a_saved_notebook_would_miss() -> None:
+def test_notebook_bar_is_updated_text_that_a_saved_notebook_does_not_need() -> None:
     with kernel() as notebook:
         reply = notebook.run(
             "from graftlab.base import progress\n"

@@ -1,4 +1,4 @@
-"""Functions and values on their way: by value with their source, small, and named when they cannot go."""
+"""Functions and values are pickled by value with their source, stay small, and are named if they cannot be pickled."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ CANNOT = """
         ("functools.partial(print, end=lock)", "the baseline function.keywords['end']"),
     ],
 )
-def test_what_a_function_drags_along_is_named_where_its_author_wrote_it(function: str, culprit: str) -> None:
+def test_unpicklable_captured_variable_is_named_as_in_the_source(function: str, culprit: str) -> None:
     cell = run_cell(CANNOT)
     with pytest.raises(gl.ShippingError) as caught:
         pack_call(eval(function, cell), (), {}, what="the baseline function")
@@ -120,7 +120,7 @@ def test_parts_of_arguments_are_named_by_their_place() -> None:
         assert str(caught.value).startswith(f"{culprit} cannot be sent"), culprit
 
 
-def test_a_transform_that_cannot_go_is_named_like_any_function() -> None:
+def test_unpicklable_transform_is_named_like_any_function() -> None:
     with pytest.raises(gl.ShippingError, match=r"variable 'lock' used by plain\(\)"):
         gl.GraftPlan().edit(transform=run_cell(CANNOT)["plain"])
 
@@ -137,7 +137,7 @@ def test_a_name_that_is_only_an_attribute_is_not_blamed() -> None:
 
 
 @pytest.mark.ranks
-def test_a_cells_function_runs_in_a_process_that_never_saw_the_cell_and_shows_its_lines_there(tmp_path: Any) -> None:
+def test_cell_function_runs_in_a_fresh_process_with_its_source_in_tracebacks(tmp_path: Any) -> None:
     cell = run_cell(
         """
         SCALE = 3
@@ -171,7 +171,7 @@ def _root() -> str:
     return str(gl.__path__[0]).rpartition("/")[0]
 
 
-def test_only_sources_that_are_no_files_travel() -> None:
+def test_only_sources_without_a_file_travel() -> None:
     cell = run_cell("def small(): return 1")
     small, of_a_file = pack_function(cell["small"]), pack_function(importable)
     assert b"return 1" in small
@@ -207,7 +207,7 @@ def warned(pack: Callable[[], bytes]) -> list[warnings.WarningMessage]:
 
 
 @pytest.mark.slow
-def test_what_is_large_is_named_where_its_author_wrote_it_and_the_warning_points_at_the_user() -> None:
+def test_large_captured_value_is_named_in_a_warning_at_the_users_line() -> None:
     cell = run_cell(
         f"""
         import torch
@@ -240,7 +240,7 @@ def test_many_middling_parts_are_not_blamed_on_one() -> None:
     assert "most of it" not in str(warning.message)
 
 
-def test_what_is_small_is_sent_without_a_word() -> None:
+def test_small_values_are_sent_without_a_warning() -> None:
     assert warned(lambda: pack_call(print, (torch.zeros(LARGE // 8),), {})) == []
 
 
@@ -263,7 +263,7 @@ def test_results_arrive_bit_exact_in_every_dtype_and_layout(data: st.DataObject)
     assert same or not tensor.numel()
 
 
-def test_a_result_brings_its_own_bytes_and_nothing_of_autograd() -> None:
+def test_result_tensor_has_only_its_own_bytes_and_no_autograd_history() -> None:
     base = torch.zeros(1_000_000, requires_grad=True)
     blob = pack_result({"view": (base * 2)[3:5], "parameter": torch.nn.Parameter(torch.ones(2))})
     assert len(blob) < 2000
@@ -273,7 +273,7 @@ def test_a_result_brings_its_own_bytes_and_nothing_of_autograd() -> None:
     found["view"] += 1
 
 
-def test_a_result_that_cannot_go_is_shown_and_says_why() -> None:
+def test_unpicklable_result_arrives_as_its_repr_with_the_reason() -> None:
     found = unpack_result(pack_result({"lock": threading.Lock()}))
     assert isinstance(found, shipping.Unshipped)
     assert repr(found).startswith("{'lock': <unlocked _thread.lock object")
@@ -294,7 +294,7 @@ def test_a_result_whose_repr_fails_too_does_not_end_the_rank() -> None:
     assert "stays here" in found.why
 
 
-def test_what_nests_too_deep_is_named() -> None:
+def test_value_nested_too_deep_is_named() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]

@@ -1,4 +1,4 @@
-"""Reading source text where several threads do."""
+"""Parsing source text in several threads at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_threads_that_parse_at_the_same_time_all_get_their_trees() -> None:
     assert errors == []
 
 
-def test_an_error_of_another_kind_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_raised_without_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def broken(*_: object, **__: object) -> ast.AST:

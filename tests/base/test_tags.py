@@ -1,4 +1,4 @@
-"""Which tap is it: what tags mean the same tap, on every rank, on both sides, in rows and in frames."""
+"""The identity of a tap: which tags make the same tap, on every rank, on both sides, in rows and in frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups: the taps of one computation are one group, and its filter matches them and no others."""
+"""Groups: the taps of one computation form one group, and its filter matches exactly those."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def test_digits_within_a_part_stay(name: str) -> None:
     assert group_of(name) == name
 
 
-def test_a_gradient_is_in_another_group_than_its_value() -> None:
+def test_gradient_and_value_are_in_different_groups() -> None:
     assert group_of("layers.3.q", {"kind": "grad"}) == "layers.*.q@grad"
     assert group_of("layers.3.q", {"kind": "value"}) == "layers.*.q"
 
 
-def test_the_filter_of_a_group_matches_its_taps_alone() -> None:
+def test_filter_of_a_group_matches_only_its_taps() -> None:
     text = filter_of([("layers.3.q", None), ("norm", None), ("a+b", None)])
     assert text is not None
     matches = compile_filter(text).matches
@@ -32,12 +32,12 @@ def test_the_filter_of_a_group_matches_its_taps_alone() -> None:
     assert not matches({"name": "norm", "kind": "grad"})
 
 
-def test_the_filter_of_a_gradients_group_leaves_values_alone() -> None:
+def test_filter_of_a_gradient_group_does_not_match_values() -> None:
     text = filter_of([("norm", "grad")])
     assert text is not None
     assert compile_filter(text).matches({"name": "norm", "kind": "grad"})
     assert not compile_filter(text).matches({"name": "norm"})
 
 
-def test_no_names_make_no_filter() -> None:
+def test_no_names_give_no_filter() -> None:
     assert filter_of([]) is None

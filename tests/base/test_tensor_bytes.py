@@ -1,4 +1,4 @@
-"""Tensors as bytes: every dtype and layout there and back, to the last bit."""
+"""Tensors to bytes and back: every dtype and layout, bit by bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_made_bytes_of_comes_back_bit_exact(dtype: torch.dtype) -> None:
+def test_tensor_to_bytes_and_back_is_bit_exact(dtype: torch.dtype) -> None:
     for name, tensor in layouts(dtype).items():
         data = to_bytes(tensor)
         back = from_bytes(data, dtype, tuple(tensor.shape))
@@ -21,7 +21,7 @@ def test_what_was_made_bytes_of_comes_back_bit_exact(dtype: torch.dtype) -> None
         assert torch.equal(bits(back), bits(tensor)), name
 
 
-def test_lazy_views_and_tensors_with_a_gradient_become_the_bytes_of_what_they_mean() -> None:
+def test_lazy_views_and_tensors_with_gradients_become_bytes_of_their_values() -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
     assert to_bytes(value.conj()) == to_bytes(torch.tensor([1 - 2j, 3 + 4j]))
     assert to_bytes(value.conj().imag) == to_bytes(torch.tensor([-2.0, 4.0]))

@@ -1,4 +1,4 @@
-"""Plain data arrives as it was sent; anything else is refused in words, and nothing is executed."""
+"""Plain data arrives unchanged; anything else is refused with a message, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_values_of_a_dict_arrive_exactly(values: dict[str, Any]) -> None:
     [(1 << 64) - 1, 1 << 64, -(1 << 63), -(1 << 63) - 1, 10**5000, -(10**5000), "\ud800", "a\udcffb", "", float("inf")],
     ids=lambda value: f"{type(value).__name__}-{len(str(value)) if isinstance(value, str) else hash(value)}",
 )
-def test_what_msgpack_lacks_arrives_too(value: Any) -> None:
+def test_values_that_msgpack_lacks_arrive_too(value: Any) -> None:
     for sent in ({"tag": value, "other": 1}, {"deep": [{"tag": value}]}):
         assert anything.decode(wire.encode(sent)) == sent
 
@@ -53,7 +53,7 @@ def test_text_that_is_only_read_is_escaped_where_utf8_cannot_express_it() -> Non
     assert arrived.tags == {"c\\ud800": "d\ud800"}
 
 
-def test_bytes_of_another_type_are_refused_by_what_is_wrong_with_them() -> None:
+def test_bytes_of_a_different_type_are_refused_with_the_fault() -> None:
     for sent, says in (
         ({"type": "Sample", "text": 3}, r"Expected `str`, got `int` - at `\$.text`"),
         ({"type": "Sample", "more": 3}, "unknown field `more`"),
@@ -74,7 +74,7 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
             decoder.decode(data)
 
 
-def test_lists_in_lists_without_end_are_refused() -> None:
+def test_too_deeply_nested_lists_are_refused() -> None:
     with pytest.raises(MessageError):
         anything.decode(b"\x91" * 1_000_000)
 

@@ -56,7 +56,7 @@ def faulty_where_fused(module: Any, inputs: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("how", ["function", "expression"])
-def test_a_faithful_compilation_is_told_as_such(how: str, session: gl.Session) -> None:
+def test_a_faithful_compilation_is_reported_as_equal(how: str, session: gl.Session) -> None:
     if how == "function":
         compared = session.compare_compiled(model, args=(X,), backend="aot_eager", fullgraph=True)
     else:
@@ -74,7 +74,7 @@ def test_a_mistake_of_the_compiler_is_named_by_the_verdict(session: gl.Session) 
     assert compared.untapped > 0.1
 
 
-def test_what_parts_only_without_a_tap_names_that_tap(session: gl.Session) -> None:
+def test_a_difference_only_without_a_tap_names_that_tap(session: gl.Session) -> None:
     compared = session.compare_compiled(model, args=(X,), backend=faulty_where_fused)
     assert compared.verdict.named == []
     assert compared.tapped == 0.0
@@ -86,7 +86,7 @@ def test_what_parts_only_without_a_tap_names_that_tap(session: gl.Session) -> No
     assert run.frame["name"].tolist() == ["first", "second", "third", "out"]
 
 
-def test_a_function_that_returns_no_tensor_is_told_of(session: gl.Session) -> None:
+def test_a_function_without_a_comparable_result_is_reported(session: gl.Session) -> None:
     compared = session.compare_compiled(lambda x: [model(x), None][1], args=(X,), backend="eager")
     assert "The function returns no tensor and no number, or none that is finite, so" in compared.text
 
@@ -103,7 +103,7 @@ def test_arguments_of_an_expression_are_refused(session: gl.Session) -> None:
         session.compare_compiled("f(x)", args=(X,))
 
 
-def test_a_graft_of_the_plan_in_force_repairs_nothing_here_and_is_in_force_again(session: gl.Session) -> None:
+def test_the_plans_grafts_are_suspended_and_restored(session: gl.Session) -> None:
     session.edit(b2t="name == 'out'")
     try:
         compared = session.compare_compiled(model, args=(X,), backend=faulty)
@@ -118,7 +118,7 @@ def nan_for_inf(module: Any, inputs: Any) -> Callable[..., Any]:
     return lambda *args: tuple(torch.full_like(each, torch.nan) for each in module(*args))
 
 
-def test_other_values_that_are_not_finite_and_results_that_are_absent_are_no_agreement(session: gl.Session) -> None:
+def test_differing_nonfinite_values_and_missing_results_are_no_agreement(session: gl.Session) -> None:
     infinite = session.compare_compiled(lambda x: gl.tap("h", x / 0.0), args=(X + 2,), backend=nan_for_inf)
     assert infinite.untapped == float("inf")
 
@@ -200,7 +200,7 @@ NEEDS_A_COMPILER = [
         pytest.param(cancelling, FULL, "inductor", marks=NEEDS_A_COMPILER),
     ],
 )
-def test_what_rounds_otherwise_and_no_more_is_told_as_rounding(
+def test_a_difference_of_rounding_is_reported_as_rounding(
     function: Any, x: Tensor, backend: Any, session: gl.Session
 ) -> None:
     compared = session.compare_compiled(function, args=(x,), backend=backend)
@@ -215,7 +215,7 @@ def test_what_rounds_otherwise_and_no_more_is_told_as_rounding(
     assert "That is within rounding: rounding alone takes the eager result" in compared.text
 
 
-def test_a_compiled_result_nearer_to_float64_than_the_eager_one_is_said_not_to_be_at_fault(
+def test_a_compiled_result_nearer_to_float64_is_not_blamed(
     session: gl.Session,
 ) -> None:
     compared = session.compare_compiled(in_small_steps, args=(HALF,), backend=rounds_once)
@@ -231,7 +231,7 @@ def test_a_mistake_beside_rounding_is_named(session: gl.Session) -> None:
     assert "not at fault" not in compared.text
 
 
-def test_what_is_other_after_the_last_tap_is_told(session: gl.Session) -> None:
+def test_a_difference_after_the_last_tap_is_reported(session: gl.Session) -> None:
     def ends_untapped(x: Tensor) -> Tensor:
         return gl.tap("h", x * 3).sin()
 
@@ -240,7 +240,7 @@ def test_what_is_other_after_the_last_tap_is_told(session: gl.Session) -> None:
     assert "what is computed between the last tap and the result differs. Tap the result." in compared.text
 
 
-def test_code_that_does_not_run_in_float64_is_compared_all_the_same_and_told_of(session: gl.Session) -> None:
+def test_code_that_does_not_run_in_float64_is_compared_and_reported(session: gl.Session) -> None:
     def insists(x: Tensor) -> Tensor:
         h = gl.tap("h", x * 3)
         if h.dtype != torch.float32:
@@ -249,4 +249,4 @@ def test_code_that_does_not_run_in_float64_is_compared_all_the_same_and_told_of(
 
     compared = session.compare_compiled(insists, args=(X,), backend=faulty)
     assert compared.verdict.named == ["out"]
-    assert "does not run in float64 (TypeError: float32 only), so the floors leave out" in compared.text
+    assert "does not run in float64 (TypeError: float32 only), so the floors do not include" in compared.text

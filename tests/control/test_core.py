@@ -73,7 +73,7 @@ def processes(ranks: list[TalkingRank]) -> list[Any]:
 # ---- works ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_person_gives_becomes_a_work_with_a_name_of_its_own() -> None:
+def test_each_callee_becomes_a_work_request_with_a_unique_file_name() -> None:
     works = WorkFactory()
     called = works.of("baseline", max, (1, 2), {"key": abs})
     assert isinstance(called, Call)
@@ -94,12 +94,12 @@ def test_what_a_person_gives_becomes_a_work_with_a_name_of_its_own() -> None:
     ],
     ids=repr,
 )
-def test_one_argument_in_place_of_all_is_refused(args: Any, kwargs: Any, says: str) -> None:
+def test_a_single_argument_in_place_of_a_tuple_is_refused(args: Any, kwargs: Any, says: str) -> None:
     with pytest.raises(SessionError, match=says):
         arguments("verdict", args, kwargs)
 
 
-def test_arguments_are_what_was_given() -> None:
+def test_arguments_become_a_tuple_and_a_dict() -> None:
     assert arguments("run", [1, 2], None) == ((1, 2), {})
     assert arguments("run", (), {"x": 1}) == ((), {"x": 1})
 
@@ -114,7 +114,7 @@ def test_arguments_are_what_was_given() -> None:
         (lambda works: works.of_cell("def"), "the cell is not Python, so nothing was run"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_any_rank_begins(make: Any, says: str) -> None:
+def test_invalid_work_is_refused_before_any_rank_begins(make: Any, says: str) -> None:
     with pytest.raises(SessionError, match=says):
         make(WorkFactory())
 
@@ -134,7 +134,7 @@ def test_a_published_plan_is_the_newest_and_reaches_every_rank(ranks: list[Talki
         assert [each.hear(), each.hear()] == [PlanUpdate(to_wire(first)), PlanUpdate(to_wire(second))]
 
 
-def test_it_is_told_from_which_step_on_each_rank_uses_a_plan(ranks: list[TalkingRank]) -> None:
+def test_adopted_has_the_step_from_which_each_rank_uses_a_plan(ranks: list[TalkingRank]) -> None:
     plans = Plans(processes(ranks))
     assert plans.adopted(1) == {}
     plans.note_adopted(PlanAdopted(1, 4), ranks[0].rank)
@@ -146,7 +146,7 @@ def test_it_is_told_from_which_step_on_each_rank_uses_a_plan(ranks: list[Talking
 # ---- taps -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_tap_is_listed_once_whoever_reaches_it_and_whenever(ranks: list[TalkingRank]) -> None:
+def test_a_tap_is_listed_once_for_all_ranks_and_steps(ranks: list[TalkingRank]) -> None:
     taps = TapCatalog()
     first = {"name": "attn", "step": 0, "side": "baseline", "rank": 0, "layer": 3}
     taps.note(TapSeen(first), ranks[0].rank)
@@ -183,9 +183,7 @@ def settle(runs: Runs, ranks: list[TalkingRank], run: int, next_step: int) -> No
         runs.note_settled(RunSettled(run, next_step), each.rank)
 
 
-def test_a_run_asks_those_that_take_part_and_begins_where_the_last_one_ended(
-    runs: Runs, ranks: list[TalkingRank]
-) -> None:
+def test_a_run_is_sent_to_its_participants_and_continues_the_steps(runs: Runs, ranks: list[TalkingRank]) -> None:
     run = runs.begin({0: WORK, 2: WORK}, PLAN)
     assert (run.number, runs.busy, runs.all()) == (0, True, [run])
     for each in (ranks[0], ranks[2]):
@@ -200,7 +198,7 @@ def test_a_run_asks_those_that_take_part_and_begins_where_the_last_one_ended(
     assert ranks[1].hear().info.first_step == 7
 
 
-def test_a_second_run_meanwhile_is_refused(runs: Runs, ranks: list[TalkingRank]) -> None:
+def test_a_second_run_during_a_run_is_refused(runs: Runs, ranks: list[TalkingRank]) -> None:
     runs.begin({0: WORK}, PLAN)
     with pytest.raises(SessionBusyError, match="run 0 is still running"):
         runs.begin({1: WORK}, PLAN)
@@ -235,7 +233,7 @@ def test_a_rank_that_dies_while_its_run_begins_is_noted(
         run.wait()
 
 
-def test_what_fails_while_the_session_closes_is_the_closing(runs: Runs, ranks: list[TalkingRank]) -> None:
+def test_failures_while_the_session_closes_are_reported_as_its_end(runs: Runs, ranks: list[TalkingRank]) -> None:
     run = runs.begin({0: WORK, 1: WORK}, PLAN)
     runs.note_done(RunDone(0, shipping.pack_result(7), None), ranks[0].rank)
     runs.close("the session was closed")
@@ -246,9 +244,7 @@ def test_what_fails_while_the_session_closes_is_the_closing(runs: Runs, ranks: l
     assert set(run.failures.values()) == {"the session was closed"}
 
 
-def test_an_interrupt_is_a_signal_to_those_at_work_and_a_message_to_those_that_seem_idle(
-    runs: Runs, ranks: list[TalkingRank]
-) -> None:
+def test_an_interrupt_signals_busy_ranks_and_messages_idle_ones(runs: Runs, ranks: list[TalkingRank]) -> None:
     for each, state in zip(ranks, ("running", "waiting", "idle"), strict=True):
         each.is_at(state)
     runs.interrupt()
@@ -275,7 +271,7 @@ def answering(queries: Queries, rank: TalkingRank, answers: dict[type, Any]) -> 
     return in_background(answer)
 
 
-def test_each_answer_comes_to_whoever_asked(ranks: list[TalkingRank]) -> None:
+def test_each_answer_reaches_the_caller_that_asked(ranks: list[TalkingRank]) -> None:
     queries = Queries(60.0)
     asking = [in_background(lambda n=n: queries.ask(ranks[1].rank, AskKeptTags(bool(n)), KeptTags)) for n in range(2)]
     asked = [ranks[1].hear_a(Query) for _ in range(2)]
@@ -285,7 +281,7 @@ def test_each_answer_comes_to_whoever_asked(ranks: list[TalkingRank]) -> None:
     queries.on_reply(Reply(asked[0].number, Stacks("too late, and nobody waits for it")))
 
 
-def test_a_refusal_and_an_answer_to_something_else_are_errors_that_name_the_rank(ranks: list[TalkingRank]) -> None:
+def test_a_refusal_or_a_wrong_answer_raises_an_error_that_names_the_rank(ranks: list[TalkingRank]) -> None:
     queries = Queries(60.0)
     answering(queries, ranks[1], {AskStacks: Refusal("ValueError: no")})
     with pytest.raises(SessionError, match=r"target\[0\]: ValueError: no"):
@@ -338,7 +334,7 @@ def tags(name: str, step: int, **more: Any) -> dict[str, Any]:
     return {"name": name, "step": step, **more}
 
 
-def test_the_newest_pair_counts_whichever_side_received_it(ranks: list[TalkingRank]) -> None:
+def test_the_newest_pair_of_both_sides_is_returned(ranks: list[TalkingRank]) -> None:
     shelf = Shelf(
         {
             "baseline[0]": [(tags("x", 7), "t2b of step 7")],
@@ -355,7 +351,7 @@ def test_the_newest_pair_counts_whichever_side_received_it(ranks: list[TalkingRa
     assert pairs.pair("x", None, {}) == "step 5"
 
 
-def test_an_older_pair_is_not_shown_where_the_other_side_has_received_a_newer_one_that_is_not_held(
+def test_an_older_pair_is_not_returned_if_a_newer_one_was_dropped(
     ranks: list[TalkingRank],
 ) -> None:
     kept = {"target[0]": [(tags("x", 3), "step 3"), (tags("y", 3), "y of step 3")]}
@@ -367,7 +363,7 @@ def test_an_older_pair_is_not_shown_where_the_other_side_has_received_a_newer_on
     assert older.pair("x", None, {}) == "step 3"
 
 
-def test_a_pair_whose_transform_failed_is_only_there_to_try_another_one(ranks: list[TalkingRank]) -> None:
+def test_an_input_whose_transform_failed_is_only_for_trying_drafts(ranks: list[TalkingRank]) -> None:
     pairs = PairsOnRanks(processes(ranks), Shelf({"target[0]": [(tags("x", 3), None)]}))
     assert pairs.tags(failed=False) == []
     assert [each["name"] for each in pairs.tags(failed=True)] == ["x"]
@@ -377,7 +373,7 @@ def test_a_pair_whose_transform_failed_is_only_there_to_try_another_one(ranks: l
     assert rank is ranks[1].rank
 
 
-def test_what_is_not_kept_is_told_with_what_is(ranks: list[TalkingRank]) -> None:
+def test_a_missing_pair_is_reported_with_the_kept_ones(ranks: list[TalkingRank]) -> None:
     shelf = Shelf({"target[0]": [(tags("x", 3), 1), (tags("y", 3), 2)]})
     pairs = PairsOnRanks(processes(ranks), shelf, lambda name, tags: f"Keep {name}")
     with pytest.raises(SessionError, match=r"kept for 'z', layer=3; kept are \['x', 'y'\]\. Keep z"):
@@ -395,7 +391,7 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-def test_nothing_that_a_rank_of_others_sends_is_unpickled(ranks: list[TalkingRank], tmp_path: Path) -> None:
+def test_nothing_from_an_untrusted_rank_is_unpickled(ranks: list[TalkingRank], tmp_path: Path) -> None:
     marker = tmp_path / "was run"
     rank, evil = ranks[1].rank, Evil(marker)
     failure = Failure("KeyError", "'x'", "", pickle.dumps(evil))
@@ -414,7 +410,7 @@ def test_nothing_that_a_rank_of_others_sends_is_unpickled(ranks: list[TalkingRan
     assert marker.exists()
 
 
-def test_the_exception_of_ones_own_rank_is_opened_where_that_works(ranks: list[TalkingRank]) -> None:
+def test_an_exception_of_a_trusted_rank_is_unpickled_if_possible(ranks: list[TalkingRank]) -> None:
     rank = ranks[1].rank
     found = open_exception(rank, Failure("KeyError", "'x'", "", pickle.dumps(KeyError("x"))))
     assert isinstance(found, KeyError)
@@ -464,7 +460,7 @@ def test_a_run_of_the_core_from_its_request_to_its_results_and_rows(
     assert works[1] == works[2]
 
 
-def test_an_edit_is_published_and_its_adoption_told(core: SessionCore, ranks: list[TalkingRank]) -> None:
+def test_an_edit_is_published_and_its_adoption_reported(core: SessionCore, ranks: list[TalkingRank]) -> None:
     plan = core.edit(keep="layer == 3")
     assert core.plan is plan
     assert core.plans == [PLAN, plan]
@@ -489,7 +485,7 @@ def test_a_run_whose_rows_cannot_be_stored_still_ends(
     assert core.start("1", "1").wait(60).target == ["ended", "ended"]
 
 
-def test_what_ranks_print_is_shown_by_whoever_waits(
+def test_output_of_ranks_is_shown_during_the_wait(
     core: SessionCore, ranks: list[TalkingRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = core.start(target="1")
@@ -500,7 +496,7 @@ def test_what_ranks_print_is_shown_by_whoever_waits(
     assert capsys.readouterr().out == "target[0] | one\ntarget[0] | two\n"
 
 
-def test_a_closed_core_has_told_its_ranks_to_end_and_says_so(core: SessionCore, ranks: list[TalkingRank]) -> None:
+def test_closing_the_core_ends_its_ranks_and_closes_it(core: SessionCore, ranks: list[TalkingRank]) -> None:
     run = core.start(target="1")
     core.close()
     core.close()
@@ -514,7 +510,7 @@ def test_a_closed_core_has_told_its_ranks_to_end_and_says_so(core: SessionCore, 
             call()
 
 
-def test_queries_are_answered_while_a_run_goes_on(core: SessionCore, ranks: list[TalkingRank]) -> None:
+def test_queries_are_answered_during_a_run(core: SessionCore, ranks: list[TalkingRank]) -> None:
     core.start(target="1")
     pair = (torch.ones(2), torch.zeros(2))
 
@@ -537,7 +533,7 @@ def test_queries_are_answered_while_a_run_goes_on(core: SessionCore, ranks: list
     assert answering.result(60)[-1] == AskKeptPair("x", {"layer": 1 << 70})
 
 
-def test_the_core_tells_of_its_ranks_whoever_started_them(core: SessionCore) -> None:
+def test_the_core_shows_ranks_that_it_did_not_start(core: SessionCore) -> None:
     assert "3 ranks alive" in repr(core)
     assert core.status()["state"].tolist() == ["idle"] * 3
     assert core.status()["pid"].tolist() == [os.getpid()] * 3

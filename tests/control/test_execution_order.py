@@ -18,7 +18,7 @@ def model(both: bool) -> None:
             gl.tap("only_baseline", torch.ones(2), layer=layer)
 
 
-def test_taps_of_one_side_alone_stand_where_they_ran_in_every_run() -> None:
+def test_one_sided_taps_keep_their_place_in_execution_order() -> None:
     with gl.launch(1, 1) as session:
         for _ in range(4):
             run = session.run(lambda: model(True), lambda: model(False))

@@ -62,7 +62,7 @@ def two_targets() -> Iterator[gl.Session]:
         yield session
 
 
-def test_the_first_failure_stops_the_others_and_is_told_first(two_targets: gl.Session) -> None:
+def test_the_first_failure_stops_the_others_and_is_reported_first(two_targets: gl.Session) -> None:
     run = two_targets.start(loop_forever, lambda: fail() if gl.here().rank == 1 else loop_forever())
     with pytest.raises(gl.RunError) as told:
         run.wait()
@@ -75,7 +75,7 @@ def test_the_first_failure_stops_the_others_and_is_told_first(two_targets: gl.Se
     assert two_targets.run("1", "2").target == [2, 2]
 
 
-def test_a_failure_is_shown_while_the_others_are_left_to_go_on(two_targets: gl.Session) -> None:
+def test_a_failure_is_shown_while_the_others_continue(two_targets: gl.Session) -> None:
     run = two_targets.start(loop_forever, fail, on_failure="continue")
     wait_until(lambda: len(two_targets.failing) == 2, "the news of the failure")
     assert two_targets.failing["target[0]"] == "ZeroDivisionError: planted"
@@ -94,7 +94,7 @@ def test_a_failure_is_shown_while_the_others_are_left_to_go_on(two_targets: gl.S
         two_targets.start("1", "1", on_failure="no")
 
 
-def test_a_dead_rank_is_told_while_others_go_on() -> None:
+def test_a_dead_rank_is_reported_while_others_continue() -> None:
     with gl.launch(1, 1) as session:
         run = session.start(loop_forever, die, on_failure="continue")
         wait_until(lambda: session.failing, "the news of the death")
@@ -110,7 +110,7 @@ def test_a_dead_rank_is_told_while_others_go_on() -> None:
 # ---- a full disk ----------------------------------------------------------------------------------------------------
 
 
-def test_rows_that_the_disk_does_not_take_stay_in_the_frame_and_are_written_when_there_is_room() -> None:
+def test_unwritten_rows_stay_in_the_frame_until_the_disk_has_room() -> None:
     def many() -> str:
         for index in range(300):
             gl.tap("a", torch.ones(3), index=index)
@@ -130,7 +130,7 @@ def test_rows_that_the_disk_does_not_take_stay_in_the_frame_and_are_written_when
     assert len(gl.load_run(session.folder)) == 600
 
 
-def test_what_a_rank_does_to_its_log_or_its_exceptions_does_not_end_it(own: gl.Session) -> None:
+def test_tampering_with_its_log_or_exceptions_does_not_end_a_rank(own: gl.Session) -> None:
     def print_to_a_full_disk() -> str:
         for descriptor in (1, 2):
             os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
@@ -174,7 +174,7 @@ def tap_a() -> None:
     gl.tap("a", torch.ones(3))
 
 
-def test_a_folder_belongs_to_one_session_at_a_time_and_is_gone_on_with_only_when_asked(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_session_and_is_reused_only_with_append(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     with gl.launch(1, 1, folder=folder) as session:
         session.run(tap_a, tap_a)
@@ -233,7 +233,7 @@ def test_a_close_that_is_interrupted_leaves_nothing_behind(monkeypatch: pytest.M
 # ---- deaths, waits and workers --------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_dies_while_it_is_asked_is_not_waited_for_and_its_last_tap_is_named() -> None:
+def test_a_rank_that_dies_during_a_query_is_reported_with_its_last_tap() -> None:
     def tap_and_die() -> None:
         gl.tap("the last one", torch.ones(3))
         die()
@@ -252,7 +252,7 @@ def test_a_rank_that_dies_while_it_is_asked_is_not_waited_for_and_its_last_tap_i
             asking.result(30)
 
 
-def test_a_tap_gives_up_before_the_collective_in_which_its_peer_waits(tmp_path: Path) -> None:
+def test_a_tap_times_out_before_the_collective_of_its_waiting_peer(tmp_path: Path) -> None:
     met = str(tmp_path / "met")
 
     def target() -> str:
@@ -297,7 +297,7 @@ def test_a_data_loader_with_workers_works_in_a_rank(own: gl.Session) -> None:
     assert own.run(target=cell["load"]).target == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
-def test_the_programs_that_a_rank_started_end_with_it_unless_they_have_a_session_of_their_own(own: gl.Session) -> None:
+def test_programs_started_by_a_rank_end_with_it_unless_detached(own: gl.Session) -> None:
     def start(apart: bool) -> int:
         return subprocess.Popen(["sleep", "1000"], start_new_session=apart).pid
 
@@ -314,7 +314,7 @@ def test_the_programs_that_a_rank_started_end_with_it_unless_they_have_a_session
     assert still_there(staying) == []
 
 
-def test_what_is_kept_takes_the_memory_of_its_budget() -> None:
+def test_kept_pairs_take_the_memory_of_their_budget() -> None:
     budget = 64 << 20
 
     def grow() -> int:
@@ -363,7 +363,7 @@ def tap_what_cannot_be_carried() -> None:
     gl.tap("plain", ones)
 
 
-def test_what_a_tap_cannot_carry_is_a_warning_and_no_more(own: gl.Session, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unusable_tap_only_warns(own: gl.Session, capsys: pytest.CaptureFixture[str]) -> None:
     frame = own.run(tap_what_cannot_be_carried, tap_what_cannot_be_carried).frame
     assert frame[["name", "status"]].values.tolist() == [["plain", "compared"]]
     shown = capsys.readouterr().out
@@ -391,7 +391,7 @@ def test_a_tap_inside_of_a_tap_is_skipped_with_a_warning(own: gl.Session, capsys
 # ---- the forkserver -------------------------------------------------------------------------------------------------
 
 
-def test_a_forkserver_that_dies_during_a_launch_is_told_and_leaves_no_descriptor(
+def test_a_forkserver_death_during_launch_is_reported_and_leaks_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gl.launch(1, 1).close()
@@ -408,7 +408,7 @@ def test_a_forkserver_that_dies_during_a_launch_is_told_and_leaves_no_descriptor
     gl.launch(1, 1).close()
 
 
-def test_a_plan_that_is_none_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
+def test_an_invalid_plan_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
     with pytest.raises(gl.PlanError, match=r"plan='x': give a graftlab.GraftPlan"):
         gl.launch(1, 1, plan="x", folder=tmp_path / "folder")  # type: ignore[arg-type]
     assert not (tmp_path / "folder").exists()

@@ -91,7 +91,7 @@ def test_rows_and_messages_of_a_rank_arrive_in_the_order_in_which_it_sent_them(r
         assert sink.next(len(expected)) == expected
 
 
-def test_what_many_ranks_send_at_once_is_all_heard_each_in_its_order(ranks: list[TalkingRank]) -> None:
+def test_messages_of_many_ranks_arrive_completely_and_in_order(ranks: list[TalkingRank]) -> None:
     sink = RecordingSink()
     with hearing(ranks, sink):
         for number in range(100):
@@ -103,7 +103,7 @@ def test_what_many_ranks_send_at_once_is_all_heard_each_in_its_order(ranks: list
 
 
 @pytest.mark.usefixtures("endless_rests")
-def test_rows_gather_until_the_bell_rings(ranks: list[TalkingRank]) -> None:
+def test_rows_gather_until_the_wake_socket_is_written(ranks: list[TalkingRank]) -> None:
     sink = RecordingSink()
     with hearing(ranks, sink):
         ranks[1].line.row(a_row(order=1))
@@ -115,7 +115,7 @@ def test_rows_gather_until_the_bell_rings(ranks: list[TalkingRank]) -> None:
 
 
 @pytest.mark.usefixtures("endless_rests")
-def test_more_rows_than_the_socket_holds_ring_the_bell(ranks: list[TalkingRank]) -> None:
+def test_a_full_socket_wakes_the_hub(ranks: list[TalkingRank]) -> None:
     sink = RecordingSink()
     with hearing(ranks, sink):
         ranks[1].line.row(a_row(order=0))
@@ -139,7 +139,7 @@ def test_the_end_of_a_rank_ends_a_rest(ranks: list[TalkingRank]) -> None:
     assert ranks[1].rank.alive
 
 
-def test_what_a_rank_sent_before_its_end_comes_before_the_news_of_it(ranks: list[TalkingRank]) -> None:
+def test_messages_before_a_ranks_end_arrive_before_its_end(ranks: list[TalkingRank]) -> None:
     sink = RecordingSink()
     with hearing(ranks, sink):
         for order in range(100):
@@ -151,7 +151,7 @@ def test_what_a_rank_sent_before_its_end_comes_before_the_news_of_it(ranks: list
 
 
 @pytest.mark.usefixtures("endless_rests")
-def test_stopping_reads_what_has_come(ranks: list[TalkingRank]) -> None:
+def test_stopping_reads_what_has_arrived(ranks: list[TalkingRank]) -> None:
     sink, others = RecordingSink(), set(threading.enumerate())
     with hearing(ranks, sink) as hub:
         ranks[1].line.row(a_row(order=1))
@@ -165,9 +165,7 @@ def test_stopping_reads_what_has_come(ranks: list[TalkingRank]) -> None:
         hub.stop()
 
 
-def test_a_listener_that_raises_costs_what_it_was_told_then_and_nothing_after_it(
-    ranks: list[TalkingRank], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sink_that_raises_loses_only_that_message(ranks: list[TalkingRank], caplog: pytest.LogCaptureFixture) -> None:
     sink = RecordingSink(fails=lambda what: what in (row(3)[1], Output("bad")))
     settled = RunSettled(0, 1)
     with caplog.at_level(logging.ERROR, "graftlab"), hearing(ranks, sink):
@@ -182,7 +180,7 @@ def test_a_listener_that_raises_costs_what_it_was_told_then_and_nothing_after_it
     assert "planted at b" in caplog.text
 
 
-def test_a_listener_that_raises_at_a_ranks_end_goes_on_hearing_the_others(ranks: list[TalkingRank]) -> None:
+def test_a_sink_that_raises_at_a_ranks_end_still_gets_other_messages(ranks: list[TalkingRank]) -> None:
     sink = RecordingSink(fails=lambda what: what == "gone")
     with hearing(ranks, sink):
         ranks[1].die()
@@ -191,7 +189,7 @@ def test_a_listener_that_raises_at_a_ranks_end_goes_on_hearing_the_others(ranks:
 
 
 @pytest.mark.parametrize("frame", [b"", b"garbage", b"m", b"m\x81\xa4type\xa7Nothing"], ids=repr)
-def test_a_rank_that_sends_what_is_no_message_is_dropped_with_the_reason(
+def test_a_rank_that_sends_an_invalid_message_is_dropped_with_the_reason(
     frame: bytes, ranks: list[TalkingRank], caplog: pytest.LogCaptureFixture
 ) -> None:
     sink = RecordingSink()

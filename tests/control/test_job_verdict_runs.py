@@ -55,7 +55,7 @@ def filters(plan: Any) -> tuple[Any, ...]:
     return plan.b2t, plan.t2b, plan.compare, plan.keep
 
 
-def test_jobs_that_end_no_step_are_not_waited_for_without_end(session: SessionCore, ranks: list[TalkingRank]) -> None:
+def test_a_verdict_times_out_if_jobs_end_no_step(session: SessionCore, ranks: list[TalkingRank]) -> None:
     under_way(session, ranks)
     with pytest.raises(SessionError, match=r"no job made progress for 0\.05 s .* where they call gl\.step\(\)"):
         judge(session, VerdictRequest())
@@ -95,9 +95,7 @@ def test_a_job_that_dies_ends_the_verdict_and_is_named(session: SessionCore, ran
     assert filters(session.plan) == filters(PLAN)
 
 
-def test_jobs_that_are_not_there_are_named_and_nothing_is_changed(
-    session: SessionCore, ranks: list[TalkingRank]
-) -> None:
+def test_missing_jobs_are_named_and_the_plan_is_unchanged(session: SessionCore, ranks: list[TalkingRank]) -> None:
     with pytest.raises(SessionError, match="a run of the jobs is missing, and a verdict needs every rank"):
         judge(session, VerdictRequest())
     under_way(session, ranks)
@@ -120,7 +118,7 @@ def test_jobs_that_are_not_there_are_named_and_nothing_is_changed(
         ({"floor": 0}, "floor is 'auto' or a number above 0"),
     ],
 )
-def test_what_jobs_cannot_be_asked_is_refused_before_their_plan_is_changed(
+def test_code_for_jobs_is_refused_before_the_plan_changes(
     session: SessionCore, ranks: list[TalkingRank], given: Any, says: str
 ) -> None:
     under_way(session, ranks)
@@ -129,7 +127,7 @@ def test_what_jobs_cannot_be_asked_is_refused_before_their_plan_is_changed(
     assert session.plan.version == PLAN.version
 
 
-def test_of_a_session_that_was_launched_functions_are_asked_for(session: SessionCore, ranks: list[TalkingRank]) -> None:
+def test_a_verdict_on_a_launched_session_needs_functions(session: SessionCore, ranks: list[TalkingRank]) -> None:
     for each in ranks:
         each.rank.takes_work = True
     with pytest.raises(SessionError, match="give baseline= and target="):

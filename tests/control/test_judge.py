@@ -72,7 +72,9 @@ def chain(fault: str = "") -> torch.Tensor:
         ("out", "out", "out is computed differently ("),
     ],
 )
-def test_what_is_other_is_named_with_its_layers(session: gl.Session, fault: str, group: str, said: str) -> None:
+def test_a_verdict_names_the_differing_group_and_its_layers(
+    session: gl.Session, fault: str, group: str, said: str
+) -> None:
     verdict = session.verdict(chain, chain, args=(fault,))
     assert verdict.named == [group]
     assert verdict.text.startswith(said)
@@ -82,7 +84,10 @@ def test_what_is_other_is_named_with_its_layers(session: gl.Session, fault: str,
 
 def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None:
     text = session.verdict(chain, chain, args=("out",)).text
-    assert "\nHint (out): at out, the target's are 1/2 times the baseline's (fits 100 % of the difference)." in text
+    assert (
+        "\nHint (out): at out, the target's values are 1/2 times the baseline's (explains 100 % of the difference)."
+        in text
+    )
 
 
 def gated() -> None:
@@ -109,14 +114,14 @@ def crossed() -> torch.Tensor:
     return gl.tap("out", gl.tap("sum", found["words"] + found["places"]).tanh())
 
 
-def test_taps_in_another_order_on_either_side_do_not_hold_up_a_swap(session: gl.Session) -> None:
+def test_taps_in_different_orders_do_not_block_a_swap(session: gl.Session) -> None:
     verdict = session.verdict(crossed, crossed)
     assert verdict.named == ["places"]
     assert "With the baseline's places the output out agrees (" in verdict.text
-    assert "acts outside of the taps" not in verdict.text
+    assert "outside the taps" not in verdict.text
 
 
-def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
+def test_errors_after_the_culprit_are_inherited(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",))
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
     assert labels["layers.1.act"] == labels["layers.2.h"] == "clean"
@@ -125,27 +130,27 @@ def test_what_comes_after_the_culprit_is_inherited(session: gl.Session) -> None:
     assert "Everything else is inherited." in verdict.text
 
 
-def test_equal_sides_are_said_to_add_rounding_alone(session: gl.Session) -> None:
+def test_equal_sides_are_reported_to_add_only_rounding(session: gl.Session) -> None:
     # Code of its own, whose floor no other test can have measured before.
     verdict = session.verdict(lambda: chain(), chain)
     assert verdict.named == []
-    assert verdict.text == "No tap adds more than rounding does (4 groups of taps, at most 0 x the floor, threshold 5)."
+    assert verdict.text == "No tap adds more than rounding (4 groups of taps, at most 0 x the floor, threshold 5)."
     assert verdict.runs == 4
 
 
 def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("dead end",))
     assert verdict.labels["aside"] == "minor"
-    assert "which the output does not show" in verdict.text
+    assert "without changing the output" in verdict.text
 
 
 # ---- what is said first ---------------------------------------------------------------------------------------------
 
 
-def test_a_tap_that_one_side_lacks_is_said_before_the_conclusion(session: gl.Session) -> None:
+def test_a_one_sided_tap_is_reported_before_the_conclusion(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("missing",))
-    assert verdict.text.startswith("Not looked at: 1 tap (only here) is on the target only")
-    assert "Of what was looked at, nothing adds more than rounding" in verdict.text
+    assert verdict.text.startswith("Not checked: 1 tap (only here) is on the target only")
+    assert "Nothing that was checked adds more than rounding" in verdict.text
 
 
 def test_nan_on_one_side_is_named_where_it_begins(session: gl.Session) -> None:
@@ -170,22 +175,22 @@ def decoding(scale: float) -> None:
 def test_an_output_of_whole_numbers_has_no_floor_and_is_judged(session: gl.Session) -> None:
     verdict = session.verdict(decoding, decoding, args=(1.3,), output="chosen")
     assert "hidden is computed differently in step 2 of 0-5 (" in verdict.text
-    assert ", which the output does not show.\nThe output chosen agrees all the same (0 x its floor)." in verdict.text
+    assert ", without changing the output.\nThe output chosen still agrees (0 x its floor)." in verdict.text
     verdict = session.verdict(decoding, decoding, args=(-1.0,), output="chosen")
     assert verdict.labels["hidden"] == "culprit"
-    assert "the output chosen agrees (0 x its floor; beyond any floor without)" in verdict.text
+    assert "the output chosen agrees (0 x its floor; above any floor without)" in verdict.text
 
 
-def test_the_output_is_what_rounds_and_not_what_is_chosen_by_it(session: gl.Session) -> None:
+def test_the_output_is_the_last_tap_whose_numbers_round(session: gl.Session) -> None:
     verdict = session.verdict(decoding, decoding, args=(-1.0,))
     assert "With the baseline's hidden the output logits agrees (0 x its floor; " in verdict.text
 
 
-def test_an_output_that_agrees_only_the_last_time_is_no_proof_of_innocence(session: gl.Session) -> None:
+def test_an_output_that_agrees_only_in_the_last_step_clears_nothing(session: gl.Session) -> None:
     verdict = session.verdict(decoding, decoding, args=(1.3,))
     assert verdict.labels["hidden"] == "culprit"
-    assert "which the output does not show" not in verdict.text
-    assert "The output logits agrees the last time (0 x its floor), and differs before that, in step 2." in verdict.text
+    assert "without changing the output" not in verdict.text
+    assert "The output logits agrees in its last step (0 x its floor) and differs earlier, in step 2." in verdict.text
 
 
 def showing_copies(used: bool) -> torch.Tensor:
@@ -199,13 +204,13 @@ def showing_copies(used: bool) -> torch.Tensor:
     return gl.tap("out", x)
 
 
-def test_a_tap_of_a_copy_whose_result_is_not_used_is_said_to_pass_nothing_on(session: gl.Session) -> None:
+def test_a_tap_of_an_unused_copy_is_reported_to_pass_nothing_on(session: gl.Session) -> None:
     """No graft reaches the model then, and what is inherited looks as if it arose where it is seen."""
     verdict = session.verdict(showing_copies, showing_copies, args=(True,))
     assert verdict.named == ["layers.*.h"]
-    assert "passes on" not in verdict.text
+    assert "grafting it changed" not in verdict.text
     verdict = session.verdict(showing_copies, showing_copies, args=(False,))
-    assert verdict.text.startswith("Not looked at: what layers.*.h passes on: grafting it changed no tap after it. If")
+    assert verdict.text.startswith("Not checked: the effect of layers.*.h: grafting it changed no later tap. If")
 
 
 def normalizing(named_by_layer: bool) -> None:
@@ -219,7 +224,7 @@ def normalizing(named_by_layer: bool) -> None:
 @pytest.mark.parametrize("named_by_layer", [True, False])
 def test_other_layers_of_the_outputs_group_are_not_the_output(session: gl.Session, named_by_layer: bool) -> None:
     verdict = session.verdict(normalizing, normalizing, args=(named_by_layer,))
-    assert ", which the output does not show." in verdict.text
+    assert ", without changing the output." in verdict.text
     assert "the last time" not in verdict.text
 
 
@@ -228,9 +233,9 @@ def choosing(place: int) -> torch.Tensor:
     return gl.tap("chosen", logits.topk(2).indices[..., place if gl.here().side == "target" else 0])
 
 
-def test_whole_numbers_that_are_chosen_otherwise_are_named(session: gl.Session) -> None:
+def test_differing_whole_numbers_are_named(session: gl.Session) -> None:
     verdict = session.verdict(choosing, choosing, args=(1,))
-    assert "chosen is computed differently (added inf, beyond any floor, int64)." in verdict.text
+    assert "chosen is computed differently (added inf, above any floor, int64)." in verdict.text
 
 
 def overflowing_chain(side: str) -> torch.Tensor:
@@ -239,14 +244,14 @@ def overflowing_chain(side: str) -> torch.Tensor:
     return gl.tap("after", gl.tap("act", x * math.inf) - math.inf)
 
 
-def test_what_is_finite_on_neither_side_is_unmeasured_and_not_clean(session: gl.Session) -> None:
+def test_values_finite_on_neither_side_are_unmeasured_not_clean(session: gl.Session) -> None:
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("neither",))
-    assert verdict.text.startswith("Not looked at: 2 taps (act, after) have no pair of finite numbers.")
-    assert "Of what was looked at, nothing adds more than rounding (1 group of taps" in verdict.text
+    assert verdict.text.startswith("Not checked: 2 taps (act, after) have no pair of finite numbers.")
+    assert "Nothing that was checked adds more than rounding (1 group of taps" in verdict.text
     assert verdict.labels == {"before": "clean", "act": "unmeasured", "after": "unmeasured"}
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("target",))
     assert verdict.labels == {"before": "culprit", "act": "unmeasured", "after": "unmeasured"}
-    assert "What before does to the output after could not be measured" in verdict.text
+    assert "The effect of before on the output after could not be measured" in verdict.text
 
 
 def random_chain() -> None:
@@ -254,13 +259,13 @@ def random_chain() -> None:
     gl.tap("y", torch.ones(4))
 
 
-def test_code_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> None:
+def test_code_that_does_not_repeat_itself_is_reported_first(session: gl.Session) -> None:
     verdict = session.verdict(random_chain, random_chain)
-    assert verdict.text.startswith("The baseline does not repeat itself: run twice, it differs at x. Nothing below")
+    assert verdict.text.startswith("The baseline does not repeat itself: run twice, it differs at x. Do not rely")
     assert verdict.runs == 3  # nothing is swapped
 
 
-def test_a_target_that_does_not_repeat_itself_is_said_first(session: gl.Session) -> None:
+def test_a_target_that_does_not_repeat_itself_is_reported_first(session: gl.Session) -> None:
     text = session.verdict(chain, chain, args=("random",)).text
     assert text.startswith("The target does not repeat itself: run twice, it differs at layers.0.act, ")
     assert "layers.*.act is computed differently" in text
@@ -278,7 +283,7 @@ def lonely() -> None:
     gl.tap("out", gl.tap("y", y) + x)
 
 
-def test_a_tap_that_one_side_lacks_does_not_hold_up_a_swap(session: gl.Session) -> None:
+def test_a_one_sided_tap_does_not_block_a_swap(session: gl.Session) -> None:
     before = session.row_count
     verdict = session.verdict(lonely, lonely)
     assert verdict.named == ["y"]
@@ -319,7 +324,7 @@ def untapped() -> int:
     return 1
 
 
-def test_no_taps_at_all_are_no_agreement(session: gl.Session) -> None:
+def test_a_verdict_without_taps_is_no_agreement(session: gl.Session) -> None:
     assert session.verdict(untapped, untapped).text.startswith("Nothing was compared")
 
 
@@ -327,12 +332,12 @@ def failing_transform(graft_input: Any) -> Any:
     raise ValueError("no way")
 
 
-def test_a_transform_that_fails_is_said(session: gl.Session) -> None:
+def test_a_failing_transform_is_reported(session: gl.Session) -> None:
     # One without a filter is for what the plan grafts, and a verdict grafts all.
     plan = session.edit(b2t="name == 'nowhere'", transform=failing_transform)
     text = session.verdict(chain, chain).text
     assert (session.plan.b2t, session.plan.transform) == (plan.b2t, plan.transform)
-    assert text.startswith("Not looked at: 10 taps (input,")
+    assert text.startswith("Not checked: 10 taps (input,")
     assert "ValueError: no way" in text
     assert "Nothing was compared" in text
 
@@ -344,10 +349,10 @@ def evicts() -> None:
     gl.tap("read", cache.mean(0))
 
 
-def test_what_may_have_come_through_a_tap_of_another_shape_is_said(session: gl.Session) -> None:
+def test_a_tap_that_could_not_be_grafted_is_reported(session: gl.Session) -> None:
     verdict = session.verdict(evicts, evicts)
     assert verdict.named == ["read"]
-    assert "Not looked at: cache, where nothing could be grafted: later taps may" in verdict.text
+    assert "Not checked: cache, where nothing could be grafted: later taps may" in verdict.text
 
 
 def narrow() -> None:
@@ -359,7 +364,7 @@ def narrow() -> None:
 def test_low_precision_with_nothing_named_is_not_called_right(session: gl.Session) -> None:
     text = session.verdict(narrow, narrow).text
     assert text.startswith("Nothing above bfloat16 rounding (")
-    assert text.endswith("run the target in float32 to look closer.")
+    assert text.endswith("run the target in float32 for a closer look.")
 
 
 # ---- the floor, measured once ---------------------------------------------------------------------------------------
@@ -411,7 +416,7 @@ def sharded(wrong_rank: int) -> None:
 
 
 @pytest.mark.parametrize("wrong_rank", [0, 1])
-def test_the_rank_whose_shard_is_other_is_named(one_and_two: gl.Session, wrong_rank: int) -> None:
+def test_the_rank_with_the_differing_shard_is_named(one_and_two: gl.Session, wrong_rank: int) -> None:
     verdict = reset(one_and_two).verdict(sharded, sharded, args=(wrong_rank,))
     assert verdict.named == ["layers.*.q"]
     assert f" on rank {wrong_rank} alone (" in verdict.text
@@ -450,24 +455,24 @@ def test_a_twin_in_higher_precision_raises_the_floor_by_its_distance(session: gl
     assert "exact=" not in raised.text
 
 
-def test_a_twin_that_shows_other_taps_is_said_to_tell_nothing(session: gl.Session) -> None:
+def test_a_twin_with_other_taps_is_reported_as_useless(session: gl.Session) -> None:
     def of_the_first(fault: str) -> None:
         gl.tap("input", torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double())
 
     partly = session.verdict(chain, chain, args=("",), exact=of_the_first, explain=False).text
-    assert partly.startswith("Not looked at: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
+    assert partly.startswith("Not checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
     other = session.verdict(chain, chain, args=("",), exact=untapped_with, explain=False).text
-    assert other.startswith("Not looked at: exact=, which shows none of the baseline's taps")
+    assert other.startswith("Not checked: exact=, which shows none of the baseline's taps")
 
 
 def untapped_with(fault: str) -> None:
     gl.tap("other", torch.ones(2))
 
 
-def test_what_is_computed_after_the_output_is_not_said_to_leave_it_alone(session: gl.Session) -> None:
+def test_a_group_after_the_output_is_not_called_harmless(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",), output="layers.1.h")
     assert verdict.labels["layers.*.act"] == "culprit"
-    assert "does not show" not in verdict.text
+    assert "without changing" not in verdict.text
     assert "What layers.*.act does to the output was not measured" in verdict.text
 
 
@@ -504,14 +509,14 @@ def test_renamed_taps_are_one_group(session: gl.Session) -> None:
         *({"output": 3}, {"output": ["out"]}, {"exact": 5}, {"exact": "chain("}),
     ],
 )
-def test_options_that_mean_nothing_are_refused(session: gl.Session, options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(session: gl.Session, options: dict[str, Any]) -> None:
     runs = len(session.runs)
     with pytest.raises(SessionError, match=r"verdict: |is not Python, so nothing was run"):
         session.verdict(chain, chain, **options)
     assert len(session.runs) == runs
 
 
-def test_an_output_that_no_tap_has_is_refused_with_those_there_are(session: gl.Session) -> None:
+def test_an_unknown_output_is_refused_with_the_known_taps(session: gl.Session) -> None:
     with pytest.raises(SessionError, match=r"no tap named 'logits' was measured.*out"):
         session.verdict(chain, chain, output="logits")
 
@@ -525,7 +530,7 @@ def filters(session: gl.Session) -> dict[str, str | None]:
     return {name: getattr(session.plan, name) for name in PLAN}
 
 
-def test_the_plan_is_as_it_was(session: gl.Session) -> None:
+def test_the_plan_is_restored(session: gl.Session) -> None:
     session.edit(**PLAN)
     session.verdict(chain, chain, args=("act",))
     assert filters(session) == PLAN
@@ -537,14 +542,14 @@ def breaks() -> None:
         raise ZeroDivisionError("broken")
 
 
-def test_the_plan_is_as_it_was_when_the_code_raises(session: gl.Session) -> None:
+def test_the_plan_is_restored_when_the_code_raises(session: gl.Session) -> None:
     session.edit(**PLAN)
     with pytest.raises(RunError, match="broken"):
         session.verdict(breaks, breaks)
     assert filters(session) == PLAN
 
 
-def test_the_plan_is_as_it_was_and_the_ranks_stop_after_an_interrupt(
+def test_an_interrupt_restores_the_plan_and_stops_the_ranks(
     session: gl.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def serve() -> None:
@@ -572,14 +577,14 @@ def test_the_plan_is_as_it_was_and_the_ranks_stop_after_an_interrupt(
 # ---- what is shown --------------------------------------------------------------------------------------------------
 
 
-def test_a_verdict_shows_itself(session: gl.Session) -> None:
+def test_a_verdict_has_text_and_html(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",))
     shown = verdict._repr_mimebundle_()
     assert verdict.text in shown["text/plain"]
     assert ">culprit</td>" in shown["text/html"]
     # What was not looked at stands first; what was found is what the eye finds.
     partly = Verdict(replace(verdict.findings, unseen=["one tap."]), verdict.runs)._repr_mimebundle_()["text/html"]
-    assert partly.startswith("<p>Not looked at: one tap.</p><p><b>layers.*.act is computed differently")
+    assert partly.startswith("<p>Not checked: one tap.</p><p><b>layers.*.act is computed differently")
     figure = verdict.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["culprit: layers.*.act"]
     assert session.verdict(untapped, untapped).plot().axes
@@ -601,11 +606,9 @@ def in_shares(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["", "not averaged"])
-def test_gradients_that_averaging_over_the_ranks_evens_out_are_told_and_not_named(
-    one_and_two: gl.Session, fault: str
-) -> None:
+def test_gradients_evened_out_by_averaging_are_reported_and_not_named(one_and_two: gl.Session, fault: str) -> None:
     verdict = reset(one_and_two).verdict(in_shares, in_shares, args=(fault,), explain=False)
-    said = "On each of the target's 2 ranks gradients are 2 times the baseline's; made from the baseline's, "
+    said = "On each of the target's 2 ranks, gradients are 2 times the baseline's; computed from the baseline's, "
     if fault:
         assert said not in verdict.text
         assert "output@grad" in verdict.named
@@ -613,4 +616,7 @@ def test_gradients_that_averaging_over_the_ranks_evens_out_are_told_and_not_name
     assert verdict.named == [], verdict.text
     assert verdict.text.startswith(said)
     assert set(verdict.frame["label"]) == {"clean"}
-    assert "nothing adds more than rounding" in verdict.text or "No tap adds more than rounding" in verdict.text
+    assert (
+        "Nothing that was checked adds more than rounding" in verdict.text
+        or "No tap adds more than rounding" in verdict.text
+    )

@@ -91,10 +91,10 @@ def first_line(verdict: Any) -> str:
     return str(verdict.text.split("\n")[0])
 
 
-def test_training_that_agrees_is_said_to_agree(session: gl.Session) -> None:
+def test_training_that_agrees_is_reported_to_agree(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("",))
     assert verdict.named == []
-    assert first_line(verdict).startswith("No tap adds more than rounding does (")
+    assert first_line(verdict).startswith("No tap adds more than rounding (")
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_training_that_agrees_is_said_to_agree(session: gl.Session) -> None:
     [
         (
             "weight",
-            "The weights differ already: layers.*.up.weight in layer 1 (rel_l2 0.01).",
+            "The weights already differ: layers.*.up.weight in layer 1 (rel_l2 0.01).",
             ["layers.*.up", "layers.*.up.weight@param"],
         ),
-        ("tokens", "The inputs differ already: input.tokens (rel_l2 ", ["input.tokens@input", "output@grad"]),
-        ("beta", "The optimizer's settings differ already: optimizer.betas[1] (rel_l2 ", None),
-        ("decays the norm", "The optimizer's settings differ already: optimizer.weight_decay (rel_l2 ", None),
+        ("tokens", "The inputs already differ: input.tokens (rel_l2 ", ["input.tokens@input", "output@grad"]),
+        ("beta", "The optimizer's settings already differ: optimizer.betas[1] (rel_l2 ", None),
+        ("decays the norm", "The optimizer's settings already differ: optimizer.weight_decay (rel_l2 ", None),
     ],
 )
-def test_what_both_sides_were_given_otherwise_is_said_first(
+def test_differing_inputs_are_reported_first(
     session: gl.Session, fault: str, first: str, named: list[str] | None
 ) -> None:
     verdict = session.verdict(train, train, args=(fault,))
@@ -138,15 +138,15 @@ def test_blame_goes_to_what_is_computed_first(session: gl.Session, fault: str, n
     assert all(verdict.labels[each] == "culprit" for each in named)
 
 
-def test_the_backward_of_code_that_is_other_is_no_second_culprit(session: gl.Session) -> None:
+def test_the_backward_of_differing_code_is_no_second_culprit(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("tanh",))
     assert verdict.named == ["layers.*.up"]
     assert verdict.labels["layers.*.norm@grad"] == "inherited"
-    assert "Its backward differs as well, as it has to: the gradient of layers.*.norm, the gradient of" in verdict.text
+    assert "The backward pass therefore differs too: the gradient of layers.*.norm, the gradient of" in verdict.text
     assert "With the baseline's layers.*.up the output agrees (" in verdict.text
 
 
-def test_a_recomputed_forward_is_told_and_names_nobody(session: gl.Session) -> None:
+def test_a_recomputed_forward_is_reported_and_names_no_group(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("checkpointed",))
     assert verdict.named == [], verdict.text
     assert "recompute" in verdict.text

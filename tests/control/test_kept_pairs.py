@@ -29,11 +29,11 @@ TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} 
         ("True", "h", {"layer": 7}, "No tap 'h' seen so far has layer=7"),
     ],
 )
-def test_the_advice_is_what_has_not_been_done(keep: str | None, name: str, tags: dict[str, int], advice: str) -> None:
+def test_the_advice_names_the_missing_step(keep: str | None, name: str, tags: dict[str, int], advice: str) -> None:
     assert advice in keep_advice(gl.GraftPlan(keep=keep), TAPS, name, tags)
 
 
-def test_before_any_tap_was_seen_the_filter_is_what_is_missing() -> None:
+def test_before_any_tap_was_seen_the_advice_is_to_set_a_filter() -> None:
     assert "Set session.edit(keep=" in keep_advice(gl.GraftPlan(), [], "h", {})
 
 
@@ -65,7 +65,7 @@ def test_the_pair_of_a_smaller_step_is_not_taken_for_one_beyond_the_budget(sessi
 
 
 @pytest.mark.ranks
-def test_what_was_never_small_enough_says_so_and_not_that_a_filter_is_missing(session: gl.Session) -> None:
+def test_a_pair_over_the_budget_is_reported_as_too_large(session: gl.Session) -> None:
     def large() -> None:
         gl.tap("large", torch.ones(1 << 20))
 

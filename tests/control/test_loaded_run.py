@@ -49,7 +49,7 @@ COMPARED = step_of(0, [0.0, 0.1, 0.3], "compared")
 GRAFTED = step_of(1, [0.0, 0.1, 1e-7])
 
 
-def test_it_is_a_frame_and_whatever_is_made_of_it_is_a_plain_one(tmp_path: Path) -> None:
+def test_a_loaded_run_is_a_frame_and_derived_frames_are_plain(tmp_path: Path) -> None:
     run = loaded(tmp_path, COMPARED)
     assert isinstance(run, pd.DataFrame)
     assert run["name"].tolist() == ["layers.0.act", "layers.1.act", "out"]
@@ -58,20 +58,20 @@ def test_it_is_a_frame_and_whatever_is_made_of_it_is_a_plain_one(tmp_path: Path)
 
 
 @pytest.mark.parametrize("draw", ["divergence", "history", "over_steps", "ranks"])
-def test_every_figure_of_frames_is_drawn_of_it(tmp_path: Path, draw: str) -> None:
+def test_every_plot_of_frames_draws_a_loaded_run(tmp_path: Path, draw: str) -> None:
     run = loaded(tmp_path, COMPARED + GRAFTED)
     figure = getattr(gl.plots, draw)(run, *(["out"] if draw in ("history", "ranks") else []))
     assert isinstance(figure, Figure)
     assert figure.axes
 
 
-def test_the_first_divergent_tap_is_found_in_it(tmp_path: Path) -> None:
+def test_the_first_divergent_tap_is_found_in_a_loaded_run(tmp_path: Path) -> None:
     first = gl.plots.first_divergent(loaded(tmp_path, COMPARED))
     assert first is not None
     assert first["name"] == "layers.1.act"
 
 
-def test_its_report_has_the_newest_runs_taps_and_says_what_rows_do_not_tell(tmp_path: Path) -> None:
+def test_its_report_has_the_newest_runs_taps_and_its_limits(tmp_path: Path) -> None:
     earlier = [each._replace(run=0, name="earlier") for each in COMPARED]
     run = loaded(tmp_path, [*earlier, *(each._replace(run=1, step=5) for each in COMPARED)])
     page = run.report(tmp_path / "page.html").read_text()
@@ -83,23 +83,25 @@ def test_its_report_has_the_newest_runs_taps_and_says_what_rows_do_not_tell(tmp_
         run.report(tmp_path / "nowhere" / "page.html")
 
 
-def test_what_arose_where_is_told_by_a_step_in_which_every_tap_was_grafted(tmp_path: Path) -> None:
+def test_a_fully_grafted_step_shows_where_errors_arose(tmp_path: Path) -> None:
     run = loaded(tmp_path, COMPARED + GRAFTED)
     verdict = run.verdict()
     assert verdict.named == ["layers.*.act"]
     assert verdict.frame["label"].tolist() == ["clean", "culprit", "inherited"]
     assert verdict.frame["error"].tolist() == [0.0, 0.1, 0.3]
     first = verdict.text.splitlines()[0]
-    assert first.startswith("This is told by the rows of step 1 of run 0, in which every tap was grafted. So the floor")
-    assert "assumed for float32 (rel_l2 1e-05), code was not swapped" in first
+    assert first.startswith(
+        "This verdict is from the rows of step 1 of run 0, in which every tap was grafted. So the floor"
+    )
+    assert "assumed for float32 (rel_l2 1e-05), no code was swapped" in first
     assert "\nlayers.*.act is computed differently in layer 1 of 0-1 (added 0.1, " in verdict.text
     assert isinstance(verdict.plot(), Figure)
     assert "layers.*.act is computed differently" in run.report(tmp_path / "page.html", verdict=verdict).read_text()
     assert run.verdict(floor=0.5).named == []
-    assert "Of what was looked at, nothing adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
+    assert "Nothing that was checked adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
 
 
-def test_a_step_that_was_cut_short_or_grafted_in_part_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_incomplete_or_partly_grafted_steps_are_not_judged(tmp_path: Path) -> None:
     mixed = [*step_of(2, [0.0, 0.0, 0.0])[:2], row(2, 3, "out", 0.9, "compared")]
     back = [each._replace(direction="t2b", side="baseline") for each in step_of(3, [0.7, 0.7, 0.7])]
     short = step_of(4, [0.5, 0.5, 0.5])[:1]
@@ -108,7 +110,7 @@ def test_a_step_that_was_cut_short_or_grafted_in_part_is_not_taken_for_one(tmp_p
     assert verdict.frame["added"].tolist() == [0.0, 0.1, 1e-7]
 
 
-def test_without_such_a_step_no_verdict_is_given(tmp_path: Path) -> None:
+def test_without_a_fully_grafted_step_a_verdict_is_refused(tmp_path: Path) -> None:
     run = loaded(tmp_path, COMPARED)
     with pytest.raises(gl.SessionError, match=r"in no step of this run was every.*GRAFTLAB_B2T_FILTER=True"):
         run.verdict()
@@ -118,7 +120,7 @@ def test_without_such_a_step_no_verdict_is_given(tmp_path: Path) -> None:
         run.verdict(run=0, step=0)
 
 
-def test_where_every_graft_failed_the_refusal_says_so(tmp_path: Path) -> None:
+def test_the_refusal_reports_that_every_graft_failed(tmp_path: Path) -> None:
     failed = row(1, 1, "out", 0.0, "failed", error="TransformError: no layout fits")
     with pytest.raises(gl.SessionError, match=r"No tap was measured on both sides: .*: no layout fits\. ") as it:
         loaded(tmp_path, [failed, row(1, 2, "h", 0.0, "missing")]).verdict()
@@ -126,7 +128,7 @@ def test_where_every_graft_failed_the_refusal_says_so(tmp_path: Path) -> None:
     assert "GRAFTLAB_B2T_FILTER" not in str(it.value)
 
 
-def test_what_other_grafted_steps_show_beside_the_one_that_is_judged_is_said(tmp_path: Path) -> None:
+def test_differences_in_other_grafted_steps_are_reported(tmp_path: Path) -> None:
     clean = [0.0, 0.0, 0.0]
     broken = row(2, 3, "out", 0.0, nonfinite_differ=1)
     rows = [*step_of(1, clean), *step_of(2, clean)[:2], broken, *step_of(3, clean), *step_of(4, clean)]
@@ -140,44 +142,44 @@ def test_what_other_grafted_steps_show_beside_the_one_that_is_judged_is_said(tmp
     assert "Other steps" not in loaded(tmp_path / "two", [*step_of(0, [0.0, 0.2, 0.0]), *GRAFTED]).verdict().text
 
 
-def test_what_only_grafted_steps_tell_is_said_not_to_be_known(tmp_path: Path) -> None:
+def test_unknown_facts_of_a_loaded_run_are_listed(tmp_path: Path) -> None:
     verdict = loaded(tmp_path, GRAFTED).verdict()
-    assert "Not looked at: what was inherited: in no step of this run was every tap compared and none grafted." in (
+    assert "Not checked: what was inherited: no step of this run compared every tap and grafted none." in (
         verdict.text.splitlines()
     )
     assert verdict.frame["error"].isna().all()
 
 
-def test_weights_do_not_count_among_what_was_grafted_and_are_said_to_differ(tmp_path: Path) -> None:
+def test_differing_weights_are_reported_and_need_no_graft(tmp_path: Path) -> None:
     weight = row(0, 0, "w", 0.2, "compared", tags={"kind": "param"})
     verdict = loaded(tmp_path, [weight, *COMPARED, weight._replace(step=1), *GRAFTED]).verdict()
     assert "w" not in set(verdict.frame["name"])
-    assert "\nThe weights differ already: w (rel_l2 0.2)." in verdict.text
-    assert "may be the doing of those that differ" in verdict.text
+    assert "\nThe weights already differ: w (rel_l2 0.2)." in verdict.text
+    assert "those that differ may explain what is named" in verdict.text
 
 
-def test_weights_that_were_grafted_with_all_else_are_said_to_have_differed_before(tmp_path: Path) -> None:
+def test_grafted_weights_are_reported_to_have_differed_before(tmp_path: Path) -> None:
     kind = {"kind": "param"}
     before = [row(0, 0, "w", 0.2, tags=kind), *step_of(0, [0.0, 0.0, 0.0])]
     after = [row(1, 0, "w", 0.0, tags=kind), *GRAFTED]
-    of_grafted = "The target has had the baseline's weights from step 0 on"
+    of_grafted = "The target has had the baseline's weights since step 0"
     for rows in ([*before, *after], [*before, *step_of(2, [0.0, 0.1, 0.3], "compared"), *after]):
         text = loaded(tmp_path / str(len(rows)), rows).verdict().text
-        assert "\nThe weights differ already: w (rel_l2 0.2)." in text
+        assert "\nThe weights already differ: w (rel_l2 0.2)." in text
         assert of_grafted in text
         assert "which no tap shows (gl.watch(params=True))" not in text
         assert "may be the doing" not in text
     assert of_grafted not in loaded(tmp_path / "compared", [*COMPARED, *GRAFTED]).verdict().text
 
 
-def test_inputs_that_only_a_grafted_step_shows_are_known(tmp_path: Path) -> None:
-    unknown = "whether both jobs are given the same inputs, which no tap shows"
+def test_inputs_shown_only_in_a_grafted_step_are_known(tmp_path: Path) -> None:
+    unknown = "whether both jobs have the same inputs, which no tap shows"
     assert unknown in loaded(tmp_path / "none", GRAFTED).verdict().text
     for error in (0.0, 0.5):
         given = row(1, 0, "input.x", error, tags={"kind": "input"})
         text = loaded(tmp_path / str(error), [given, *GRAFTED]).verdict().text
         assert unknown not in text
-        assert ("The inputs differ already: input.x" in text) == (error > 0)
+        assert ("The inputs already differ: input.x" in text) == (error > 0)
 
 
 def shared_batch(weights: float) -> list[Row]:
@@ -190,19 +192,19 @@ def shared_batch(weights: float) -> list[Row]:
     return rows
 
 
-def test_gradients_that_even_out_over_the_ranks_of_the_run_are_not_named(tmp_path: Path) -> None:
+def test_gradients_that_even_out_over_the_ranks_are_not_named(tmp_path: Path) -> None:
     run = loaded(tmp_path, shared_batch(0.5))
     assert run.verdict().named == ["out@grad", "up.weight@param_grad"]
     describe_session(tmp_path, (1, 2), 0)
     assert run.verdict().named == []
-    assert "On each of the target's 2 ranks gradients are 2 times the baseline's" in run.verdict().text
+    assert "On each of the target's 2 ranks, gradients are 2 times the baseline's" in run.verdict().text
     # As many ranks on both sides; or of another run of the folder.
     for sizes, first_run in (((2, 2), 0), ((1, 2), 1)):
         describe_session(tmp_path, sizes, first_run)
         assert run.verdict().named == ["out@grad", "up.weight@param_grad"]
 
 
-def test_how_many_ranks_a_run_had_is_known_from_the_first_of_those_that_had_so_many(tmp_path: Path) -> None:
+def test_the_sizes_of_a_run_are_known_from_the_first_run_with_them(tmp_path: Path) -> None:
     assert sizes_of(tmp_path, 0) is None
     describe_session(tmp_path, (1, 2), 3)
     describe_session(tmp_path, (1, 2), 5)

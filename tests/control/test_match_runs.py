@@ -99,7 +99,7 @@ def test_behind_a_fault_the_target_is_grafted_until_its_taps_match(session: gl.S
     assert frame.loc[frame["rel_l2"] > 1e-3, "target_name"].tolist() == ["layers.3.mix"]
 
 
-def test_the_code_that_is_exported_pairs_as_the_proposal_does(session: gl.Session) -> None:
+def test_the_exported_code_pairs_as_the_proposal_does(session: gl.Session) -> None:
     proposal = session.match(fused, split, args=(3,))
     eval(proposal.to_code(), {"session": session})
     rules = session.plan.pairs
@@ -128,7 +128,7 @@ def sharded(layers: int) -> list[float]:
     return []
 
 
-def test_ranks_that_say_their_layout_are_matched_as_one_whole() -> None:
+def test_ranks_with_declared_layouts_are_matched_as_one_whole() -> None:
     with gl.launch(1, 2) as session:
         proposal = session.match(fused, sharded, args=(1,))
         assert partners(proposal) == {f"layers.0.{name}": "h.0.qkv" for name in "qkv"}
@@ -152,7 +152,9 @@ def test_ranks_that_say_their_layout_are_matched_as_one_whole() -> None:
         {"budget": 1e9},
     ],
 )
-def test_what_cannot_be_matched_is_refused_before_anything_runs(session: gl.Session, given: dict[str, Any]) -> None:
+def test_invalid_requests_for_a_match_are_refused_before_anything_runs(
+    session: gl.Session, given: dict[str, Any]
+) -> None:
     runs = len(session.runs)
     with pytest.raises(gl.SessionError, match=rf"match: {next(iter(given))}|match: rounds"):
         session.match(**{"baseline": fused, "target": fused, "args": (1,), **given})

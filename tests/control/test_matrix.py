@@ -88,7 +88,7 @@ def tap_and_meet() -> float:
 
 
 @pytest.mark.parametrize(("kind", "phase", "label"), CELLS)
-def test_a_death_is_told_frees_the_others_and_is_mended_by_a_restart(
+def test_a_death_is_reported_frees_the_others_and_is_fixed_by_a_restart(
     session: gl.Session, kind: str, phase: str, label: str
 ) -> None:
     end, cause = ENDS[kind]
@@ -112,7 +112,7 @@ def test_a_death_is_told_frees_the_others_and_is_mended_by_a_restart(
     assert len(gl.load_run(session.folder)) == session.row_count
 
 
-def test_a_death_while_idle_is_seen_and_mended(session: gl.Session) -> None:
+def test_a_death_while_idle_is_reported_and_fixed_by_a_restart(session: gl.Session) -> None:
     session.ranks[0].signal(signal.SIGKILL)
     wait_until(lambda: not session.ranks[0].alive, "the news of the death")
     with pytest.raises(gl.SessionClosedError, match=r"baseline\[0\] is gone \(killed by SIGKILL\)"):
@@ -130,7 +130,7 @@ def test_a_memory_error_is_an_error_like_others(session: gl.Session) -> None:
     assert session.run(target="1").target == [1, 1]
 
 
-def test_a_rank_that_is_stopped_shows_and_goes_on(session: gl.Session) -> None:
+def test_a_stopped_rank_is_shown_and_continues(session: gl.Session) -> None:
     rank = session.ranks[1]
     rank.signal(signal.SIGSTOP)
     run = session.start("gl.tap('x', torch.ones(1)).sum().item()", "gl.tap('x', torch.ones(1)).sum().item()")

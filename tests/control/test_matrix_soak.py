@@ -62,9 +62,7 @@ def assert_one_plan_a_step(frame: pd.DataFrame) -> None:
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_a_rank_that_is_killed_while_plans_are_edited_is_told_and_the_newest_plan_is_there_after_a_restart(
-    label: str, shm: set[str]
-) -> None:
+def test_a_restart_after_a_kill_during_edits_has_the_newest_plan(label: str, shm: set[str]) -> None:
     with gl.launch(1, 2) as session:
         for round_ in range(4):
             [rank] = [rank for rank in session.ranks if rank.label == label]

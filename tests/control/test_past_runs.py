@@ -43,7 +43,7 @@ def test_the_oldest_go_first_until_the_rest_fit(tmp_path: Path) -> None:
     assert prune(tmp_path) == []
 
 
-def test_what_is_open_new_or_not_a_run_stays(tmp_path: Path) -> None:
+def test_open_new_and_foreign_folders_stay(tmp_path: Path) -> None:
     a_run(tmp_path, "new", 0)
     store = RowStore(a_run(tmp_path, "open", 3), append=True)
     os.utime(tmp_path / "open" / "rows.jsonl", (0, 0))
@@ -70,7 +70,7 @@ def test_the_command_and_the_call_list_sizes(tmp_path: Path, capsys: pytest.Capt
     assert gl.runs(tmp_path).empty
 
 
-def test_thirty_days_and_ten_gib_are_kept_unless_the_environment_says_otherwise(
+def test_30_days_and_10_gib_are_kept_unless_configured_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GRAFTLAB_RUNS_DAYS", raising=False)
@@ -89,7 +89,7 @@ def test_thirty_days_and_ten_gib_are_kept_unless_the_environment_says_otherwise(
 
 
 @pytest.mark.parametrize("given", ["much", "nan", "-1"])
-def test_a_budget_that_is_none_is_refused(
+def test_an_invalid_budget_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
     monkeypatch.setenv("GRAFTLAB_RUNS_GIB", given)

@@ -83,7 +83,7 @@ def test_a_nan_is_the_worst_difference_and_not_the_least(baseline: Any, session:
     assert replay.summary["same_tokens"].tolist() == [True] * 3
 
 
-def test_one_row_a_request_the_worst_first(session: gl.Session, tmp_path: Path) -> None:
+def test_a_replay_has_one_row_per_request_the_worst_first(session: gl.Session, tmp_path: Path) -> None:
     path = write(
         tmp_path / "dump.pkl",
         [
@@ -111,7 +111,7 @@ def test_one_row_a_request_the_worst_first(session: gl.Session, tmp_path: Path) 
     assert table["target_as_recorded"].to_dict() == {"visible": False, "hidden": True, "fine": True, "also fine": False}
 
 
-def test_other_tokens_are_worse_than_any_difference_of_numbers() -> None:
+def test_differing_tokens_rank_before_any_numeric_difference() -> None:
     def line(rid: str, index: int, same: bool | None, difference: float) -> dict[str, Any]:
         found = {"same_tokens": same, "first_divergent": "h", "final_difference": difference}
         return {"rid": rid, "index": index, "status": "replayed", **found}
@@ -133,7 +133,7 @@ def test_rows_carry_the_request_id_and_a_step_is_a_batch(session: gl.Session, tm
     assert sorted(replay.summary["rid"]) == ["r0", "r1", "r2"]
 
 
-def test_numbers_that_are_returned_are_compared_themselves(session: gl.Session, tmp_path: Path) -> None:
+def test_returned_numbers_are_compared(session: gl.Session, tmp_path: Path) -> None:
     def logits(requests: list[Any]) -> list[torch.Tensor]:
         me = gl.here()
         assert me is not None
@@ -159,7 +159,7 @@ def test_a_request_at_which_a_function_raises_fails_alone(session: gl.Session, t
     assert 'raise ValueError("no twos, please")' in replay.summary.loc[0, "error"]
 
 
-def test_too_few_outputs_are_told(session: gl.Session, tmp_path: Path) -> None:
+def test_too_few_outputs_are_reported(session: gl.Session, tmp_path: Path) -> None:
     path = write(tmp_path / "dump.pkl", [recorded("a", 1), recorded("b", 2)])
     replay = session.replay(path, good, lambda requests: good(requests)[:1], batch_size=2)
     assert replay.summary["status"].tolist() == ["failed", "failed"]
@@ -186,7 +186,7 @@ def test_damaged_requests_are_reported_and_skipped(
     assert "2 replayed, 2 skipped" in repr(replay)
 
 
-def test_of_a_file_that_ends_early_the_whole_requests_are_replayed(
+def test_complete_requests_of_a_truncated_file_are_replayed(
     session: gl.Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "dump.pkl", [recorded(f"r{i}", i, *range(50)) for i in range(20)])

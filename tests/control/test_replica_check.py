@@ -39,7 +39,7 @@ def rank() -> int:
 
 
 @pytest.mark.parametrize("control", ["tensor_parallel", "tensor_parallel_backward"])
-def test_a_right_split_agrees_and_its_shards_are_told(session: gl.Session, control: str) -> None:
+def test_a_correct_split_agrees_and_its_shards_are_reported(session: gl.Session, control: str) -> None:
     check = session.check(target=run_specimen, args=("control", control))
     assert check.found == [], check.text
     assert "The 2 ranks agree where they hold copies (" in check.text
@@ -50,19 +50,19 @@ def test_a_sum_that_one_layer_forgets_is_found(session: gl.Session) -> None:
     check = session.check(target=run_specimen, args=("fault", "one_sum_forgotten"))
     assert check.found[0] == "layers.*.attn"
     first = check.text.split("\n")[0]
-    assert first.startswith("layers.*.attn should be equal on the ranks and is not in layer 1: rank 1 differs from the")
+    assert first.startswith("layers.*.attn should be equal on the ranks but is not in layer 1: rank 1 differs from the")
     assert "It looks like a partial sum that was not reduced here." in check.text
 
 
 def forgets_every_sum() -> None:
-    from graftlab.zoo.model import Config, Math, Model, Shard, make_weights, shard_weights
+    from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights, shard_weights
     from graftlab.zoo.scoring import make_tokens
 
     class Unreduced(Math):
         def reduce(self, partial: torch.Tensor, layer: int, which: str) -> torch.Tensor:
             return partial if which == "attn" else super().reduce(partial, layer, which)
 
-    config, shard = Config(), Shard(rank(), 2)
+    config, shard = Config(), RankShard(rank(), 2)
     with torch.no_grad():
         Model(Unreduced(config, shard), shard_weights(make_weights(config), shard))(make_tokens(config))
 
@@ -70,10 +70,10 @@ def forgets_every_sum() -> None:
 def test_a_sum_that_every_layer_forgets_is_found_by_what_it_is_added_to(session: gl.Session) -> None:
     check = session.check(target=forgets_every_sum)
     assert check.found[0] == "layers.*.mid"
-    assert "All of that difference is in layers.0.attn, which holds other values on each rank: a partial" in check.text
+    assert "All of that difference is in layers.0.attn, whose values differ on each rank: a partial" in check.text
 
 
-def test_one_ranks_other_arithmetic_is_found(session: gl.Session) -> None:
+def test_differing_arithmetic_on_one_rank_is_found(session: gl.Session) -> None:
     check = session.check(target=run_specimen, args=("fault", "one_ranks_eps"))
     assert check.found[0] == "layers.*.norm1"
     frame = check.frame
@@ -96,13 +96,13 @@ def data_parallel(shifted: float = 0.0) -> None:
     gl.tap("out", h + 1)
 
 
-def test_inputs_that_differ_are_said_first_and_what_follows_is_not_judged(session: gl.Session) -> None:
+def test_differing_inputs_come_first_and_later_taps_are_not_judged(session: gl.Session) -> None:
     check = session.check(target=data_parallel)
-    assert check.text.startswith("The ranks' inputs differ: tokens. Under data parallelism they have to;")
+    assert check.text.startswith("The ranks' inputs differ: tokens. Under data parallelism they must;")
     assert check.found == []
 
 
-def test_weights_are_judged_all_the_same(session: gl.Session) -> None:
+def test_weights_are_checked_despite_differing_inputs(session: gl.Session) -> None:
     check = session.check(target=data_parallel, args=(0.01,))
     assert check.found == ["norm@param"]
     assert "the update of" not in check.text
@@ -114,10 +114,10 @@ def shifted_hidden() -> None:
     gl.tap("near", torch.linspace(1, 2, 64) + 0.01 * rank())
 
 
-def test_what_the_user_says_of_layouts_counts(session: gl.Session) -> None:
+def test_declared_layouts_take_precedence(session: gl.Session) -> None:
     inferred = session.check(target=shifted_hidden)
     assert inferred.found == ["near"]
-    assert "a difference may be intended: say with layouts= what each rank holds." in inferred.text
+    assert "a difference may be intended. State with layouts= what each rank holds." in inferred.text
     layouts = {"name == 'hidden'": "replicate('tp')", "name == 'near'": "shard(dim=0, mesh='tp')"}
     check = session.check(target=shifted_hidden, layouts=layouts)
     assert check.found == ["hidden"]
@@ -128,15 +128,15 @@ def test_what_the_user_says_of_layouts_counts(session: gl.Session) -> None:
 
 def dtensors(spoiled: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, RankShard, Replicate
 
     mesh = init_device_mesh("cpu", (2,))
     own = torch.linspace(1, 2, 8) + (0.5 * rank() if spoiled else 0)
     gl.tap("replica", DTensor.from_local(own, mesh, [Replicate()]))
-    gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [Shard(0)]))
+    gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [RankShard(0)]))
 
 
-def test_a_dtensors_placements_say_what_is_a_copy(session: gl.Session) -> None:
+def test_a_dtensors_placements_determine_its_copies(session: gl.Session) -> None:
     assert session.check(target=dtensors, args=(False,)).found == []
     check = session.check(target=dtensors, args=(True,))
     assert check.found == ["replica"]
@@ -205,7 +205,7 @@ def says_it_itself(spoiled: bool) -> None:
     gl.tap("x", own, layout=layout)
 
 
-def test_what_a_tap_says_of_its_layout_counts(four: gl.Session) -> None:
+def test_a_layout_declared_at_the_tap_is_used(four: gl.Session) -> None:
     assert four.check(target=says_it_itself, args=(False,)).found == []
     check = four.check(target=says_it_itself, args=(True,))
     assert check.found == ["x"]
@@ -255,12 +255,10 @@ def uneven() -> None:
         gl.tap("text", "no tensor")
 
 
-def test_taps_that_not_every_rank_reaches_are_said_first(session: gl.Session) -> None:
+def test_taps_that_some_ranks_do_not_reach_are_reported_first(session: gl.Session) -> None:
     text = session.check(target=uneven).text
-    assert text.startswith(
-        "Not looked at: text show no tensor that could be compared.\nNot looked at, since some ranks"
-    )
-    assert "only there (on rank 1 alone)" in text
+    assert text.startswith("Not checked: text show no tensor to compare.\nNot checked, because some ranks")
+    assert "only there (on rank 1 only)" in text
 
 
 @pytest.mark.parametrize(
@@ -275,7 +273,7 @@ def test_taps_without_a_finite_number_agree_with_nothing(session: gl.Session, lo
         for name in ("a", "b"):
             gl.tap(name, torch.full((4,), math.nan if name in lost else 1.0))
 
-    assert session.check(target=side).text == f"Not looked at: {said}"
+    assert session.check(target=side).text == f"Not checked: {said}"
 
 
 def test_one_rank_and_two_sides_are_refused(session: gl.Session) -> None:
@@ -285,11 +283,11 @@ def test_one_rank_and_two_sides_are_refused(session: gl.Session) -> None:
         session.check(baseline=uneven, target=uneven)
 
 
-def test_no_taps_are_no_agreement(session: gl.Session) -> None:
+def test_a_check_without_taps_is_no_agreement(session: gl.Session) -> None:
     assert session.check(target=rank).text.startswith("Nothing was compared")
 
 
-def test_a_check_shows_itself(session: gl.Session) -> None:
+def test_a_check_has_text_and_html(session: gl.Session) -> None:
     check = session.check(target=shifted_hidden)
     shown = check._repr_mimebundle_()
     assert shown["text/plain"].startswith("<ReplicaCheck of 2 ranks: near>\nnear should be equal")

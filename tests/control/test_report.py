@@ -46,7 +46,7 @@ def words(text: str) -> str:
     return " ".join(html.unescape(re.sub(r"<(script|style).*?</\1>|<[^>]*>", " ", text, flags=re.DOTALL)).split())
 
 
-def test_it_has_the_conclusion_the_code_the_plan_and_the_environment(session: gl.Session, tmp_path: Path) -> None:
+def test_a_report_has_the_conclusion_the_code_the_plan_and_the_environment(session: gl.Session, tmp_path: Path) -> None:
     session.execute("scale = 2.5  # of this cell", on="target")
     session.run(lambda: model(0.0), lambda: model(1.0))
     session.edit(keep="name == 'model.layers.7.part0'")
@@ -67,7 +67,7 @@ def test_it_has_the_conclusion_the_code_the_plan_and_the_environment(session: gl
     assert len(text) < 2 << 20
 
 
-def test_failed_transforms_are_there_with_their_tracebacks(session: gl.Session, tmp_path: Path) -> None:
+def test_a_report_has_failed_transforms_with_their_tracebacks(session: gl.Session, tmp_path: Path) -> None:
     session.edit(transform=("True", "def transform(graft_input):\n    raise ValueError('not today')\n"))
     try:
         session.run(lambda: gl.tap("h", torch.ones(2)), lambda: gl.tap("h", torch.ones(2)))
@@ -79,7 +79,7 @@ def test_failed_transforms_are_there_with_their_tracebacks(session: gl.Session, 
     assert "raise ValueError('not today')" in shown
 
 
-def test_a_verdict_that_was_asked_for_is_in_it(session: gl.Session, tmp_path: Path) -> None:
+def test_a_report_has_the_newest_verdict(session: gl.Session, tmp_path: Path) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return gl.tap("out", gl.tap("hidden", x * 2).sum())
 
@@ -87,7 +87,7 @@ def test_a_verdict_that_was_asked_for_is_in_it(session: gl.Session, tmp_path: Pa
     assert verdict.text.split("\n")[0] in words(page(session, tmp_path))
 
 
-def test_values_of_tensors_are_only_in_it_when_asked_for(session: gl.Session, tmp_path: Path) -> None:
+def test_a_report_has_values_of_tensors_only_on_request(session: gl.Session, tmp_path: Path) -> None:
     session.edit(keep="name == 'h'")
     try:
         session.run(lambda: gl.tap("h", torch.ones(2, 2)), lambda: gl.tap("h", torch.ones(2, 2)))
@@ -102,7 +102,7 @@ def test_a_path_that_cannot_be_written_is_named(session: gl.Session, tmp_path: P
         session.report(tmp_path / "nowhere" / "report.html")
 
 
-def test_before_any_run_it_says_that_nothing_was_compared(tmp_path: Path) -> None:
+def test_a_report_before_any_run_states_that_nothing_was_compared(tmp_path: Path) -> None:
     with gl.launch(1, 1) as session:
         assert "Nothing was compared yet." in words(page(session, tmp_path))
 

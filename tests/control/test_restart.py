@@ -74,9 +74,7 @@ def test_a_restart_brings_back_ranks_and_plan_and_runs_nothing(session: gl.Sessi
     assert len(gl.load_run(session.folder)) == len(frame) == 4
 
 
-def test_ranks_are_under_the_plan_as_soon_as_they_are_there(
-    session: gl.Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_ranks_begin_with_the_newest_plan(session: gl.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = session.edit(b2t="name == 'a'")
     with monkeypatch.context() as patch:
         # However late the notebook tells its ranks of plans.
@@ -128,7 +126,7 @@ def test_a_rank_in_a_collective_is_ended_when_its_peer_has_failed(session: gl.Se
     assert session.run(target=tap_and_meet, baseline=tap).target == [9.0, 9.0]
 
 
-def test_a_collective_that_ran_into_its_limit_is_told_as_the_end_of_its_group() -> None:
+def test_a_collective_that_timed_out_is_reported_as_a_lost_group() -> None:
     def wait_alone() -> None:
         if gl.here().rank == 0:
             dist.recv(torch.ones(1), 1)

@@ -34,21 +34,21 @@ def shown(run: gl.Run) -> str:
     return html.unescape(re.sub("<[^>]*>", " ", run._repr_mimebundle_()["text/html"]))
 
 
-def test_nans_on_one_side_are_what_the_summary_says_first(session: gl.Session) -> None:
+def test_the_summary_begins_with_nans_on_one_side(session: gl.Session) -> None:
     run = session.run(lambda: model(False), lambda: model(True))
     text = shown(run)
     assert "4 compared" in text
     told = text.index("first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite")
-    assert told < text.index("what is finite is equal")
+    assert told < text.index("all finite values are equal")
 
 
-def test_without_nans_that_all_is_equal_is_said(session: gl.Session) -> None:
+def test_the_summary_reports_that_all_rows_are_equal(session: gl.Session) -> None:
     text = shown(session.run(lambda: model(False), lambda: model(False)))
     assert "first divergent: none of 4 compared rows is above the floor 1e-05" in text
     assert "every compared row is equal" in text
 
 
-def test_taps_without_a_counterpart_are_told_beside_an_agreement(session: gl.Session) -> None:
+def test_the_summary_reports_taps_without_a_counterpart(session: gl.Session) -> None:
     run = session.run(
         lambda: gl.tap("a", torch.ones(3)), lambda: (gl.tap("a", torch.ones(3)), gl.tap("b", torch.ones(3)))
     )
@@ -76,7 +76,7 @@ def test_a_filter_that_matched_no_tap_of_the_run_is_named(session: gl.Session) -
         session.edit(b2t=None, keep=None, compare="True")
 
 
-def test_a_tag_that_rows_have_only_the_repr_of_is_no_reason_to_say_that_nothing_matched(session: gl.Session) -> None:
+def test_a_filter_on_a_tag_stored_as_repr_is_not_called_unmatched(session: gl.Session) -> None:
     def shaped() -> None:
         gl.tap("h", torch.ones(2), shape_of_it=(1, 2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -142,7 +143,7 @@ def test_start_does_not_wait(session: gl.Session, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_another_run_meanwhile_is_refused_by_name_and_the_first_goes_on(session: gl.Session, tmp_path: Path) -> None:
+def test_a_run_during_a_run_is_refused_and_the_first_continues(session: gl.Session, tmp_path: Path) -> None:
     run = session.start(target=holds, args=(str(tmp_path),))
     for call in (lambda: session.run(tap_x, tap_x), lambda: session.start(tap_x), lambda: session.execute("1")):
         with pytest.raises(gl.SessionBusyError, match=rf"run {run.number} is still running.*session.interrupt"):
@@ -188,7 +189,7 @@ def _first(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("callee", [None, 3, ["f"]], ids=repr)
-def test_what_cannot_be_called_is_refused(callee: Any, session: gl.Session) -> None:
+def test_an_uncallable_value_is_refused(callee: Any, session: gl.Session) -> None:
     with pytest.raises(gl.SessionError):
         session.run(target=callee)
 
@@ -326,7 +327,7 @@ def test_tensors_are_the_pair_before_the_graft(session: gl.Session) -> None:
 
 
 @pytest.mark.ranks
-def test_the_newest_pair_is_meant_unless_the_step_is_given(session: gl.Session) -> None:
+def test_tensors_returns_the_newest_pair_unless_a_step_is_given(session: gl.Session) -> None:
     session.edit(keep="True", compare=None)
     first = session.run(tap_x, tap_x, kwargs={"shift": 1.0}).frame["step"].iloc[0]
     session.run(tap_x, tap_x, kwargs={"shift": 2.0})
@@ -335,7 +336,7 @@ def test_the_newest_pair_is_meant_unless_the_step_is_given(session: gl.Session) 
 
 
 @pytest.mark.ranks
-def test_the_newest_pair_is_meant_whichever_side_received_it(session: gl.Session) -> None:
+def test_tensors_returns_the_newest_pair_of_both_sides(session: gl.Session) -> None:
     session.edit(keep="True")
     session.run(tap_x, tap_x, kwargs={"shift": 1.0})
     session.edit(t2b="True")
@@ -348,7 +349,7 @@ def test_the_newest_pair_is_meant_whichever_side_received_it(session: gl.Session
 
 
 @pytest.mark.ranks
-def test_kept_pairs_with_tags_that_cannot_travel_are_found_too(session: gl.Session) -> None:
+def test_kept_pairs_with_unpicklable_tags_are_found(session: gl.Session) -> None:
     def tap_with_odd_tag() -> None:
         gl.tap("odd", torch.full((2,), own_value()), lock=threading.Lock(), layer=5)
 
@@ -388,7 +389,7 @@ def test_tensors_can_be_asked_for_during_a_run(session: gl.Session, tmp_path: Pa
 
 
 @pytest.mark.ranks
-def test_status_tells_idle_computing_and_waiting_ranks_and_whom_they_await(session: gl.Session, tmp_path: Path) -> None:
+def test_status_shows_idle_computing_and_waiting_ranks(session: gl.Session, tmp_path: Path) -> None:
     def target_waits(folder: str) -> None:
         if gl.here().side == "baseline":
             holds(folder)
@@ -462,7 +463,7 @@ def test_interrupt_ends_the_wait_of_a_tap(session: gl.Session, tmp_path: Path) -
 
 
 @pytest.mark.ranks
-def test_interrupts_at_any_moment_of_a_run_leave_the_wire_whole(session: gl.Session) -> None:
+def test_interrupts_at_any_moment_leave_connections_intact(session: gl.Session) -> None:
     def endless() -> None:
         while True:
             gl.tap("x", torch.full((100,), own_value()), extras={"big": list(range(200))})
@@ -481,9 +482,7 @@ def test_interrupts_at_any_moment_of_a_run_leave_the_wire_whole(session: gl.Sess
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("tapping", [True, False])
-def test_an_interrupt_that_always_comes_while_the_exchange_is_at_work_ends_the_code_all_the_same(
-    session: gl.Session, tapping: bool
-) -> None:
+def test_an_interrupt_during_an_exchange_still_ends_the_code(session: gl.Session, tapping: bool) -> None:
     def loop() -> None:
         from graftlab.ranks import worker
 
@@ -558,7 +557,7 @@ def test_the_stop_button_ends_the_wait_and_not_the_run(
 
 
 @pytest.mark.ranks
-def test_functions_of_a_cell_bring_what_they_use(session: gl.Session) -> None:
+def test_functions_of_a_cell_are_sent_with_what_they_use(session: gl.Session) -> None:
     cell = run_cell(
         """
         import dataclasses
@@ -659,7 +658,7 @@ def test_every_rank_that_fails_is_named_with_what_happened_there(session: gl.Ses
 
 
 @pytest.mark.ranks
-def test_an_exception_that_cannot_travel_is_told_in_words(session: gl.Session) -> None:
+def test_an_unpicklable_exception_is_reported_as_text(session: gl.Session) -> None:
     def fails() -> None:
         class Own(Exception):
             def __reduce__(self) -> Any:
@@ -685,7 +684,7 @@ def test_an_exception_that_cannot_travel_is_told_in_words(session: gl.Session) -
     ],
     ids=["global", "of a helper", "inside a dict", "closure"],
 )
-def test_a_variable_that_cannot_travel_is_named(source: str, named: str, session: gl.Session) -> None:
+def test_an_unpicklable_variable_is_named(source: str, named: str, session: gl.Session) -> None:
     cell = run_cell(f"import threading\n{source}")
     runs = len(session.runs)
     with pytest.raises(gl.ShippingError) as caught:
@@ -696,7 +695,7 @@ def test_a_variable_that_cannot_travel_is_named(source: str, named: str, session
 
 
 @pytest.mark.ranks
-def test_an_argument_that_cannot_travel_is_named(session: gl.Session) -> None:
+def test_an_unpicklable_argument_is_named(session: gl.Session) -> None:
     with pytest.raises(gl.ShippingError, match="positional argument 1"):
         session.run(target=lambda a, b: None, args=(1, threading.Lock()))
     with pytest.raises(gl.ShippingError, match="argument 'handle'"):
@@ -771,9 +770,7 @@ def test_an_unfinished_line_and_several_lines_at_once_are_shown_whole(
 
 
 @pytest.mark.ranks
-def test_output_of_a_started_run_is_held_until_somebody_waits(
-    session: gl.Session, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_a_started_run_is_held_until_a_wait(session: gl.Session, capsys: pytest.CaptureFixture[str]) -> None:
     run = session.start(target=lambda: print("held"))
     wait_until(lambda: run.done, "the end of the run")
     assert capsys.readouterr().out == ""
@@ -842,7 +839,7 @@ def test_a_view_does_not_bring_its_storage_along(session: gl.Session) -> None:
 
 
 @pytest.mark.ranks
-def test_a_result_that_cannot_travel_is_shown_and_harms_no_other(session: gl.Session) -> None:
+def test_an_unpicklable_result_is_reported_and_others_arrive(session: gl.Session) -> None:
     def results() -> Any:
         return 5 if gl.here().rank == 0 else {"lock": threading.Lock()}
 
@@ -854,7 +851,7 @@ def test_a_result_that_cannot_travel_is_shown_and_harms_no_other(session: gl.Ses
 
 
 @pytest.mark.ranks
-def test_a_result_that_cannot_be_loaded_here_is_told(session: gl.Session) -> None:
+def test_a_result_that_cannot_be_unpickled_here_is_reported(session: gl.Session) -> None:
     def results() -> Any:
         def refuse() -> None:
             raise OSError("no such device here")
@@ -884,21 +881,20 @@ def test_rows_on_disk_are_the_rows_in_memory(tmp_path: Path) -> None:
         assert session.folder == folder
         # On disk while the session lives, too.
         pd.testing.assert_frame_equal(gl.load_run(folder), frame, check_frame_type=False)
+        shutil.copytree(folder, tmp_path / "killed")
     assert len(frame) == 6
     pd.testing.assert_frame_equal(session.frame, frame)
     pd.testing.assert_frame_equal(gl.load_run(session.folder), frame, check_frame_type=False)
     # A session that was killed in the middle of a line.
-    file = folder / ROWS_FILE
+    file = tmp_path / "killed" / ROWS_FILE
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
-    assert len(gl.load_run(folder)) == 5
+    assert len(gl.load_run(tmp_path / "killed")) == 5
     assert [decode(line).tags["layer"] for line in whole.splitlines()[1:]] == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.ranks
-def test_rows_that_were_still_on_their_way_when_the_session_was_closed_are_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_transit_when_the_session_closes_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def taps_then_holds(folder: str) -> None:
         for _ in range(50):
             gl.tap("x", torch.full((2,), own_value()))
@@ -920,7 +916,7 @@ def test_rows_that_were_still_on_their_way_when_the_session_was_closed_are_not_l
 
 
 @pytest.mark.ranks
-def test_close_ends_a_run_and_everything_after_it_says_so(tmp_path: Path) -> None:
+def test_close_ends_a_run_and_later_calls_raise(tmp_path: Path) -> None:
     session = gl.launch(1, 1)
     pids = session.status()["pid"].tolist()
     run = session.start(holds, holds, args=(str(tmp_path),))
@@ -960,7 +956,7 @@ def test_leaving_the_with_closes_also_after_an_exception() -> None:
 
 
 @pytest.mark.ranks
-def test_two_sessions_do_not_meet() -> None:
+def test_two_sessions_are_independent() -> None:
     with gl.launch(1, 1) as one, gl.launch(1, 1) as other:
         one.edit(b2t="True")
         assert one.run(tap_x, tap_x).target == [[10.0, 10.0]]
@@ -988,7 +984,7 @@ def test_a_rank_that_dies_between_runs_is_named_with_its_log() -> None:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_dies_as_a_run_begins_does_not_leave_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_if_a_rank_dies_as_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     with gl.launch(1, 1) as session:
         rank, told, on_gone = session.ranks[1], threading.Event(), internals_of(session).reports.on_gone
 

@@ -37,7 +37,7 @@ def steps(off_at: int, off: float) -> None:
 
 
 @pytest.mark.ranks
-def test_the_last_step_is_drawn_with_the_assumed_floor_and_another_when_asked_for() -> None:
+def test_divergence_draws_the_last_step_with_the_assumed_floor() -> None:
     with gl.launch(1, 1) as session:
         run = session.run(lambda: steps(1, 0.0), lambda: steps(1, 1.0))
         [ax] = session.plot.divergence().axes

@@ -77,17 +77,17 @@ def test_256_descriptors_are_enough(tmp_path: Path) -> None:
     assert said_warm(tmp_path, limited(256)) == WORKS
 
 
-def test_too_few_descriptors_are_told(tmp_path: Path) -> None:
+def test_too_few_descriptors_are_reported(tmp_path: Path) -> None:
     told = said_warm(tmp_path, limited(24))
     assert re.match(r"LaunchError: .*(Too many open files|descriptors)", told)
 
 
 @pytest.mark.soak
-def test_a_temporary_folder_that_is_missing_is_done_without(tmp_path: Path) -> None:
+def test_a_missing_temporary_folder_is_tolerated(tmp_path: Path) -> None:
     assert said(TMPDIR=str(tmp_path / "missing"), HOME=None) == WORKS
 
 
-def test_a_home_that_cannot_be_is_told_with_what_to_set(tmp_path: Path) -> None:
+def test_an_unusable_home_is_reported_with_the_variable_to_set(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     told = said_warm(tmp_path, GRAFTLAB_HOME=None, HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path / "missing"))
     assert re.match(r"LaunchError: the run folder .*file/.graftlab/.* cannot be made: .*; set GRAFTLAB_HOME to", told)
@@ -113,7 +113,7 @@ def test_little_shared_memory_is_enough() -> None:
 
 @as_root
 @pytest.mark.soak
-def test_a_read_only_disk_is_told_at_the_launch(tmp_path: Path) -> None:
+def test_a_read_only_disk_is_reported_at_the_launch(tmp_path: Path) -> None:
     told = said(*with_mount("ro", tmp_path), FOLDER=str(tmp_path / "run"))
     assert (
         told

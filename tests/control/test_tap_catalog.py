@@ -37,12 +37,12 @@ def seen(session: gl.Session, name: str) -> list[dict]:
     return [tags for tags in session.taps if tags["name"] == name]
 
 
-def test_a_tap_is_listed_once_whatever_its_step_rank_side_and_the_order_of_its_tags(session: gl.Session) -> None:
+def test_a_tap_is_listed_once_for_all_steps_ranks_and_tag_orders(session: gl.Session) -> None:
     (same,) = seen(session, "same")
     assert (same["layer"], same["phase"]) == (1, "decode")
 
 
-def test_parts_of_one_value_are_listed_each_because_filters_can_ask_for_one(session: gl.Session) -> None:
+def test_parts_of_one_value_are_listed_separately(session: gl.Session) -> None:
     assert sorted(tags["tp_rank"] for tags in seen(session, "parts")) == [0, 1]
 
 
@@ -50,5 +50,5 @@ def test_tags_of_other_names_are_other_taps(session: gl.Session) -> None:
     assert len(seen(session, "one tag")) == 2
 
 
-def test_the_taps_that_are_listed_are_those_of_the_rows(session: gl.Session) -> None:
+def test_listed_taps_are_those_of_the_rows(session: gl.Session) -> None:
     assert {identity(tags) for tags in session.taps} == {identity(tags) for tags in session.frame["tags"]}

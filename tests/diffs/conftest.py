@@ -30,7 +30,7 @@ def small_library(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
     made = f"{hook.kernel_hash(ROOT)} for {compiler.tag}"
     folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
-        folder = folder.parent  # of all workers of this run, of which the first compiles it
+        folder = folder.parent  # shared by all workers of this run; the first one compiles it
     library: Path = folder / "small-blocks.so"
     with (folder / "small-blocks.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

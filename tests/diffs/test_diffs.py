@@ -1,4 +1,4 @@
-"""What `measure` promises: the statistics that exact arithmetic gives, for any dtype, layout and range of values."""
+"""`measure` gives the statistics of exact arithmetic for any dtype, layout and range of values."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_masked_attention_scores_are_compared_where_they_are_finite() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_a_gap_is_no_zero(dtype: torch.dtype, sign: int) -> None:
+def test_nonfinite_elements_do_not_count_as_zero(dtype: torch.dtype, sign: int) -> None:
     x, y = (sign * (random((300,), dtype, seed).abs() + 1) for seed in (0, 1))
     x[3:200:3], y[5:250:5] = NAN, INF
     found = assert_right(x, y)

@@ -1,4 +1,4 @@
-"""How the statistics stand to those of the published protocol: the same where those are accurate, better elsewhere."""
+"""The statistics compared with the published protocol's: equal where those are accurate, better elsewhere."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def errors(found: dict[str, float], exact: dict[str, float]) -> dict[str, float]
 @pytest.mark.parametrize("size", [1, 1000, 100_003])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_random_tensors_are_measured_as_the_reference_does(dtype: torch.dtype, size: int) -> None:
-    # Independent tensors of like size, so that rel_diff is near 1 and the reference's 1 - 2<x, y> / (...) cancels
-    # nothing; values of which float32, in which the reference takes differences, keeps all digits, or six and more.
+    # Independent tensors of like size, so that rel_diff is near 1 and the reference's 1 - 2<x, y> / (...) does not
+    # cancel. float32, in which the reference takes differences, keeps all or at least six digits of the values.
     generator = torch.Generator().manual_seed(size)
     x, y = (torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
     found, reference, exact = statistics(x, y), diff_statistics(x, y), exactly(x, y)

@@ -1,4 +1,4 @@
-"""What torch operations measure instead of the kernel: other devices, other tensors, and all where it is missing."""
+"""Measuring by torch operations: other devices, unsupported tensors, and everything without the kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fallback_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_a_subclass_is_measured_by_its_own_operations(fallback_calls: list[int]) -> None:
+def test_tensor_subclass_is_measured_by_its_own_operations(fallback_calls: list[int]) -> None:
     x = random((8,), torch.float32, 0)
     assert measure(x.as_subclass(Dressed), x).rel_l2 == pytest.approx(1.0)
     assert fallback_calls == [8]
@@ -65,7 +65,7 @@ def test_kernel_and_fallback_agree_on_everything(scale: float, monkeypatch: pyte
         assert getattr(found, name) == (other if isinstance(other, tuple) else pytest.approx(other, rel=1e-12)), name
 
 
-def test_where_the_fused_kernel_fails_torch_operations_measure_and_the_log_says_so_once(
+def test_failed_fused_kernel_falls_back_to_torch_and_logs_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*given: Any) -> Any:
@@ -84,7 +84,7 @@ def test_where_the_fused_kernel_fails_torch_operations_measure_and_the_log_says_
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, NAN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int32], ids=str)
-def test_a_gpu_measures_what_the_cpu_does(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_and_cpu_measure_the_same(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallback, "DEVICE_BLOCK", 1000)
     x, y = (random((70, 50), dtype, seed) * (scale if dtype != torch.int32 else 1) for seed in (0, 1))
     x.view(-1)[1234:1236] = 50

@@ -1,4 +1,4 @@
-"""The kernel's library: how it is found and chosen, and that it leaves the process around it as it was."""
+"""The kernel's library: how it is found and chosen, and that it does not affect the process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unloaded() -> Iterator[None]:
 
 
 def run_python(code: str) -> str:
-    """What a new process prints, of which a crash or a deadlock is its own."""
+    """The output of a new process, so that a crash or a deadlock does not affect this one."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -61,14 +61,14 @@ def test_a_lower_level_can_be_asked_for(unloaded: None, monkeypatch: pytest.Monk
 
 
 @built
-def test_an_unknown_level_is_refused_with_those_that_there_are(unloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_level_is_refused_with_the_known_ones(unloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernel.CHOICE, "v9")
     assert "v9" in kernel.description()
     assert f"{kernel.CHOICE} can be" in kernel.description()
     assert kernel.load() is None
 
 
-def test_without_the_library_the_log_says_once_that_measuring_is_slower(
+def test_missing_library_logs_once_that_measuring_is_slower(
     unloaded: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(kernel.CHOICE, raising=False)
@@ -84,14 +84,14 @@ def test_without_the_library_the_log_says_once_that_measuring_is_slower(
 
 
 @pytest.mark.parametrize("contents", [b"", b"no library", b"\x7fELF and no more"])
-def test_what_is_no_library_is_said_not_to_load(tmp_path: Path, contents: bytes) -> None:
+def test_invalid_library_file_is_reported(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "kernel.so").write_bytes(contents)
     with pytest.raises(kernel.KernelError, match="cannot be loaded"):
         kernel.open_library(tmp_path / "kernel.so")
 
 
 @built
-def test_a_library_made_from_other_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_built_from_different_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(kernel.SOURCES, tmp_path / "c")
     with open(tmp_path / "c" / "loops.c", "a") as loops:
         loops.write("/* changed */\n")
@@ -143,7 +143,7 @@ def test_the_results_have_the_names_of_the_statistics(monkeypatch: pytest.Monkey
 # -- what is around it --------------------------------------------------------------------------------------------
 
 
-def test_flushing_small_numbers_is_left_as_it_is_and_does_not_matter() -> None:
+def test_flush_to_zero_mode_is_preserved_and_does_not_matter() -> None:
     tiny = torch.finfo(torch.float64).tiny
     x, y = random((3 << 16,), torch.float64, 0) * tiny / 8, random((3 << 16,), torch.float64, 1) * tiny / 8
     single = x[:999].mul(1e270).float()  # among the smallest numbers of float32
@@ -243,7 +243,7 @@ from graftlab.diffs import kernel
 from graftlab.diffs.measure import measure
 
 torch.set_num_threads(4)
-x = torch.ones(3_000_000)  # for which torch makes threads of its own
+x = torch.ones(3_000_000)  # large enough for torch's own threads
 known = {t.name for t in Path("/proc/self/task").iterdir()}
 measure(x, x)
 for task in Path("/proc/self/task").iterdir():

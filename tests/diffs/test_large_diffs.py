@@ -1,4 +1,4 @@
-"""Tensors of several blocks, and of the sizes at which a block, or what a thread takes at once, ends."""
+"""Tensors of several blocks, and of sizes at the ends of blocks and of threads' shares."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tensors_of_several_blocks(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8], ids=str)
-def test_what_is_left_of_the_last_step_is_measured_too(dtype: torch.dtype) -> None:
+def test_remainder_of_the_last_step_is_measured_too(dtype: torch.dtype) -> None:
     x, y = noisy(1000, dtype)
     for size in (*range(1, 70), 999, 1000):
         one, other = x[:size].clone(), y[:size].clone()

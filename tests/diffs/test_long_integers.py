@@ -1,4 +1,4 @@
-"""Whole numbers that float64 does not tell apart are not called equal."""
+"""Integers that float64 cannot distinguish are not reported as equal."""
 
 from __future__ import annotations
 

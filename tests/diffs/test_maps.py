@@ -1,4 +1,4 @@
-"""Maps of differences beside numpy's own loops: cells, their places, and the worst of all."""
+"""Difference maps compared with loops in numpy: cells, their positions, and the worst element."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_which_axes_are_shown() -> None:
             max_downsample(torch.ones(2), limit=limit)
 
 
-def test_what_cannot_be_compared_is_said() -> None:
+def test_incomparable_pairs_are_refused_with_the_reason() -> None:
     with pytest.raises(TypeError, match=r"target must be a torch\.Tensor, got list"):
         difference_map(torch.ones(1), [1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"baseline has shape \[1\] and target \[2\]: align them first"):

@@ -1,4 +1,4 @@
-"""A graft's one pass: what is measured is what both tensors were, and the receiver's own becomes the other one."""
+"""Measuring and overwriting in one pass: statistics of the original tensors, and an exact copy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_tensor_is_measured_as_it_was_and_then_is_the_other_one(
         *("two shapes of one size", "negated", "another class", "another device"),
     ],
 )
-def test_what_takes_more_than_one_pass_is_left_as_it_is(baseline: torch.Tensor, target: torch.Tensor) -> None:
+def test_dtypes_that_need_two_passes_are_not_overwritten(baseline: torch.Tensor, target: torch.Tensor) -> None:
     for one, other in ((baseline, target), (target, baseline)):
         before = one.clone(), other.clone()
         for own in (one, other):

@@ -1,4 +1,4 @@
-"""Histograms and points of a pair beside numpy's, however its blocks fall."""
+"""Histograms and samples of a pair compared with numpy's, for all block boundaries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pair() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("bins", [2, 8, 120])
-def test_histograms_are_those_of_the_finite_values_and_of_the_size_of_their_differences(bins: int) -> None:
+def test_histograms_cover_finite_values_and_sizes_of_differences(bins: int) -> None:
     x, y = pair()
     x[5, 0], x[5, 1], y[5, 1], y[5, 2] = NAN, INF, INF, -INF
     found = distributions(x, y, bins=bins)
@@ -61,7 +61,7 @@ def test_histograms_are_those_of_the_finite_values_and_of_the_size_of_their_diff
         assert np.abs(counts - np.histogram(np.clip(of, edges[0], edges[-1]), edges)[0]).sum() <= 2
 
 
-def test_a_pair_of_one_value_has_bins_around_it_and_one_without_any_has_them_around_nothing() -> None:
+def test_histograms_of_constant_and_empty_pairs_have_bins() -> None:
     for value, low, high in ((4.0, 2.0, 6.0), (-4.0, -6.0, -2.0), (0.0, -0.5, 0.5)):
         found = distributions(torch.full((3,), value), torch.full((3,), value), bins=4)
         assert (found.edges[0], found.edges[-1], found.baseline.sum(), found.equal) == (low, high, 3, 3)
@@ -74,7 +74,7 @@ def test_a_pair_of_one_value_has_bins_around_it_and_one_without_any_has_them_aro
     assert (empty.edges[0], empty.edges[-1], empty.pairs) == (-0.5, 0.5, 0)
 
 
-def test_complex_values_count_by_magnitude_and_huge_ones_in_the_last_bin() -> None:
+def test_complex_values_count_by_magnitude_and_huge_values_in_the_last_bin() -> None:
     found = distributions(torch.tensor([3 + 4j, 1j]), torch.tensor([3 - 4j, 1j]), bins=4)
     assert (found.edges[0], found.edges[-1], found.below.sum(), found.above.sum()) == (1.0, 5.0, 0, 1)
     assert found.mean == 4.0
@@ -85,7 +85,7 @@ def test_complex_values_count_by_magnitude_and_huge_ones_in_the_last_bin() -> No
 
 
 @pytest.mark.usefixtures("blocks")
-def test_a_small_pair_is_sampled_whole_with_the_worst_tenth_last_and_the_worst_of_all_first_among_them() -> None:
+def test_small_pair_is_sampled_whole_with_the_worst_tenth_last() -> None:
     x, y = pair()
     x[7, 3] = INF
     found = sample(x, y, points=300)
@@ -102,7 +102,7 @@ def test_a_small_pair_is_sampled_whole_with_the_worst_tenth_last_and_the_worst_o
 
 
 @pytest.mark.usefixtures("blocks")
-def test_of_a_large_pair_the_worst_are_there_and_the_others_drawn_alike_each_time() -> None:
+def test_large_pair_keeps_the_worst_and_samples_the_rest_reproducibly() -> None:
     x, y = pair()
     state = torch.get_rng_state(), np.random.get_state()[1].tolist()
     found, again = sample(x, y, points=50), sample(x, y, points=50)
@@ -127,11 +127,11 @@ def test_values_of_the_room_cannot_be_changed() -> None:
     assert_values(Distributions, Sample, DiffStats, DifferenceMap, Kernel)
 
 
-def test_figures_have_as_many_bins_points_and_cells_as_is_said_where_nobody_asks_for_others() -> None:
+def test_default_numbers_of_bins_points_and_cells() -> None:
     x, y = torch.linspace(-1, 1, 20_001), torch.linspace(-1, 1.5, 20_001)
     found = distributions(x, y)
     assert (len(found.baseline), len(found.target), len(found.above), len(found.below)) == (120, 120, 60, 60)
-    # Kept whole up to so many; of more some are drawn.
+    # Kept whole up to this number; larger ones are sampled.
     assert len(sample(x[1:], y[1:]).baseline) == 20_000
     assert len(sample(x, y).baseline) < 20_000
     wide = torch.zeros(2, 1024)

@@ -1,4 +1,4 @@
-"""What the fused kernel for CUDA tensors computes, where there is no Triton: its own lines, run by torch operations."""
+"""The arithmetic of the fused CUDA kernel without Triton: its own lines, run by torch operations."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_it_takes_plain_tensors_of_its_dtypes() -> None:
     assert not takes(x, x.as_subclass(type("Other", (torch.Tensor,), {})))
 
 
-def test_a_negated_view_is_measured_as_what_it_means(launches: list[Any]) -> None:
+def test_negated_view_is_measured_by_its_values(launches: list[Any]) -> None:
     x = random((40,), torch.complex64, 0)
     assert_right(x.conj().imag, x.imag)
     assert launches
@@ -126,7 +126,7 @@ def test_a_negated_view_is_measured_as_what_it_means(launches: list[Any]) -> Non
     ("device", "interprets", "has_triton", "is_asked"),
     [("cuda", "0", True, True), ("cpu", "1", True, True), ("cpu", "0", True, False), ("cuda", "0", False, False)],
 )
-def test_cuda_tensors_are_left_to_it_where_triton_is_there(
+def test_cuda_tensors_are_measured_by_triton_if_installed(
     device: str,
     interprets: str,
     has_triton: bool,

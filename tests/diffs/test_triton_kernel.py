@@ -1,4 +1,4 @@
-"""The fused kernel for CUDA tensors, held to the same references as the others, in Triton's interpreter on the CPU."""
+"""The fused CUDA kernel against the same references as the others, in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = Path(__file__).with_name("triton_cases.py")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)")
 def test_the_fused_kernel_is_right_in_tritons_interpreter() -> None:
-    # A process of its own, because Triton reads the variable when it is imported.
+    # A separate process, because Triton reads the variable when it is imported.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(CASES)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

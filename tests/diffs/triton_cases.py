@@ -1,4 +1,4 @@
-"""The Triton kernel in Triton's interpreter: run by test_triton_kernel.py, in a process of its own."""
+"""The Triton kernel in Triton's interpreter: run by test_triton_kernel.py, in a separate process."""
 
 from __future__ import annotations
 

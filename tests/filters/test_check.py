@@ -1,4 +1,4 @@
-"""What is said of a filter that matches few of the taps seen, or none."""
+"""The remarks on a filter that matches few or none of the taps seen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_text_is_summed_up_in_a_line(text: str, expected: str) -> None:
     assert said(text) == expected
 
 
-def test_a_text_that_is_no_filter_says_what_is_wrong() -> None:
+def test_invalid_filter_text_reports_the_fault() -> None:
     assert "the expression ends too early" in said("layer <")
 
 
@@ -49,7 +49,7 @@ def test_before_any_tap_was_seen_nothing_is_counted() -> None:
     assert said("layer < 4", []) == "no tap has been seen yet"
 
 
-def test_no_more_taps_are_judged_than_can_be_judged_at_once() -> None:
+def test_taps_are_tested_up_to_the_limit() -> None:
     many = [tap("x", layer=number) for number in range(TAP_LIMIT + 5)]
     assert said("layer >= 0", many) == "10,000 of the first 10,000 of 10,005 seen"
 
@@ -72,7 +72,7 @@ def test_where_and_when_a_tap_was_first_seen_proves_no_overlap(place: str) -> No
     assert both(f"layer == 0 and {place}", "layer == 0") == []
 
 
-def test_of_many_tags_that_nobody_has_the_first_few_are_named() -> None:
+def test_first_few_of_many_unknown_tags_are_named() -> None:
     filter_ = compile_filter("a == b == c == d == e == f")
     assert filter_ is not None
     assert unknown_tags(filter_, {"name"}) == {"a": None, "b": None, "c": None}

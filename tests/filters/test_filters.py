@@ -1,4 +1,4 @@
-"""What a filter promises: Python's own answers, refusal with the place when it is made, and no exception on a rank."""
+"""Filters give Python's results, are refused with a position when they are made, and never raise on a rank."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_an_absent_tag_is_pythons_none(expression: str, expected: bool) -> None:
         assert not expected or expression.startswith("not ")
 
 
-def test_the_page_on_filters_says_of_absent_tags_what_filters_do() -> None:
+def test_filters_page_describes_absent_tags_correctly() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "filters.md").read_text(encoding="utf-8")
     _, _, section = page.partition("## Taps without the tag")
     told = re.findall(r"^\| `(.+)` \| (true|false) \|$", section.partition("\n## ")[0], re.MULTILINE)
@@ -144,7 +144,7 @@ def test_the_page_on_filters_says_of_absent_tags_what_filters_do() -> None:
 @pytest.mark.parametrize(
     "expression", ["name < 3", "3 >= name", "layer in 3", "3 not in layer", "3 in name", "[1] in {1}"]
 )
-def test_what_cannot_be_ordered_or_searched_is_false(expression: str) -> None:
+def test_impossible_comparisons_and_searches_are_false(expression: str) -> None:
     assert not compile_filter(expression).matches(TAGS)
 
 
@@ -201,13 +201,13 @@ FAMILIAR = [
 
 
 @pytest.mark.parametrize("expression", FAMILIAR)
-def test_what_people_write_in_python_means_the_same(expression: str) -> None:
+def test_common_python_expressions_mean_the_same(expression: str) -> None:
     assert eval(expression, {**TAGS}) is True
     assert compile_filter(expression).matches(TAGS)
     assert not compile_filter(f"not ({expression})").matches(TAGS)
 
 
-def test_the_variable_of_a_generator_is_no_tag() -> None:
+def test_generator_variable_is_not_a_tag() -> None:
     assert compile_filter("any(part in name for part in parts if x)").names == {"name", "parts", "x"}
     # Outside of it, it is one.
     assert compile_filter("any(x for x in (0,)) or x").names == {"x"}
@@ -247,7 +247,7 @@ def test_the_variable_of_a_generator_is_no_tag() -> None:
         "int(digits)",
     ],
 )
-def test_what_has_no_answer_is_none_and_takes_no_time(expression: str) -> None:
+def test_operations_without_a_result_return_none_at_once(expression: str) -> None:
     tags = {**TAGS, "long": "a" * 10**6, "digits": "9" * 90_000}
     assert compile_filter(f"({expression}) is None").matches(tags)
 
@@ -353,7 +353,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("expression", "position", "said"), REFUSED)
-def test_a_bad_expression_is_refused_with_its_place_and_the_mend(expression: str, position: int, said: str) -> None:
+def test_bad_expression_is_refused_with_position_and_correction(expression: str, position: int, said: str) -> None:
     error = refusal(expression)
     assert said in error.message
     assert error.position == position
@@ -400,7 +400,7 @@ def test_a_paste_of_100_kb_is_refused_without_parsing_it(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("value", [True, 3, b"layer == 3", ["layer == 3"], lambda tags: True])
-def test_a_filter_that_is_no_text_is_refused(value: object) -> None:
+def test_filter_other_than_text_is_refused(value: object) -> None:
     with pytest.raises(FilterError, match="a filter is text"):
         compile_filter(value)  # type: ignore[arg-type]
 
@@ -434,7 +434,7 @@ def test_no_value_of_a_tag_makes_a_filter_raise(expression: str, value: object) 
     assert compile_filter(expression).matches({"x": value}) in (True, False)
 
 
-def test_what_cannot_be_compared_is_unequal() -> None:
+def test_incomparable_values_are_unequal() -> None:
     for value in (Awkward(), torch.ones(3)):
         assert compile_filter("x != 1").matches({"x": value})
         assert not compile_filter("x == 1").matches({"x": value})
@@ -523,7 +523,7 @@ TAG_SETS = st.fixed_dictionaries(
 
 
 @given(condition(), TAG_SETS)
-def test_random_expressions_mean_what_python_means(expression: str, tags: Mapping[str, object]) -> None:
+def test_random_expressions_evaluate_as_in_python(expression: str, tags: Mapping[str, object]) -> None:
     helpers = {name: lambda *arguments, name=name: getattr(re, name)(*arguments) is not None for name in HELPERS}
     chosen = compile_filter(expression)
     assert chosen.names <= tags.keys()

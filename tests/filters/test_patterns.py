@@ -1,4 +1,4 @@
-"""Patterns of filters say what `re` says, and end: with an answer, or with an error that names them."""
+"""Patterns of filters agree with `re`, and always end: with a result, or with an error that names them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "a" * 60 + "!c"
 
 
 @given(st.text("ab.*+?|()[]{}^$\\d1,", max_size=12), st.text("ab1", max_size=30))
-def test_they_find_what_re_finds(pattern: str, text: str) -> None:
+def test_bounded_patterns_find_the_same_as_re(pattern: str, text: str) -> None:
     for helper in ("search", "match", "fullmatch"):
         try:
             expected = getattr(re.compile(pattern), helper)(text)
@@ -42,7 +42,7 @@ def test_they_find_what_re_finds(pattern: str, text: str) -> None:
     st.sampled_from(["", "-", r"<\1>", r"\g<0>\n", "{0}"]),
     st.text("ab1", max_size=30),
 )
-def test_renames_make_what_re_makes(pattern: str, replacement: str, text: str) -> None:
+def test_bounded_renames_give_the_same_as_re(pattern: str, replacement: str, text: str) -> None:
     try:
         re.compile(f"{pattern}|").sub(replacement, "")
         found = re.search(pattern, text)
@@ -85,12 +85,12 @@ def test_a_rename_without_end_is_an_error_that_names_it() -> None:
     assert plan.rewrite("baseline", NAME) == NAME
 
 
-def test_what_stops_re_for_ever_is_answered() -> None:
+def test_pattern_that_blocks_re_forever_gets_a_result() -> None:
     assert not compile_filter("search('(a+)+$', name)").matches({"name": "a" * 60 + "!"})
 
 
 @pytest.mark.usefixtures("short_limit")
-def test_as_it_is_typed_too() -> None:
+def test_filter_check_bounds_patterns_too() -> None:
     taps = [{"name": NAME}]
     check = FilterCheck(f"search({ENDLESS[0]!r}, name)")
     check.catch_up(taps)
@@ -101,14 +101,14 @@ def test_as_it_is_typed_too() -> None:
     assert check_summary(other, taps).startswith("0 of 1 seen")
 
 
-def test_the_more_may_be_repeated_the_shorter_is_what_re_may_search() -> None:
+def test_more_repeats_allow_re_only_shorter_texts() -> None:
     from graftlab.filters.patterns import _longest_for_re
 
     patterns = ("abc", "a*", "a*b*", "a+b?c*", "(a*)*")
     assert [_longest_for_re(pattern) for pattern in patterns] == [None, 3162, 215, 56, 0]
 
 
-def test_a_pattern_that_only_re_can_read_and_that_may_take_for_ever_is_refused() -> None:
+def test_unbounded_pattern_that_only_re_can_parse_is_refused() -> None:
     for make in (lambda pattern: bounded(pattern, "search"), lambda pattern: bounded_rewrite(pattern, "")):
         with pytest.raises(
             FilterError, match=r"may take forever, and its time cannot be limited \(unknown property .*\): \(a"
@@ -159,7 +159,7 @@ def test_a_filter_warns_of_nothing_even_where_warnings_are_errors() -> None:
             compile(r"'\d'", "<cell>", "eval")
 
 
-def test_a_filter_brings_back_no_warning_filters_that_another_thread_has_set_for_a_while(
+def test_filters_do_not_restore_another_threads_temporary_warning_filters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read, another = ast.parse, warnings.catch_warnings()

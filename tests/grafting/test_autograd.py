@@ -1,4 +1,4 @@
-"""Grafts under autograd: what the backward pass sees, under checkpointing and ``torch.compile`` too."""
+"""Grafts under autograd: what the backward pass sees, also with checkpointing and ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -169,9 +169,7 @@ def test_upstream_gradients_are_those_of_h_plus_detached_difference(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("upstream", ["exp", "tanh", "softmax", "relu", "view of exp"])
-def test_an_earlier_op_that_kept_the_tensor_sees_the_grafted_value_as_if_it_had_produced_it(
-    upstream: str, session: gl.Session
-) -> None:
+def test_earlier_op_that_saved_the_tensor_sees_the_grafted_value(upstream: str, session: gl.Session) -> None:
     session.edit(b2t="True")
     run = session.run(gradient_through, gradient_through, args=(upstream, "square", "returned"))
     value, gradient = run.target[0]
@@ -191,7 +189,7 @@ def test_an_earlier_op_that_kept_the_tensor_sees_the_grafted_value_as_if_it_had_
 
 
 @pytest.mark.ranks
-def test_a_comparison_leaves_gradients_alone(session: gl.Session) -> None:
+def test_comparison_does_not_change_gradients(session: gl.Session) -> None:
     run = session.run(gradient_through, gradient_through, args=("exp", "square", "returned"))
     x = torch.tensor(POINT, requires_grad=True)
     (UPSTREAM["exp"](x, 5.0) ** 2).sum().backward()
@@ -200,7 +198,7 @@ def test_a_comparison_leaves_gradients_alone(session: gl.Session) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("upstream", ["exp", "mul"])
-def test_watch_replaces_the_output_and_leaves_what_the_module_made(upstream: str, session: gl.Session) -> None:
+def test_watch_replaces_the_output_and_keeps_the_modules_tensor(upstream: str, session: gl.Session) -> None:
     session.edit(b2t="True")
     run = session.run(replaced_by_watch, replaced_by_watch, args=(upstream,))
     returned, kept, gradient, same = run.target[0]
@@ -234,7 +232,7 @@ def test_a_leaf_parameter_can_be_grafted(session: gl.Session) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recompute_status_tells_the_recomputed_forward_from_the_original(
+def test_recompute_status_distinguishes_recomputed_and_original_forward(
     use_reentrant: bool, session: gl.Session
 ) -> None:
     run = session.run(checkpointed, checkpointed, args=(use_reentrant,))
@@ -270,7 +268,7 @@ def test_filters_can_graft_both_or_either_pass(use_reentrant: bool, session: gl.
 
 
 @pytest.mark.ranks
-def test_a_tap_in_a_backward_hook_is_no_recomputation(session: gl.Session) -> None:
+def test_tap_in_a_backward_hook_is_not_a_recomputation(session: gl.Session) -> None:
     run = session.run(tapped_in_hooks, tapped_in_hooks)
     assert run.frame["name"].tolist() == ["gradient"]
     assert run.frame["recompute_status"].tolist() == ["original"]

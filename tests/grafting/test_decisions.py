@@ -1,4 +1,4 @@
-"""What the plan in force says of a tap on one rank, when that is worked out anew, and how the tap is addressed."""
+"""Decisions about taps on one rank, their caching, and the addresses of calls."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ def test_a_decision_is_the_plans_action_and_who_sends(
         assert decision.sends is sends
 
 
-def test_a_tap_that_no_filter_wants_is_left_alone() -> None:
+def test_tap_that_no_filter_matches_does_nothing() -> None:
     assert made(compare="name == 'other'").of(asked()) is None
 
 
-def test_a_tap_that_another_rank_may_want_is_told_apart_from_one_that_is_left_alone() -> None:
+def test_tap_that_a_different_rank_may_use_still_has_a_decision() -> None:
     decision = made(compare="rank == 0").of(asked())
     assert decision is not None
     assert decision.action == Action()
     assert made(compare="tp_rank == 0").of(asked(tp_rank=1)) is not None
 
 
-def test_filters_see_the_tags_of_the_tap_and_those_around_it_the_taps_own_first() -> None:
+def test_filters_see_own_and_ambient_tags_with_own_tags_first() -> None:
     decision = made(step=7, compare="layer == 3 and phase == 'decode' and step == 7 and side == 'target'").of(
         asked("h", {"phase": "decode", "layer": 1}, layer=3)
     )
@@ -112,7 +112,7 @@ def test_the_address_and_the_row_have_the_paired_name_and_the_pairing_the_sides_
 
 
 @pytest.mark.parametrize("name", ["", None, 3, b"h", ["h"]], ids=repr)
-def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
+def test_name_other_than_text_is_refused(name: Any) -> None:
     with pytest.raises(gl.TagError, match="the name must be a non-empty string"):
         made().of(asked(name))
 
@@ -136,7 +136,7 @@ def test_each_tag_set_is_decided_once() -> None:
     assert again[1] is first[1] is None
 
 
-def test_the_tags_around_a_tap_are_part_of_what_is_remembered() -> None:
+def test_ambient_tags_are_part_of_the_cached_key() -> None:
     decisions = made(compare="phase == 'decode'")
     assert decisions.of(asked("h", {"phase": "prefill"})) is None
     assert decisions.of(asked("h", {"phase": "decode"})) is not None
@@ -175,7 +175,7 @@ def test_tag_sets_that_never_repeat_do_not_fill_the_memory(monkeypatch: pytest.M
 # ---- what is seen ---------------------------------------------------------------------------------------------------
 
 
-def test_each_tag_set_is_reported_once_wanted_or_not_and_whatever_the_plan() -> None:
+def test_each_tag_set_is_reported_once_under_any_plan() -> None:
     reported: list[dict[str, Any]] = []
     seen = SeenTags(reported.append)
     for compare in ("False", "layer == 3", "recompute_status == 'original'"):

@@ -1,4 +1,4 @@
-"""Taps of gradients: shown in the backward's order, grafted out of place, and left alone where there are none."""
+"""Taps of gradients: in the order of the backward pass, grafted out of place, absent without gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def session(one_and_one: gl.Session) -> gl.Session:
 
 
 class Recorder:
-    """A handler that notes each call, and grafts what it is told to."""
+    """A handler that records each call, and grafts configured values."""
 
     def __init__(self, grafts: Callable[[str, Any], Any] = lambda name, value: value) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -61,13 +61,13 @@ def test_gradients_are_tapped_in_the_order_of_the_backward_pass(recorder: Record
     ]
 
 
-def test_without_grad_there_is_no_tap_of_a_gradient(recorder: Recorder) -> None:
+def test_no_gradient_is_tapped_without_grad(recorder: Recorder) -> None:
     x = torch.ones(3, requires_grad=True)
     gl.tap("a", x * 2).sum().backward()
     assert recorder.calls == [("a", {})]
 
 
-def test_what_needs_no_gradient_has_none_to_show(recorder: Recorder) -> None:
+def test_tensor_without_requires_grad_has_no_gradient_tap(recorder: Recorder) -> None:
     gl.tap("a", torch.ones(3), grad=True)
     gl.tap("number", 3, grad=True)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_the_tags_around_a_tap_are_those_of_its_gradient(recorder: Recorder) -> 
     assert recorder.calls[-1] == ("a", {"phase": "train", "kind": "grad"})
 
 
-def test_a_backward_in_another_thread_goes_where_the_forwards_taps_went(recorder: Recorder) -> None:
+def test_backward_in_a_different_thread_uses_the_forwards_tap_handler(recorder: Recorder) -> None:
     own = Recorder()
     x = torch.ones(3, requires_grad=True)
     with handled_by(own):
@@ -95,7 +95,7 @@ def test_a_backward_in_another_thread_goes_where_the_forwards_taps_went(recorder
     assert recorder.calls == []
 
 
-def test_outside_a_session_no_hook_is_put_in() -> None:
+def test_no_hook_is_installed_outside_a_session() -> None:
     x = torch.ones(3, requires_grad=True)
     y = gl.tap("a", x * 2, grad=True)
     assert not y._backward_hooks

@@ -1,6 +1,6 @@
-"""A rank's grafter between its taps: runs, steps and plans, who sends, who declines, and which row comes of it.
+"""A rank's grafter: runs, steps and plans, sending and declining, and the resulting rows.
 
-All ranks are in this process, over an exchange in which nobody waits; ``test_pairing.py`` has real processes.
+All ranks are in this process, with an exchange that never waits; ``test_pairing.py`` has real processes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from graftlab.rows.schema import Row
 
 
 def told(rows: list[Row]) -> list[tuple[str, str, str]]:
-    """Who says what of which tap."""
+    """The reports of a grafter."""
     return [(f"{row.side}[{row.rank}]", row.name, row.status) for row in rows]
 
 
 # ---- both sides reach a tap -----------------------------------------------------------------------------------------
 
 
-def test_a_tap_of_both_sides_is_compared_and_one_row_says_so() -> None:
+def test_tap_of_both_sides_is_compared_in_one_row() -> None:
     world = GrafterWorld()
     sent = torch.ones(2)
     assert world.baseline.tap("h", sent, layer=3) is sent
@@ -39,7 +39,7 @@ def test_a_tap_of_both_sides_is_compared_and_one_row_says_so() -> None:
 
 
 @pytest.mark.parametrize(("way", "receiver"), [("b2t", "target"), ("t2b", "baseline")])
-def test_a_graft_goes_one_way_and_only_its_receiver_is_overwritten(way: str, receiver: str) -> None:
+def test_graft_overwrites_only_its_receiver(way: str, receiver: str) -> None:
     world = GrafterWorld(**{way: "layer == 3"})
     sides = {"baseline": (world.baseline, 1.0), "target": (world.target, 2.0)}
     sending, receiving = sorted(sides, key=lambda side: side == receiver)
@@ -54,7 +54,7 @@ def test_a_graft_goes_one_way_and_only_its_receiver_is_overwritten(way: str, rec
     assert world.rows[0].direction == way
 
 
-def test_a_replaced_value_is_another_tensor() -> None:
+def test_replaced_value_is_a_new_tensor() -> None:
     world = GrafterWorld(b2t="True")
     world.baseline.tap("h", 1.0)
     own = torch.full((2,), 2.0)
@@ -62,7 +62,7 @@ def test_a_replaced_value_is_another_tensor() -> None:
     assert (result.tolist(), own.tolist()) == ([1.0, 1.0], [2.0, 2.0])
 
 
-def test_a_callable_value_is_made_for_a_wanted_tap_alone_and_given_back_itself() -> None:
+def test_callable_is_called_only_for_a_matched_tap_and_returned_itself() -> None:
     world = GrafterWorld(compare="name == 'wanted'")
     made: list[str] = []
 
@@ -95,7 +95,7 @@ def test_an_overlap_raises_and_names_the_tags_and_both_filters() -> None:
 # ---- one side alone reaches it --------------------------------------------------------------------------------------
 
 
-def test_what_nobody_asks_for_is_unmatched_once_the_step_is_over() -> None:
+def test_unrequested_tensor_is_unmatched_after_the_step() -> None:
     world = GrafterWorld()
     world.baseline.tap("only here", 1.0)
     world.baseline.grafter.step()
@@ -107,7 +107,7 @@ def test_what_nobody_asks_for_is_unmatched_once_the_step_is_over() -> None:
     assert (row.step, row.direction, row.shape, row.rel_l2) == (0, "b2t", [2], None)
 
 
-def test_what_a_dead_rank_may_have_asked_for_is_not_said_to_be_asked_for_by_nobody() -> None:
+def test_row_of_a_dead_receiver_admits_that_its_request_is_unknown() -> None:
     world = GrafterWorld(compare="True")
     world.baseline.tap("x", 1.0)
     world.post.lost = "target[0] died"
@@ -119,7 +119,7 @@ def test_what_a_dead_rank_may_have_asked_for_is_not_said_to_be_asked_for_by_nobo
     )
 
 
-def test_what_nobody_sent_is_missing_or_timed_out() -> None:
+def test_tensor_without_a_sender_is_missing_or_timed_out() -> None:
     world = GrafterWorld(b2t="True")
     assert world.target.tap("late", 2.0).tolist() == [2.0, 2.0]
     world.baseline.grafter.end_run()
@@ -131,7 +131,7 @@ def test_what_nobody_sent_is_missing_or_timed_out() -> None:
     ]
 
 
-def test_memory_is_given_back_whatever_comes_of_a_receipt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receipts_memory_is_released_after_success_and_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     world = GrafterWorld()
     for name in ("fine", "failed", "interrupted"):
         world.baseline.tap(name, torch.ones(3) if name == "failed" else 1.0)
@@ -147,7 +147,7 @@ def test_memory_is_given_back_whatever_comes_of_a_receipt(monkeypatch: pytest.Mo
     assert world.target.exchange.released == 3
 
 
-def test_a_full_buffer_is_a_row_and_nobody_waits_for_the_tap() -> None:
+def test_full_buffer_gives_a_row_and_no_receiver_waits() -> None:
     world = GrafterWorld()
     world.post.is_full = True
     assert world.baseline.tap("h", 1.0).tolist() == [1.0, 1.0]
@@ -157,7 +157,7 @@ def test_a_full_buffer_is_a_row_and_nobody_waits_for_the_tap() -> None:
     assert told(world.target.rows) == [("target[0]", "h", "missing")]
 
 
-def test_extras_that_cannot_travel_give_a_failed_row_and_nobody_waits_for_them() -> None:
+def test_unpicklable_extras_give_a_failed_row_and_no_receiver_waits() -> None:
     world = GrafterWorld()
     world.baseline.tap("h", 1.0, extras=Unpackable())
     world.target.tap("h", 1.0)
@@ -167,7 +167,7 @@ def test_extras_that_cannot_travel_give_a_failed_row_and_nobody_waits_for_them()
 
 
 @pytest.mark.parametrize("value", ["text", None, 7j, torch.ones(2).to_sparse(), torch.ones(2, device="meta")], ids=str)
-def test_what_cannot_travel_is_skipped_with_one_warning_and_nobody_waits_for_it(value: Any) -> None:
+def test_unsendable_value_is_skipped_with_one_warning_and_no_wait(value: Any) -> None:
     world = GrafterWorld()
     with pytest.warns(gl.GraftWarning, match=r"gl.tap\('h'\) on baseline\[0\]: .*the tap is skipped"):
         assert world.baseline.tap("h", value) is value
@@ -212,7 +212,7 @@ def test_taps_of_one_value_in_parts_meet_whatever_their_rank_tags() -> None:
     assert [(row.status, row.senders, row.tags["tp_rank"]) for row in world.rows] == [("compared", [0, 1], 0)]
 
 
-def test_a_tag_that_is_none_on_one_side_and_absent_on_the_other_is_no_difference() -> None:
+def test_tag_that_is_none_pairs_with_an_absent_one() -> None:
     world = GrafterWorld()
     world.baseline.tap("h", 1.0, layer=None, phase="decode")
     world.target.tap("h", 1.0, phase="decode")
@@ -222,7 +222,7 @@ def test_a_tag_that_is_none_on_one_side_and_absent_on_the_other_is_no_difference
 # ---- what is asked without reaching a tap ---------------------------------------------------------------------------
 
 
-def test_what_a_tap_would_do_can_be_asked_without_reaching_it() -> None:
+def test_action_of_a_tap_can_be_queried_without_calling_it() -> None:
     world = GrafterWorld(2, 2, b2t="rank == 1", compare=None)
     grafter = world.target.grafter
     action = grafter.action("h", {"layer": 3})
@@ -260,7 +260,7 @@ def test_an_era_lasts_as_long_as_actions_stay_as_they_are() -> None:
 # ---- runs, steps and plans ------------------------------------------------------------------------------------------
 
 
-def test_outside_a_run_and_in_one_of_one_side_taps_are_left_alone() -> None:
+def test_taps_do_nothing_outside_runs_and_in_one_sided_runs() -> None:
     world = GrafterWorld()
     world.end()
     for participants in (None, [0]):
@@ -300,7 +300,7 @@ def test_a_tag_set_is_reported_with_the_step_in_which_it_was_first_reached() -> 
     assert [(tags["step"], tags.get("layer")) for tags in world.target.tags_seen] == [(0, None), (1, None), (1, 3)]
 
 
-def test_a_plan_is_in_force_from_the_next_step_on_and_on_all_ranks_alike() -> None:
+def test_plan_takes_effect_at_the_next_step_on_all_ranks() -> None:
     world = GrafterWorld()
     for rank in (world.baseline, world.target):
         rank.tap("h", 1.0)
@@ -314,7 +314,7 @@ def test_a_plan_is_in_force_from_the_next_step_on_and_on_all_ranks_alike() -> No
     assert [rank.plans for rank in world.ranks] == [[(0, 0), (1, 1)]] * 2
 
 
-def test_a_plan_that_reached_the_leader_alone_reaches_the_others_with_the_step() -> None:
+def test_plan_known_only_to_the_leader_reaches_others_with_the_step() -> None:
     world = GrafterWorld()
     plan = world.plan.edit(b2t="True")
     world.baseline.grafter.offer_plan(plan)
@@ -322,7 +322,7 @@ def test_a_plan_that_reached_the_leader_alone_reaches_the_others_with_the_step()
     assert [rank.grafter.plan.version for rank in world.ranks] == [1, 1]
 
 
-def test_a_plan_that_reached_a_follower_alone_waits_for_the_leader() -> None:
+def test_plan_known_only_to_a_follower_waits_for_the_leader() -> None:
     world = GrafterWorld()
     world.target.grafter.offer_plan(world.plan.edit(b2t="True"))
     world.step()
@@ -344,7 +344,7 @@ def test_an_edit_that_came_before_an_older_run_begins_is_in_force_from_the_next_
     assert [rank.grafter.plan.version for rank in world.ranks] == [1, 1]
 
 
-def test_without_the_leaders_word_no_tap_of_the_step_is_compared_and_a_row_says_so() -> None:
+def test_step_without_the_leaders_announcement_compares_nothing() -> None:
     world = GrafterWorld()
     world.target.grafter.step()
     value = torch.ones(2)
@@ -356,7 +356,7 @@ def test_without_the_leaders_word_no_tap_of_the_step_is_compared_and_a_row_says_
     assert "baseline[0]: idle" in str(row.error)
 
 
-def test_a_side_with_more_steps_goes_on_under_the_plan_in_force() -> None:
+def test_side_with_more_steps_continues_with_the_plan_in_force() -> None:
     world = GrafterWorld(b2t="True")
     world.baseline.grafter.end_run()
     world.target.grafter.step()
@@ -364,7 +364,7 @@ def test_a_side_with_more_steps_goes_on_under_the_plan_in_force() -> None:
     assert [(row.status, row.step) for row in world.rows] == [("missing", 1)]
 
 
-def test_the_page_says_where_the_rank_is() -> None:
+def test_status_page_shows_the_ranks_position() -> None:
     world = GrafterWorld()
     page = world.target.page
     assert page.read().state == "running"
@@ -401,7 +401,7 @@ def test_a_recomputed_forward_meets_the_other_sides_recomputed_one() -> None:
     ]
 
 
-def test_a_forward_that_only_one_side_recomputes_is_told_as_such() -> None:
+def test_forward_that_only_one_side_recomputes_has_status_recomputed() -> None:
     world = GrafterWorld()
     forward(world, "baseline", 1.0)
     world.target.tap("h", 1.0)

@@ -1,4 +1,4 @@
-"""What becomes of one tap's tensor: compared, grafted, left alone or failed, and what the transform is given."""
+"""One tap's tensor is compared, grafted, ignored or failed; and the transform's input."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_compare_overwrites_nothing(session: gl.Session) -> None:
 
 
 @pytest.mark.ranks
-def test_one_sided_runs_are_left_alone(session: gl.Session) -> None:
+def test_one_sided_runs_ignore_taps(session: gl.Session) -> None:
     session.edit(b2t="True")
     run = session.run(target=taps_a_and_b)
     assert run.target == [([20.0, 20.0], [20.0, 20.0])]
@@ -221,7 +221,7 @@ def test_one_sided_runs_are_left_alone(session: gl.Session) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("value", [[1.0, 2.0], None, 3.0, "text"], ids=lambda value: type(value).__name__)
-def test_non_tensors_are_skipped_with_one_warning_a_tap(
+def test_non_tensors_are_skipped_with_one_warning_per_tap(
     value: Any, session: gl.Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with gl.launch(1, 1) as fresh:
@@ -254,7 +254,7 @@ def test_a_tap_whose_value_is_a_tensor_on_one_side_only_is_missing_or_unmatched(
 
 
 @pytest.mark.ranks
-def test_a_callable_is_materialised_only_when_its_tap_is_wanted(session: gl.Session) -> None:
+def test_callable_is_called_only_if_the_plan_matches_its_tap(session: gl.Session) -> None:
     session.edit(b2t="name == 'other'", compare=None)
     run = session.run(taps_a_callable, taps_a_callable)
     assert run.baseline == run.target == [(0, True, [])]
@@ -271,7 +271,7 @@ def test_a_callable_is_materialised_only_when_its_tap_is_wanted(session: gl.Sess
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("give", "expected"), [((0, 1), 2100.0), ((1,), 2001.0), ((0,), 101.0), ((), 2.0)], ids=str)
-def test_extras_run_parallel_to_the_received_tensors_and_omitted_ones_are_none(
+def test_extras_are_in_sender_order_and_omitted_ones_are_none(
     give: tuple[int, ...], expected: float, two_senders: gl.Session
 ) -> None:
     source = """
@@ -300,7 +300,7 @@ def test_extras_travel_in_the_other_direction_too(session: gl.Session) -> None:
 
 
 @pytest.mark.ranks
-def test_extras_that_cannot_be_pickled_are_a_failed_row_that_names_them_and_nothing_in_the_model(
+def test_unpicklable_extras_give_a_failed_row_that_names_them(
     session: gl.Session,
 ) -> None:
     def tap_with_bad_extras() -> float:
@@ -356,7 +356,7 @@ def test_a_transform_written_against_the_published_signature_runs_unchanged(form
 
 
 @pytest.mark.ranks
-def test_what_a_transform_returns_in_another_dtype_is_converted_and_the_row_says_so(session: gl.Session) -> None:
+def test_transforms_result_in_a_different_dtype_is_converted_and_recorded(session: gl.Session) -> None:
     session.edit(b2t="name == 'a'", transform="def transform(g): return g.received_list[0].double() + 0.5")
     run = session.run(taps_a_and_b, taps_a_and_b)
     assert run.target[0][0] == [10.5, 10.5]
@@ -364,7 +364,7 @@ def test_what_a_transform_returns_in_another_dtype_is_converted_and_the_row_says
 
 
 @pytest.mark.ranks
-def test_compare_measures_against_what_the_transform_made(session: gl.Session) -> None:
+def test_compare_measures_against_the_transforms_result(session: gl.Session) -> None:
     session.edit(transform=("True", "def transform(g): return g.received_list[0] * 2"))
     run = session.run(taps_a_and_b, taps_a_and_b)
     assert run.frame["max_abs"].tolist() == [0.0, 0.0]
@@ -377,7 +377,7 @@ def told(frame: pd.DataFrame) -> Iterator[Any]:
 
 
 @pytest.mark.ranks
-def test_a_transform_leaves_taps_alone_that_it_is_not_for(session: gl.Session) -> None:
+def test_transform_does_not_apply_at_other_taps(session: gl.Session) -> None:
     session.edit(b2t="name == 'a'", transform="def transform(g): return g.received_list[0] * 2")
     label = session.plan.transforms[0].label
     frame = session.run(taps_a_and_b, taps_a_and_b).frame
@@ -435,7 +435,7 @@ FAILING = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", FAILING)
-def test_a_failing_transform_leaves_the_target_untouched_and_the_run_goes_on(way: str, session: gl.Session) -> None:
+def test_failing_transform_leaves_the_target_and_the_run_continues(way: str, session: gl.Session) -> None:
     statement, message = FAILING[way]
     cell = run_cell(
         f"""
@@ -501,7 +501,7 @@ def test_a_transform_that_only_the_notebook_can_load_fails_each_tap_not_the_run(
 
 
 @pytest.mark.ranks
-def test_the_default_transform_says_what_it_could_not_fit(session: gl.Session) -> None:
+def test_default_transform_names_the_shapes_that_do_not_fit_on_ranks(session: gl.Session) -> None:
     def shaped() -> list[float]:
         return gl.tap("a", torch.full((2, 3) if gl.here().side == "baseline" else (5, 7), own_value())).shape
 

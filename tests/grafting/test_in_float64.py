@@ -1,4 +1,4 @@
-"""Code that runs in float64: nothing is rounded between its operators, and what it writes stays as wide as it was."""
+"""Code in float64: no rounding between operators, and writes keep the dtype of their tensor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_model_and_its_gradients_come_out_wide_and_its_weights_stay_as_they_ar
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_what_is_written_into_a_tensor_that_is_there_arrives_there_in_its_dtype() -> None:
+def test_write_into_an_existing_tensor_keeps_its_dtype() -> None:
     cache = torch.zeros(4, 2, dtype=torch.bfloat16)
     sums, picks = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3)
     x = torch.full((2, 2), 1 / 3, dtype=torch.bfloat16)
@@ -112,7 +112,7 @@ def test_complex_numbers_integers_and_lists_of_tensors_are_wide_too_or_as_they_w
     assert joined[6:].equal(x.double())
 
 
-def test_an_operator_that_knows_no_float64_runs_as_it_is() -> None:
+def test_operator_without_float64_runs_unchanged() -> None:
     x = torch.ones(2, 64, dtype=torch.bfloat16)
     quantized = torch.ones(64, 64, dtype=torch.int8)
     scales = torch.ones(64, dtype=torch.bfloat16)
@@ -151,7 +151,7 @@ def small_steps(x: Tensor) -> Tensor:
     return gl.tap("y", lambda: x) if x.dtype == torch.int8 else gl.tap("y", x)
 
 
-def test_the_distance_from_float64_is_what_rounding_inside_of_a_tap_takes_away(rank: GrafterWorld) -> None:
+def test_distance_from_float64_shows_rounding_within_a_tap(rank: GrafterWorld) -> None:
     x = torch.full((100,), 1.5, dtype=torch.bfloat16)
 
     def exact() -> Any:
@@ -176,7 +176,7 @@ def test_results_are_moved_and_exact_and_the_grafter_hears_nothing_of_it(rank: G
     assert rank.rows == []
 
 
-def test_code_that_insists_on_a_dtype_says_so_in_a_line(rank: GrafterWorld) -> None:
+def test_code_that_requires_a_dtype_is_reported_in_one_line(rank: GrafterWorld) -> None:
     def insists() -> Tensor:
         y = torch.ones(2) * 2
         if y.dtype != torch.float32:

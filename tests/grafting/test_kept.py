@@ -1,4 +1,4 @@
-"""Kept pairs: copies of both values as they were, found by their tags, never more than the budget holds."""
+"""Kept pairs: copies of both values, found by their tags, within the budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def the_input(received: torch.Tensor, target: torch.Tensor, direction: Any = "b2
 
 
 def keep_number(kept: KeptPairs, number: float, nbytes: int = 8, **tags: Any) -> str | None:
-    """Keep a pair whose target is filled with ``number``; it has so many bytes in all."""
+    """Keep a pair of this size in bytes, whose target is filled with ``number``."""
     received, target = torch.zeros(nbytes // 8), torch.full((nbytes // 8,), float(number))
     return kept.add(the_input(received, target, **tags), received)
 
@@ -41,7 +41,7 @@ def numbers(kept: KeptPairs) -> list[float]:
 
 
 @pytest.mark.parametrize("direction", ["b2t", "t2b"])
-def test_a_pair_tells_the_baselines_value_from_the_targets(direction: str) -> None:
+def test_pair_distinguishes_baseline_and_target_values(direction: str) -> None:
     kept = KeptPairs()
     mine, theirs = torch.tensor([1.0]), torch.tensor([2.0])
     kept.add(the_input(theirs, mine, direction), theirs)
@@ -53,7 +53,7 @@ def test_a_pair_tells_the_baselines_value_from_the_targets(direction: str) -> No
     assert values == ((2.0, 1.0) if direction == "b2t" else (1.0, 2.0))
 
 
-def test_what_is_overwritten_or_given_back_later_is_kept_as_it_was() -> None:
+def test_kept_tensors_are_copies_from_before_the_graft() -> None:
     kept, mine, theirs, made = KeptPairs(), torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)
     graft_input = the_input(theirs, mine, layer=3)
     kept.add(graft_input, made)
@@ -160,7 +160,7 @@ def test_a_pair_beyond_the_budget_is_not_kept_and_drives_no_other_out() -> None:
     assert numbers(kept) == [1.0]
 
 
-def test_an_older_pair_is_not_taken_for_one_that_was_not_kept() -> None:
+def test_older_pair_does_not_replace_one_that_was_not_kept() -> None:
     kept = KeptPairs(2 * MIB)
     keep_number(kept, 1.0, MIB, layer=1, step=0)
     keep_number(kept, 2.0, 4 * MIB, layer=1, step=7)
@@ -182,7 +182,7 @@ def test_an_older_pair_is_not_taken_for_one_that_was_not_kept() -> None:
     assert newest.target[0] == 3.0
 
 
-def test_another_tap_is_not_held_against_a_pair() -> None:
+def test_missing_pair_of_a_different_tap_does_not_matter() -> None:
     kept = KeptPairs(2 * MIB)
     keep_number(kept, 1.0, MIB, layer=1, step=0)
     keep_number(kept, 2.0, 4 * MIB, layer=2, step=0)
@@ -204,7 +204,7 @@ def test_where_the_newest_transform_failed_an_older_pair_is_not_taken_for_it() -
     assert failed.tags["step"] == 4
 
 
-def test_what_had_to_go_for_newer_pairs_is_told() -> None:
+def test_dropped_pair_is_reported_with_the_reason() -> None:
     kept = KeptPairs(2 * MIB)
     for layer in range(3):
         keep_number(kept, layer, MIB, layer=layer, step=5)
@@ -215,7 +215,7 @@ def test_what_had_to_go_for_newer_pairs_is_told() -> None:
         kept.find("x", {"layer": 0})
 
 
-def test_a_failure_is_still_told_when_what_it_was_given_had_to_go() -> None:
+def test_failed_transform_is_reported_after_its_input_was_dropped() -> None:
     kept = KeptPairs(2 * MIB)
     kept.add(the_input(torch.zeros(MIB // 8), torch.zeros(MIB // 8), layer=0, step=5), None)
     for layer in (1, 2):
@@ -225,7 +225,7 @@ def test_a_failure_is_still_told_when_what_it_was_given_had_to_go() -> None:
         kept.find("x", {"layer": 0}, failed=True)
 
 
-def test_of_several_taps_that_are_not_held_the_newest_is_told_of() -> None:
+def test_newest_of_several_missing_pairs_is_reported() -> None:
     kept = KeptPairs(2 * MIB)
     assert kept.missing() == []
     for step in (3, 4):
@@ -240,7 +240,7 @@ def test_of_several_taps_that_are_not_held_the_newest_is_told_of() -> None:
     assert kept.find("x", {}) is not None
 
 
-def test_a_pair_exactly_as_large_as_the_budget_is_kept_and_the_sizes_are_told_in_whole_mib() -> None:
+def test_pair_of_exactly_the_budget_is_kept_and_sizes_are_in_whole_mib() -> None:
     kept = KeptPairs(2 * MIB)
     assert keep_number(kept, 1, 2 * MIB, index=0) is None
     assert keep_number(kept, 1, 2 * MIB + 8, index=1) == "not kept: the tensors have 2 MiB and the budget is 2 MiB"
@@ -249,7 +249,7 @@ def test_a_pair_exactly_as_large_as_the_budget_is_kept_and_the_sizes_are_told_in
     assert [tags["index"] for tags in kept.tags()] == [0]
 
 
-def test_a_pairs_bytes_count_what_two_tensors_share_once() -> None:
+def test_shared_tensor_counts_once_in_a_pairs_bytes() -> None:
     received, target = torch.zeros(4), torch.zeros(6)
     for value, nbytes in ((received, 40), (None, 40), (torch.zeros(4), 56)):
         assert KeptPair(the_input(received, target), value).nbytes == nbytes
@@ -285,7 +285,7 @@ def test_the_heap_is_tidied_each_time_an_eighth_of_the_budget_was_kept(monkeypat
         keep_number(kept, 0, 40, index=count)
 
 
-def test_taps_whose_pairs_had_to_go_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_pairs_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlab.grafting.kept._MISSING_LIMIT", 5)
     kept = KeptPairs(2 * MIB)
     for layer in range(23):

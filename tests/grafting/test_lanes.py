@@ -1,4 +1,4 @@
-"""Several threads of one rank reach taps at once: each waits for its own, and steps wait for all of them."""
+"""Several threads of one rank reach taps at once: waits are separate, and steps wait for all threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graftlab.exchange.contract import Receipt
 
 
 class Slow:
-    """Makes a rank's exchange wait for the taps of that name until it is told to go on."""
+    """Makes a rank's exchange wait for the taps of that name until it is released."""
 
     def __init__(self, world: GrafterWorld, name: str) -> None:
         exchange = world.target.exchange
@@ -41,7 +41,7 @@ class Slow:
         return self._receive(key, near)
 
 
-def test_a_tap_that_waits_keeps_no_other_thread_from_its_taps_and_order_is_that_of_arrival() -> None:
+def test_waiting_tap_does_not_block_other_threads_and_order_is_by_arrival() -> None:
     world = GrafterWorld(compare="True")
     for name in ("slow", "a", "b"):
         world.baseline.tap(name, 1.0)
@@ -61,7 +61,7 @@ def test_a_tap_that_waits_keeps_no_other_thread_from_its_taps_and_order_is_that_
 
 
 @pytest.mark.parametrize("ending", ["step", "end_run"])
-def test_a_step_ends_when_the_taps_of_all_threads_have(ending: str) -> None:
+def test_step_ends_after_the_taps_of_all_threads(ending: str) -> None:
     world = GrafterWorld(compare="True")
     world.baseline.tap("slow", 1.0)
     world.baseline.grafter.step()
@@ -97,14 +97,14 @@ def test_a_function_that_a_tap_calls_may_wait_in_a_tap_of_its_own() -> None:
     assert [(row.name, row.status) for row in world.target.rows] == [("inner", "compared"), ("outer", "compared")]
 
 
-def test_calls_of_one_tap_by_two_threads_in_a_step_are_warned_of_and_tags_tell_them_apart() -> None:
+def test_two_threads_at_one_tap_in_a_step_warn_unless_tags_differ() -> None:
     world = GrafterWorld(compare="True")
     for _ in range(3):
         world.target.tap("x", 1.0)
     with pytest.warns(GraftWarning, match=r"'x'.* two threads .* gl.tags"):
         in_background(lambda: world.target.tap("x", 1.0)).result(DEADLINE)
     world.target.grafter.step()
-    # Another thread in another step is no matter, nor are other tags.
+    # A different thread in a different step, or with different tags, is fine.
     in_background(lambda: world.target.tap("x", 1.0)).result(DEADLINE)
     world.target.tap("x", 1.0, lane=1)
 

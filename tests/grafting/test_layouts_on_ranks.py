@@ -1,4 +1,4 @@
-"""Tensors that are split over ranks in different ways are compared and grafted as the whole tensors that they are."""
+"""Tensors that are split over ranks in different ways are compared and grafted as whole tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ KINDS_ON_A_MESH = [("r1", (2, 2)), ("01", (2, 2)), ("0p", (2, 2)), ("pr", (2, 2)
 
 
 @pytest.mark.parametrize(("kinds", "sizes"), KINDS)
-def test_a_dtensor_is_compared_as_the_whole_that_it_is(session: gl.Session, kinds: str, sizes: Any) -> None:
+def test_dtensor_is_compared_as_the_whole_tensor(session: gl.Session, kinds: str, sizes: Any) -> None:
     frame = session.run(placed, placed, args=(kinds, sizes, 0.0)).frame
     assert frame["status"].tolist() == ["compared"] * 2
     assert frame["max_abs"].tolist() == [0.0, 0.0]
@@ -113,7 +113,7 @@ def test_two_dimensions_of_a_mesh(five_ranks: gl.Session, kinds: str, sizes: Any
         ("same", "partial(mesh='tp')"),
     ],
 )
-def test_a_tap_that_says_its_layout_needs_no_shapes(
+def test_tap_with_a_declared_layout_needs_no_shapes(
     session: gl.Session, baseline: str, target: str, direction: str | None
 ) -> None:
     if direction is not None:
@@ -165,7 +165,7 @@ def replicas_apart() -> None:
     gl.tap("x", torch.full((2,), 1.0 + (me.rank if me.side == "target" else 0)), layout="replicate(mesh='tp')")
 
 
-def test_replicas_that_differ_are_told(session: gl.Session) -> None:
+def test_differing_replicas_are_noted(session: gl.Session) -> None:
     session.edit(t2b="True")
     row = session.run(replicas_apart, replicas_apart).frame.iloc[0]
     assert "replicas 0 and 1 along 'tp': 2 elements differ" in row["note"]

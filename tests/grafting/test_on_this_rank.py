@@ -1,4 +1,4 @@
-"""What a rank's grafter does beside its taps: who it is, which plans it has, interrupts, names, layouts and sums."""
+"""A rank's grafter apart from taps: its role, plans, interrupts, names, layouts and partial sums."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return after
 
 
-def test_a_process_is_a_rank_from_when_it_is_told_until_it_is_told_otherwise(
+def test_process_is_a_rank_between_activate_and_deactivate(
     forked: list[Callable[[], None]],
 ) -> None:
     world = GrafterWorld(1, 1)
@@ -55,7 +55,7 @@ def test_a_process_is_a_rank_from_when_it_is_told_until_it_is_told_otherwise(
     assert [row.name for row in world.target.rows] == ["x"]
 
 
-def test_a_child_is_no_rank(forked: list[Callable[[], None]]) -> None:
+def test_forked_child_is_not_a_rank(forked: list[Callable[[], None]]) -> None:
     world = GrafterWorld(1, 1)
     active.activate(world.target.grafter, calls.Here("target", 0, 1, torch.device("cpu"), {}))
     for after in forked:
@@ -68,7 +68,7 @@ def test_a_child_is_no_rank(forked: list[Callable[[], None]]) -> None:
 # ---- plans and moments ----------------------------------------------------------------------------------------------
 
 
-def test_the_newest_plan_is_the_one_that_was_offered_if_it_is_newer() -> None:
+def test_newest_plan_is_the_offered_one_if_newer() -> None:
     world = GrafterWorld(1, 1)
     grafter, first = world.target.grafter, world.plan
     assert grafter.newest_plan is first
@@ -79,7 +79,7 @@ def test_the_newest_plan_is_the_one_that_was_offered_if_it_is_newer() -> None:
     assert grafter.newest_plan is first
 
 
-def test_a_moment_is_the_run_and_the_step_that_go_on() -> None:
+def test_moment_is_the_current_run_and_step() -> None:
     world = GrafterWorld(1, 1)
     assert world.target.grafter.moment == (0, 0)
     world.step()
@@ -105,7 +105,7 @@ def test_between_runs_an_offered_plan_is_adopted_at_once_and_in_a_run_it_waits()
     assert (grafter.plan, grafter.newest_plan) == (first, first)
 
 
-def test_patience_lasts_as_long_as_it_is_asked_for() -> None:
+def test_time_limit_is_ignored_only_inside_patiently() -> None:
     rank = GrafterWorld(1, 1).target
     rank.exchange.timeout = 7.0
     limits_seen = []
@@ -143,7 +143,7 @@ def test_an_interrupt_that_is_due_ends_a_step_or_a_tap_of_the_main_thread_once()
     assert len([key for key in world.post.sent if key.name == "x"]) == 2
 
 
-def test_what_is_reached_inside_of_a_tap_is_skipped_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tap_inside_a_tap_is_skipped_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     world = GrafterWorld(1, 1)
     grafter = world.baseline.grafter
     value = torch.ones(2)
@@ -176,7 +176,7 @@ def test_a_function_that_makes_the_value_may_reach_taps_itself() -> None:
 # ---- names and layouts ----------------------------------------------------------------------------------------------
 
 
-def test_a_layout_that_cannot_be_read_fails_the_tap_and_nobody_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_layout_fails_the_tap_and_no_receiver_waits(caplog: pytest.LogCaptureFixture) -> None:
     world = GrafterWorld(1, 1)
     from graftlab.taps.extras import ExtrasWithLayout
 
@@ -188,7 +188,7 @@ def test_a_layout_that_cannot_be_read_fails_the_tap_and_nobody_waits_for_it(capl
     assert f"target[0]: tap 'x': {row.error}" in caplog.text
 
 
-def test_under_a_rename_each_side_hears_what_the_other_calls_the_tap() -> None:
+def test_rename_sends_each_side_the_others_tap_name() -> None:
     for way, receiver in (("b2t", "target"), ("t2b", "baseline")):
         world = GrafterWorld(1, 1, **{way: "True"}, rename={"baseline": {r"^model[.]": ""}})
         ranks = (world.baseline, world.target) if way == "b2t" else (world.target, world.baseline)
@@ -203,7 +203,7 @@ def test_under_a_rename_each_side_hears_what_the_other_calls_the_tap() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_what_is_no_plain_tensor_is_said_in_words() -> None:
+def test_value_that_is_not_a_plain_tensor_is_described() -> None:
     plain = torch.ones(2)
     assert plain_tensor(plain) is plain
     assert plain_tensor(torch.nn.Parameter(plain)).tolist() == [1.0, 1.0]  # type: ignore[union-attr]
@@ -219,7 +219,7 @@ def test_what_is_no_plain_tensor_is_said_in_words() -> None:
     assert str(seen[0]).startswith("inside torch.func or torch.vmap a tensor has no plain values")
 
 
-def test_the_shard_of_a_tensor_on_a_mesh_is_what_the_rank_holds() -> None:
+def test_plain_tensor_of_a_dtensor_is_the_ranks_shard() -> None:
     local = torch.ones(2)
 
     class OnMesh(torch.Tensor):
@@ -295,7 +295,7 @@ def test_the_sums_of_a_dtensor_are_taken_along_the_dimensions_in_which_it_is_par
 # ---- rounding -------------------------------------------------------------------------------------------------------
 
 
-def test_results_are_told_with_rounding_going_otherwise_and_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_returned_with_moved_taps_and_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     world = GrafterWorld(1, 1)
     for name in ("_grafter", "_handler"):
         monkeypatch.setattr(calls, name, world.baseline.grafter)

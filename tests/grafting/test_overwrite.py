@@ -1,4 +1,4 @@
-"""A grafted value stands where the model's own was: exactly, in place where it can, and for autograd as well."""
+"""A grafted value replaces the model's own: exactly, in place where possible, and for autograd too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_dtype_is_grafted_bit_exact_into_every_layout(graft: Graft, dtype:
 
 
 @BOTH
-def test_another_dtype_is_converted(graft: Graft) -> None:
+def test_different_dtype_is_converted(graft: Graft) -> None:
     result = graft(torch.zeros(3, dtype=torch.bfloat16), torch.tensor([1.0, 1e39, NAN], dtype=torch.float64))
     assert result.dtype is torch.bfloat16
     assert result[:2].tolist() == [1.0, float("inf")]
@@ -52,7 +52,7 @@ def test_another_dtype_is_converted(graft: Graft) -> None:
 
 
 @BOTH
-def test_what_is_received_may_change_afterwards(graft: Graft) -> None:
+def test_received_tensor_may_change_after_the_graft(graft: Graft) -> None:
     received = torch.ones(3)
     result = graft(torch.zeros(3), received)
     received.fill_(9.0)
@@ -60,7 +60,7 @@ def test_what_is_received_may_change_afterwards(graft: Graft) -> None:
 
 
 @BOTH
-def test_conjugated_views_take_the_value_as_it_is_meant(graft: Graft) -> None:
+def test_conjugated_views_are_overwritten_with_the_right_value(graft: Graft) -> None:
     received = torch.tensor([1 + 2j, 3 - 4j])
     assert graft(torch.zeros(2, dtype=torch.complex64).conj(), received).tolist() == [1 + 2j, 3 - 4j]
     assert graft(torch.zeros(2, dtype=torch.complex64), received.conj()).tolist() == [1 - 2j, 3 + 4j]
@@ -69,7 +69,7 @@ def test_conjugated_views_take_the_value_as_it_is_meant(graft: Graft) -> None:
 # ---- in place -------------------------------------------------------------------------------------------------------
 
 
-def test_views_write_through_to_what_they_are_views_of() -> None:
+def test_views_write_through_to_their_base() -> None:
     qkv = torch.zeros(2, 9)
     query, key, _ = qkv.split(3, dim=1)
     in_place(key.t(), torch.arange(6.0).view(3, 2))
@@ -77,7 +77,7 @@ def test_views_write_through_to_what_they_are_views_of() -> None:
     assert query.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
-def test_an_expanded_tensor_takes_what_is_the_same_in_all_its_places() -> None:
+def test_expanded_tensor_is_overwritten_if_all_its_places_agree() -> None:
     for value in (2.0, NAN):
         base = torch.zeros(2, 1)
         in_place(base.expand(2, 3), torch.tensor([[1.0] * 3, [value] * 3]))
@@ -85,7 +85,7 @@ def test_an_expanded_tensor_takes_what_is_the_same_in_all_its_places() -> None:
 
 
 @pytest.mark.parametrize("received", [[[1.0, 2.0, 3.0]] * 2, [[1.0, NAN, 1.0]] * 2, [[NAN, 1.0, 1.0]] * 2], ids=str)
-def test_what_differs_among_the_places_of_an_expanded_tensor_is_carried_by_the_returned_one(
+def test_returned_tensor_has_values_that_an_expanded_one_cannot(
     received: list[list[float]],
 ) -> None:
     base = torch.zeros(2, 1)
@@ -96,13 +96,13 @@ def test_what_differs_among_the_places_of_an_expanded_tensor_is_carried_by_the_r
     assert base.tolist() == [[0.0], [0.0]]
 
 
-def test_overlapping_windows_take_what_agrees_where_they_overlap() -> None:
+def test_overlapping_windows_are_overwritten_if_the_overlaps_agree() -> None:
     base, signal = torch.zeros(6), torch.tensor([1.0, 2.0, NAN, 4.0, 5.0, 6.0])
     in_place(base.unfold(0, 3, 1), signal.unfold(0, 3, 1))
     assert torch.equal(bits(base), bits(signal))
 
 
-def test_what_differs_where_windows_overlap_is_carried_by_the_returned_tensor() -> None:
+def test_returned_tensor_has_values_that_overlapping_windows_cannot() -> None:
     base = torch.arange(6.0)
     received = torch.arange(12.0).view(4, 3)
     result, note = overwrite(base.unfold(0, 3, 1), received)
@@ -112,7 +112,7 @@ def test_what_differs_where_windows_overlap_is_carried_by_the_returned_tensor() 
 
 
 @given(st.data())
-def test_any_view_either_takes_the_value_or_stays_as_it_was(data: st.DataObject) -> None:
+def test_any_view_is_overwritten_completely_or_not_at_all(data: st.DataObject) -> None:
     base = torch.arange(120.0)
     shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
     strides = data.draw(st.lists(st.integers(0, 13), min_size=len(shape), max_size=len(shape)))
@@ -155,7 +155,7 @@ def test_an_expanded_inference_tensor_can_be_written_outside_inference_mode() ->
 # ---- a tensor in its place ------------------------------------------------------------------------------------------
 
 
-def test_a_replacement_leaves_the_models_own_tensor_alone() -> None:
+def test_replacement_does_not_change_the_models_tensor() -> None:
     base = torch.zeros(4, 4)
     result = replacement_for(base[1:3].t(), torch.ones(4, 2))
     result.add_(1.0)
@@ -170,7 +170,7 @@ def test_a_replacement_has_the_strides_that_views_after_the_tap_rely_on(name: st
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_replacement_may_be_changed_in_place_by_what_comes_after(requires_grad: bool) -> None:
+def test_replacement_may_be_changed_in_place_later(requires_grad: bool) -> None:
     x = torch.full((3,), 2.0, requires_grad=requires_grad)
     result = replacement_for(x * 3, torch.tensor([-1.0, 0.5, 1.0]))
     torch.nn.functional.relu(result, inplace=True)
@@ -233,7 +233,7 @@ def test_an_expanded_tensors_gradient_is_that_of_the_detached_difference() -> No
     assert x.grad.tolist() == [333.0]
 
 
-def test_an_earlier_op_that_saved_the_tensor_still_runs_backward_and_sees_the_grafted_value() -> None:
+def test_earlier_op_runs_backward_with_the_grafted_value() -> None:
     x = torch.tensor([0.0, 1.0], requires_grad=True)
     h = x.exp()  # saves what it returns
     saved = h * h  # saves what it is given

@@ -1,4 +1,4 @@
-"""Filters and rows see the name of the pair; a pair travels, or not, as both sides decide alike."""
+"""Filters and rows use the pair's name, and both sides decide alike about a pair."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_a_graft_by_any_name_of_the_pair_takes_place(
     assert run.baseline == ([1.0] if direction == "b2t" else [2.0])
 
 
-def test_a_filter_for_a_name_that_the_pair_has_not_leaves_both_sides_alone(session: gl.Session) -> None:
+def test_filter_for_a_name_outside_the_pair_matches_on_neither_side(session: gl.Session) -> None:
     session.edit(b2t="name == 'new.x'", compare=None, rename=RENAME)
     assert len(session.run(renamed, renamed).frame) == 0
 
 
-def test_what_was_seen_is_one_tap_a_pair_with_both_names(session: gl.Session) -> None:
+def test_seen_taps_are_one_per_pair_with_both_names(session: gl.Session) -> None:
     session.edit(pairs=[("old.x", "new.x")])
     session.run(renamed, renamed)
     names = [(t["name"], t["baseline_name"], t["target_name"]) for t in session.taps if "x" in t["name"]]
@@ -103,14 +103,14 @@ def test_three_taps_graft_only_their_part_of_one(session: gl.Session) -> None:
 
 
 def crossed() -> float:
-    """The baseline's ``x`` is the target's ``y``, and the target has another ``x``, which is nobody's."""
+    """The baseline's ``x`` is the target's ``y``, and the target has an ``x`` without a counterpart."""
     if gl.here().side == "baseline":
         return gl.tap("x", torch.ones(1)).item()
     gl.tap("x", torch.zeros(1))
     return gl.tap("y", torch.ones(1)).item()
 
 
-def test_a_tap_whose_namesake_belongs_to_another_is_said_to_be_alone(session: gl.Session) -> None:
+def test_tap_whose_namesake_is_in_a_pair_is_reported_without_counterpart(session: gl.Session) -> None:
     session.edit(pairs=[("x", "y")])
     frame = session.run(crossed, crossed).frame
     assert sorted(zip(frame["target_name"], frame["status"], strict=True)) == [("x", "missing"), ("y", "compared")]
@@ -146,7 +146,7 @@ def plain_forward() -> None:
 
 @pytest.mark.parametrize("direction", ["b2t", "t2b"])
 @pytest.mark.parametrize("side", ["baseline", "target"])
-def test_a_forward_that_only_one_side_runs_again_is_no_absence(session: gl.Session, side: str, direction: str) -> None:
+def test_one_sided_recomputation_is_not_a_missing_tap(session: gl.Session, side: str, direction: str) -> None:
     session.edit(**{direction: "True"})
     run = session.run(*((checkpointed, plain_forward) if side == "baseline" else (plain_forward, checkpointed)))
     rows = run.frame[["recompute_status", "status"]].sort_values("recompute_status").values.tolist()

@@ -1,4 +1,4 @@
-"""Which tap of one side meets which of the other, and what becomes of those that meet none: nobody waits for ever."""
+"""Pairing of taps between real processes, and taps without a counterpart: no rank waits forever."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def tap_once() -> list[float]:
 
 
 def holds_back_a_tap(folder: str) -> list[float]:
-    """The baseline comes to the tap only when the target has given it up."""
+    """The baseline reaches the tap only after the target has stopped waiting for it."""
     if gl.here().side == "baseline":
         gl.tap("early", torch.zeros(1))
         wait_for_file(f"{folder}/gave up")
@@ -118,7 +118,7 @@ def dies_before_the_tap(how: str) -> list[float]:
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 
-def test_taps_reached_in_another_order_still_pair(session: gl.Session) -> None:
+def test_taps_reached_in_different_orders_pair(session: gl.Session) -> None:
     session.edit(b2t="True")
     run = run_in_order(
         session,
@@ -131,7 +131,7 @@ def test_taps_reached_in_another_order_still_pair(session: gl.Session) -> None:
     assert set(run.frame["status"]) == {"grafted"}
 
 
-def test_both_directions_pair_in_another_order(session: gl.Session) -> None:
+def test_both_directions_pair_in_different_orders(session: gl.Session) -> None:
     session.edit(b2t="name == 'down'", t2b="name == 'up'")
     run = run_in_order(
         session,
@@ -142,7 +142,7 @@ def test_both_directions_pair_in_another_order(session: gl.Session) -> None:
     assert run.target == [[3.0, 1.0]]
 
 
-def test_tags_tell_taps_of_one_name_apart(session: gl.Session) -> None:
+def test_tags_distinguish_taps_of_one_name(session: gl.Session) -> None:
     session.edit(b2t="True")
     run = run_in_order(
         session,
@@ -319,7 +319,7 @@ def test_tags_of_any_kind_pair_and_get_into_the_row(value: object, session: gl.S
 # ---- taps that only one side has ------------------------------------------------------------------------------------
 
 
-def test_what_only_the_receiver_taps_is_missing_and_says_why(session: gl.Session) -> None:
+def test_tap_of_only_the_receiver_is_missing_with_the_reason(session: gl.Session) -> None:
     session.edit(b2t="True")
     run = run_in_order(session, [("x", None, 1.0)], [("only here", None, 0.0), ("x", None, 0.0)])
     assert run.target == [[0.0, 1.0]]
@@ -328,7 +328,7 @@ def test_what_only_the_receiver_taps_is_missing_and_says_why(session: gl.Session
     assert "baseline[0] ended the" in row["error"]
 
 
-def test_what_only_the_sender_taps_is_unmatched(session: gl.Session) -> None:
+def test_tap_of_only_the_sender_is_unmatched(session: gl.Session) -> None:
     session.edit(b2t="True")
     run = run_in_order(session, [("only here", None, 1.0), ("x", None, 1.0)], [("x", None, 0.0)])
     rows = run.frame.set_index("name")
@@ -341,7 +341,7 @@ def test_what_only_the_sender_taps_is_unmatched(session: gl.Session) -> None:
 def test_a_missing_tap_frees_its_waiter_at_once_when_the_other_sides_step_ends(
     session: gl.Session, tmp_path: Path
 ) -> None:
-    # The baseline's run goes on until the target is past the tap: only the end of its step can free the target.
+    # The baseline's run continues until the target is past the tap: only the end of its step can free the target.
     run = session.run(waits_after_its_step, taps_and_tells, args=(str(tmp_path / "past"),))
     assert run.target == [[20.0, 20.0]]
     assert run.frame["status"].tolist() == ["missing"]
@@ -364,7 +364,7 @@ def test_an_exception_on_one_side_frees_the_other(session: gl.Session) -> None:
 
 
 @pytest.mark.parametrize("longer", ["baseline", "target"])
-def test_a_side_with_more_steps_goes_on_alone_and_its_rows_say_so(longer: str, session: gl.Session) -> None:
+def test_side_with_more_steps_continues_alone(longer: str, session: gl.Session) -> None:
     session.edit(b2t="True")
     many = [("x", None, 1.0), None, ("x", None, 2.0), None, ("x", None, 3.0)]
     few = [("x", None, 4.0)]
@@ -385,7 +385,7 @@ def test_a_side_with_more_steps_goes_on_alone_and_its_rows_say_so(longer: str, s
 # ---- filters that look at the rank ----------------------------------------------------------------------------------
 
 
-def test_a_rank_dependent_filter_grafts_between_those_ranks_alone(four_ranks: gl.Session) -> None:
+def test_rank_dependent_filter_grafts_only_between_those_ranks(four_ranks: gl.Session) -> None:
     four_ranks.edit(b2t="rank == 0", compare=None)
 
     run = four_ranks.run(tap_once, tap_once)
@@ -407,7 +407,7 @@ def test_a_rank_dependent_filter_grafts_between_those_ranks_alone(four_ranks: gl
     ],
     ids=["one rank of each side", "all send, one receives", "all send, none receives", "none sends, all receive"],
 )
-def test_nobody_waits_for_a_rank_whose_filter_does_not_match(
+def test_no_rank_waits_for_one_whose_filter_does_not_match(
     b2t: str, expected: list, senders: dict, four_ranks: gl.Session
 ) -> None:
     four_ranks.edit(b2t=b2t, compare=None)
@@ -442,7 +442,7 @@ def test_a_rank_that_declines_frees_the_receiver_before_its_own_step_ends(
 # ---- time limits and deaths -----------------------------------------------------------------------------------------
 
 
-def test_a_timeout_ends_the_wait_and_the_row_says_where_each_peer_is(tmp_path: Path) -> None:
+def test_timeout_ends_the_wait_with_each_peers_position_in_the_row(tmp_path: Path) -> None:
     with gl.launch(2, 1) as session:
         session.edit(b2t="True")
 
@@ -455,7 +455,7 @@ def test_a_timeout_ends_the_wait_and_the_row_says_where_each_peer_is(tmp_path: P
             reached = f"baseline[{rank}] did not reach this tap within 0.5 s: computing for"
             assert reached in rows.loc["late", "error"]
         assert rows.loc["late", "error"].count("last seen at tap 'early' of step 0") == 2
-        # What came too late was sent for nobody.
+        # The late tensor has no receiver.
         sent = run.frame[run.frame["side"] == "baseline"]
         assert sent[["name", "status"]].values.tolist() == [["late", "unmatched"]] * 2
 
@@ -520,7 +520,7 @@ def test_a_rank_that_comes_late_to_a_step_still_uses_the_plan_of_both_sides(tmp_
 
 
 @pytest.mark.parametrize("how", ["killed", "exited"])
-def test_a_dead_peer_gives_missing_rows_and_frees_the_others(how: str) -> None:
+def test_dead_peer_gives_missing_rows_and_frees_its_waiters(how: str) -> None:
     with gl.launch(2, 1) as session:
         with pytest.raises(gl.RunError) as caught:
             # Else the others are interrupted, wherever they are.
@@ -530,7 +530,7 @@ def test_a_dead_peer_gives_missing_rows_and_frees_the_others(how: str) -> None:
         assert list(caught.value.failures) == ["baseline[1]"]
         assert ended in caught.value.failures["baseline[1]"]
         run = session.runs[-1]
-        # What the living sender contributed is there all the same.
+        # The living sender's contribution has arrived.
         assert run.target == [[20.0, 20.0]]
         assert run.frame["status"].tolist() == ["compared"]
         assert run.frame["senders"].tolist() == [[0]]
@@ -570,7 +570,7 @@ def with_own_taps(names: str, before: str = "", own: str = "", steps: int = 4) -
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
 @pytest.mark.timeout(240)
-def test_a_tap_of_the_target_alone_is_not_waited_for_while_the_baseline_waits_for_a_graft(
+def test_no_deadlock_between_a_target_only_tap_and_a_graft(
     ranks: tuple[int, int],
 ) -> None:
     """The time limit is longer than the test may take: it would end in it."""
@@ -588,7 +588,7 @@ def test_a_tap_of_the_target_alone_is_not_waited_for_while_the_baseline_waits_fo
 
 
 @pytest.mark.timeout(240)
-def test_a_graft_from_a_tap_that_the_target_has_not_is_given_up_and_spoils_no_more_than_a_first_step() -> None:
+def test_graft_of_a_tap_that_the_target_lacks_spoils_only_the_first_step() -> None:
     with gl.launch(1, 1, device="cpu", timeout=600.0) as session:
         session.edit(t2b="name == 'only mine' or name == 'b'")
         run = session.run(
@@ -601,7 +601,7 @@ def test_a_graft_from_a_tap_that_the_target_has_not_is_given_up_and_spoils_no_mo
 
 
 @pytest.mark.parametrize("kind", ["tensor", "list", "dict", "array", "tuple of a tensor", "grafter_extras"])
-def test_what_can_be_no_tag_is_left_out_with_one_word_and_the_taps_pair(kind: str, session: gl.Session) -> None:
+def test_invalid_tag_is_left_out_with_one_warning_and_the_taps_pair(kind: str, session: gl.Session) -> None:
     def taps() -> tuple[float, list[str]]:
         own = own_value()
         wrong = {

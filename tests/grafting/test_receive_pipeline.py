@@ -1,4 +1,4 @@
-"""From one receipt to the row and the tensor that goes on: every way in which it can end."""
+"""The receive pipeline from one receipt to the row and the resulting tensor: every possible result."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def test_a_comparison_measures_and_touches_nothing() -> None:
     assert (row.senders, row.note, row.error) == ([0], None, None)
 
 
-def test_a_row_says_which_tap_where_and_when() -> None:
+def test_row_names_the_tap_the_place_and_the_step() -> None:
     _, row = taken(torch.ones(2, 3, dtype=torch.float16), receipt(torch.ones(2, 3)))
     assert (row.run, row.step, row.order, row.name, row.plan_version, row.occurrence) == (2, 4, 9, "h", 5, 1)
     assert (row.direction, row.side, row.rank, row.seconds) == ("b2t", "target", 0, 0.5)
     assert (row.shape, row.dtype, row.tags["layer"]) == ([2, 3], "float16", 3)
 
 
-def test_a_graft_writes_into_the_tensor_and_the_row_has_the_difference_of_before() -> None:
+def test_graft_overwrites_the_tensor_and_the_row_has_the_difference_before() -> None:
     own, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
     before = asdict(measure(theirs, own.clone()))
     result, row = taken(own, receipt(theirs), GRAFT)
@@ -100,7 +100,7 @@ def test_a_graft_writes_into_the_tensor_and_the_row_has_the_difference_of_before
     assert {name: getattr(row, name) for name in STATISTICS} == before
 
 
-def test_a_graft_of_what_is_replaced_leaves_the_tensor_alone() -> None:
+def test_graft_with_replace_does_not_change_the_tensor() -> None:
     own = torch.tensor([1.0, 2.0])
     result = Receiver().take(call(own, GRAFT), receipt(torch.tensor([3.0, 4.0])), replaced=own)
     assert own.tolist() == [1.0, 2.0]
@@ -110,7 +110,7 @@ def test_a_graft_of_what_is_replaced_leaves_the_tensor_alone() -> None:
 
 
 @pytest.mark.parametrize(("direction", "rel_l2"), [("b2t", 1.0), ("t2b", 0.5)])
-def test_the_difference_is_relative_to_the_baseline_whoever_receives(direction: Any, rel_l2: float) -> None:
+def test_difference_is_relative_to_the_baseline_in_both_directions(direction: Any, rel_l2: float) -> None:
     place = TARGET if direction == "b2t" else Place("baseline", 0, 1, 1)
     made = call(torch.tensor([2.0]), Action(direction), place)
     result = Receiver().take(made, receipt(torch.tensor([1.0])))
@@ -118,14 +118,14 @@ def test_the_difference_is_relative_to_the_baseline_whoever_receives(direction: 
     assert (row.direction, row.side, row.rel_l2) == (direction, place.side, rel_l2)
 
 
-def test_what_the_transform_made_is_converted_and_the_row_says_so() -> None:
+def test_transforms_result_is_converted_and_the_row_records_it() -> None:
     own = torch.zeros(2)
     _, row = taken(own, receipt(torch.tensor([1, 2])), GRAFT, transform=first)
     assert (row.status, row.cast, row.dtype) == ("grafted", "int64 -> float32", "float32")
     assert own.tolist() == [1.0, 2.0]
 
 
-def test_the_row_says_which_transform_made_what_was_measured() -> None:
+def test_row_names_the_transform_of_the_measured_value() -> None:
     handler = Receiver()
     handler.pipeline.adopt(GraftPlan(b2t="True", transform=[("layer == 3", first), ("True", PATH)]))
     rows = [
@@ -136,7 +136,7 @@ def test_the_row_says_which_transform_made_what_was_measured() -> None:
     assert [row.status for row in rows] == ["compared"] * 3
 
 
-def test_shards_are_joined_and_the_row_says_how() -> None:
+def test_shards_are_joined_as_the_row_describes() -> None:
     own = torch.zeros(4)
     _, row = taken(own, receipt(torch.ones(2), torch.full((2,), 3.0)), GRAFT)
     assert own.tolist() == [1.0, 1.0, 3.0, 3.0]
@@ -160,7 +160,7 @@ def unmeasured(row: Row) -> bool:
 
 
 @pytest.mark.parametrize(("timed_out", "status"), [(False, "missing"), (True, "timeout")])
-def test_where_nothing_came_the_row_says_why(timed_out: bool, status: str) -> None:
+def test_row_without_contributions_has_the_reason(timed_out: bool, status: str) -> None:
     own = torch.ones(2)
     came = receipt(absent={0: "baseline[0] died", 1: "baseline[1] is late"}, timed_out=timed_out)
     result, row = taken(own, came, GRAFT_AND_KEEP)
@@ -170,7 +170,7 @@ def test_where_nothing_came_the_row_says_why(timed_out: bool, status: str) -> No
     assert unmeasured(row)
 
 
-def test_who_did_not_send_is_noted_where_others_did() -> None:
+def test_missing_senders_are_noted_beside_others() -> None:
     came = receipt(None, torch.ones(2), absent={0: "baseline[0] died"})
     _, row = taken(torch.ones(2), came, transform=first)
     assert (row.status, row.senders, row.note, row.error) == ("compared", [1], "baseline[0] died", None)
@@ -187,7 +187,7 @@ def test_extras_that_cannot_be_loaded_fail_the_tap(caplog: pytest.LogCaptureFixt
     assert unmeasured(row)
 
 
-def test_where_the_senders_have_none_of_the_rows_it_is_missing_and_nothing_is_measured() -> None:
+def test_tap_is_missing_if_senders_have_none_of_its_rows() -> None:
     def none_of_them(graft_input: GraftTransformInput) -> Outcome:
         return Outcome(graft_input.target, rows=(torch.tensor([], dtype=torch.int64),), rows_unmatched=3)
 
@@ -223,7 +223,7 @@ def misshapen(graft_input: GraftTransformInput) -> torch.Tensor:
         (misshapen, "TransformError: the transform returned shape [1]"),
     ],
 )
-def test_a_transform_that_fails_leaves_the_tensor_and_the_row_says_how(
+def test_failed_transform_leaves_the_tensor_and_its_error_is_in_the_row(
     transform: Callable[..., Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = torch.ones(2)
@@ -238,7 +238,7 @@ def test_a_transform_that_fails_leaves_the_tensor_and_the_row_says_how(
     assert unmeasured(row)
 
 
-def test_the_traceback_begins_at_the_users_own_line() -> None:
+def test_traceback_begins_at_the_users_line() -> None:
     _, row = taken(torch.ones(2), receipt(torch.zeros(2)), transform=raises)
     assert row.error is not None
     _, _, traceback = row.error.partition("\n\n")
@@ -284,7 +284,7 @@ def test_nothing_is_kept_that_the_plan_does_not_keep() -> None:
     assert not handler.kept.tags(failed=True)
 
 
-def test_what_a_failed_transform_was_given_is_kept_to_try_another_on() -> None:
+def test_failed_transforms_input_is_kept_for_another_try() -> None:
     handler = Receiver(raises)
     handler.take(call(torch.tensor([1.0]), KEEP), receipt(torch.tensor([2.0])))
     assert not handler.kept.tags()
@@ -319,7 +319,7 @@ def test_a_graft_is_a_line_in_the_log_and_a_comparison_is_not(caplog: pytest.Log
     assert after.startswith("float32[2] cpu (mean=2 std=0 min=2 max=2 nonfinite=1) from ranks [0]; rel_diff=2.000e-01")
 
 
-def test_the_log_is_not_written_where_nobody_reads_it(
+def test_log_lines_are_not_formatted_at_a_higher_log_level(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     described: list[torch.Tensor] = []
@@ -331,7 +331,7 @@ def test_the_log_is_not_written_where_nobody_reads_it(
     assert not described
 
 
-def test_lines_of_the_log_gather_and_keep_their_moment_and_none_is_lost(
+def test_batched_log_lines_keep_their_time_and_none_is_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     moments = iter(range(1000, 2000))
@@ -349,7 +349,7 @@ def test_lines_of_the_log_gather_and_keep_their_moment_and_none_is_lost(
 # ---- what the transform is given ------------------------------------------------------------------------------------
 
 
-def test_the_transform_knows_who_receives_and_who_sent() -> None:
+def test_transform_knows_receiver_and_senders() -> None:
     def checks(given: GraftTransformInput) -> torch.Tensor:
         assert (given.senders, given.received_extras_list, given.target_extras) == ([1], [{"scale": 2.0}], "mine")
         assert (given.direction, given.recv_rank, given.recv_world_size, given.send_world_size) == ("b2t", 0, 1, 2)
@@ -364,9 +364,7 @@ def test_the_transform_knows_who_receives_and_who_sent() -> None:
 
 
 @pytest.mark.parametrize("kind", ["alike", "dtype", "shards", "one silent", "said layout", "sent extras", "inference"])
-def test_what_is_handed_on_as_it_came_is_what_the_default_transform_makes(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fast_path_gives_the_default_transforms_result(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     carried = {
         "said layout": SentExtras("its own", RankLayout(Layout(), (4,))),
         "sent extras": SentExtras("its own"),

@@ -1,4 +1,4 @@
-"""The self-graft: what a run adds when its own record, moved by one unit in the last place, is grafted into it."""
+"""The self-graft: the rounding that each tap adds, measured by grafting a run's own record, slightly moved, into it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_both_parts_of_a_complex_number_move() -> None:
 # ---- what is added --------------------------------------------------------------------------------------------------
 
 
-def test_each_tap_adds_what_rounding_before_it_adds() -> None:
+def test_each_taps_addition_is_the_rounding_before_it() -> None:
     rows = by_name(graft(chain).added)
     assert list(rows) == ["layers.0.x", "layers.1.x", "y"]
     assert rows["layers.0.x"].rel_l2 == 0.0  # nothing comes before it
@@ -99,7 +99,7 @@ def test_an_error_is_added_at_one_tap_and_not_inherited_by_the_next() -> None:
     assert found.outputs[-1].rel_l2 > 3 * found.outputs[1].rel_l2
 
 
-def test_what_is_added_is_measured_by_the_records_size_and_its_largest_difference_by_its_root_mean_square() -> None:
+def test_additions_are_relative_to_the_records_norm_and_root_mean_square() -> None:
     record, shift = torch.tensor([3.0, -4.0]), torch.tensor([0.0, 0.5])
     found = graft(lambda: gl.tap("x", record.clone(), layer=3), exact=lambda: gl.tap("x", record + shift, layer=3))
     (row,) = found.exact
@@ -116,7 +116,7 @@ def test_beside_a_record_of_zeros_any_difference_is_without_bound() -> None:
     assert [(row.rel_max, row.squares) for row in found.exact] == [(0.0, 0.0)]
 
 
-def test_a_tap_is_told_from_the_same_tap_reached_again() -> None:
+def test_repeated_calls_of_a_tap_are_distinguished() -> None:
     def twice() -> None:
         for _ in range(2):
             gl.tap("x", torch.ones(2))
@@ -132,7 +132,7 @@ def test_the_coarser_dtype_of_a_tap_is_that_it_is_moved_by() -> None:
     assert 1e-4 < narrow["layers.1.x"].rel_l2 < 1e-2
 
 
-def test_what_is_overwritten_goes_on_in_place_and_in_outputs_of_modules() -> None:
+def test_self_graft_overwrites_in_place_and_in_module_outputs() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     x = torch.ones(4, 8)
 
@@ -166,7 +166,7 @@ def test_code_that_does_not_repeat_itself_is_found_before_anything_is_moved() ->
     assert found.added == []
 
 
-def test_a_tap_that_is_not_reached_again_is_said() -> None:
+def test_tap_that_is_not_reached_again_is_reported() -> None:
     reached: list[int] = []
 
     def once() -> None:
@@ -177,7 +177,7 @@ def test_a_tap_that_is_not_reached_again_is_said() -> None:
     assert graft(once).not_repeated == ["first call was not reached again"]
 
 
-def test_another_dtype_or_shape_is_not_the_same() -> None:
+def test_different_dtype_or_shape_is_not_a_repeat() -> None:
     makes = iter([torch.ones(2), torch.ones(2).double(), torch.ones(2), torch.ones(1, 2)])
     for _ in range(2):
         assert graft(lambda: gl.tap("x", next(makes))).not_repeated == ["x"]
@@ -191,7 +191,7 @@ def test_nan_in_the_same_places_is_the_same() -> None:
     assert graft(lambda: gl.tap("x", torch.tensor([1.0, math.nan]))).not_repeated == []
 
 
-def test_memory_is_bounded_and_it_is_said_what_it_did_not_suffice_for() -> None:
+def test_record_is_bounded_and_taps_beyond_it_are_counted() -> None:
     def three() -> None:
         for name in "abc":
             gl.tap(name, torch.ones(100 if name == "b" else 10))
@@ -201,7 +201,7 @@ def test_memory_is_bounded_and_it_is_said_what_it_did_not_suffice_for() -> None:
     assert found.not_recorded == 2  # c too: after a gap a difference may be inherited
 
 
-def test_what_is_no_tensor_is_said() -> None:
+def test_taps_without_a_tensor_are_listed() -> None:
     def mixed() -> None:
         gl.tap("number", 3)
         gl.tap("x", torch.ones(2))

@@ -1,4 +1,4 @@
-"""A job against itself: passes of whole steps, and nothing that would stay in the job."""
+"""The self-graft of a job: passes of whole steps, without lasting changes in the job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def moving(tap: Tap, step: int) -> None:
     tap("y", x * step)
 
 
-def test_a_job_that_shows_the_same_in_two_steps_repeats_and_one_that_does_not_is_told_by_its_taps() -> None:
+def test_repeat_pass_names_the_taps_that_differ_between_steps() -> None:
     same = Job(steady).go(SelfGraftInSteps(("record", "repeat"), budget=BUDGET), 2)
     assert (same.is_over, same.found.not_repeated) == (True, [])
     other = Job(moving).go(SelfGraftInSteps(("record", "repeat"), budget=BUDGET), 2)
@@ -68,7 +68,7 @@ def test_a_pass_of_several_steps_begins_at_a_multiple_of_their_number() -> None:
     assert single.found.not_repeated == ["x"]
 
 
-def test_a_later_order_grafts_the_record_of_an_earlier_one_and_hands_out_what_is_kept() -> None:
+def test_later_self_graft_reuses_an_earlier_record_and_returns_kept_groups() -> None:
     job = Job(steady)
     first = job.go(SelfGraftInSteps(("record", "repeat"), budget=BUDGET, keep=("y",)), 2)
     assert torch.equal(first.found.last["y"], torch.linspace(0.5, 2.0, 1000) * 3 - 1)
@@ -92,7 +92,7 @@ def test_a_later_order_grafts_the_record_of_an_earlier_one_and_hands_out_what_is
     assert job.go(SelfGraftInSteps(("repeat",), budget=BUDGET, before=second), 1).found.not_repeated == []
 
 
-def test_nothing_is_written_into_weights_or_into_an_optimizers_state_and_those_at_rest_take_no_tap() -> None:
+def test_weights_and_optimizer_state_are_never_grafted() -> None:
     weight, state, value = torch.ones(4), torch.ones(4), torch.ones(4)
 
     def step(tap: Tap, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Sketches: what ranks compare in place of their tensors, and which ranks a layout says hold the same."""
+"""Sketches, which are compared instead of tensors, and the replicas in a layout."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_a_sketch_is_of_one_size_and_linear_in_the_tensor(count: int) -> None:
         assert (np.abs(found[at % SKETCH]), np.count_nonzero(found)) == (3.0, 1)
 
 
-def test_signs_are_drawn_so_that_what_moves_in_one_direction_does_not_vanish() -> None:
+def test_random_signs_keep_a_uniform_shift_visible() -> None:
     found = numbers(torch.ones(SKETCH))
     assert set(found.tolist()) == {-1.0, 1.0}
 
 
-def test_the_norm_and_what_is_not_finite_are_told() -> None:
+def test_sketch_has_the_norm_and_the_number_of_nonfinite_elements() -> None:
     sketch, norm, nonfinite = sketched(torch.tensor([[3.0, math.nan], [-math.inf, 4.0]]))
     assert (norm, nonfinite) == (5.0, 2)
     assert np.abs(np.frombuffer(sketch)).sum() == 7.0
@@ -61,7 +61,7 @@ def test_ranks_that_hold_the_same_are_those_of_one_place_on_the_meshes_that_cut(
         assert (found.layout, found.groups) == (layout.text, groups), text
 
 
-def test_what_taps_show_is_told_in_order_and_what_shows_no_tensor_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sketches_are_in_order_and_taps_without_a_tensor_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     grafter = GrafterWorld(1, 1).baseline.grafter
     for name in ("_grafter", "_handler"):
         monkeypatch.setattr(calls, name, grafter)

@@ -1,4 +1,4 @@
-"""A transform's draft is tried on kept tensors in a process of its own: whatever it does, ranks and plan stay."""
+"""A transform's draft is tried on kept tensors in a separate process, so it cannot affect ranks or the plan."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def assert_unharmed(session: gl.Session, before: list[int | None]) -> None:
 # ---- what a trial tells ---------------------------------------------------------------------------------------------
 
 
-def test_a_good_draft_tells_shapes_and_the_diff_before_and_after(session: gl.Session) -> None:
+def test_good_draft_reports_shapes_and_the_difference_before_and_after(session: gl.Session) -> None:
     trial = tried(
         session, "print('seen', graft_input.tags['layer'])", "return 2 * graft_input.received_list[0]", rank=0
     )
@@ -102,7 +102,7 @@ def test_a_draft_that_goes_the_other_way_is_measured_in_the_same_order(session: 
     assert trial.tags["side"] == "baseline"
 
 
-def test_another_dtype_is_converted_and_the_trial_says_so(session: gl.Session) -> None:
+def test_different_dtype_is_converted_and_noted_in_the_trial(session: gl.Session) -> None:
     trial = tried(session, "return graft_input.received_list[0].double()")
     assert (trial.ok, trial.result, trial.cast) == (True, "float64[2, 3]", "float64 -> float32")
 
@@ -145,7 +145,7 @@ def test_functions_of_the_notebook_and_dotted_paths_are_drafts_too(
     assert "module 'no_such_module' cannot be imported" in str(nowhere.error)
 
 
-def test_a_draft_says_where_it_would_not_be_applied(session: gl.Session) -> None:
+def test_trial_notes_where_the_draft_would_not_be_applied(session: gl.Session) -> None:
     # The plan of these tests grafts nothing.
     doubles = source("return 2 * graft_input.received_list[0]")
     trial = session.try_transform(doubles, "x", limit=PLENTY)
@@ -161,7 +161,7 @@ def test_a_draft_says_where_it_would_not_be_applied(session: gl.Session) -> None
     assert session.try_transform(doubles, "x", limit=PLENTY).note is None
 
 
-def test_of_several_drafts_the_one_for_the_tap_is_tried(session: gl.Session) -> None:
+def test_matching_draft_of_several_is_tried(session: gl.Session) -> None:
     doubles = source("return 2 * graft_input.received_list[0]")
     several = [("layer == 5", source("return 1 / 0")), ("layer == 4", doubles)]
     trial = session.try_transform(several, "x", limit=PLENTY)
@@ -194,7 +194,7 @@ def test_of_several_drafts_the_one_for_the_tap_is_tried(session: gl.Session) -> 
     ],
     ids=["syntax", "runtime", "inner function", "shape", "no tensor", "written and no tensor"],
 )
-def test_a_fault_is_told_with_its_line(
+def test_error_is_reported_with_its_line(
     lines: tuple[str, ...], line: int | None, message: str, session: gl.Session
 ) -> None:
     trial = tried(session, *lines)
@@ -203,10 +203,10 @@ def test_a_fault_is_told_with_its_line(
     assert trial.error is not None
     assert re.search(message, trial.error), trial.error
     assert trial.after is None
-    assert trial.target == "float32[2, 3]"  # what it was given is told all the same
+    assert trial.target == "float32[2, 3]"  # its input is reported all the same
 
 
-def test_a_fault_while_the_draft_is_loaded_is_told_with_its_line(session: gl.Session) -> None:
+def test_error_while_loading_the_draft_is_reported_with_its_line(session: gl.Session) -> None:
     trial = session.try_transform("import torch\nnumber = 1 / 0\n" + source("return 1"), "x", limit=PLENTY)
     assert trial.error_line == 2
     assert "failed while it was loaded" in str(trial.error)
@@ -257,7 +257,7 @@ def test_an_error_of_many_megabytes_arrives_cut(session: gl.Session) -> None:
     assert trial.error_line == 2
 
 
-def test_what_the_draft_left_running_does_not_delay_or_outlive_it(session: gl.Session) -> None:
+def test_thread_left_by_a_draft_does_not_delay_the_trial(session: gl.Session) -> None:
     trial = tried(
         session,
         "import threading",
@@ -270,13 +270,13 @@ def test_what_the_draft_left_running_does_not_delay_or_outlive_it(session: gl.Se
 # ---- what a trial leaves alone --------------------------------------------------------------------------------------
 
 
-def test_it_runs_in_no_rank_and_not_in_the_notebook(session: gl.Session) -> None:
+def test_trial_runs_neither_in_a_rank_nor_in_the_notebook(session: gl.Session) -> None:
     trial = tried(session, "import os, torch", "print(os.getpid())", "torch.ones = None", "return graft_input.target")
     assert int(trial.printed) not in {os.getpid(), *(rank.pid for rank in session.ranks)}
     assert session.run(target=lambda: torch.ones(1).item()).target == [1.0, 1.0]
 
 
-def test_a_trial_changes_neither_the_plan_nor_what_is_kept_nor_the_rows(session: gl.Session) -> None:
+def test_trial_changes_neither_plan_nor_kept_pairs_nor_rows(session: gl.Session) -> None:
     before = session.plan, session.plans, session.kept(), session.row_count
     assert tried(session, "return graft_input.received_list[0]").ok
     assert tried(session, "graft_input.target.zero_()", "return graft_input.target").ok
@@ -284,15 +284,15 @@ def test_a_trial_changes_neither_the_plan_nor_what_is_kept_nor_the_rows(session:
     assert session.tensors("x", rank=1)[1].tolist() == [[21.0] * 3] * 2
 
 
-def test_a_draft_can_be_tried_while_a_run_is_going_on(session: gl.Session, tmp_path: Path) -> None:
+def test_draft_can_be_tried_during_a_run(session: gl.Session, tmp_path: Path) -> None:
     def holds(folder: str) -> float:
-        wait_for_file(f"{folder}/go on")
+        wait_for_file(f"{folder}/release")
         return own_value()
 
     run = session.start(target=holds, args=(str(tmp_path),))
     assert tried(session, "return graft_input.received_list[0]").ok
     assert not run.done
-    (tmp_path / "go on").touch()
+    (tmp_path / "release").touch()
     assert run.wait().target == [20.0, 21.0]
 
 
@@ -389,7 +389,7 @@ print(repr(trial.printed), trial.ok)
 """
 
 
-def test_what_graftlab_says_of_itself_is_nothing_that_the_draft_printed() -> None:
+def test_graftlabs_own_messages_are_not_in_the_drafts_output() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_KERNEL],
         env={**os.environ, "GRAFTLAB_KERNEL": "fallback"},

@@ -1,4 +1,4 @@
-"""What a trial of a draft tells, in this process; that it harms nobody is in test_trial.py."""
+"""The results of trying a draft, in this process; test_trial.py checks that a trial has no side effects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tried(*lines: str, pair: KeptPair | None = None, **options: Any) -> Trial:
     return try_draft(spec(source(*lines)), pair or kept_pair(), "cpu", **options)
 
 
-def test_a_good_draft_tells_shapes_and_the_diff_before_and_after() -> None:
+def test_good_draft_reports_shapes_and_the_difference_before_and_after() -> None:
     trial = tried("print('seen', graft_input.tags['layer'])", "return 2 * graft_input.received_list[0]")
     assert (trial.ok, trial.error, trial.error_line, trial.note, trial.cast) == (True, None, None, None, None)
     assert (trial.received, trial.target, trial.result) == (["float32[2, 3]"], "float32[2, 3]", "float32[2, 3]")
@@ -65,18 +65,18 @@ def test_a_draft_that_goes_the_other_way_is_measured_in_the_same_order() -> None
     assert (trial.after.mean_baseline, trial.after.mean_target) == (20.0, 11.0)
 
 
-def test_where_the_transform_in_force_failed_there_is_no_diff_before() -> None:
+def test_trial_has_no_difference_before_if_the_plans_transform_failed() -> None:
     trial = tried("return graft_input.received_list[0]", pair=kept_pair(value=None))
     assert (trial.ok, trial.before, trial.target) == (True, None, "float32[2, 3]")
     assert trial.after is not None
 
 
-def test_what_was_converted_is_said() -> None:
+def test_conversion_is_noted_in_the_trial() -> None:
     trial = tried("return graft_input.received_list[0].double()")
     assert (trial.ok, trial.result, trial.cast) == (True, "float64[2, 3]", "float64 -> float32")
 
 
-def test_without_a_pair_drafts_are_only_loaded_and_the_first_that_cannot_be_is_told() -> None:
+def test_without_a_pair_drafts_are_loaded_and_the_first_error_is_reported() -> None:
     good, bad = spec(source("raise ValueError('not called')")), spec("x = 1")
     trial = try_draft(good, None, "cpu")
     assert (trial.ok, trial.received, trial.target, trial.after, trial.seconds) == (True, [], None, None, None)
@@ -84,7 +84,7 @@ def test_without_a_pair_drafts_are_only_loaded_and_the_first_that_cannot_be_is_t
     assert not try_draft((good, bad, good), None, "cpu").ok
 
 
-def test_a_draft_says_where_it_would_not_be_applied() -> None:
+def test_trial_notes_where_the_draft_would_not_be_applied() -> None:
     doubles = source("return 2 * graft_input.received_list[0]")
     pair = kept_pair()
     grafts, compares = GraftPlan(b2t="layer == 4"), GraftPlan()
@@ -126,14 +126,14 @@ def test_of_several_drafts_the_first_for_the_tap_is_tried() -> None:
         (("raise SystemExit(3)",), 2, "the draft called exit(3)\n"),
     ],
 )
-def test_a_fault_is_told_with_its_line(lines: tuple[str, ...], line: int, message: str) -> None:
+def test_error_is_reported_with_its_line(lines: tuple[str, ...], line: int, message: str) -> None:
     trial = tried(*lines)
     assert (trial.ok, trial.error_line, trial.after) == (False, line, None)
     assert message in str(trial.error)
     assert trial.target == "float32[2, 3]"
 
 
-def test_a_fault_while_the_draft_is_loaded_is_told_with_its_line() -> None:
+def test_error_while_loading_the_draft_is_reported_with_its_line() -> None:
     trial = try_draft(spec("import torch\nnumber = 1 / 0\n" + source("return 1")), kept_pair(), "cpu")
     assert trial.error_line == 2
     assert "number = 1 / 0" in str(trial.error)
@@ -144,7 +144,7 @@ def test_a_fault_while_the_draft_is_loaded_is_told_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1, 2**20])
-def test_what_is_printed_is_cut_at_the_limit_and_the_rest_is_counted(more: int) -> None:
+def test_output_is_cut_at_the_limit_and_the_rest_counted(more: int) -> None:
     stdout = sys.stdout
     trial = tried(
         "import sys", f"sys.stderr.write('é' * {LONGEST - 5}); print('x' * {4 + more})", "return graft_input.target"
@@ -156,7 +156,7 @@ def test_what_is_printed_is_cut_at_the_limit_and_the_rest_is_counted(more: int) 
     assert sys.stdout is stdout
 
 
-def test_a_long_error_is_told_without_its_middle() -> None:
+def test_long_error_is_cut_in_its_middle() -> None:
     def error_of(length: str) -> str:
         # The line itself is in the error, so its own length must not change.
         return str(tried(f"raise ValueError('begin' + 'x' * {length:>5} + 'end')").error)

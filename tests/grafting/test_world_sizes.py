@@ -1,4 +1,4 @@
-"""Worlds of every shape, in both directions: values prove which sender's tensor went where."""
+"""Sides of all sizes, in both directions: values show which sender's tensor arrived where."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_default_transform_takes_the_sender_with_my_rank_in_both_directions(sess
     assert [down for down, _ in run.baseline] == [[10.0 + rank] * 3 for rank in range(baselines)]
 
 
-def test_one_row_a_tap_a_receiving_rank_names_every_sender(session: gl.Session) -> None:
+def test_one_row_per_tap_and_receiving_rank_names_every_sender(session: gl.Session) -> None:
     session.edit(b2t="name == 'down'", t2b="name == 'up'")
     baselines, targets = sizes(session)
 
@@ -132,7 +132,7 @@ def test_default_transform_joins_and_cuts_shards_in_both_directions(session: gl.
         ] * (frame["name"] == name).sum()
 
 
-def test_a_transform_gets_one_tensor_a_sender_in_rank_order(session: gl.Session) -> None:
+def test_transform_gets_one_tensor_per_sender_in_rank_order(session: gl.Session) -> None:
     digits = "def transform(g): return g.target * 0 + sum(100**i * (t - 10) for i, t in enumerate(g.received_list))"
     session.edit(b2t="name == 'down'", transform=digits)
     baselines, targets = sizes(session)
@@ -166,7 +166,7 @@ def test_each_side_has_its_own_default_process_group(session: gl.Session) -> Non
         assert results == [(total, rank, size) for rank in range(size)]
 
 
-def test_ranks_find_in_the_environment_what_torchrun_would_tell_them(session: gl.Session) -> None:
+def test_ranks_have_the_environment_variables_of_torchrun(session: gl.Session) -> None:
     def told() -> list[str | None]:
         return [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 

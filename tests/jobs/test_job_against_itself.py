@@ -61,9 +61,7 @@ def step(job: JobGrafter, value: float = 1.0) -> None:
     job.step()
 
 
-def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_they_are_taken_again(
-    job: JobGrafter, post: Post
-) -> None:
+def test_a_self_graft_takes_the_taps_under_its_plan_only(job: JobGrafter, post: Post) -> None:
     sent = post.sent
     step(job)
     assert len(sent) == 1
@@ -89,7 +87,7 @@ def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_t
     assert len(sent) == 4
 
 
-def test_an_order_and_the_word_to_forget_change_nothing_before_the_plan_does(job: JobGrafter, post: Post) -> None:
+def test_an_order_and_its_withdrawal_take_effect_only_with_a_plan(job: JobGrafter, post: Post) -> None:
     """They reach the ranks of a side at different times, and a step is to be one and the same on all of them."""
     job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
@@ -111,7 +109,7 @@ def test_an_order_and_the_word_to_forget_change_nothing_before_the_plan_does(job
     assert len(post.sent) == 1
 
 
-def test_an_order_for_a_plan_that_became_somebody_elses_is_forgotten_at_once(job: JobGrafter, post: Post) -> None:
+def test_an_order_whose_plan_was_superseded_is_dropped(job: JobGrafter, post: Post) -> None:
     job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
@@ -121,7 +119,7 @@ def test_an_order_for_a_plan_that_became_somebody_elses_is_forgotten_at_once(job
     assert len(post.sent) == 1
 
 
-def test_it_waits_for_whoever_is_more_than_a_step_behind_only_where_it_is_to(job: JobGrafter) -> None:
+def test_a_rank_waits_for_slower_ranks_only_if_it_keeps_step(job: JobGrafter) -> None:
     exchange: Any = job._exchange
     step(job)
     assert exchange.awaited == []
@@ -132,7 +130,7 @@ def test_it_waits_for_whoever_is_more_than_a_step_behind_only_where_it_is_to(job
     assert exchange.awaited == [0, 1]
 
 
-def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
+def test_a_self_graft_without_a_recording_is_refused(job: JobGrafter) -> None:
     with pytest.raises(SessionError, match="this rank has recorded nothing to run against"):
         job.run_against_itself(RunSelfGraft(2, ("repeat",)))
     job.run_against_itself(RunSelfGraft(2, ("record",)))
@@ -142,7 +140,9 @@ def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
         job.run_against_itself(RunSelfGraft(4, ("graft",)))
 
 
-def test_what_fails_in_there_ends_graftlab_and_not_the_job(job: JobGrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_a_self_graft_ends_graftlab_and_not_the_job(
+    job: JobGrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures: list[Exception] = []
     job.on_failure = failures.append
     job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))

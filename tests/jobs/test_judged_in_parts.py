@@ -71,14 +71,14 @@ def one_and_two(tmp_path: Path) -> Iterator[Judged]:
         judged.stop.touch()
 
 
-def test_a_fault_on_one_of_two_ranks_is_named_with_it_and_whoever_dies_or_ends_meanwhile_is_too(
+def test_a_verdict_names_the_faulty_rank_and_ranks_that_end_meanwhile(
     one_and_two: Judged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = one_and_two.session
     before = session.plan
     verdict, over = one_and_two.over()
     assert (verdict.named, over) == ([], set())
-    assert "Of what was looked at, nothing adds more than rounding (4 groups of taps" in verdict.text
+    assert "Nothing that was checked adds more than rounding (4 groups of taps" in verdict.text
 
     one_and_two.plant("act@1")
     verdict, over = one_and_two.over(steps=2)
@@ -102,7 +102,7 @@ def test_a_fault_on_one_of_two_ranks_is_named_with_it_and_whoever_dies_or_ends_m
 
 
 @pytest.mark.soak
-def test_ranks_that_share_no_memory_are_judged_as_those_that_do(
+def test_ranks_connected_by_tcp_are_judged_like_those_that_share_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if os.geteuid() != 0:

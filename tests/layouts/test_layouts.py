@@ -1,4 +1,4 @@
-"""A layout goes both ways: what the ranks hold makes the whole again, bit by bit, in any other layout too."""
+"""Layouts can be applied and inverted: the ranks' tensors join to the whole bit by bit, also across layouts."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_from_any_layout_to_any_other_and_back_no_bit_changes(
 @pytest.mark.slow
 @examples(200)
 @given(layouts(), layouts())
-def test_what_is_taken_for_another_layout_is_refused_or_differs(source: Layout, wrong: Layout) -> None:
+def test_wrong_layout_is_refused_or_gives_a_different_tensor(source: Layout, wrong: Layout) -> None:
     whole = tensor(SHAPE, torch.float64)
     held = prepared(source, whole)
     assert torch.equal(source.join(held, SHAPE).whole, whole)
@@ -131,7 +131,7 @@ def test_what_is_taken_for_another_layout_is_refused_or_differs(source: Layout, 
         return
     if not torch.equal(taken.whole, whole) or taken.disagreements:
         return
-    # They are equal, so the two say the same of this tensor on so many ranks.
+    # They are equal, so the two layouts agree for this tensor on this number of ranks.
     same = all(torch.equal(one, other) for one, other in zip(held, wrong.split(whole), strict=True))
     assert same or wrong.steps == source.steps
 
@@ -171,7 +171,7 @@ def test_dimensions_of_the_mesh_that_no_step_names_hold_replicas_that_are_compar
     assert torch.equal(layout.join(held).whole, whole)
 
 
-def test_nan_agrees_with_nan_and_a_copy_of_another_shape_does_not_agree() -> None:
+def test_nan_agrees_with_nan_and_different_shapes_disagree() -> None:
     layout = Layout((Replicate("tp"),)).on(2)
     nans = torch.tensor([math.nan, 1.0])
     assert layout.join([nans, nans.clone()]).disagreements == ()
@@ -195,7 +195,7 @@ def test_fused_qkv_with_grouped_heads_comes_apart_both_ways_of_fusing() -> None:
     assert joined.known is None
 
 
-def test_what_parts_leave_out_is_the_receivers_own() -> None:
+def test_elements_outside_the_parts_are_the_receivers_own() -> None:
     fused, own = tensor((6, 4), seed=1), tensor((6, 4), seed=2)
     k = Layout((Part(1, (1, 1, 1)),))
     assert k.leaves_out == ("the other 2 parts along dim 0",)
@@ -223,7 +223,7 @@ def test_gate_and_up_that_alternate_row_by_row() -> None:
     assert torch.equal(Layout((Part(1, (1, 1), groups=5),)).local(fused), up)
 
 
-def test_a_rank_of_tensor_parallelism_holds_its_q_its_k_and_its_v_one_after_the_other() -> None:
+def test_tensor_parallel_rank_has_its_q_k_and_v_in_sequence() -> None:
     q, k, v = tensor((8, 2), seed=1), tensor((2, 2), seed=2), tensor((2, 2), seed=3)
     layout = Layout((Shard(0, "tp", blocks=(4, 1, 1), replicas=(1, 2, 2)),)).on(4)
     held = layout.split(torch.cat((q, k, v)))
@@ -235,7 +235,7 @@ def test_a_rank_of_tensor_parallelism_holds_its_q_its_k_and_its_v_one_after_the_
     assert "replicas 0 and 1" in layout.join(held).disagreements[0].where
 
 
-def test_zigzag_gives_each_rank_an_early_and_a_late_chunk() -> None:
+def test_zigzag_assigns_each_rank_an_early_and_a_late_chunk() -> None:
     whole = torch.arange(8)
     held = Layout((Shard(0, "cp", order="zigzag"),)).on(2).split(whole)
     assert [part.tolist() for part in held] == [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -266,7 +266,7 @@ def test_packed_and_padded_are_one_batch(lengths: list[int], more: int) -> None:
     assert torch.equal(Layout((Pack(),)).join([packed], padded.shape, lengths).whole, padded)
 
 
-def test_scaling_goes_back_and_says_when_that_rounds() -> None:
+def test_scaling_is_inverted_with_a_caveat_if_that_rounds() -> None:
     whole = tensor((5,))
     assert Layout((Scale(0.125),)).caveats == ()
     assert torch.equal(Layout((Scale(0.125),)).join([whole * 0.125]).whole, whole)
@@ -274,7 +274,7 @@ def test_scaling_goes_back_and_says_when_that_rounds() -> None:
     assert torch.allclose(Layout((Scale(0.1, 1.0),)).join([whole * 0.1 + 1]).whole, whole, atol=1e-5)
 
 
-def test_partial_sums_are_summed_and_a_graft_into_them_says_where_the_value_goes() -> None:
+def test_partial_sums_are_added_and_a_graft_notes_where_the_value_goes() -> None:
     partial = Layout((Partial("tp"),)).on(2)
     half = torch.full((3,), 0.5)
     assert partial.join([half, half]).whole.tolist() == [1.0] * 3
@@ -332,7 +332,7 @@ def test_a_tensor_that_does_not_have_the_layout_is_refused(text: str, shape: tup
         parse_layout(text, mesh=2).local(tensor(shape))
 
 
-def test_joining_says_what_does_not_fit() -> None:
+def test_joining_reports_what_does_not_fit() -> None:
     shard = Layout((Shard(0, "tp"),)).on(2)
     with pytest.raises(LayoutError, match=r"is on 2 ranks .* not 3 tensors"):
         shard.join([torch.zeros(2)] * 3)

@@ -64,7 +64,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(kind: str, shift: float) -> list[list[float]]:
-    """All ranks see the same batch; on the target what ``up`` makes is other by ``shift``."""
+    """All ranks see the same batch; on the target the output of ``up`` is shifted by ``shift``."""
     import torch.distributed as dist
 
     model = model_of(kind)
@@ -103,7 +103,7 @@ def test_weights_and_activations_are_compared_as_the_whole_tensors_that_they_are
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_other_is_other_on_every_rank_that_has_some_of_it(session: gl.Session, kind: str) -> None:
+def test_difference_shows_on_every_rank_that_has_a_part_of_it(session: gl.Session, kind: str) -> None:
     frame = session.run(forward, forward, args=(kind, 0.5)).frame
     values = frame[frame["kind"].isna()]
     assert values.loc[values["name"] == "up", "max_abs"].tolist() == pytest.approx([0.5] * 4)
@@ -122,7 +122,7 @@ def test_a_graft_repairs_the_sharded_model(session: gl.Session, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_other_way_about_the_one_rank_takes_on_what_the_sharded_model_has(session: gl.Session, kind: str) -> None:
+def test_graft_from_a_sharded_model_into_a_single_rank(session: gl.Session, kind: str) -> None:
     wrong = session.run(forward, forward, args=(kind, 0.5)).target
     session.edit(t2b="name == 'act'", compare=None)
     run = session.run(forward, forward, args=(kind, 0.5))
@@ -157,7 +157,7 @@ def apart(groups_differ: bool) -> None:
     gl.tap("x", distribute_tensor(mine.contiguous(), mesh["tp"], [Shard(1)]))
 
 
-def test_groups_that_split_the_batch_make_one_whole_and_groups_that_differ_are_refused(session: gl.Session) -> None:
+def test_batch_groups_join_to_one_whole_and_differing_groups_are_refused(session: gl.Session) -> None:
     session.edit(t2b="True", compare=None)
     row = session.run(apart, apart, args=(False,)).frame.iloc[0]
     assert (row["status"], row["max_abs"]) == ("grafted", 0.0)

@@ -1,4 +1,4 @@
-"""A DTensor's layout is read from its placements: what torch cut over real ranks, a layout joins, and the reverse."""
+"""A DTensor's layout from its placements: a layout joins what torch has split over real ranks, and the reverse."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[Any, ...]]
 
 
 @pytest.mark.ranks
-def test_what_ranks_hold_makes_what_torch_says_is_the_whole(held: list[list[tuple[Any, ...]]]) -> None:
+def test_joined_shards_equal_torchs_full_tensor(held: list[list[tuple[Any, ...]]]) -> None:
     assert len(held) == len(GRID) + len(LINE) + 4
     for ranks in held:
         name, layout, _, shape, full = ranks[0]
@@ -118,7 +118,7 @@ def test_a_whole_is_cut_for_a_dtensor_as_torch_cuts_it(held: list[list[tuple[Any
 
 
 @pytest.mark.ranks
-def test_from_one_mesh_to_another(held: list[list[tuple[Any, ...]]]) -> None:
+def test_relayout_between_different_meshes(held: list[list[tuple[Any, ...]]]) -> None:
     by_name = {ranks[0][0]: ranks for ranks in held}
     source, target = by_name[str((Shard(0), Shard(1)))], by_name[str((Shard(1),))]
     layout = source[0][1]

@@ -1,4 +1,4 @@
-"""Layouts are written as text: what is written is read again, and a fault is shown where it is."""
+"""Layouts as text: the text of a layout parses to the same layout, and errors have positions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WRITTEN = [
 
 
 @given(st.lists(st.sampled_from(WRITTEN[1:]), max_size=3))
-def test_what_a_layout_writes_is_read_as_the_same_layout(texts: list[str]) -> None:
+def test_layout_text_is_parsed_as_the_same_layout(texts: list[str]) -> None:
     text = " | ".join(texts)
     axes = re.findall(r"mesh='(\w+)'", text)
     if len(set(axes)) < len(axes):
@@ -128,7 +128,7 @@ def test_the_notation_for_dimensions_is_read(text: str, steps: list[object]) -> 
     assert parse_layout(layout.text) == layout
 
 
-def test_the_data_parallel_group_may_have_another_name() -> None:
+def test_data_parallel_group_may_have_a_different_name() -> None:
     assert parse_layout("t h # ep:replicated dp:=moe_dp").steps == (Replicate("ep"), OneOf("moe_dp"))
 
 
@@ -157,7 +157,7 @@ DIM_FAULTS = [
 
 
 @pytest.mark.parametrize(("text", "message", "mark"), DIM_FAULTS, ids=[text for text, _, _ in DIM_FAULTS])
-def test_whatever_is_not_of_the_notation_is_shown_where_it_is(text: str, message: str, mark: str) -> None:
+def test_error_in_the_notation_has_its_position(text: str, message: str, mark: str) -> None:
     with pytest.raises(LayoutError) as caught:
         parse_dims(text)
     assert message in caught.value.message

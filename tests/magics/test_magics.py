@@ -230,7 +230,7 @@ def test_a_comparison_with_compiled_code_is_shown_and_kept_under_a_name(notebook
 def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft filter --b2t name == 'hidden'")
-    assert "No tap adds more than rounding does" in value(notebook, "%graft verdict -o judged forward(torch.ones(4))")
+    assert "No tap adds more than rounding" in value(notebook, "%graft verdict -o judged forward(torch.ones(4))")
     assert value(notebook, "judged.named") == "[]"
     assert "hidden" in value(notebook, "session.plan.b2t")
 

@@ -165,7 +165,7 @@ def test_a_recorder_keeps_copies_up_to_its_budget_and_tells_calls_apart() -> Non
     assert recorder.taps[0].value is not None
     assert recorder.taps[0].value.tolist() == [0, 1, 2, 3]
     assert recorder.taps[0].kind == "Linear"
-    assert recorder.skipped == {"b": "is a NoneType, no tensor"}
+    assert recorder.skipped == {"b": "is a NoneType, not a tensor"}
 
 
 # ---- ties, rules, guesses -------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_rule_needs_two_layers_and_says_how_far_the_values_are(shift: int) -> 
     # Pairs that grafts have shown do not claim that the values match anywhere.
     shown = [Pair(f"h.{n + shift}.mlp", f"layers.{n}.ffn", sureness="rule") for n in range(2)]
     (pair,) = match_taps(*layered(3, wrong=[0, 1, 2], shift=shift), trusted=shown).of_target("layers.2.ffn")
-    assert pair.note.startswith("as in 2 other layers, where grafts showed it; here the values differ by rel_l2 ")
+    assert pair.note.startswith("as in 2 other layers, where grafts confirmed it; here the values differ by rel_l2 ")
     alone = match_taps(*layered(2, wrong=[1], shift=shift), guesses=False)
     assert [pair.target for pair in alone.pairs] == ["layers.0.ffn"]
     assert alone.unmatched_target == {"layers.1.ffn": "no baseline tap has its values"}
@@ -259,8 +259,8 @@ def test_taps_that_say_nothing_are_not_matched_by_value() -> None:
     target = [tap("other", torch.zeros(4, 8), 0), tap("nans", torch.full((3,), torch.nan), 1)]
     proposal = match_taps(baseline, target, guesses=False)
     assert proposal.pairs == ()
-    assert "all its values are the same" in proposal.unmatched_target["other"]
-    assert "none of its values is finite" in proposal.unmatched_target["nans"]
+    assert "all its values are equal" in proposal.unmatched_target["other"]
+    assert "it has no finite value" in proposal.unmatched_target["nans"]
 
 
 def test_numbers_that_belong_to_a_word_are_no_layers() -> None:
@@ -381,7 +381,7 @@ def test_a_fault_in_every_layer_has_its_own_partner_and_says_how_it_was_found(ll
     for n in range(LAYERS["llama"]):
         (pair,) = proposal.of_target(f"blocks.{n}.attention.o_proj")
         assert (pair.baseline, pair.sureness) == (f"model.layers.{n}.self_attn.o_proj", "rule")
-        assert "makes the taps after it match" in pair.note or "as in 2 other layers" in pair.note
+        assert "later taps match" in pair.note or "as in 2 other layers" in pair.note
         assert pair.rel is not None
         assert pair.rel > 0.1
 
@@ -392,7 +392,9 @@ def test_a_tap_that_holds_what_another_should_is_a_problem(llama: Port) -> None:
     attention.k_proj.weight.data.copy_(attention.v_proj.weight.data.clone())  # type: ignore[union-attr]
     proposal = match_taps(*taps_of(llama, wrong))
     assert any(
-        problem.startswith("blocks.1.attention.k_proj is k by its name, and holds model.layers.1.self_attn.v_proj")
+        problem.startswith(
+            "blocks.1.attention.k_proj is k by its name but has the values of model.layers.1.self_attn.v_proj"
+        )
         and problem.endswith("the first tap after it that does not match is blocks.1.attention.o_proj")
         for problem in proposal.problems
     ), proposal.problems
@@ -440,7 +442,7 @@ def test_the_frame_has_pairs_first_and_then_what_has_no_partner_and_why() -> Non
     ]
     assert frame.matched_by.tolist()[:3] == ["exact"] * 3
     assert frame.iloc[3].target_name == "extra"
-    assert frame.iloc[3].note == "no baseline tap has 25 elements, and it is part of none"
+    assert frame.iloc[3].note == "no baseline tap has 25 elements or contains it"
 
 
 def test_pairs_are_accepted_and_rejected() -> None:
@@ -478,7 +480,7 @@ def test_taps_without_a_partner_take_a_line_for_all_layers_with_their_reason() -
     assert shown.summary.endswith("; 13 baseline taps have none")
     rich = shown._repr_mimebundle_()["text/html"]
     assert "h.0.act … h.11.act (12 taps)" in rich
-    assert "has the same values as h.0.mlp, which is paired (and alike, with other numbers, in 11 layers more)" in rich
+    assert "same values as h.0.mlp, which is paired (and similarly, with different numbers, in 11 more layers)" in rich
     assert "h.5.act" not in rich
     assert ">norm<" in rich
     alone = Proposal((), {"norm": "no target tap has its values"}, {}, ("one",))
@@ -499,4 +501,4 @@ def test_notes_of_a_group_that_differ_by_numbers_alone_are_shown_once() -> None:
     )
     shown = Proposal(pairs, {}, {}, ())._repr_mimebundle_()["text/html"]
     assert shown.count("differ by") == 1
-    assert "here they differ by 0.1 (and alike, with other numbers, in 3 layers more)" in shown
+    assert "here they differ by 0.1 (and similarly, with different numbers, in 3 more layers)" in shown

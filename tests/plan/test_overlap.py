@@ -1,4 +1,4 @@
-"""A plan that would graft a tap both ways is refused as soon as that can be known."""
+"""A plan that would graft a seen tap in both directions is refused."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_of_many_taps_some_are_named() -> None:
 @pytest.mark.parametrize(
     ("b2t", "t2b"), [("layer < 4", "layer >= 4"), ("True", None), (None, "True"), ("True", " "), ("step > 2", "True")]
 )
-def test_what_does_not_overlap_is_let_through(b2t: str | None, t2b: str | None) -> None:
+def test_plan_without_overlap_is_accepted(b2t: str | None, t2b: str | None) -> None:
     refuse_overlap(GraftPlan(b2t=b2t, t2b=t2b), TAPS)
     refuse_overlap(GraftPlan(b2t="True", t2b="True"), [])

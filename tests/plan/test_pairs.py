@@ -1,4 +1,4 @@
-"""Both sides derive the same pair from the plan, whichever of the two taps they have."""
+"""Both sides derive the same pair from the plan."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_one_tap_that_is_three_has_three_pairs_each_known_by_its_part() -> None:
     assert len({each.key for each in whole}) == 3
 
 
-def test_what_is_written_out_wins_over_a_pattern() -> None:
+def test_literal_rule_wins_over_a_pattern() -> None:
     plan = GraftPlan(pairs=[("h.{n}.k", "l.{n}.k"), ("h.{n}.v", "l.{n}.v"), ("h.1.k", "l.1.v"), ("h.1.v", "l.1.k")])
     assert only(plan, "baseline", "h.0.k").target_name == "l.0.k"
     assert only(plan, "baseline", "h.1.k").target_name == "l.1.v"
     assert only(plan, "target", "l.1.k").baseline_name == "h.1.v"
 
 
-def test_a_tap_whose_namesake_has_another_partner_is_alone_and_says_so() -> None:
+def test_tap_whose_namesake_is_paired_elsewhere_has_no_counterpart() -> None:
     plan = GraftPlan(pairs=[("x", "y")])
     assert "x = y" in str(only(plan, "target", "x").alone)
     assert "x = y" in str(only(plan, "baseline", "y").alone)
@@ -82,7 +82,7 @@ def test_pairs_go_before_rename_and_the_rest_is_renamed() -> None:
     assert only(plan, "target", "model.c").name == "c"
 
 
-def test_a_filter_that_one_side_cannot_answer_is_refused_with_what_to_write() -> None:
+def test_filter_on_an_unknown_name_is_refused_with_a_correction() -> None:
     rename = {"target": {r"^new\.": "old."}}
     assert GraftPlan(b2t="baseline_name == 'old.x'", rename=rename).b2t
     with pytest.raises(PlanError, match="compare uses target_name, which the baseline's ranks cannot know"):
@@ -114,5 +114,5 @@ def test_pairs_that_are_none_are_refused(pairs: Any, says: str) -> None:
         GraftPlan(pairs=pairs)
 
 
-def test_a_rule_shows_its_layout_as_it_is_read() -> None:
+def test_rule_shows_its_parsed_layout() -> None:
     assert PairRule("a", "b", "a  b ->  b a").layout == "a b -> b a"

@@ -1,4 +1,4 @@
-"""A plan is one immutable value: what cannot work is refused when it is made, and both sides read it alike."""
+"""A plan is one immutable value: invalid parts are refused when it is made, and both sides read it alike."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WHAT_THEY_BECOME = {
 
 
 @given(st.lists(st.sets(st.sampled_from(sorted(CHANGES))), max_size=4))
-def test_an_edit_changes_what_is_given_and_counts_the_version_up(edits: list[set[str]]) -> None:
+def test_edit_changes_only_the_given_parts_and_increments_the_version(edits: list[set[str]]) -> None:
     plan, expected = GraftPlan(), dataclasses.asdict(GraftPlan())
     for number, names in enumerate(edits, start=1):
         before = plan
@@ -58,7 +58,7 @@ def test_an_edit_changes_what_is_given_and_counts_the_version_up(edits: list[set
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES))
-def test_none_takes_back_what_an_edit_gave(name: str) -> None:
+def test_none_resets_a_part_of_the_plan(name: str) -> None:
     plan = GraftPlan().edit(**CHANGES).edit(**{name: None})
     assert getattr(plan, name) == (() if name == "rename" else None)
 
@@ -69,7 +69,7 @@ def test_a_plan_cannot_be_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize("name", ["transform", "rename"])
-def test_a_new_plan_takes_what_an_edit_takes(name: str) -> None:
+def test_new_plan_accepts_the_same_arguments_as_an_edit(name: str) -> None:
     made = GraftPlan(**{name: CHANGES[name]})
     assert getattr(made, name) == WHAT_THEY_BECOME[name] == getattr(GraftPlan().edit(**{name: CHANGES[name]}), name)
     assert GraftPlan(transform=negated).transforms[0].load()(example()).tolist() == [-1.0]  # type: ignore[arg-type,union-attr]
@@ -111,7 +111,7 @@ YES, NO, BLANK = "layer == 3", "layer == 4", "  "
     ],
     ids=str,
 )
-def test_grafts_go_before_comparing_and_keeping_needs_no_other_filter(filters: dict[str, str], action: Action) -> None:
+def test_grafting_precedes_comparing_and_keep_works_alone(filters: dict[str, str], action: Action) -> None:
     assert GraftPlan(**filters).action_for(TAGS) == action
 
 
@@ -157,7 +157,7 @@ F, G, H = "torch.clone", "torch.neg", "torch.abs"
     ],
     ids=str,
 )
-def test_the_first_transform_that_is_for_a_tap_applies_and_one_without_a_filter_where_the_plan_grafts(
+def test_first_matching_transform_applies_and_without_a_filter_only_at_grafts(
     transform: Any, grafted: int | None, compared: int | None
 ) -> None:
     for filters, expected in (({"b2t": YES}, grafted), ({"t2b": YES}, grafted), ({"t2b": NO}, compared)):
@@ -168,7 +168,7 @@ def test_the_first_transform_that_is_for_a_tap_applies_and_one_without_a_filter_
     assert GraftPlan(compare=None, b2t=NO, transform=transform).action_for(TAGS) == Action()
 
 
-def test_the_filter_of_a_transform_decides_about_the_transform_alone() -> None:
+def test_transforms_filter_does_not_affect_the_action() -> None:
     plan = GraftPlan(b2t="name == 'q'", transform=("phase == 'decode' and rank == 1", F))
     assert not plan.rank_dependent
     assert plan.mentions == {"name"}
@@ -270,7 +270,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_used_is_refused_when_the_plan_is_made(what: str) -> None:
+def test_invalid_parts_are_refused_when_the_plan_is_made(what: str) -> None:
     changes, error = REFUSED[what]
     plan = GraftPlan().edit(b2t="name == 'q'")
     before = plan.__getstate__()
@@ -286,7 +286,7 @@ def test_what_cannot_be_used_is_refused_when_the_plan_is_made(what: str) -> None
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_a_plan_arrives_equal_and_says_the_same(protocol: int) -> None:
+def test_plan_arrives_equal_and_with_the_same_repr(protocol: int) -> None:
     plan = GraftPlan().edit(**CHANGES).edit(b2t="search('at+n', name)", transform=negated)
     plan.action_for(TAGS)  # whatever it has worked out by now stays here
     sent = pickle.dumps(plan, protocol)
@@ -317,12 +317,12 @@ def test_a_plan_that_can_do_nothing_warns(nothing: str | None) -> None:
 
 
 @pytest.mark.filterwarnings("error:this plan grafts no tap")
-def test_a_transform_that_has_no_tap_to_apply_at_warns() -> None:
+def test_transform_that_applies_nowhere_warns() -> None:
     with pytest.warns(GraftWarning, match=r"applied nowhere.*transform=\('True', f\)"):
         GraftPlan(transform="torch.clone")
     with pytest.warns(GraftWarning, match="applied nowhere") as warned:
         GraftPlan(b2t="True", transform="torch.clone").edit(b2t=None)
-    assert [each.filename for each in warned] == [__file__], "the line of whoever edits, and none of a library's"
+    assert [each.filename for each in warned] == [__file__], "the line of the edit, not of a library"
     GraftPlan(t2b="layer == 3", transform="torch.clone")
     GraftPlan(transform=("layer == 3", "torch.clone"))
 

@@ -1,4 +1,4 @@
-"""A plan crosses to the ranks as plain data: equal on arrival, checked there, and nothing of it is executed."""
+"""A plan travels to the ranks as plain data: it arrives equal, is checked, and nothing is executed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_transform_given_as_a_function_arrives_as_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:this plan does nothing")
-def test_what_there_is_to_say_of_a_plan_is_not_said_again_where_it_arrives() -> None:
+def test_warnings_about_a_plan_are_not_repeated_on_arrival() -> None:
     sent = pack_plan(GraftPlan(compare=None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -101,7 +101,7 @@ def wire_of(plan: GraftPlan, **changes: Any) -> bytes:
         ({"transform": [{"kind": "path", "text": "f", "blob": b"", "where": "a =="}]}, FilterError, "a =="),
     ],
 )
-def test_what_is_no_usable_plan_is_refused_on_arrival(changes: dict[str, Any], error: Any, says: str) -> None:
+def test_invalid_plan_is_refused_on_arrival(changes: dict[str, Any], error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
         unpack_plan(wire_of(GraftPlan(), **changes))
 
@@ -145,7 +145,7 @@ def test_a_rename_that_cannot_be_sent_is_refused_when_the_plan_is_made() -> None
 
 
 @pytest.mark.parametrize("edit", [GraftPlan().edit, GraftPlan.edit, gl.Session.edit])
-def test_help_shows_what_an_edit_may_change(edit: Any) -> None:
+def test_help_shows_the_possible_changes_of_an_edit(edit: Any) -> None:
     parameters = inspect.signature(edit).parameters
     keywords = [each for each in parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
     assert [each.name for each in keywords] == ["b2t", "t2b", "compare", "keep", "transform", "rename", "pairs"]
@@ -153,7 +153,7 @@ def test_help_shows_what_an_edit_may_change(edit: Any) -> None:
     assert str(inspect.signature(edit)).count("b2t: 'str | None' = <unchanged>") == 1
 
 
-def test_an_unknown_keyword_is_refused_with_those_that_there_are() -> None:
+def test_unknown_keyword_is_refused_with_the_known_ones() -> None:
     with pytest.raises(TypeError, match=r"'b2'.*b2t, t2b, compare, keep, transform, rename"):
         GraftPlan().edit(b2="True")  # type: ignore[call-arg]
 
@@ -178,7 +178,7 @@ refused = (PlanError, FilterError, TransformError, MessageError, TagError)
 
 
 def asked_of(plan: GraftPlan) -> None:
-    """What ranks ask of a plan, which may say that it cannot tell, and no more."""
+    """Query a plan as ranks do; it may raise only its own errors."""
     for side in ("baseline", "target"):
         for tags in ({"name": "q", "layer": 1, "step": 0}, {"name": "h.0.x", "layer": None}, {"name": ""}):
             try:
@@ -203,7 +203,7 @@ def asked_of(plan: GraftPlan) -> None:
     )
 )
 @examples(200)
-def test_whatever_is_given_for_a_plan_is_one_or_is_refused_in_our_words(parts: dict[str, Any]) -> None:
+def test_any_argument_gives_a_plan_or_a_graftlab_error(parts: dict[str, Any]) -> None:
     try:
         plan = GraftPlan(**parts)
     except refused:
@@ -219,7 +219,7 @@ def test_whatever_is_given_for_a_plan_is_one_or_is_refused_in_our_words(parts: d
     st.integers(0, 30),
 )
 @examples(300)
-def test_whatever_arrives_for_a_plan_is_one_or_is_refused_in_our_words(
+def test_any_message_gives_a_plan_or_a_graftlab_error(
     changes: dict[str, Any], flips: list[tuple[int, int]], cut: int
 ) -> None:
     plan = GraftPlan(b2t="name == 'q'", rename={"target": {"^model": "net"}}, pairs=[("h.{n}.x", "l.{n}.y")])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Taps inside code that torch.compile and torch.export trace: the same taps as without, and no break in the graph."""
+"""Taps inside code that torch.compile and torch.export trace: the same taps as in eager code, without graph breaks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Graphs:
         return sum("graftlab" in target for targets in self.graphs for target in targets)
 
 
-# inductor compiles in processes of its own
+# inductor compiles in separate processes
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.ranks)]
 
 
@@ -143,7 +143,7 @@ def eager(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_model_shows_what_it_shows_uncompiled_in_the_same_order(backend: str, handler: TapHandler) -> None:
+def test_compiled_model_shows_the_same_taps_in_the_same_order_as_eager(backend: str, handler: TapHandler) -> None:
     model = Model()
     with gl.watch(model), gl.tags(phase="decode"):
         expected, seen, values, extras = eager(handler, lambda: model(X))
@@ -156,7 +156,7 @@ def test_a_compiled_model_shows_what_it_shows_uncompiled_in_the_same_order(backe
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_graft_goes_on_in_the_graph_and_gradients_go_straight_through(
+def test_graft_continues_in_the_graph_and_gradients_pass_through(
     backend: str, watched: bool, handler: TapHandler
 ) -> None:
     model = Model()
@@ -173,7 +173,7 @@ def test_a_graft_goes_on_in_the_graph_and_gradients_go_straight_through(
         torch.testing.assert_close(both(torch.compile(model, fullgraph=True, backend=backend)), expected)
 
 
-def test_a_watched_modules_own_tensor_is_never_written_into(handler: TapHandler) -> None:
+def test_watched_modules_tensor_is_never_modified(handler: TapHandler) -> None:
     class Keeps(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x
@@ -186,7 +186,7 @@ def test_a_watched_modules_own_tensor_is_never_written_into(handler: TapHandler)
     assert x.equal(X)
 
 
-def test_a_model_that_is_compiled_already_shows_what_is_watched_later_and_no_more_after(handler: TapHandler) -> None:
+def test_compiled_model_shows_taps_added_later_until_they_are_removed(handler: TapHandler) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     function = torch.compile(model, fullgraph=True, backend="eager")
     function(X)
@@ -197,7 +197,7 @@ def test_a_model_that_is_compiled_already_shows_what_is_watched_later_and_no_mor
     assert handler.seen == []
 
 
-def test_weights_that_a_graph_hides_are_told_and_shown_of_what_was_compiled(handler: TapHandler) -> None:
+def test_weights_inside_a_graph_warn_and_are_shown_by_the_compiled_module(handler: TapHandler) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     function = torch.compile(model, fullgraph=True, backend="aot_eager")
     with (
@@ -238,9 +238,7 @@ def parts_of_tensors(x: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_of_tensors_and_complex_ones_are_shown_and_written_as_uncompiled(
-    backend: str, handler: TapHandler
-) -> None:
+def test_views_and_complex_tensors_are_shown_and_grafted_as_in_eager(backend: str, handler: TapHandler) -> None:
     def with_gradients(function: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Any, ...]:
         x = X.clone().requires_grad_()
         results = function(x)
@@ -258,7 +256,7 @@ def test_parts_of_tensors_and_complex_ones_are_shown_and_written_as_uncompiled(
 
 
 @pytest.mark.parametrize("make", [lambda x: x[:1].expand(3, 8), lambda x: x.flatten().unfold(0, 3, 1)])
-def test_a_graft_of_a_tensor_that_overlaps_itself_is_what_the_tap_returns_and_that_is_said(
+def test_graft_of_an_overlapping_tensor_is_only_in_the_result_and_warns(
     make: Callable[[Tensor], Tensor], handler: TapHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "_said", set())
@@ -275,7 +273,7 @@ def test_a_graft_of_a_tensor_that_overlaps_itself_is_what_the_tap_returns_and_th
     torch.testing.assert_close(untouched, X)
 
 
-def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_once_more_and_says_so_once(
+def test_graph_has_no_taps_outside_a_session_and_recompiles_once_inside(
     monkeypatch: pytest.MonkeyPatch, handler: TapHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiled, "_said", set())
@@ -299,7 +297,7 @@ def test_outside_a_session_nothing_is_in_the_graph_and_entering_one_compiles_onc
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.compile captures CUDA graphs only on a GPU")
 @pytest.mark.ranks
-def test_under_reduce_overhead_there_is_one_graph_with_taps_and_without_and_replays_show_each(
+def test_reduce_overhead_replays_show_each_tap_without_more_graphs(
     handler: TapHandler,
 ) -> None:
     from torch._dynamo.utils import counters
@@ -321,7 +319,7 @@ def test_under_reduce_overhead_there_is_one_graph_with_taps_and_without_and_repl
     assert handler.seen == seen
 
 
-def test_a_graph_of_another_length_is_one_graph_and_shows_each(handler: TapHandler) -> None:
+def test_dynamic_length_uses_one_graph_and_shows_each_call(handler: TapHandler) -> None:
     graphs = Graphs()
     function = torch.compile(Model(), fullgraph=True, backend=graphs, dynamic=True)
     for length in (2, 3, 5):
@@ -334,7 +332,7 @@ def test_a_graph_of_another_length_is_one_graph_and_shows_each(handler: TapHandl
     ]
 
 
-def test_a_break_of_the_users_keeps_the_tags(handler: TapHandler) -> None:
+def test_users_graph_break_keeps_the_tags(handler: TapHandler) -> None:
     def function(x: Tensor) -> Tensor:
         with gl.tags(a=1):
             gl.tap("before", x * 1)
@@ -346,7 +344,7 @@ def test_a_break_of_the_users_keeps_the_tags(handler: TapHandler) -> None:
     assert [(name, tags.get("a")) for name, tags in handler.seen] == [("before", 1), ("after", 1), ("outside", None)]
 
 
-def test_what_checkpointing_repeats_is_told_apart_and_has_its_tags(handler: TapHandler) -> None:
+def test_checkpointed_repeats_are_distinguished_and_keep_their_tags(handler: TapHandler) -> None:
     block = Block(4)
     marks: list[bool] = []
     tap = handler.tap
@@ -373,7 +371,7 @@ def test_what_checkpointing_repeats_is_told_apart_and_has_its_tags(handler: TapH
     assert handler.seen[0] == ("hidden", {"layer": 4, "part": "a"})
 
 
-def test_gradients_are_shown_with_the_tags_of_the_forward_and_grafts_of_them_flow_on(handler: TapHandler) -> None:
+def test_gradients_have_the_forwards_tags_and_their_grafts_flow_upstream(handler: TapHandler) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def function(x: Tensor) -> Tensor:
         with gl.tags(layer=3):
@@ -402,7 +400,7 @@ def test_gradients_are_shown_with_the_tags_of_the_forward_and_grafts_of_them_flo
     ],
     ids=["vmap", "jvp", "jacrev"],
 )
-def test_function_transforms_work_and_show_what_they_compute_with(
+def test_function_transforms_show_the_tensors_they_compute_with(
     transform: Callable[..., Any], tags: dict[str, Any], handler: TapHandler
 ) -> None:
     def function(x: Tensor) -> Tensor:
@@ -419,7 +417,7 @@ def test_function_transforms_work_and_show_what_they_compute_with(
 
 
 @pytest.mark.parametrize("bad", [torch.ones(1), object(), [1, 2]], ids=["a tensor", "an object", "a list"])
-def test_a_tag_that_a_graph_cannot_hold_is_refused_with_a_sentence(bad: Any, handler: TapHandler) -> None:
+def test_invalid_tag_in_a_graph_is_refused_with_a_message(bad: Any, handler: TapHandler) -> None:
     function = torch.compile(lambda x: gl.tap("h", x * 2, odd=bad), fullgraph=True, backend="aot_eager")
     with pytest.raises(
         Exception, match=r"tag 'odd' of gl\.tap\('h'\) has the type .*a tag is text, a number, a bool or None"
@@ -427,7 +425,7 @@ def test_a_tag_that_a_graph_cannot_hold_is_refused_with_a_sentence(bad: Any, han
         function(X)
 
 
-def test_extras_that_a_graph_cannot_hold_are_refused_with_a_sentence(handler: TapHandler) -> None:
+def test_invalid_extras_in_a_graph_are_refused_with_a_message(handler: TapHandler) -> None:
     function = torch.compile(lambda x: gl.tap("h", x * 2, extras={"k": [x]}), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"extras\['k'\] of gl\.tap\('h'\) has the type list"):
         function(X)
@@ -443,7 +441,7 @@ def test_a_layout_travels_with_the_tap(handler: TapHandler) -> None:
     assert found == [ExtrasWithLayout("shard(dim=0, mesh='tp')", {"n": 1})]
 
 
-def test_what_is_no_tensor_is_skipped_with_one_warning(handler: TapHandler) -> None:
+def test_value_other_than_a_tensor_is_skipped_with_one_warning(handler: TapHandler) -> None:
     function = torch.compile(lambda x: (gl.tap("h", "text"), x * 2)[1], fullgraph=True, backend="aot_eager")
     with pytest.warns(gl.GraftWarning, match=r"gl\.tap\('h'\) in compiled code: its value is str"):
         function(X)
@@ -451,7 +449,7 @@ def test_what_is_no_tensor_is_skipped_with_one_warning(handler: TapHandler) -> N
     assert handler.seen == []
 
 
-def test_chosen_taps_alone_are_in_the_graph(handler: TapHandler) -> None:
+def test_only_chosen_taps_are_in_the_graph(handler: TapHandler) -> None:
     graphs = Graphs()
     function = torch.compile(Model(), fullgraph=True, backend=graphs)
     gl.compile_taps("name == 'hidden' and part == 'a'")
@@ -486,7 +484,7 @@ def test_tags_that_an_error_left_open_are_closed(handler: TapHandler) -> None:
     assert handler.seen == seen
 
 
-def test_a_callable_is_computed_in_the_graph_whether_or_not_it_is_wanted(handler: TapHandler) -> None:
+def test_callable_is_always_called_in_a_graph(handler: TapHandler) -> None:
     graphs = Graphs()
     torch.compile(lambda x: (gl.tap("h", lambda: x.sin()), x * 2)[1], fullgraph=True, backend=graphs)(X)
     assert any("sin" in target for target in graphs.graphs[0])
@@ -516,7 +514,7 @@ def test_a_tag_that_is_an_argument_is_compiled_for_each_value(values: tuple[Any,
 
 
 @not_on_2_6("raises what the tap raised")
-def test_what_a_graph_cannot_hold_runs_uncompiled_where_that_is_allowed(handler: TapHandler) -> None:
+def test_code_that_a_graph_cannot_contain_runs_uncompiled_if_allowed(handler: TapHandler) -> None:
     function = torch.compile(lambda x: gl.tap("h", x * 2, odd=[1, 2]) + 1, backend="aot_eager")
     handler.in_graphs = None
     torch.testing.assert_close(function(X), X * 2 + 1)
@@ -536,7 +534,7 @@ def test_tags_without_end_do_not_fill_the_memory_with_places_of_gradients(
         assert len(compiled._shown) == len(compiled._shown_numbers) <= 5
 
 
-def test_graphs_of_two_threads_that_share_open_tags_are_warned_of(handler: TapHandler) -> None:
+def test_graphs_of_two_threads_with_shared_open_tags_warn(handler: TapHandler) -> None:
     torch.ops.graftlab.open_(compiled.clock, ["a=1"])
     caught: list[Warning] = []
 
@@ -606,7 +604,7 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Model(), Doubled()], ids=["with tags", "with a tap alone"])
-def test_aot_inductor_refuses_a_program_with_taps_by_saying_what_to_do(model: nn.Module, tmp_path: Path) -> None:
+def test_aot_inductor_refuses_a_program_with_taps_with_instructions(model: nn.Module, tmp_path: Path) -> None:
     with gl.export_taps():
         program = torch.export.export(model, (X,), strict=False)
     assert own_operators(program) > 0
@@ -619,7 +617,7 @@ def test_aot_inductor_refuses_a_program_with_taps_by_saying_what_to_do(model: nn
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler: no g++ on PATH")
 @pytest.mark.timeout(600)
-def test_aot_inductor_compiles_a_program_that_has_no_taps_or_was_stripped_of_them(
+def test_aot_inductor_compiles_a_program_without_or_stripped_of_taps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model()
@@ -695,7 +693,7 @@ def test_rows_of_a_compiled_target_are_those_of_an_eager_one_and_a_graft_repairs
     assert run.frame["compiled"].tolist() == [True] * len(run.frame)
     assert "compiled" not in eager.frame
 
-    # Decided anew by a plan of which the graph knows nothing.
+    # A new decision, by a plan that the graph does not know.
     session.edit(b2t="name == 'blocks.0.linear'")
     repaired = session.run(lambda: forward(None), lambda: forward(backend))
     torch.testing.assert_close(torch.tensor(repaired.target), torch.tensor(run.baseline))

@@ -1,4 +1,4 @@
-"""Torch functions inside a model are tapped, so that implementations of other modules share taps."""
+"""Taps on torch functions inside a model, which implementations with different modules share."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_inputs_and_outputs_of_a_function_pair_whatever_the_modules(session: gl.
 
 
 @pytest.mark.ranks
-def test_what_is_grafted_into_a_call_is_what_the_function_gets(session: gl.Session) -> None:
+def test_function_receives_the_grafted_argument(session: gl.Session) -> None:
     session.edit(b2t="name == 'scaled_dot_product_attention.in[1]'")
     run = session.run(attention, lambda: attention(2.0))
     assert run.baseline == run.target

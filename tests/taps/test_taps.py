@@ -1,4 +1,4 @@
-"""What model code sees of graftlab: nothing outside a session, and tags that go where they were put."""
+"""The calls in model code: no effect outside a session, and tags that apply where they were set."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_model_with_watch_hooks_runs_untouched_without_a_session() -> None:
 # ---- tags -----------------------------------------------------------------------------------------------------------
 
 
-def test_inner_tags_win_over_outer_ones_and_a_taps_own_over_both(recorder: Recorder) -> None:
+def test_inner_tags_precede_outer_ones_and_a_taps_own_both(recorder: Recorder) -> None:
     with gl.tags(phase="prefill", layer=0):
         gl.tap("outer", 1)
         with gl.tags(layer=1, head=2):
@@ -241,7 +241,7 @@ def test_a_decorated_coroutine_has_its_tags_while_it_runs(recorder: Recorder) ->
     assert recorder.tags_of("request") == [{"request": 1}, {"request": 2}]
 
 
-def test_a_decorated_generator_is_refused_with_what_to_write(recorder: Recorder) -> None:
+def test_decorated_generator_is_refused_with_an_alternative(recorder: Recorder) -> None:
     with pytest.raises(gl.TagError, match=r"with gl.tags\(...\)"):
 
         @gl.tags(layer=1)
@@ -346,7 +346,7 @@ def test_a_function_that_was_decorated_in_the_notebook_adds_its_tags_on_the_rank
 
 
 @pytest.mark.ranks
-def test_here_tells_each_rank_where_it_stands() -> None:
+def test_here_returns_each_ranks_place() -> None:
     def stand() -> tuple[str, int, int, str]:
         me = gl.here()
         return me.side, me.rank, me.world_size, str(me.device)

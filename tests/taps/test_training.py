@@ -1,4 +1,4 @@
-"""Weights, their gradients and the optimizer's state as taps: the same names and numbers however a step is made."""
+"""Weights, gradients and optimizer state as taps: the same names and numbers for every kind of step."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def replaced(scale: float) -> list[float]:
     return [*seen, float(given.sum())]
 
 
-def test_a_grafted_input_is_replaced_and_the_callers_tensor_left_alone(session: gl.Session) -> None:
+def test_grafted_input_is_replaced_without_changing_the_callers_tensor(session: gl.Session) -> None:
     session.edit(b2t="kind == 'input'")
     assert session.run(replaced, replaced, args=(3.0,)).target == [[4.0, 12.0]]
 
@@ -133,7 +133,7 @@ def test_a_compiled_model_has_the_same_names(session: gl.Session) -> None:
 
 
 def trained(ours: dict[str, Any], theirs: dict[str, Any], kind: str = "AdamW", parts: int = 1) -> None:
-    """A step; on the target with other options, the batch in so many parts."""
+    """One training step; on the target with different options, the batch split into parts."""
     options, parts = (theirs, parts) if is_target() else (ours, 1)
     model = made()
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
@@ -244,12 +244,12 @@ def test_outside_a_session_nothing_of_training_is_hooked() -> None:
         assert not any(weight._backward_hooks for weight in model.parameters())
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
+def test_optimizer_of_a_different_model_is_refused() -> None:
     with pytest.raises(ValueError, match="none of the optimizer's 6 tensors is a weight of the model"):
         gl.watch_training(made(), torch.optim.SGD(made().parameters()))
 
 
-def test_tensors_of_another_model_are_told() -> None:
+def test_optimizers_foreign_tensors_warn() -> None:
     model = made()
     optimizer = torch.optim.SGD([*model.parameters(), torch.ones(2, requires_grad=True)])
     with pytest.warns(gl.GraftWarning, match="1 of the optimizer's 7 tensors are not weights of this model"):
@@ -257,6 +257,6 @@ def test_tensors_of_another_model_are_told() -> None:
 
 
 @pytest.mark.parametrize("given", [(None, None), (made(), None)])
-def test_what_cannot_be_watched_is_refused(given: tuple[Any, Any]) -> None:
+def test_unwatchable_arguments_are_refused(given: tuple[Any, Any]) -> None:
     with pytest.raises(TypeError, match=r"gl.watch_training taps a torch"):
         gl.watch_training(*given)

@@ -1,4 +1,4 @@
-"""What stays out of graphs that ``torch.compile`` traces, and what that costs where nothing is compiled."""
+"""Functions that ``torch.compile`` must not trace, and their cost when nothing is compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graftlab.taps.untraced import outside_compiled_code
 
 
 @pytest.mark.slow
-def test_a_function_is_never_traced_and_what_is_around_it_is() -> None:
+def test_function_is_never_traced_while_its_caller_is() -> None:
     graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -36,7 +36,7 @@ def test_a_function_is_never_traced_and_what_is_around_it_is() -> None:
 
 
 @pytest.mark.ranks
-def test_a_rank_imports_no_more_of_torch_than_its_code_asks_for() -> None:
+def test_rank_imports_only_the_parts_of_torch_that_its_code_uses() -> None:
     code = (
         "import sys, graftlab.ranks.worker\n"
         "from graftlab.taps.untraced import outside_compiled_code\n"

@@ -1,4 +1,4 @@
-"""``gl.watch``: every module's output is tapped, whatever it is made of, and the model is left as it was."""
+"""``gl.watch``: every module's output is tapped, whatever its structure, and the model can be restored."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_every_modules_output_is_tapped_in_execution_order_under_its_name(sessio
 
 
 @pytest.mark.ranks
-def test_a_prefix_and_the_root_modules_own_name(session: gl.Session) -> None:
+def test_prefix_and_name_of_the_root_module(session: gl.Session) -> None:
     frame = session.run(forward, forward, args=("encoder.",)).frame
     assert frame["name"].tolist() == [f"encoder.{name}" for name in ALL]
 
@@ -272,7 +272,7 @@ def test_a_wrapped_model_has_the_names_of_the_model(wrapper: str) -> None:
 
 
 @pytest.mark.ranks
-def test_a_wrapped_module_is_one_tap_and_pairs_with_one_that_is_not(session: gl.Session) -> None:
+def test_wrapped_module_is_one_tap_and_pairs_with_an_unwrapped_one(session: gl.Session) -> None:
     def plain() -> None:
         model = made_model()
         with gl.watch(model):
@@ -318,7 +318,7 @@ def test_only_chosen_modules_are_tapped(session: gl.Session) -> None:
     assert frame["name"].tolist() == ["layers.0.attn", "layers.1.attn"]
 
 
-def test_what_cannot_be_watched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwatchable_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"taps a torch.nn.Module, not function"):
         gl.watch(lambda x: x)
     monkeypatch.setattr("graftlab.taps.calls._handler", object())
@@ -342,7 +342,7 @@ def hooks_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def test_outside_a_session_no_hook_is_put_in() -> None:
+def test_no_hook_is_installed_outside_a_session() -> None:
     model = made_model()
     before = hooks_of(model)
     with gl.watch(model, exclude="name == 'head'") as watched:

@@ -1,4 +1,4 @@
-"""``align_by_request``: rows find their counterpart by the request they belong to."""
+"""``align_by_request``: rows are paired by request."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_samples_of_one_request_are_paired_in_their_order() -> None:
     assert outcome.rows_unmatched == 1
 
 
-def test_statistics_cover_the_matched_rows_alone_and_point_into_the_whole_tensor() -> None:
+def test_statistics_cover_matched_rows_with_indices_of_the_whole_tensor() -> None:
     graft_input = the_input([(rows_of(10, 20), ids(1, 2))], rows_of(1e9, 21, 10), ids(7, 2, 1))
     stats = compare(run_transform(align_by_request, graft_input), graft_input)
     assert (stats.numel, stats.max_abs, stats.max_abs_index) == (4, 1.0, (1, 0))
@@ -89,14 +89,14 @@ def test_padding_on_either_side_is_neither_matched_nor_counted() -> None:
     assert outcome.rows_unmatched == 0
 
 
-def test_data_parallel_senders_each_bring_their_own_requests() -> None:
+def test_each_data_parallel_sender_contributes_its_requests() -> None:
     received = [(rows_of(10, 20), ids(1, 2)), (rows_of(30, 40, 50), ids(3, 4, 5))]
     outcome = run_transform(align_by_request, the_input(received, rows_of(5, 1, 9, 3), ids(5, 1, 9, 3)))
     assert values_of(outcome.value) == [50, 10, 9, 30]
     assert outcome.rows_unmatched == 1
 
 
-def test_a_request_that_several_senders_have_comes_from_the_receivers_own_rank() -> None:
+def test_request_at_several_senders_is_taken_from_the_receivers_rank() -> None:
     received = [(rows_of(10, 20), ids(1, 2)), (rows_of(11, 31), ids(1, 3)), (rows_of(12, 32), ids(1, 3))]
     for rank, expected in ((0, [10, 31]), (1, [11, 31]), (2, [12, 32]), (7, [10, 31])):
         outcome = run_transform(align_by_request, the_input(received, rows_of(0, 0), ids(1, 3), rank))
@@ -137,7 +137,7 @@ def test_a_request_with_fewer_tokens_on_the_other_side_is_paired_from_its_start(
     assert outcome.rows_unmatched == 1
 
 
-def test_padded_batches_pair_with_flat_ones_and_with_wider_ones() -> None:
+def test_padded_batches_pair_with_flat_and_wider_batches() -> None:
     flat = rows_of(10, 11, 12, 20)
     padded = torch.full((2, 5, 2), -1.0)
     padded[0, 0], padded[1, :3] = 20, torch.tensor([[10.0] * 2, [11.0] * 2, [12.0] * 2])
@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_paired_is_refused_with_the_reason(case: str) -> None:
+def test_unpairable_rows_are_refused_with_the_reason(case: str) -> None:
     theirs, mine, message = REFUSED[case]
     with pytest.raises(TransformError, match=message):
         run_transform(align_by_request, the_input([(rows_of(1, 2), theirs)], rows_of(3, 4), mine))
@@ -190,7 +190,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_travels_and_the_target_stays_as_it_was(dtype: torch.dtype) -> None:
+def test_every_dtype_is_aligned_and_the_target_stays_unchanged(dtype: torch.dtype) -> None:
     sent = torch.tensor([[1, 0], [0, 1]], dtype=torch.uint8).to(dtype)
     target = torch.zeros(2, 2, dtype=torch.uint8).to(dtype).t()
     outcome = run_transform(align_by_request, the_input([(sent, ids(1, 2))], target, ids(2, 1)))
@@ -254,7 +254,7 @@ def test_an_input_that_names_no_senders_has_them_in_order() -> None:
     assert outcome.value[:, 0].tolist() == [2.0, 1.0]
 
 
-def test_where_the_senders_have_none_of_the_requests_nothing_is_paired_and_all_rows_are_counted() -> None:
+def test_all_rows_are_unmatched_if_senders_have_none_of_the_requests() -> None:
     own = torch.ones(3, 2)
     outcome = gl.transforms.align_by_request(
         gl.GraftTransformInput(

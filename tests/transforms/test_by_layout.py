@@ -1,4 +1,4 @@
-"""Layouts in the default transform: what both sides say of their parts, and what is said where that fails."""
+"""Layouts in the default transform: declared and inferred ones, and the errors for those that do not fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_sender_that_is_silent_is_named() -> None:
         made([torch.ones(2)], torch.ones(2), senders=[1], send_world_size=2, pair=Layout())
 
 
-def test_a_layout_that_only_the_shapes_tell_is_called_inferred() -> None:
+def test_layout_known_only_from_shapes_is_called_inferred() -> None:
     def told(received: list[Tensor], target: Tensor, layout: str | None) -> str | None:
         rest: dict[str, Any] = {"recv_world_size": 2, "senders": [0], "send_world_size": 1}
         given = GraftTransformInput({"name": "x"}, received, [None], target, **rest)
@@ -50,7 +50,7 @@ def test_a_layout_that_only_the_shapes_tell_is_called_inferred() -> None:
     assert told([whole], torch.zeros(8), None) is None
 
 
-def test_names_of_one_side_alone_say_nothing_of_the_other() -> None:
+def test_dimension_names_on_one_side_do_not_describe_the_other() -> None:
     named = rank_layout(torch.ones(2, 3), "s d", 1)
     assert named is not None
     assert named.names == "s d"
@@ -70,7 +70,7 @@ def test_names_of_one_side_alone_say_nothing_of_the_other() -> None:
         ((2, 3, 4), lambda x: x.permute(2, 0, 1), "a b c -> c a b"),
     ],
 )
-def test_where_shapes_do_not_fit_the_layout_that_the_values_fit_in_is_suggested(
+def test_layout_that_fits_the_values_is_suggested_for_unfit_shapes(
     shape: tuple[int, ...], arranged: Any, said: str
 ) -> None:
     value = torch.arange(24.0).view(shape)
@@ -79,7 +79,7 @@ def test_where_shapes_do_not_fit_the_layout_that_the_values_fit_in_is_suggested(
     )
 
 
-def test_a_summand_is_measured_as_the_sum_and_refused_where_nobody_has_taken_it() -> None:
+def test_partial_sum_is_measured_as_the_sum_or_refused_without_one() -> None:
     summand = torch.tensor([1.0, 2.0])
     layout = rank_layout(summand, "partial(mesh='tp')", 2)
     assert layout is not None
@@ -115,7 +115,7 @@ def test_a_summand_is_measured_as_the_sum_and_refused_where_nobody_has_taken_it(
         (False, {"direction": "b2t", "layout": RankLayout(Layout())}),
     ],
 )
-def test_the_receivers_shape_is_the_wholes_where_it_holds_it_alone(is_known: bool, more: dict[str, Any]) -> None:
+def test_single_receivers_shape_is_that_of_the_whole(is_known: bool, more: dict[str, Any]) -> None:
     given = GraftTransformInput({"name": "x"}, [torch.ones(6)], [None], torch.zeros(2, 3), **more)
     assert _shape_of_one(given) == ((2, 3) if is_known else None)
 
@@ -127,7 +127,7 @@ TWO_GROUPS = [Mesh((("tp", 2),), (0, 1)), Mesh((("tp", 2),), (2, 3))]
 
 
 def grouped(wholes: list[Tensor], **more: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """What two groups of two ranks send, each a whole of its own, whose columns its ranks share."""
+    """Two groups of two ranks; each group has its own whole tensor, split by columns over its ranks."""
     layouts = [RankLayout(parse_layout("shard(dim=1, mesh='tp')").on(mesh)) for mesh in TWO_GROUPS]
     sent = [part for whole in wholes for part in whole.chunk(2, 1)]
     return sent, {"received_layouts": [layouts[0]] * 2 + [layouts[1]] * 2, **more}
@@ -143,7 +143,7 @@ def test_groups_that_hold_the_same_are_one_whole_for_a_single_receiver() -> None
 
 
 @pytest.mark.parametrize("off", [WHOLE * 1.001, WHOLE.long() + 1, WHOLE.flip(0)])
-def test_groups_that_hold_different_tensors_must_say_which_part_each_has(off: Tensor) -> None:
+def test_groups_with_different_tensors_must_declare_their_parts(off: Tensor) -> None:
     sent, rest = grouped([WHOLE.to(off.dtype), off])
     with pytest.raises(LayoutError, match="2 groups of senders hold different tensors and do not declare which part"):
         made(sent, torch.zeros(4, 6, dtype=off.dtype), **rest)
@@ -157,7 +157,7 @@ def test_groups_that_each_have_a_part_of_the_batch_are_joined_along_it() -> None
         made(sent, torch.zeros(4, 6), pair=Layout(), **rest)
 
 
-def test_groups_that_are_split_in_several_ways_are_refused() -> None:
+def test_groups_with_different_layouts_are_refused() -> None:
     sent, rest = grouped([WHOLE, WHOLE])
     other = RankLayout(parse_layout("shard(dim=0, mesh='tp')").on(TWO_GROUPS[1]))
     rest["received_layouts"][2:] = [other, other]
@@ -165,18 +165,18 @@ def test_groups_that_are_split_in_several_ways_are_refused() -> None:
         made(sent, torch.zeros(4, 6), **rest)
 
 
-def test_a_receiver_has_its_whole_from_the_group_of_its_own_rank() -> None:
+def test_receiver_takes_the_whole_from_the_mesh_with_its_rank() -> None:
     sent, rest = grouped([WHOLE, WHOLE + 100], recv_world_size=4)
     for rank, whole in enumerate([WHOLE, WHOLE, WHOLE + 100, WHOLE + 100]):
         mine = RankLayout(Layout((), TWO_GROUPS[rank // 2]))
         assert torch.equal(made(sent, torch.zeros(4, 6), layout=mine, recv_rank=rank, **rest), whole)
-    # On another number of ranks nobody's group is told.
+    # With a different number of ranks the receiver's group is unknown.
     for world_size, rank in ((3, 1), (4, 9)):
         with pytest.raises(LayoutError, match=f"on several meshes, and none of them contains rank {rank}"):
             made(sent, torch.zeros(4, 6), recv_rank=rank, **{**rest, "recv_world_size": world_size})
 
 
-def test_senders_that_say_no_layout_beside_others_that_do_are_named() -> None:
+def test_senders_without_a_layout_among_others_with_one_are_named() -> None:
     layout = rank_layout(torch.ones(4, 3), "shard(dim=1, mesh='tp')", 2)
     with pytest.raises(LayoutError, match=r"senders \[1\] declare no layout, but the others do"):
         made(list(WHOLE.chunk(2, 1)), torch.zeros(4, 6), received_layouts=[layout, None])
@@ -197,7 +197,7 @@ def test_shards_are_put_together_in_the_order_of_their_ranks_and_in_one_dtype() 
 
 
 @pytest.mark.parametrize("mine", ["shard(dim=0, mesh='tp')", "shard(dim=1, mesh='tp')"])
-def test_what_senders_do_not_say_follows_from_the_whole_that_the_receiver_knows(mine: str) -> None:
+def test_senders_layout_is_inferred_from_the_receivers_whole_shape(mine: str) -> None:
     on_two = parse_layout(mine).on(Mesh((("tp", 2),)))
     layout = RankLayout(on_two, (4, 6))
     for rank in (0, 1):
@@ -226,7 +226,7 @@ def test_names_on_both_sides_go_whichever_way_the_tensor_does(direction: str) ->
 # ---- a receiver of several that says nothing -------------------------------------------------------------------------
 
 
-def test_a_receiver_that_says_nothing_has_its_slice_of_the_whole() -> None:
+def test_receiver_without_a_layout_gets_its_slice_of_the_whole() -> None:
     layout = rank_layout(torch.ones(4, 3), "shard(dim=1, mesh='tp')", 2)
     rest: dict[str, Any] = {"received_layouts": [layout] * 2, "recv_world_size": 2}
     for rank in (0, 1):
@@ -241,7 +241,7 @@ def test_a_pair_takes_the_one_out_of_the_other_also_where_ranks_share_it() -> No
     sent = list(WHOLE.chunk(2))
     ours = made(sent, torch.zeros(3, 4), received_layouts=[rows] * 2, pair=pair, **rest)
     assert torch.equal(ours, WHOLE.T[3:])
-    # The same where the target is the larger, of which the received is made.
+    # The same if the target is the larger tensor, from which the received one is made.
     transposed = list(WHOLE.T.chunk(2))
     ours = made(transposed, torch.zeros(4, 6), received_layouts=[rows] * 2, pair=pair, whole="target", **rest)
     assert torch.equal(ours, WHOLE)
@@ -252,7 +252,7 @@ def test_a_pair_takes_the_one_out_of_the_other_also_where_ranks_share_it() -> No
     assert torch.equal(received, WHOLE.T)
 
 
-def test_what_a_layout_leaves_out_stays_the_receivers_own() -> None:
+def test_elements_outside_a_layout_stay_the_receivers_own() -> None:
     pair, mine = parse_layout("part(dim=0, index=1, of=[1, 1])"), torch.full((4, 6), -1.0)
     rest: dict[str, Any] = {"pair": pair, "whole": "target", "recv_world_size": 2}
     rows = rank_layout(torch.ones(2, 6), None, 1) or RankLayout(Layout(), (2, 6))
@@ -277,12 +277,12 @@ def test_what_a_layout_leaves_out_stays_the_receivers_own() -> None:
         ("a b -> b a", "same", "a b -> b a => same"),
     ],
 )
-def test_a_row_says_both_layouts_or_the_one_that_both_have(theirs: str, mine: str, said: str | None) -> None:
+def test_row_has_both_layouts_or_the_common_one(theirs: str, mine: str, said: str | None) -> None:
     assert _text(parse_layout(theirs), parse_layout(mine), False) == said
     assert _text(parse_layout(theirs), parse_layout(mine), True) == (f"inferred => {parse_layout(mine)}")
 
 
-def test_a_part_of_the_larger_tensor_is_suggested_whichever_side_has_it() -> None:
+def test_part_of_the_larger_tensor_is_suggested_on_either_side() -> None:
     whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     second = "part(index=1, of=[1, 1, 1], dim=1)"
     assert f"rel_l2 0, in the layout '{second}' of the received tensor" in suggested([whole], whole[:, 2:4])
@@ -295,7 +295,7 @@ def test_a_part_of_the_larger_tensor_is_suggested_whichever_side_has_it() -> Non
     assert f"rel_l2 0, in the layout '{second}'" in suggested([numbers], numbers[:, 2:4])
 
 
-def test_nothing_is_suggested_where_no_layout_fits_and_one_alone_is_named_where_its_values_do_not() -> None:
+def test_no_layout_is_suggested_unless_one_fits_shapes_or_values() -> None:
     whole = torch.arange(1.0, 25).view(4, 6)
     for mine in (whole[:, :4], whole[:2, :3], whole[:, :, None][:2], whole[:, :0], torch.ones(1)):
         assert suggested([whole], mine) == "", mine.shape

@@ -1,4 +1,4 @@
-"""Transforms: what the default makes of shards, how the user's are loaded, and what happens to those that go wrong."""
+"""Transforms: the default's handling of shards, loading of the user's, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_default_transform_names_the_shapes_that_do_not_fit(case: str) -> No
     assert "def transform(graft_input: gl.GraftTransformInput) -> torch.Tensor" in message
 
 
-def test_my_ranks_tensor_is_taken_though_others_sent_nothing() -> None:
+def test_same_ranks_tensor_is_taken_although_others_sent_none() -> None:
     received = made_of((3,), (3,))
     outcome = run_transform(None, the_input(received, torch.zeros(3), 2, 3, senders=[0, 2], send_world_size=3))
     assert outcome.value.tolist() == received[1].tolist()
@@ -134,7 +134,7 @@ def test_my_ranks_tensor_is_taken_though_others_sent_nothing() -> None:
     ],
     ids=["rank 0 of 2", "rank 1 of 2", "rank 2 of 4", "half of the shards", "all but mine", "a shard or a replica"],
 )
-def test_what_a_silent_rank_would_have_held_is_not_made_up_from_what_others_sent(
+def test_missing_ranks_tensor_is_not_made_up_from_others(
     shapes: list[tuple[int, ...]], mine: tuple[int, ...], rank: int, receivers: int, senders: list[int], count: int
 ) -> None:
     graft_input = the_input(
@@ -157,7 +157,7 @@ def test_shards_of_any_number_of_senders_come_back_whole_on_any_number_of_receiv
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
-def test_what_all_senders_hold_whole_reaches_every_receiver_whole_or_as_its_shard(
+def test_replicated_tensor_reaches_each_receiver_whole_or_as_its_shard(
     senders: int, receivers: int, sharded: bool, data: st.DataObject
 ) -> None:
     dim = data.draw(st.integers(0, 1))
@@ -247,12 +247,12 @@ def test_a_transform_is_loaded_from_source(source: str) -> None:
     assert outcome_of(source).value.tolist() == [6.0]
 
 
-def test_source_is_compiled_as_it_stands_without_the_loaders_own_future_imports() -> None:
+def test_source_is_compiled_without_the_loaders_future_imports() -> None:
     transform = TransformSpec.of("def transform(g: GraftTransformInput):\n    return g.target").load()
     assert transform.__annotations__ == {"g": GraftTransformInput}
 
 
-def test_a_function_of_the_notebook_is_loaded_with_what_it_captured() -> None:
+def test_notebook_function_is_loaded_with_its_captured_variables() -> None:
     cell = run_cell(
         """
         scale = 2.0
@@ -291,7 +291,7 @@ def test_a_function_of_the_notebook_is_loaded_with_what_it_captured() -> None:
     ],
     ids=repr,
 )
-def test_what_cannot_be_loaded_is_refused_with_the_reason(module: str, transform: Any, message: str) -> None:
+def test_unloadable_transform_is_refused_with_the_reason(module: str, transform: Any, message: str) -> None:
     with pytest.raises(TransformError) as raised:
         TransformSpec.of(transform)
     assert message in str(raised.value)
@@ -360,7 +360,7 @@ def test_lists_and_tags_are_a_transforms_own() -> None:
 @pytest.mark.parametrize(
     "result", [None, 1.0, [torch.zeros(2)], (torch.zeros(2),), "x", torch.zeros(2).numpy()], ids=repr
 )
-def test_a_result_that_is_no_tensor_is_refused(result: Any) -> None:
+def test_result_other_than_a_tensor_is_refused(result: Any) -> None:
     with pytest.raises(
         TransformError, match=rf"returned {type(result).__name__}; it must return a tensor of shape \[2\]"
     ):
@@ -368,7 +368,7 @@ def test_a_result_that_is_no_tensor_is_refused(result: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (1, 2), (0,)], ids=str)
-def test_a_result_of_another_shape_is_refused_and_not_broadcast(shape: tuple[int, ...]) -> None:
+def test_result_of_a_different_shape_is_refused_and_not_broadcast(shape: tuple[int, ...]) -> None:
     with pytest.raises(TransformError) as raised:
         run_transform(lambda g: torch.ones(shape), the_input([torch.ones(2)], torch.zeros(2)))
     assert f"returned shape {list(shape)}; the target has shape [2] and nothing is broadcast" in str(raised.value)
@@ -387,7 +387,7 @@ def test_a_result_of_another_shape_is_refused_and_not_broadcast(shape: tuple[int
     ],
     ids=str,
 )
-def test_a_result_of_another_dtype_is_taken_and_said(
+def test_result_of_a_different_dtype_is_converted_and_noted(
     result: torch.dtype, target: torch.dtype, cast: str | None
 ) -> None:
     outcome = run_transform(lambda g: torch.ones(2).to(result), the_input([torch.ones(2)], torch.zeros(2).to(target)))
@@ -468,7 +468,7 @@ def test_a_transform_may_change_its_inputs_which_are_copies(change: Callable[[to
 
 
 @pytest.mark.parametrize("returns", ["target", "None", "received"])
-def test_what_was_written_in_place_is_the_result(returns: str) -> None:
+def test_value_written_into_the_target_is_the_result(returns: str) -> None:
     def transform(graft_input: GraftTransformInput) -> Any:
         into = graft_input.received_list[0] if returns == "received" else graft_input.target
         into.mul_(3)
@@ -479,7 +479,7 @@ def test_what_was_written_in_place_is_the_result(returns: str) -> None:
     assert target.tolist() == [1.0, 2.0]
 
 
-def test_writing_into_the_models_own_tensor_fails() -> None:
+def test_writing_into_the_models_tensor_fails() -> None:
     target = torch.tensor([1.0, 2.0])
 
     def transform(graft_input: GraftTransformInput) -> torch.Tensor:
@@ -490,7 +490,7 @@ def test_writing_into_the_models_own_tensor_fails() -> None:
         run_transform(transform, the_input([torch.ones(2)], target))
 
 
-def test_extras_of_the_receivers_own_tap_are_copies_too() -> None:
+def test_receivers_extras_are_copies_too() -> None:
     scale, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
     mine = {"scale": scale, "nested": [{"p": parameter * 1}, (scale,)], "list": [1]}
 
@@ -512,7 +512,7 @@ def test_extras_of_the_receivers_own_tap_are_copies_too() -> None:
     assert given.received_extras_list == [{"fill": [1]}]
 
 
-def test_extras_that_cannot_be_copied_are_kept_from_the_transform_and_not_from_others() -> None:
+def test_uncopyable_extras_are_withheld_from_the_transform_only() -> None:
     lock = threading.Lock()
     given = replace(the_input([torch.ones(2)], torch.zeros(2)), target_extras={"lock": lock, "n": 2})
     assert run_transform(lambda g: g.target + g.target_extras["n"], given).value.tolist() == [2.0, 2.0]
@@ -529,7 +529,7 @@ def test_reading_is_not_mistaken_for_changing_whatever_the_dtype_and_layout(dtyp
         assert torch.equal(bits(outcome.value), bits(received)), name
 
 
-def test_conjugated_and_negated_views_are_given_as_plain_tensors_of_what_they_mean() -> None:
+def test_conjugated_and_negated_views_are_passed_as_plain_tensors() -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
     for view in (value.conj(), value.conj().imag):
         # numpy knows no such views, so this raises for one.
@@ -543,7 +543,7 @@ def test_conjugated_and_negated_views_are_given_as_plain_tensors_of_what_they_me
 @pytest.mark.parametrize(
     "error", [ValueError("no"), SystemExit(3), MemoryError(), GraftError("mine"), StopIteration()], ids=repr
 )
-def test_what_a_transform_raises_comes_out_as_it_is(error: BaseException) -> None:
+def test_transforms_own_exception_is_raised_unchanged(error: BaseException) -> None:
     def transform(graft_input: GraftTransformInput) -> torch.Tensor:
         graft_input.target.zero_()
         raise error
@@ -631,7 +631,7 @@ def transform(g):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*old signature")
-def test_what_cannot_be_used_is_blamed_on_the_users_own_line(source: str, line: int, shown: str, says: str) -> None:
+def test_unusable_result_is_reported_at_the_users_line(source: str, line: int, shown: str, says: str) -> None:
     *frames, last = lines_after_the_headline(traceback_of(source))
     label = TransformSpec.of(source).label
     assert [text for text in frames if "File" in text][-1].startswith(f'  File "<transform {label}>", line {line}, in')
@@ -648,13 +648,13 @@ def test_what_cannot_be_used_is_blamed_on_the_users_own_line(source: str, line: 
         ("def unfinished(", "transform"),
     ],
 )
-def test_a_text_is_labelled_by_its_function_and_another_text_by_another_label(source: str, called: str) -> None:
+def test_source_texts_with_the_same_function_name_have_different_labels(source: str, called: str) -> None:
     label = TransformSpec.draft(f"{source}\n").label
     assert re.fullmatch(rf"{called} \(text [0-9a-f]{{6}}\)", label)
     assert TransformSpec.draft(f"{source}  # another\n").label != label
 
 
-def test_what_has_no_line_of_the_users_is_raised_as_it_is() -> None:
+def test_error_without_a_users_line_is_raised_unchanged() -> None:
     with pytest.raises(TransformError, match="returned int"):
         run_transform(id, the_input([torch.zeros(1)], torch.zeros(1)))  # type: ignore[arg-type]
 
@@ -679,13 +679,13 @@ def test_the_old_signature_is_adapted_with_a_note(how: str, module: str) -> None
 
 
 @pytest.mark.parametrize("arguments", ["", "a, b, c", "*, g", "a, b, *, c"])
-def test_another_arity_is_refused_at_the_edit(arguments: str) -> None:
+def test_wrong_number_of_arguments_is_refused_at_the_edit(arguments: str) -> None:
     with pytest.raises(TransformError, match=r"takes \(.*\), and is called with one argument; write `def transform"):
         TransformSpec.of(f"def transform({arguments}):\n    return 1")
 
 
 @pytest.mark.parametrize("arguments", ["g", "*all", "g, scale=2", "g=None, *, scale=2", "g, /"])
-def test_what_can_be_called_with_one_argument_is_taken_as_it_is(arguments: str) -> None:
+def test_callable_with_one_argument_is_used_unchanged(arguments: str) -> None:
     TransformSpec.of(f"def transform({arguments}):\n    return 1")
 
 
@@ -712,7 +712,7 @@ def test_a_transform_takes_its_filter_along() -> None:
 # ---- what came of it ------------------------------------------------------------------------------------------------
 
 
-def test_what_came_through_host_memory_is_moved_to_the_targets_device_without_a_word() -> None:
+def test_tensor_from_host_memory_moves_to_the_targets_device_without_a_note() -> None:
     fitted = _fitted(Outcome(torch.ones(2)), torch.empty(2, device="meta"))
     assert fitted.value.device.type == "meta"
     assert fitted.cast is None

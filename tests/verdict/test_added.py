@@ -102,15 +102,15 @@ def test_the_error_without_grafts_stands_beside_what_was_added() -> None:
     [
         (row("q", None, status="missing"), "1 tap (q) is on the target only."),
         (row("q", None, status="unmatched", side="baseline"), "1 tap (q) is on the baseline only."),
-        (row("q", None, status="timeout", error="late\nmore"), "1 tap (q) was waited for in vain: late."),
+        (row("q", None, status="timeout", error="late\nmore"), "1 tap (q) did not arrive in time: late."),
         (
             row("q", None, status="unmatched", side="baseline", tags={"kind": "grad"}),
-            "1 tap (q) has a gradient on the baseline only. Where the target has the tap and computes no gradient for",
+            "1 tap (q) has a gradient on the baseline only. If the target has the tap but computes no gradient for",
         ),
         (row("q", None, status="failed", error="E: no"), "could not be compared (the transform failed): E: no."),
         (row("q", None), "1 tap (q) has no pair of finite numbers."),
-        (row("q", 0.0, nonfinite_baseline=2), "not finite in places, on both sides alike"),
-        (row("q", 0.0, rows_unmatched=2), "1 tap (q) has rows that no row of the other side was paired with"),
+        (row("q", 0.0, nonfinite_baseline=2), "not finite in the same places on both sides"),
+        (row("q", 0.0, rows_unmatched=2), "1 tap (q) has rows without a partner on the other side"),
     ],
 )
 def test_what_was_not_measured_is_said(bad: Row, said: str) -> None:

@@ -28,7 +28,7 @@ def test_whole_numbers_before_all_computation_are_inputs_and_those_after_it_are_
     )
     assert input_names(frame) == ["tokens", "mask", "scale"]
     (said,) = differing_data(frame, threshold=5.0)
-    assert said.startswith("The inputs differ already: tokens (rel_l2 0.5)")
+    assert said.startswith("The inputs already differ: tokens (rel_l2 0.5)")
 
 
 def test_what_one_side_alone_has_as_whole_numbers_is_no_input() -> None:
@@ -44,9 +44,9 @@ def test_inputs_of_a_later_step_differ_where_they_do_from_the_baselines_values_t
     compared = to_frame([step(0, 0.0, "compared"), step(1, 0.0, "compared"), step(2, 0.5, "compared")])
     given = to_frame([step(0, 0.0), step(1, 0.0), step(2, 0.5)])
     (said,) = differing_data(compared, 5.0, given)
-    assert said.startswith("The inputs differ already: x in step 2 (rel_l2 0.5)")
+    assert said.startswith("The inputs already differ: x in step 2 (rel_l2 0.5)")
     # A decode's tokens follow from what was computed before: with the baseline's values they are the same.
     assert differing_data(compared, 5.0, to_frame([step(0, 0.0), step(1, 0.0), step(2, 0.0)])) == []
     # From the first step on, it need not be said in which.
     (said,) = differing_data(to_frame([step(0, 0.5, "compared")]), 5.0, to_frame([step(0, 0.5), step(1, 0.5)]))
-    assert said.startswith("The inputs differ already: x (rel_l2 0.5)")
+    assert said.startswith("The inputs already differ: x (rel_l2 0.5)")

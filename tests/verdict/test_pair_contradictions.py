@@ -40,7 +40,7 @@ def test_parts_under_another_parts_name_are_said() -> None:
     pairs = split_from_fused({f"layers.1.{a}_proj": f"layers.1.{b}_proj" for a, b in ("kv", "vk")})
     (said,) = said_of(pairs)
     assert "layers.1.v_proj is the k of h.1.qkv, not its v; layers.1.k_proj is the v of h.1.qkv, not its k." in said
-    assert "what is computed from them is named below in their place" in said
+    assert "the code that reads them is named below instead" in said
 
 
 def test_a_layer_in_another_layout_than_the_others_is_said() -> None:
@@ -59,7 +59,7 @@ def test_two_taps_that_each_take_another_part_of_one_tensor_are_said() -> None:
         {"baseline": "cls", "target": "x", "layout": first, "whole": "target"},
     ]
     (said,) = said_of(pairs)
-    assert f"pooled is a part of out ({last!r}), and the baseline's cls is another part of the target's x (" in said
+    assert f"pooled is a part of out ({last!r}), and the baseline's cls is a different part of the target's x (" in said
     # Of another size they need not be the same.
     assert said_of([*pairs[:2], {**pairs[2], "layout": "part(index=0, of=[1, 4], dim=1)"}]) == []
     # Nor where the two wholes are not each other's.
@@ -71,7 +71,7 @@ def test_a_tensor_in_another_order_between_equal_shapes_is_said_where_it_is_the_
     pairs = [{"baseline": "conv", "target": "patch", "layout": order}, {"baseline": "x", "target": "y"}]
     (said,) = said_of(pairs, [2, 9, 16])
     assert "patch is compared in the layout" in said
-    assert "though it has one shape on both sides" in said
+    assert "though both shapes are equal" in said
     # Another shape, as of tokens before the batch; and what the whole model has so.
     assert said_of([{"baseline": "x", "target": "y", "layout": "a b c -> b a c"}], [2, 9, 16]) == []
     assert said_of([pairs[0], {**pairs[1], "layout": order}], [2, 9, 16]) == []

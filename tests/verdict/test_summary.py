@@ -123,13 +123,13 @@ def test_a_nan_is_not_zero() -> None:
     assert differences(rows) == [
         "first divergent: logits on target[0]: 12 of 64 elements are NaN or infinite on one side and not the "
         "same on the other",
-        "what is finite is equal",
+        "all finite values are equal",
     ]
 
 
 def test_what_has_no_finite_value_is_not_called_equal() -> None:
     said = differences(frame({"name": "a"}, {"name": "b", "rel_l2": math.nan}))
-    assert "what is finite is equal" in said
+    assert "all finite values are equal" in said
     assert "every compared row is equal" not in said
     assert said[-1].startswith("not compared: 1 row without a finite value on either side")
 

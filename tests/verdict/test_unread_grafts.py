@@ -56,5 +56,5 @@ def test_gradients_go_the_other_way_and_are_left_out() -> None:
 def test_the_sentence_names_the_first_groups_and_says_what_to_write() -> None:
     assert unread_grafts_text([]) == []
     (said,) = unread_grafts_text(["a", "b", "c", "d"])
-    assert said.startswith("what a, b, c and 1 more passes on: grafting it changed no tap after it.")
+    assert said.startswith("the effect of a, b, c and 1 more: grafting it changed no later tap.")
     assert said.endswith("Write h = gl.tap(name, h).")

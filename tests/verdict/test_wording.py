@@ -72,17 +72,17 @@ def test_many_weights_share_a_sentence(kind: str, words: str) -> None:
 
 def test_where_no_number_is_finite_on_both_sides_nothing_is_said_to_be_clean() -> None:
     lost = [{**tap(name, math.nan), "label": "unmeasured"} for name in ("a", "b")]
-    assert said(*lost) == "Nothing was compared: not one number of any tap is finite on both sides."
+    assert said(*lost) == "Nothing was compared: no tap has a number that is finite on both sides."
     # What was not measured is not counted among what was.
     assert said(*lost, tap("c", 2.0)) == (
-        "No tap adds more than rounding does (1 group of taps, at most 2 x the floor, threshold 5)."
+        "No tap adds more than rounding (1 group of taps, at most 2 x the floor, threshold 5)."
     )
 
 
 def test_hints_that_say_the_same_are_one() -> None:
-    hints = {"a": "at a, the target's are 2 times the baseline's (fits 100 % of the difference)"}
-    hints["b"] = "at b, the target's are 2 times the baseline's (fits 99.99 % of the difference)"
-    hints["c"] = "at c, the target's are 3 times the baseline's (fits 100 % of the difference)"
+    hints = {"a": "at a, the target's are 2 times the baseline's (explains 100 % of the difference)"}
+    hints["b"] = "at b, the target's are 2 times the baseline's (explains 99.99 % of the difference)"
+    hints["c"] = "at c, the target's are 3 times the baseline's (explains 100 % of the difference)"
     lines = [line for line in said(*(tap(name, 9.0) for name in "abc"), hints=hints).splitlines() if "Hint" in line]
     assert lines == [f"Hint (a, b): {hints['a']}.", f"Hint (c): {hints['c']}."]
 

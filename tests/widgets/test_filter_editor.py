@@ -348,7 +348,7 @@ def test_tag_names_and_helpers_are_completed(screen: FilterScreen, session: Fake
 def test_a_refresh_without_changes_does_nothing(screen: FilterScreen, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     screen.browser.on_update.append(lambda comm_id, changed: done.append(changed))
-    monkeypatch.setattr(filter_view, "matches", lambda *arguments: done.append(arguments) or "")
+    monkeypatch.setattr(filter_view, "matches_html", lambda *arguments: done.append(arguments) or "")
     screen.editor.refresh()
     assert done == []
 

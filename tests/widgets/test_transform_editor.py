@@ -26,7 +26,7 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.grafting.trial import PRINTED_LIMIT
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import SIGNATURE
-from graftlab.widgets.drafts import FIELDS, TEMPLATE, fitting_functions, functions_in
+from graftlab.widgets.drafts import FIELDS, TEMPLATE, functions_in, likely_transforms
 from graftlab.widgets.kept_taps import filter_to_keep, kept_options
 from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.tap_chooser import LISTED
@@ -726,7 +726,7 @@ def _private(graft_input): ...
 def test_functions_that_look_like_transforms_are_proposed() -> None:
     evaluated = run_cell("import graftlab as gl\ndef evaluated(g: gl.GraftTransformInput): ...")
     names = {**run_cell(CELL), **evaluated, "number": 3}
-    assert fitting_functions(functions_in(names)) == ["by_annotation", "by_name", "evaluated"]
+    assert likely_transforms(functions_in(names)) == ["by_annotation", "by_name", "evaluated"]
 
 
 @pytest.mark.ranks
