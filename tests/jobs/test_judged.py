@@ -88,15 +88,13 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
         session.verdict()
     assert filters_of(session.plan) == before
     on_look(session, monkeypatch, lambda: session.edit(keep=None))
-    with pytest.raises(gl.SessionError, match="the plan was edited while it ran"):
-        session.verdict()
-    assert session.plan.keep is None  # theirs stays
+    assert "results are missing: the plan was edited during the verdict" in session.verdict().text
+    assert session.plan.keep is None  # the user's edit stays
     before = filters_of(session.edit(**before))
 
     # A notebook that goes away in the middle of one leaves its jobs the plan from before.
     on_look(session, monkeypatch, session.close)
-    with pytest.raises(gl.SessionError):
-        session.verdict()
+    assert "results are missing" in session.verdict().text
     assert session.closed
     again = gl.listen(baseline=1, target=1, folder=tmp_path / "run", append=True, timeout=2 * DEADLINE)
     wait_until(lambda: again.status()["state"].isin(["running", "waiting"]).all(), "both ranks")
@@ -106,8 +104,9 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     target = again.ranks[1].pid
     assert target == jobs[1].pid
     on_look(again, monkeypatch, lambda: os.kill(jobs[1].pid, signal.SIGKILL))
-    with pytest.raises(gl.RunError, match=r"(?s)the verdict was abandoned, .* failed on target\[0\]"):
-        again.verdict()
+    text = again.verdict().text
+    assert "results are missing: the verdict was abandoned, and" in text
+    assert "failed on target[0]" in text
     assert filters_of(again.plan) == before
     with pytest.raises(gl.SessionError, match=r"target\[0\] is missing, and a verdict needs every rank"):
         again.verdict()

@@ -91,8 +91,7 @@ def test_a_verdict_names_the_faulty_rank_and_ranks_that_end_meanwhile(
 
     # One that dies takes those with it that compute with it; the verdict says so, and the baseline goes on.
     on_look(session, monkeypatch, lambda: os.kill(one_and_two.jobs[2].pid, signal.SIGKILL))
-    with pytest.raises(gl.RunError, match=r"(?s)the verdict was abandoned, .* failed on target\[[01]\]"):
-        session.verdict()
+    assert re.search(r"the verdict was abandoned, .* failed on target\[[01]\]", session.verdict().text)
     assert (session.plan.b2t, session.plan.compare) == (before.b2t, before.compare)
     with pytest.raises(gl.SessionError, match=r"target\[1\] is missing, and a verdict needs every rank"):
         session.verdict()
@@ -138,8 +137,7 @@ def test_ranks_connected_by_tcp_are_judged_like_those_that_share_memory(
             assert f"With the baseline's layers.*.{tap} the output out agrees (" in verdict.text
         assert not {"failed", "timeout"} & set(session.frame["status"])
         on_look(session, monkeypatch, judged.stop.touch)
-        with pytest.raises(gl.SessionError, match=r"abandoned: .* ended before it was done"):
-            session.verdict()
+        assert re.search(r"abandoned: .* ended before it was done", session.verdict().text)
         for job in judged.jobs:
             code, out, err = end(job)
             assert (code, out) == (0, "went on True\n"), err
