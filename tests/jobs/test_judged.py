@@ -60,7 +60,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     assert " x the floor, float32)." in verdict.text
     # Swapped, which needs that a step is repeated: the output is compared with that of another one.
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
-    assert "\nHint (layers.*.act): at layers.1.act, the target's are 1.01 times the baseline's" in verdict.text
+    assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
     assert [labels[name] for name in ("tokens", "layers.1.h", "layers.1.act", "layers.2.h", "out")] == [
         *("clean", "clean", "culprit", "inherited", "inherited")
@@ -122,7 +122,7 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     session, jobs = listened(tmp_path / "run", stop, "trains.py")
     verdict = session.verdict()
     first = verdict.text.splitlines()[0]
-    assert first.startswith("The jobs do not repeat a step: from one to the next the baseline differs at input.x")
+    assert first.startswith("The jobs do not repeat a step: from one to the next, the baseline differs at input.x")
     assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in first
     assert "\nThe weights already differ: " in verdict.text
     assert (

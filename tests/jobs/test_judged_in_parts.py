@@ -85,7 +85,7 @@ def test_a_verdict_names_the_faulty_rank_and_ranks_that_end_meanwhile(
     assert (verdict.named, over) == (["layers.*.act"], {("layers.1.act", 1)})
     assert "layers.*.act is computed differently in layer 1 of 0-2 on rank 1 alone (added 0.01, " in verdict.text
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
-    assert "\nHint (layers.*.act): at layers.1.act, the target's are 1.01 times the baseline's" in verdict.text
+    assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
     # No rank of a side takes the taps of a step of which another does not.
     assert not {"failed", "timeout"} & set(session.frame["status"])
 
