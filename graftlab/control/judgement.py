@@ -43,9 +43,9 @@ from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
-    Difference,
     ReturnedValues,
     UnexplainedDifferences,
+    ValueDifference,
     differing_taps,
 )
 from graftlab.verdict.wording import Findings, JobRemarks
@@ -90,7 +90,7 @@ class Naming:
     scaled: Sequence[str]
     """Groups of gradients that differ by a factor that is taken back later."""
     accumulated: AccumulatedFloors
-    differing: list[Difference]
+    differing: list[ValueDifference]
     """The taps that differ without grafts, by more than rounding adds up to."""
     given: set[str]
     """The names of taps that show what the model was given."""
