@@ -407,8 +407,7 @@ def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], not_swappe
     """Remarks on groups whose effect is unknown."""
     # An optimizer's update does not affect the output of this step.
     left = [g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
-    do = "do" if len(left) > 1 else "does"
-    said = [f"What {', '.join(left)} {do} to the output was not measured."] if left else []
+    said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
     if not_swapped:
         taps = ", ".join(list(not_swapped)[:4])
         said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
