@@ -282,7 +282,7 @@ class Session(SessionCore):
         the verdict is done.
 
         >>> session.verdict(forward, forward, args=(x,)).text
-        'No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).'
+        'No tap adds more than rounding (2 groups of taps, at most 0 x the floor, threshold 5).'
         """
         from graftlab.control.judge import judge
         from graftlab.control.verdict_request import VerdictRequest
@@ -395,7 +395,7 @@ class Session(SessionCore):
 
         >>> print(session.compare_compiled(forward, args=(x,), backend="eager").text)
         Compiled, its result is equal to the eager one, without taps and with them.
-        No tap adds more than rounding does (2 groups of taps, at most 0 x the floor, threshold 5).
+        No tap adds more than rounding (2 groups of taps, at most 0 x the floor, threshold 5).
         """
         self._require_workers("run code on")
         from graftlab.control.compiled_comparison import compare_compiled

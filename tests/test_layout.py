@@ -1,4 +1,4 @@
-"""The layout: rooms import one way, and no file is in a circle with another, lazy and type-only imports counted."""
+"""The layout: rooms import in one direction, without cycles, and class names are unique."""
 
 from __future__ import annotations
 
@@ -122,3 +122,12 @@ def test_the_exceptions_are_still_needed() -> None:
     known = modules()
     unused = [pair for pair in EXCEPTIONS if pair[1] not in imports_of(pair[0], known[pair[0]], known)]
     assert not unused
+
+
+def test_no_class_name_occurs_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

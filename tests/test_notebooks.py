@@ -193,7 +193,7 @@ def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Pa
     assert "output.dense is computed differently in layer 3 of 0-5 on all ranks (" in shown
     assert "the target computes gelu (tanh approximation) of encoder.layer" in shown
     assert "attention[0] is computed differently in layer 2 of 0-5 on all ranks (" in shown
-    assert "The gradient of encoder.layer.*.attention.output.LayerNorm should be equal on the ranks and is not" in shown
+    assert "The gradient of encoder.layer.*.attention.output.LayerNorm should be equal on the ranks but is not" in shown
 
 
 @pytest.mark.ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Container
 
 # Titles of columns whose cells are numbers.
 _NUMBERS = frozenset(
@@ -13,10 +14,7 @@ _NUMBERS = frozenset(
         "plan_version",
         "taps",
         "rel_l2",
-        "max_abs",
         "non-finite",
-        "rel_diff",
-        "cosine",
         "added",
         "floor",
         "ratio",
@@ -33,9 +31,12 @@ def bundle(plain: str, rich: str) -> dict[str, str]:
     return {"text/plain": plain, "text/html": rich}
 
 
-def table(head: tuple[str, ...], lines: list[str]) -> str:
-    """Return a table of these rows; it has a header only if some title is not empty."""
-    titles = "".join(_cell("th", title, "number" if title in _NUMBERS else "") for title in head)
+def table(head: tuple[str, ...], lines: list[str], numbers: Container[str] = ()) -> str:
+    """Return a table of these rows; it has a header only if some title is not empty.
+
+    Columns in ``numbers`` have numbers, as those have whose title says so everywhere.
+    """
+    titles = "".join(_cell("th", title, "number" if title in _NUMBERS or title in numbers else "") for title in head)
     above = f"<thead><tr>{titles}</tr></thead>" if any(head) else ""
     return f"<table>{above}<tbody>{''.join(lines)}</tbody></table>"
 
@@ -51,7 +52,7 @@ def marked_up(markup: str) -> str:
 
 
 def rest_of(count: int, of: str, see: str) -> list[str]:
-    """The line below a table of which ``count`` lines are left out: none, or how many and where they are."""
+    """Return the last row of a shortened table: how many rows it omits, and where to see them; empty for none."""
     if count <= 0:
         return []
     text = f"and {count:,} {of} more: <code>{html.escape(see)}</code>"

@@ -73,7 +73,7 @@ def _in_a_row(value: object) -> object:
         try:
             return json.loads(json.dumps(value, default=plain))
         except (TypeError, ValueError, RecursionError):
-            pass  # a dict whose keys are not text, or a value that holds itself
+            pass  # a dict whose keys are not text, or a value that contains itself
     return value
 
 

@@ -100,7 +100,7 @@ def judge_rows(
     evened = GradientScaling() if sizes is None else gradient_scaling(frame, computed, named, *sizes, threshold)
     even = evened.groups
     if even:
-        data.append(evened.told)
+        data.append(evened.text)
     following = consequences(frame, [group for group in named if group not in even], threshold)
     data += more_in_other_steps(without_data(others), {*named}, said, threshold)
     named = [group for group in named if group not in (*even, *following)]

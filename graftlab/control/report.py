@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graftlab.base.html import cell, number, table
+from graftlab.base.html import cell, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.control.core import SessionCore
 from graftlab.control.run import Run, state_of
@@ -33,7 +33,8 @@ from graftlab.plots import explorer
 from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows import loading
-from graftlab.rows.schema import Row
+from graftlab.rows.rendering import written
+from graftlab.rows.schema import DIFFERENCES, Row
 from graftlab.verdict.conclusion import Conclusion, conclude, newest_run
 
 _PACKAGES = ("graftlab", "torch", "numpy", "transformers", "triton")
@@ -135,17 +136,15 @@ def _conclusion(found: Conclusion, verdict: Verdict | None) -> str:
 
 def _worst(found: Conclusion) -> str:
     lines = sorted(found.lines, key=lambda line: -line.badness)[:_WORST]
-    head = ("tap", "status", "rel_l2", "rel_diff", "max_abs", "cosine", "non-finite", "shape", "dtype", "worst on")
+    head = ("tap", "status", *DIFFERENCES, "shape", "dtype", "worst on")
     rows = []
     for line in lines:
         row = line.row
         cells = [cell(line.name), cell(row.status)]
-        cells += [cell(number(value), "number") for value in (row.rel_l2, row.rel_diff, row.max_abs)]
-        cells.append(cell("-" if row.cosine is None else f"{row.cosine:.6f}", "number"))
-        cells.append(cell(row.nonfinite_differ or "", "number"))
+        cells += [cell(written(name, getattr(row, name)), "number") for name in DIFFERENCES]
         cells += [cell(row.shape or ""), cell(row.dtype or ""), cell(f"{row.side}[{row.rank}]")]
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    return _section(f"Worst taps ({len(lines)} of {len(found.lines)})", table(head, rows)) if lines else ""
+    return _section(f"Worst taps ({len(lines)} of {len(found.lines)})", table(head, rows, DIFFERENCES)) if lines else ""
 
 
 def _failed(found: Conclusion) -> str:

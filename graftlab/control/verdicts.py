@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
 from graftlab.verdict.added import LABELS
-from graftlab.verdict.wording import NOT_LOOKED_AT, Findings, text_of
+from graftlab.verdict.wording import NOT_CHECKED, Findings, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +77,7 @@ class Verdict:
     def _html(self) -> str:
         lines = self.text.split("\n")
         # The conclusion is bold, because what was not examined stands before it.
-        told = next((place for place, line in enumerate(lines) if not line.startswith(NOT_LOOKED_AT)), 0)
+        told = next((place for place, line in enumerate(lines) if not line.startswith(NOT_CHECKED)), 0)
         text = "".join(
             f"<p><b>{html.escape(line)}</b></p>" if place == told else f"<p>{html.escape(line)}</p>"
             for place, line in enumerate(lines)

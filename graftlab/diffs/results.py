@@ -1,4 +1,4 @@
-"""What two calls return, compared: the tensors and numbers of both results, however deeply they are nested."""
+"""Compare the results of two calls: their tensors and numbers, at any depth of nesting."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Results = list[list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class ResultFloor:
-    """What rounding alone does to the eager result, each as rel_l2 on the ranks where it is farthest."""
+    """The effect of rounding alone on the eager result, as the largest rel_l2 over the ranks."""
 
     moved: float
     """With each tap moved by one unit in its last place."""
     exact: float
-    """From the same in float64; NaN where that could not be had, infinite where only one of them is finite."""
+    """Distance from the result in float64; NaN if that is unavailable, infinite if only one of the two is finite."""
     unit: float
-    """The unit in the last place of the results' own dtype."""
+    """The unit in the last place of the results' dtype."""
     in_float64: Results
     error: str | None
     """Why the function does not run in float64."""
@@ -37,17 +37,17 @@ class ResultFloor:
 
 
 class ResultDifference(NamedTuple):
-    """How far one tensor of a result is from the same tensor of another result."""
+    """The distance of one tensor of a result from the corresponding tensor of a second result."""
 
     path: str
-    """Its place in the result: ``""`` for the result itself, else as in ``['logits']`` or ``[1].hidden``."""
+    """The tensor's path in the result: ``""`` for the result itself, else such as ``['logits']`` or ``[1].hidden``."""
     rel_l2: float
-    """Over the norm of the first; infinite where one side alone is not finite, NaN where no number of both is."""
+    """Relative to the norm of the first; infinite if only one side is not finite, NaN if no element is finite."""
     dtypes: tuple[str, str]
 
 
 def named_tensors(result: Any) -> dict[str, torch.Tensor]:
-    """The tensors and numbers of a result by their places in it: in mappings, sequences and dataclasses.
+    """Return the tensors and numbers in a result by their paths in mappings, sequences and dataclasses.
 
     >>> list(named_tensors({"logits": torch.ones(2), "past": [torch.ones(1), None], "loss": 0.5}))
     ["['logits']", "['past'][0]", "['loss']"]
@@ -56,7 +56,7 @@ def named_tensors(result: Any) -> dict[str, torch.Tensor]:
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """The tensors and numbers of a result, in its order."""
+    """Return the tensors and numbers in a result, in order."""
     return list(named_tensors(result).values())
 
 
@@ -84,10 +84,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def compare_results(expected: Any, found: Any) -> tuple[list[ResultDifference], list[str]]:
-    """Compare what two calls returned: the differences of the tensors in both, and why others were not compared.
+    """Compare the results of two calls; return the tensors' differences, and the reasons why others were not compared.
 
-    Tensors are paired by their place. Where no place is in both results, they are paired by order if there are as many
-    in both, and otherwise by shape where only one tensor of each has it.
+    Tensors are paired by path. If the results have no path in common, tensors are paired by order if both have the same
+    number, and otherwise by shapes that occur once in each.
     """
     return compare_named(named_tensors(expected), named_tensors(found))
 
@@ -95,7 +95,7 @@ def compare_results(expected: Any, found: Any) -> tuple[list[ResultDifference], 
 def compare_named(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> tuple[list[ResultDifference], list[str]]:
-    """The same for the tensors of two results, by their places."""
+    """Compare like :func:`compare_results`, for tensors by path."""
     pairs = [(path, path) for path in one if path in other]
     if not pairs and len(one) == len(other):
         pairs = list(zip(one, other, strict=True))
@@ -138,25 +138,25 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def distance(expected: Results, found: Results) -> float:
-    """The largest rel_l2 between a baseline's results and those of another run.
+    """Return the largest rel_l2 between a baseline's results and those of a second run.
 
-    NaN where there are none, or not one number of any is finite in both.
+    NaN if there are no results, or if no element is finite in both.
 
-    Raises :class:`SessionError` where it is not known whose belong together.
+    Raises :class:`SessionError` if the numbers of ranks do not determine the pairs.
     """
     if not any(expected) and not any(found):
         return math.nan
     if len(expected) != len(found) and len(expected) > 1:
         raise SessionError(
             f"compare_compiled: {len(expected)} baseline ranks return results and {len(found)} target ranks, "
-            f"so whose belong together is not known; launch as many on both sides, or one as the baseline"
+            f"so their pairs are unknown; launch the same number on both sides, or one baseline rank"
         )
     pairs = zip(expected if len(expected) > 1 else expected * len(found), found, strict=True)
     return _largest(_farthest(one, other) for one, other in pairs)
 
 
 def unit_of(*results: Results) -> float:
-    """The coarsest unit in the last place that these results have."""
+    """Return the coarsest unit in the last place among these results."""
     return max((_unit(tensor) for ranks in results for tensors in ranks for tensor in tensors), default=0.0)
 
 
@@ -167,7 +167,7 @@ def _farthest(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -
 
 
 def _largest(distances: Iterable[float]) -> float:
-    """The largest that was measured; NaN where none was, and 0 where there was nothing to measure."""
+    """Return the largest distance that is not NaN; NaN if all are, and 0 without distances."""
     known = list(distances)
     return max((each for each in known if not math.isnan(each)), default=math.nan if known else 0.0)
 

@@ -1,4 +1,4 @@
-"""What rounding explains of a difference between two tensors, from their dtypes alone."""
+"""The difference between two tensors that rounding explains, estimated from their dtypes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ A correct target in the quickstart stays below 2e-6 at every tap; with its mista
 bfloat16 against float32.
 """
 
-# Units in the last place of a coarse dtype: they add up on the way through a model.
+# In units in the last place of a coarse dtype, because rounding accumulates through a model.
 _ROUNDINGS = 2.5
 _FLOAT32 = float(torch.finfo(torch.float32).eps)
 
 
 def assumed_floor(dtypes: Iterable[object]) -> tuple[float, str]:
-    """The ``rel_l2`` up to which tensors of these dtypes agree without a measured floor, and the dtype it is for.
+    """Return the ``rel_l2`` up to which tensors of these dtypes agree without a measured floor, and that dtype.
 
-    The coarsest dtype counts for all: what is computed from its values inherits their rounding.
+    The coarsest dtype decides, because values computed from it inherit its rounding.
     """
     epses: dict[str, float] = {}
     for name in dtypes:
@@ -38,7 +38,7 @@ def assumed_floor(dtypes: Iterable[object]) -> tuple[float, str]:
 
 
 def roundoff(dtype: str) -> float:
-    """The unit roundoff of a dtype by name; 0 where it does not round."""
+    """Return the unit roundoff of a dtype, given by name; 0 if it does not round."""
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
         return 0.0

@@ -21,9 +21,9 @@ def make_token() -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """Put the token where only this user can read it. Raises OSError."""
+    """Write the token to a file that only this user can read. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Made anew: of a file that is there, others might hold an open descriptor.
+    # A new file, because another process may have an existing one open.
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token + "\n")
@@ -56,7 +56,7 @@ class ListeningSocket(socket.socket):
         if now - self._said >= _QUIET:
             self._said = now
             logger.warning("too many connections: this process has no file descriptors left, so clients are hung up on")
-        # Nobody came, as far as the caller is concerned.
+        # The caller treats this as no connection.
         raise BlockingIOError(errno.EAGAIN, "hung up on a client")
 
     def close(self) -> None:

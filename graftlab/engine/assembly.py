@@ -10,7 +10,7 @@ from graftlab.requests.identity import bootstrap_rooms_tensor, request_ids_tenso
 
 
 def assemble(work: Work, vocab_size: int, device: torch.device, request_ids: bool) -> ForwardBatch:
-    """The batch for `work`, on `device`; with the requests' identities as int64 where `request_ids` says so."""
+    """Make the batch for `work` on `device`; with `request_ids`, with the requests' identities as int64."""
     input_ids: list[int] = []
     positions: list[int] = []
     out_cache_loc: list[int] = []

@@ -1,4 +1,4 @@
-"""Attention over the cache, each request's tokens over its own slots and nobody else's."""
+"""Attention over the cache, each request's tokens only over its own slots."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor
     grouped = q.to(exact).reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = torch.einsum("nqkgd,nskd->nkgqs", grouped, k.to(exact)) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~visible[:, None, None], -math.inf).softmax(dim=-1)
-    # What lies in slots that nobody sees is another request's, or was: even a NaN there must not come through 0 * NaN.
+    # Slots that no token sees may have another request's values: a NaN there must not spread through 0 * NaN.
     unseen = ~visible.any(dim=1)[..., None, None]
     mixed = torch.einsum("nkgqs,nskd->nqkgd", weights, v.to(exact).masked_fill(unseen, 0))
     return mixed.flatten(2, 3).to(q.dtype)

@@ -18,9 +18,9 @@ Mode = Literal["prefill", "decode"]
 class SamplingBatchInfo:
     """How each request's next token is chosen, all ``[B]``: `sampling.sample` takes it.
 
-    ``temperatures`` float32, 0 for greedy; ``seeds``; ``positions``, where the next token will stand; ``top_ks``, the
-    vocabulary's size for no limit. ``all_greedy`` is known on the host, so that nobody has to ask the device. The ids
-    are those of the batch.
+    ``temperatures`` float32, 0 for greedy; ``seeds``; ``positions``, the next token's; ``top_ks``, the
+    vocabulary's size for no limit. ``all_greedy`` is a bool of the host, so that reading it does not wait for the
+    device. The ids are those of the batch.
     """
 
     temperatures: Tensor
@@ -42,9 +42,9 @@ class ForwardBatch:
     this batch (None in decode: one each). A request's earlier tokens, ``seq_lens - extend_lens``, are in the cache
     already.
 
-    ``mrope_positions`` ``[3, T]`` and ``encoder_lens`` ``[B]`` are there for the models that read
+    ``mrope_positions`` ``[3, T]`` and ``encoder_lens`` ``[B]`` are set for the models that read
     them: `MultimodalTransformer` and `CrossAttentionTransformer`.
-    ``rids_int`` and ``bootstrap_room_ids_int`` ``[B]`` are there where the engine was asked for them, ``request_ids``
+    ``rids_int`` and ``bootstrap_room_ids_int`` ``[B]`` are set if the engine was asked for them, ``request_ids``
     always.
     """
 

@@ -13,7 +13,7 @@ from graftlab.models import CrossAttentionTransformer, Transformer
 
 
 class EncoderAttention:
-    """Attention of each token over the encoder states of its own request, ``encoder_lens`` of them.
+    """Attention of each token over its request's encoder states; ``encoder_lens`` is their number.
 
     A captured graph reads what a batch changes from memory that stays where it is: with ``max_num_tokens``, the
     metadata of that many tokens lies in static buffers; without, it is made anew for each batch.

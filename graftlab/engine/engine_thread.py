@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine takes no more requests."""
+    """The engine has stopped, and refuses requests."""
 
 
 class DuplicateRequestError(RequestError):
@@ -24,11 +24,11 @@ class DuplicateRequestError(RequestError):
 
 
 class EngineThread:
-    """Owns an engine from construction on: nobody else may call it. All methods are safe on any thread.
+    """Owns an engine from its construction: no other code may call it. All methods are safe on any thread.
 
     ``on_finished`` is called on the engine's thread with each request that is over, by whatever end, before its future
-    has a result. A step that raises ends the requests that were live then with finish reason ``error``; the engine goes
-    on with the next.
+    has a result. A step that raises ends the requests that were live then with finish reason ``error``; the engine
+    continues with the next.
     """
 
     def __init__(self, engine: Engine, on_finished: Callable[[Finished], object]) -> None:
@@ -62,7 +62,7 @@ class EngineThread:
         future.set_running_or_notify_cancel()
         with self._lock:
             if self._stopped:
-                raise EngineStoppedError("the engine has stopped and takes no more requests")
+                raise EngineStoppedError("the engine has stopped, and refuses requests")
             if request.rid in self._futures:
                 raise DuplicateRequestError(f"a request with the id {request.rid!r} is not over yet; use another id")
             self._futures[request.rid] = future

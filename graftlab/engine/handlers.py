@@ -58,7 +58,7 @@ class Handler(RequestHandler):
         return known and scheme.lower() == "bearer"
 
     async def answer(self, status: int, content: object) -> None:
-        """Send `content` as JSON; returns once it is on its way, or nobody is there to take it."""
+        """Send `content` as JSON; returns once it is sent, or the client has disconnected."""
         self.set_status(status)
         self.set_header("Content-Type", "application/json")
         with contextlib.suppress(StreamClosedError):

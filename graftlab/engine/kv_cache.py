@@ -1,4 +1,4 @@
-"""Where keys and values of all requests lie: a pool of token slots, and a table of which are whose."""
+"""The keys and values of all requests: a pool of token slots, and a table of each request's slots."""
 
 from __future__ import annotations
 

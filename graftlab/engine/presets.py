@@ -1,4 +1,4 @@
-"""Models by name, so that a server and whoever replays what it recorded build the same one."""
+"""Models by name, so that a server and a replay of its recorded requests build the same one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which requests go into the next forward."""
+"""Continuous batching: choose each request's tokens for the next forward pass."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Scheduler:
         return len(request.input_ids) + request.max_new_tokens - 1
 
     def plan(self) -> Work | None:
-        """What to do next; None where nothing is live. Only places are taken until :meth:`done` is told of it."""
+        """Return the next work; None when no request is live. It only takes places until :meth:`done` gets it."""
         spans, left = [], self.max_prefill_tokens
         for live in self.waiting:
             if not left or not self._has_place(live):

@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif not options.no_token:
         token = make_token()
     else:
-        logger.warning("whoever reaches %s, every user of this machine at least, may use this server", options.host)
+        logger.warning(
+            "without a token, every client that can reach %s may use this server: at least every user of this machine",
+            options.host,
+        )
     made = token is not None and options.token is None and TOKEN_VARIABLE not in os.environ
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -131,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--host", default="127.0.0.1", help="address to listen at")
     where.add_argument("--port", type=int, default=30000, help="0 takes a free one, which is printed")
     where.add_argument("--token", help=f"bearer token that clients must bring; better given as {TOKEN_VARIABLE}")
-    where.add_argument("--no-token", action="store_true", help="serve whoever comes; else a token is made and printed")
+    where.add_argument("--no-token", action="store_true", help="serve every client; else a token is made and printed")
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=PRESETS, default="tiny", help="its weights are random")
     model.add_argument("--seed", type=int, default=0, help="of the weights")

@@ -24,11 +24,11 @@ _LAST_STEP, _LAST_WORDS = 5.0, 2.0
 
 
 class Server:
-    """Serves from :meth:`listen` to :meth:`close`, on one event loop, with the engine on a thread of its own.
+    """Serves from :meth:`listen` to :meth:`close`, on one event loop, with the engine on a separate thread.
 
-    Each request is recorded through ``requests`` before it is answered. With a ``token``, only who brings it as bearer
-    is served. At most ``max_live`` requests wait and run at a time. A connection on which no whole request comes within
-    ``half_sent_seconds`` is closed.
+    Each request is recorded through ``requests`` before it is answered. With a ``token``, only clients that send it as
+    bearer token are served. At most ``max_live`` requests wait and run at a time. A connection without a whole request
+    within ``half_sent_seconds`` is closed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Server:
         self.requests.finished(fields, finished.response, finished.created, finished.finished)
 
     async def close(self, patience: float, hurry: asyncio.Event) -> None:
-        """Take no more, wait `patience` seconds, or until `hurry` is set, for live requests, and abort what is left."""
+        """Refuse new requests, wait up to `patience` seconds, or until `hurry`, for live ones, and abort the rest."""
         self.draining = True
         self._http.stop()
         answered = asyncio.ensure_future(self._all_answered())

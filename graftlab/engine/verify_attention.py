@@ -1,4 +1,4 @@
-"""Attention for several tokens of each request at once, of which only the first is sure to stay."""
+"""Attention for several tokens of each request at once; only the first of them is sure to be kept."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class Decisions:
             return self.decide(lookup)
 
     def decide(self, lookup: TapLookup) -> Decision | None:
-        """Make the decision anew."""
+        """Make a new decision about a call."""
         name, around, *own = lookup
         given, is_whole = given_tags(name, dict(around), dict(own), self._warn_once)
         decision = self._decide_anew(name, own, given)

@@ -18,10 +18,10 @@ class Slots(Protocol):
 
 
 class ForwardInputBuffers:
-    """A view of a registry's whole buffers, each under the name of its slot; None of a slot that is not enabled.
+    """A view of a registry's whole buffers by slot name; None for a slot that is not enabled.
 
-    ``buffers.seq_lens`` is the very tensor that graphs read, of the largest size, so that whoever keeps it sees every
-    batch. Slots that are registered or enabled later are here as well. Nothing can be set.
+    ``buffers.seq_lens`` is the very tensor that graphs read, in its largest size, so its content changes with every
+    batch. Slots registered or enabled later appear too. The view is read-only.
     """
 
     __slots__ = ("_slots",)

@@ -108,7 +108,7 @@ def _slots(
         _slot("positions", token_axis, 0),
         # The worst one to be stale: a padding token would overwrite the key and value of a running request.
         _slot("out_cache_loc", token_axis, padding_slot),
-        # Only read, and row 0 always exists; what padding reads there comes out in rows that nobody looks at.
+        # Only read, and row 0 always exists; what padding reads there affects only output rows that are dropped.
         _slot("req_pool_indices", "bs", 0),
         # Not 0 unless told, because a softmax over no place at all is NaN. The host's copy decides loops and sizes of
         # kernels, where a stale length costs time too.

@@ -87,7 +87,7 @@ def _memory_of(device: torch.device) -> Any:
 
 
 class CudaCapturer:
-    """Captures kernels, on a stream of its own, after runs to warm up there."""
+    """Captures kernels on a separate stream, after warm-up runs on it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

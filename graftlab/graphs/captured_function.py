@@ -1,15 +1,15 @@
-"""Taps inside of a captured function, where no host code runs at replay.
+"""Taps in a captured function, where no host code runs at replay.
 
-A tap that some plan has wanted is captured as kernels: its value is copied into a static slot, and what goes on is the
-slot's graft where a gate is open, and the value where not. All that the plan says of it happens on the host, through
-the grafter and in the order in which the function reaches its taps, on what the slots hold after a replay. At a tap
-that is grafted here, with a gate, the same replay is done once more with the gate open, since whatever comes later
-depends on it; with a break, which is captured for it, the host does it in the middle of the one replay. Either way
-rows, transforms and waits are those of a function that is not captured.
+A tap that a plan has matched is captured as kernels: its value is copied into a static slot, and the function continues
+with the slot's graft where a gate is open, and with the value where not. After a replay the host passes the slots'
+contents to the grafter, in the order in which the function reaches its taps, and the grafter does what the plan asks.
+At a tap that is grafted with a gate, the replay is repeated with the gate open, because everything after the tap
+depends on it. At a tap that is grafted with a break, which is captured for it, the host grafts in the middle of the one
+replay. Either way rows, transforms and waits are those of a function that is not captured.
 
-A tap that no plan has wanted yet leaves no kernel behind. The first plan that wants it has the function captured anew,
-once; no other edit does, but that breaks are where the plan grafts. Ranks of one side may compute together, and must
-then capture and replay equally often: all do so for what the plan wants on any of them.
+A tap that no plan has matched yet adds no kernel. The first plan that matches it has the function captured again, once;
+no other edit does, except that breaks are captured where the plan grafts. Ranks of one side may compute together, and
+must then capture and replay equally often: all do so for the taps that the plan matches on any of them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CapturedFunction:
         self._handed_over = 0
         self._outer: TagItems = ()
         self._ctx = padded
-        # What the host made in this batch's replays, but for the last, after which nobody asks again.
+        # The host's results of this batch's replays, except the last, which is not repeated.
         self._host_results: dict[int, Tensor] = {}
         self._judged: list[Judged] = []
         self._judged_in: tuple[object, TagItems] | None = None
@@ -203,7 +203,7 @@ class CapturedFunction:
     def _new_site(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any]) -> Site:
         grafter = _grafter()
         inner = {**dict(taps.ambient.get()), **tags}
-        # The grafter leaves out what can be no tag, and says so.
+        # The grafter leaves out values that cannot be tags, and warns.
         identity = (name, *sorted((key, plain(each)) for key, each in inner.items() if not is_no_tag(key, each)))
         site = Site(name, inner, identity)
         with _ambient(self._outer):

@@ -18,9 +18,9 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     All sources share device and dtype, and all destinations do; no source overlaps another's destination.
     """
-    # From pageable memory the driver has taken everything when the call returns, so nobody needs to wait for the
-    # device. Pinned memory is read later, when the host may have written the next batch there; and what goes to the
-    # host has to be there when the host looks.
+    # From pageable memory the driver has copied everything when the call returns, so no wait for the device is needed.
+    # Pinned memory is read later, when the host may have written the next batch to it; and a copy to the host has to be
+    # complete before the host reads it.
     non_blocking = (
         destinations[0].device.type == "cuda"
         and sources[0].device.type == "cpu"

@@ -83,9 +83,9 @@ class CudaGraphBufferRegistry:
     def register_slot(self, slot: GraphSlot, bind: Tensor | None = None) -> GraphSlot:
         """Give a slot its buffer: new memory, the pool's, or the tensor ``bind``, whose content stays as it is.
 
-        Returns the slot; of one that another registry has, a copy with a buffer of its own. Memory from the pool
-        keeps its content too, but for FILL_ONCE, whose value may never have been written there; so do not register
-        between a fill and its replay.
+        Returns the slot; for a slot of another registry, a copy with a different buffer. Memory from the pool keeps
+        its content too, except for FILL_ONCE, whose value may never have been written there; so do not register a
+        slot between a fill and its replay.
 
         Raises :class:`GraphError` for a second slot of a name, for a tensor to adopt that has not exactly the slot's
         shape, dtype and device, and for a shape that has no room for the registry's largest sizes.
@@ -376,7 +376,7 @@ def _with_fields(template: Batch, fields: dict[str, Any]) -> Batch:
     """A shallow copy with some fields changed; frozen dataclasses and plain namespaces alike."""
     changed = copy.copy(template)
     for name, value in fields.items():
-        # Past what keeps a frozen dataclass frozen: nobody else has this copy yet.
+        # Bypasses frozen dataclasses: this copy is not shared yet.
         object.__setattr__(changed, name, value)
     return changed
 

@@ -89,7 +89,7 @@ class GraphSlot:
     source_fn: Callable[[Any, FillContext], Tensor | None] | None = None
     buffer: Tensor | None = None
     is_registered: bool = field(default=False, init=False, repr=False)
-    """Whether some registry has it, whose buffer ``buffer`` then is. A registry sets both, and nobody else."""
+    """Whether a registry has it, and ``buffer`` is that registry's. Only a registry sets these two."""
 
     def __setattr__(self, name: str, value: object) -> None:
         # Registries remember how each slot is filled, so a change would go unnoticed there.

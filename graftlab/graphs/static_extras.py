@@ -1,4 +1,4 @@
-"""The extras of a tap in a captured function, of which no host code tells at replay."""
+"""The extras of a tap in a captured function, where no host code runs at replay."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ class Slot:
 
 @dataclass(eq=False)
 class Site:
-    """One tap of the captured function, with the tags that are set inside of it.
+    """One tap of the captured function, with the tags that are set inside it.
 
-    Where the value was no tensor that can travel, ``is_unfit``, and the grafter is told of ``stand_in`` instead.
+    ``is_unfit`` if the value was not a tensor that can be sent; then the grafter gets ``stand_in`` instead.
     """
 
     name: str
@@ -89,7 +89,7 @@ def new_slot(own: Tensor, has_rows: bool) -> Slot:
 
 
 def rows_of(tensor: Tensor, padded: FillContext) -> Rows | None:
-    """What has a row each in a tensor of these sizes, as far as its shape tells."""
+    """Return whether a tensor's rows are requests or tokens, by its shape; None for neither."""
     if not tensor.dim() or isinstance(tensor, torch.nn.Parameter):
         return None
     rows: dict[int, Rows] = {padded.padded_bs: "requests", padded.padded_num_tokens: "tokens"}

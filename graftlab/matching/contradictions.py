@@ -1,4 +1,4 @@
-"""Pairs that contradict themselves or each other: what may itself be the fault that is looked for."""
+"""Pairs that contradict their names or each other, and so may be the fault."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from graftlab.matching.proposal import Pair
 
 
 def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """What a target holds that its name says another is, k where v belongs or up where gate does: which, and that."""
+    """Targets whose name and values have different roles, such as k in place of v: their names and sentences."""
     parts = fused_parts(pairs)
     return [(pair.target, said) for pair in pairs if (said := _other_role(pair, parts)) is not None]
 
 
 def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:
-    """The role that each pair's part of a fused parameter has there, by the order of the parts."""
+    """The role of each pair's part in a fused parameter, by the order of the parts."""
     fused: dict[str, list[tuple[float, Pair]]] = defaultdict(list)
     for pair in pairs:
         outer = pair.baseline if pair.whole == "baseline" else pair.target
@@ -45,26 +45,26 @@ def _other_role(pair: Pair, roles: Mapping[tuple[str, str], tuple[str, str]]) ->
         named = role_of(inner)
         if named and named[0] in ("attention", "mlp") and named[1] != role:
             if outer == pair.target:
-                return f"{outer} holds {inner} where its {role} belongs"
+                return f"{outer} has {inner} in place of its {role}"
             return f"{inner} is the {role} of {outer}, not its {named[1]}"
         return None
     mine, theirs = role_of(pair.baseline), role_of(pair.target)
     if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
-        return f"{pair.target} is {theirs[1]} by its name, and holds {pair.baseline}, which is {mine[1]}"
+        return f"{pair.target} is {theirs[1]} by its name but has the values of {pair.baseline}, which is {mine[1]}"
     return None
 
 
 def other_parts(pairs: Sequence[Pair]) -> list[str]:
-    """Taps of one size that are each found in the other side's larger tensor, and not in each other.
+    """Taps of one size that each match a part of the other side's larger tensor, but not each other.
 
-    Where the baseline takes the first token and the target the last, both are parts of what goes before them, which
-    agrees; compared in that way alone, nothing would ever differ.
+    If the baseline takes the first token and the target the last, both are parts of an earlier tap that agrees.
+    Compared with that tap only, neither would ever differ.
     """
     wholes = {(pair.baseline, pair.target) for pair in pairs if not pair.layout.leaves_out}
     taken = {side: [p for p in pairs if p.whole == side and p.layout.leaves_out] for side in ("baseline", "target")}
     return [
         f"{mine.target} is a part of {mine.baseline} ({mine.layout.text!r}), and the baseline's {theirs.baseline} is "
-        f"another part of the target's {theirs.target} ({theirs.layout.text!r}), though they may be one quantity"
+        f"a different part of the target's {theirs.target} ({theirs.layout.text!r}), though they may be one quantity"
         for mine in taken["baseline"]
         for theirs in taken["target"]
         if (mine.baseline, theirs.target) in wholes
@@ -73,7 +73,7 @@ def other_parts(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _share(pair: Pair) -> tuple[int, int]:
-    """Which share of the whole a part has."""
+    """A part's share of the whole, as a fraction."""
     step = pair.layout.steps[0]
     if not isinstance(step, Part):
         return -1, id(pair)
@@ -83,7 +83,7 @@ def _share(pair: Pair) -> tuple[int, int]:
 
 
 def odd_layouts(pairs: Sequence[Pair]) -> list[str]:
-    """What matches in another layout than its neighbours in other layers do, which may itself be the fault."""
+    """Pairs whose layout or partner differs from that of the same tap in other layers, which may be the fault."""
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         if pair.by_value:
@@ -97,7 +97,7 @@ def odd_layouts(pairs: Sequence[Pair]) -> list[str]:
         if len(usual) < 2 or len(layouts) == 1:
             continue
         for odd in layouts.values():
-            # Parts of one fused tensor are different layouts by right; only a minority is odd.
+            # Parts of one fused tensor have different layouts; only a minority is odd.
             if odd is usual or len(odd) * 2 > len(usual):
                 continue
             for pair in odd:
@@ -111,19 +111,19 @@ def odd_layouts(pairs: Sequence[Pair]) -> list[str]:
                     )
                 else:
                     said.append(
-                        f"{pair.target} is {pair.baseline}, where {len(usual)} others like it are such as "
-                        f"{usual[0].target} is {usual[0].baseline}"
+                        f"{pair.target} is {pair.baseline}, where {len(usual)} others like it are paired as "
+                        f"{usual[0].target} with {usual[0].baseline}"
                     )
     return said
 
 
 def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
-    """A mask of the elements of a whole of this shape that none of these layouts takes; None where all are taken."""
+    """A mask of the elements of a whole that none of these layouts takes; None if they take all."""
     ones = torch.ones(tuple(shape), dtype=torch.bool)
     known = join_parts([(layout, [layout.local(ones)]) for layout in layouts], shape).known
     return None if known is None else ~known
 
 
 def fills(layout: Layout, gap: Tensor) -> bool:
-    """Whether a part lies in what others leave uncovered, all of it."""
+    """Whether a part lies entirely in a gap that others leave."""
     return bool(layout.local(gap).all())

@@ -1,4 +1,4 @@
-"""``make_converter``: the function that makes one model's weights from another's, written out."""
+"""``make_converter``: writes the source of a function that converts one model's weights to another's."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def converter(
 ) -> str:
     """See :func:`graftlab.make_converter`; ``shapes`` and ``dtypes`` are those of both sides' parameters."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise MatchError(f"{name!r} is not a name for a function")
+        raise MatchError(f"{name!r} is not a valid function name")
     missing = list(unmatched)
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise MatchError(f"no converter makes {', '.join(missing[:5])}{more}: they have no partner")
+        raise MatchError(f"a converter cannot make {', '.join(missing[:5])}{more}: no partner was found")
     made: dict[str, list[Pair]] = {}
     for pair in pairs:
         made.setdefault(pair.target, []).append(pair)
@@ -86,7 +86,7 @@ def _assigned(
 
 
 def _fused(pairs: Sequence[Pair], shape: Sequence[int]) -> str:
-    """Several parameters put together in one."""
+    """The code that fuses several parameters into one."""
     parts = [pair.layout.steps[0] for pair in pairs if len(pair.layout.steps) == 1]
     plain = [part for part in parts if isinstance(part, Part) and part.groups == 1]
     if len(plain) == len(pairs) and len({part.dim for part in plain}) == 1:
@@ -101,7 +101,7 @@ def _fused(pairs: Sequence[Pair], shape: Sequence[int]) -> str:
 
 
 def _code(layout: Layout, shape: Sequence[int]) -> str:
-    """The torch calls of a layout, to be written after a tensor of this shape."""
+    """The torch calls of a layout, as code that follows a tensor of this shape."""
     code = ""
     now = torch.empty(tuple(shape), device="meta")
     for step in layout.steps:
@@ -132,11 +132,11 @@ def _step_code(step: Step, shape: tuple[int, ...]) -> str:
     if isinstance(step, Strided):
         strided = f".contiguous().as_strided({step.sizes}, {step.strides}, {step.offset})"
         return f"{strided}.reshape({step.shape})"
-    raise MatchError(f"no converter is written for the step {step.text}")
+    raise MatchError(f"a converter cannot express the step {step.text}")
 
 
 def _loops(written: dict[str, str]) -> list[list[str]]:
-    """Targets whose lines differ in the first number of every name alone, in layers that follow each other."""
+    """Groups of targets whose lines differ only in the first number of every name, in consecutive layers."""
     groups: dict[tuple[str, str], list[str]] = {}
     for target, code in written.items():
         numbers = numbers_of(target)
@@ -152,7 +152,7 @@ def _loops(written: dict[str, str]) -> list[list[str]]:
 
 
 def _indexed(code: str, layer: int) -> str:
-    """The line with ``n`` in place of the layer, in the names that have it as a part of their path."""
+    """The line with ``n`` for the layer in names whose path contains it."""
 
     def name(found: re.Match[str]) -> str:
         text = found.group(1)

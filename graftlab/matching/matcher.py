@@ -1,7 +1,7 @@
 """Matching by value: two lists of recorded taps become a proposal.
 
-First tensors of equal size whose quantiles agree, then parts of larger ones, then rules over layers. Where several
-partners hold the same values, the kind of module, the name and the order choose.
+First tensors of equal size whose quantiles agree, then parts of larger ones, then rules over layers. If several
+partners have the same values, the kind of module, the name and the order decide.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from graftlab.matching.rules import rules_of
 from graftlab.matching.search import ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
 
-# Bytes of values that are brought for a comparison and kept for the next.
+# Bytes of values that are fetched for a comparison and kept for the next.
 FETCHED = 1 << 28
-# Quantiles further apart than this, relative to the tensor, are of no dtype's rounding; see sketch.alike.
+# No dtype rounds quantiles further apart than this, relative to the tensor; see sketch.alike.
 COARSEST = 6e-2
 # Partners this much worse than the best are no longer a tie with it.
 TIE_FACTOR = 10.0
 TIE_FLOOR = 1e-6
-# Kinds of modules whose output is their input when a model is not in training.
-HANDS_ON = ("Dropout", "Identity", "DropPath", "StochasticDepth")
-# Other parts of a whole are at most so many taps away from the one that is known.
+# Kinds of modules whose output is their input outside training.
+PASS_THROUGH = ("Dropout", "Identity", "DropPath", "StochasticDepth")
+# Other parts of a whole are at most this many taps away from a known one.
 BESIDE = 24
-# Below this much in common a name says nothing.
+# Names less similar than this say nothing.
 LEAST_SIMILARITY = 0.5
 
 
@@ -49,16 +49,16 @@ def match_taps(
 ) -> Proposal:
     """Which target tap is which baseline tap, in which layout, from the values that one run of both sides showed.
 
-    ``fetch_baseline`` and ``fetch_target`` bring values of which only sketches were recorded; without them those are
-    compared by their sketches. ``before`` is the proposal of an earlier run: what it had by rule and the values now
-    say too, because taps before it were grafted, is ``confirmed``. ``trusted`` are pairs that grafts have shown to be
-    right, whatever their values. With ``guesses`` what is left may be paired by name alone, which is never grafted.
+    ``fetch_baseline`` and ``fetch_target`` fetch values that were recorded only as sketches; without them the sketches
+    are compared. ``before`` is the proposal of an earlier run: pairs by rule whose values now match, after grafts of
+    earlier taps, are ``confirmed``. ``trusted`` are pairs that grafts have shown to be right, whatever their values.
+    With ``guesses``, remaining taps may be paired by name alone; such pairs are never grafted.
     """
     return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses, trusted)
 
 
 class Matcher:
-    """One matching: the pairs so far, and the ways to find more. :func:`match_taps` goes them in order."""
+    """One matching: the pairs so far, and the methods that find more, which :func:`match_taps` calls in order."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class Matcher:
         fetch_target: Fetch | None,
         limit: float | None = None,
     ) -> None:
-        """``limit`` is how far two tensors may be from each other, where their dtypes are not to say it."""
+        """``limit`` is the largest distance of two matching tensors; by default their dtypes determine it."""
         self.limit = limit
         self.baseline = {tap.name: tap for tap in sorted(baseline, key=lambda tap: tap.order)}
         self.target = {tap.name: tap for tap in sorted(target, key=lambda tap: tap.order)}
         self.fetch = {"baseline": fetch_baseline, "target": fetch_target}
         self.pairs: list[Pair] = []
-        # Baseline taps whose partner is known, whatever else has the same values.
+        # Baseline taps with a known partner, even if other taps have the same values.
         self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
@@ -91,7 +91,7 @@ class Matcher:
         return Proposal(pairs, *self.unmatched(), tuple(self._problems(pairs)))
 
     def _problems(self, pairs: Sequence[Pair]) -> Iterable[str]:
-        """What contradicts itself, each with the tap after it at which the values part."""
+        """The contradictions, each with the first later tap that does not match."""
         sure = [pair for pair in pairs if pair.by_value]
         roles = other_roles(sure)
         names = {name for name, _ in roles}
@@ -105,7 +105,7 @@ class Matcher:
             yield f"{text}; the first tap after it that does not match is {parted}" if parted else text
 
     def unmatched(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What has no partner and why, of the baseline and of the target."""
+        """The taps without a partner and the reasons, of the baseline and of the target."""
         return (
             {tap.name: self._reason(tap, "baseline") for tap in self.left("baseline")},
             {tap.name: self._reason(tap, "target") for tap in self.left("target")},
@@ -114,7 +114,7 @@ class Matcher:
     # ---- by value -----------------------------------------------------------------------------------------------
 
     def match_equals(self) -> None:
-        """Taps of one size: all that could be the same, then the choice between those that are equally good."""
+        """Match taps of equal size: find all candidates, then choose between equally good ones."""
         mine, theirs = _by_size(self.baseline.values()), _by_size(self.target.values())
         found: dict[str, list[ValueMatch]] = {}
         for numel in mine.keys() & theirs.keys():
@@ -122,7 +122,7 @@ class Matcher:
             quantiles = np.stack([other.sketch.quantiles for other in others])
             dtypes = {other.dtype for other in others}
             for tap in theirs[numel]:
-                # All sketches at once; the values only of those that are left.
+                # All sketches at once; values only for the remaining candidates.
                 scale = np.maximum(np.abs(quantiles), tap.sketch.rms)
                 apart = (np.abs(quantiles - tap.sketch.quantiles) / (scale + 1e-30)).max(axis=1)
                 limit = limit_for(tap.dtype, *dtypes) if self.limit is None else self.limit
@@ -139,7 +139,7 @@ class Matcher:
         return find(outer, inner, self._bring, self.limit)
 
     def _bring(self, tap: RecordedTap) -> None:
-        """Fetch a tap's values, and let go of those fetched longest ago when they are too many."""
+        """Fetch a tap's values, and drop the oldest fetched ones beyond the budget."""
         side: Side = "baseline" if self.baseline.get(tap.name) is tap else "target"
         fetch = self.fetch[side]
         value = None if fetch is None else fetch(tap.name)
@@ -154,8 +154,8 @@ class Matcher:
             oldest.forget()
 
     def _choose(self, found: dict[str, list[ValueMatch]]) -> None:
-        """One partner for each, best fits first; a partner is shared only where there are not enough of them."""
-        # Where the same values come several times, what most layers chose is chosen in all.
+        """Choose one partner for each, best fits first; partners are shared only if there are too few."""
+        # If the same values occur several times, all layers take the choice of most layers.
         usual: Counter[tuple[str, str]] = Counter()
         for each, _ in self._chosen(found, usual):
             usual[_places(each)] += 1
@@ -186,11 +186,11 @@ class Matcher:
         return list(chosen.values())
 
     def _fit_of(self, found: ValueMatch) -> float:
-        """How well two taps go together beside their values: kind, name and place in the order."""
+        """How well two taps fit together apart from their values: kind, name and place in the order."""
         one, other = found.outer, found.inner
         kind = 0.5 if one.kind and one.kind == other.kind else 0.0
-        # What hands its input on is the partner of such only, where there is a choice.
-        kind -= 0.5 * ((one.kind in HANDS_ON) != (other.kind in HANDS_ON))
+        # A module that returns its input is preferably paired with another such module.
+        kind -= 0.5 * ((one.kind in PASS_THROUGH) != (other.kind in PASS_THROUGH))
         places = one.order / max(1, len(self.baseline) - 1), other.order / max(1, len(self.target) - 1)
         plain = 0.3 if not found.layout.steps else 0.0
         return similarity(one.name, other.name) + kind + plain - 2 * abs(places[0] - places[1])
@@ -218,7 +218,7 @@ class Matcher:
             tap.forget()
 
     def _fill(self, whole: Side) -> None:
-        """Complete what only some parts are paired with: the others have a partner of their own size beside it."""
+        """Pair the remaining parts of wholes with some known parts: their partners of equal size are nearby."""
         wholes, others = (self.target, self.baseline) if whole == "target" else (self.baseline, self.target)
         parts: dict[str, list[Pair]] = defaultdict(list)
         for pair in self.pairs:
@@ -244,7 +244,7 @@ class Matcher:
     def _best_part(self, outer: Sequence[RecordedTap], inner: RecordedTap, whole: Side) -> None:
         if inner.sketch.constant:
             return
-        # What has no partner of its own size is likelier to be made of parts.
+        # A tap without a partner of equal size is more likely to consist of parts.
         alone = {tap.name for tap in self.left(whole)} | {
             pair.baseline if whole == "baseline" else pair.target for pair in self.pairs if pair.layout.leaves_out
         }
@@ -262,7 +262,7 @@ class Matcher:
     # ---- by rule, and by name -----------------------------------------------------------------------------------
 
     def trust(self, pairs: Sequence[Pair]) -> None:
-        """Pairs that grafts have shown to be right, where the values do not show it by themselves."""
+        """Add pairs that grafts have shown to be right although their values do not match."""
         for pair in pairs:
             tap, other = self.target.get(pair.target), self.baseline.get(pair.baseline)
             if tap is not None and other is not None and not self._has(pair.target, "target"):
@@ -271,21 +271,23 @@ class Matcher:
     def apply_rules(self, trusted: Sequence[Pair] = ()) -> None:
         for rule in rules_of([*trusted, *(pair for pair in self.pairs if pair.by_value)]):
             for tap in self.left("target"):
-                # ``norm2`` is no later layer of ``norm1``.
+                # ``norm2`` is not a later layer of ``norm1``.
                 if pattern_of(tap.name) != rule.target or place_of(tap.name) != place_of(rule.example.target):
                     continue
                 name = rule.baseline_for(tap.name)
                 other = self.baseline.get(name)
                 if other is None:
-                    self.why[tap.name] = f"by the rule of {rule.seen} layers it would be {name}, which there is not"
+                    self.why[tap.name] = f"by the rule of {rule.seen} layers it would be {name}, which does not exist"
                     continue
-                # A part's whole has others, and what hands on a tensor that was grafted shows it too.
+                # A whole has several parts, and a tap that passes a grafted tensor on shows it too.
                 shared = (
                     rule.example.whole == "baseline" and rule.example.layout.leaves_out
                 ) or rule.example in trusted
                 if self._has(name, "baseline") and not shared:
                     partner = next(pair.target for pair in self.pairs if pair.baseline == name)
-                    self.why[tap.name] = f"by the rule of {rule.seen} layers it would be {name}, which is {partner}"
+                    self.why[tap.name] = (
+                        f"by the rule of {rule.seen} layers it would be {name}, which is paired with {partner}"
+                    )
                     continue
                 self.pairs.append(self._by_rule(rule.example, rule.seen, other, tap))
 
@@ -295,16 +297,16 @@ class Matcher:
         note = f"as in {seen} other layers"
         constant = baseline.sketch.constant and target.sketch.constant
         if constant and rel == 0.0:
-            note += "; all values are the same, so they say nothing"
+            note += "; all its values are equal, so they prove nothing"
         elif rel is None:
             note += "; its values could not be compared in that layout"
         elif rel > limit_for(baseline.dtype, target.dtype):
-            there = "where the values match" if example.by_value else "where grafts showed it"
+            there = "where the values match" if example.by_value else "where grafts confirmed it"
             note += f", {there}; here the values differ by rel_l2 {rel:.2g}"
         return Pair(baseline.name, target.name, example.layout, example.whole, "rule", rel, note)
 
     def guess(self) -> None:
-        """Names and shapes alone, where nothing else is left; only where both sides would choose each other."""
+        """Pair by name and shape alone what remains, if both taps would choose each other."""
         mine, theirs = self.left("baseline"), self.left("target")
 
         def best(name: RecordedTap, others: Iterable[RecordedTap]) -> RecordedTap | None:
@@ -341,14 +343,14 @@ class Matcher:
         others = self.target if side == "baseline" else self.baseline
         other = "target" if side == "baseline" else "baseline"
         if tap.sketch.nonfinite == tap.sketch.numel:
-            return "none of its values is finite"
+            return "it has no finite value"
         if tap.sketch.constant:
-            return "all its values are the same, so they say nothing of its partner"
+            return "all its values are equal, so they cannot identify a partner"
         if not any(each.sketch.numel == tap.sketch.numel for each in others.values()):
-            return f"no {other} tap has {tap.sketch.numel} elements, and it is part of none"
+            return f"no {other} tap has {tap.sketch.numel} elements or contains it"
         twin = next((pair for pair in self.pairs if pair.by_value and self._equal(tap, side, pair)), None)
         if twin is not None:
-            return f"has the same values as {getattr(twin, side)}, which is paired"
+            return f"it has the same values as {getattr(twin, side)}, which is paired"
         return f"no {other} tap has its values"
 
     def _equal(self, tap: RecordedTap, side: Side, pair: Pair) -> bool:
@@ -363,7 +365,7 @@ class Matcher:
 
 
 def _by_size(taps: Iterable[RecordedTap]) -> dict[int, list[RecordedTap]]:
-    """By their number of elements; those whose values say nothing are left out."""
+    """Taps by their number of elements, without those whose values are all equal."""
     buckets: dict[int, list[RecordedTap]] = defaultdict(list)
     for tap in taps:
         if not tap.sketch.constant and len(tap.sketch.quantiles):
@@ -372,7 +374,7 @@ def _by_size(taps: Iterable[RecordedTap]) -> dict[int, list[RecordedTap]]:
 
 
 def _places(found: ValueMatch) -> tuple[str, str]:
-    """The partners' names without their layers' numbers, the target's last."""
+    """The partners' names without layer numbers, the target's last."""
     return place_of(found.outer.name), place_of(found.inner.name)
 
 
@@ -382,7 +384,7 @@ def _ties(matching: Sequence[ValueMatch]) -> list[ValueMatch]:
 
 
 def _after(before: Proposal | None, pairs: Iterable[Pair]) -> list[Pair]:
-    """The pairs of a run, seen after those of the run before it."""
+    """The pairs of a run, some of them confirming those of the run before it."""
     if before is None:
         return list(pairs)
     ruled = {(pair.baseline, pair.target) for pair in before.pairs if pair.sureness in ("rule", "confirmed")}

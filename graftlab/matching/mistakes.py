@@ -1,4 +1,4 @@
-"""What a conversion of weights got wrong, told from contradictions: between values, names, layers and layouts."""
+"""Mistakes of a weight conversion, found as contradictions between values, names, layers and layouts."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
 
 
 def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
-    """What is unusual and may be meant: rows in another order, parts that are used by nobody."""
+    """What is unusual but may be intended: rows in a different order, unused parts."""
     said: list[str] = []
     for pair in pairs:
         for step in pair.layout.steps:
             if isinstance(step, Rearrange) and step.text != TRANSPOSED and step.sizes:
                 said.append(
-                    f"{pair.target} is {pair.baseline} with its rows or columns in another order ({pair.layout}): "
-                    f"right where the two sides' code counts heads or rotary pairs differently"
+                    f"{pair.target} is {pair.baseline} with its rows or columns in a different order ({pair.layout}): "
+                    f"correct if the two sides' code counts heads or rotary pairs differently"
                 )
     wholes: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -63,7 +63,7 @@ def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[st
     for name, parts in wholes.items():
         rest = _rest(name, parts, baseline)
         if rest:
-            said.append(f"{name} is used only in part: {rest} of it went nowhere")
+            said.append(f"{name} is used only in part: the target lacks {rest} of it")
     return list(dict.fromkeys(said))
 
 
@@ -71,18 +71,18 @@ def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[st
 
 
 def _other_kinds(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """Weights that hold a bias, and the like."""
+    """Parameters whose values have a different role, such as a weight with the values of a bias."""
     said = []
     for pair in pairs:
         mine, theirs = last_role(pair.baseline), last_role(pair.target)
         if mine and theirs and mine != theirs:
-            text = f"{pair.target} is {theirs} by its name, and holds {pair.baseline}, which is {mine}"
+            text = f"{pair.target} is {theirs} by its name but has the values of {pair.baseline}, which is {mine}"
             said.append((pair.target, text))
     return said
 
 
 def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
-    """Layers must come in one order on both sides, each once; which, and how many are left out, is free."""
+    """Layers must be in the same order on both sides, each once; any may be left out."""
     groups: dict[tuple[str, str, str], list[tuple[int, int, Pair]]] = defaultdict(list)
     for pair in pairs:
         mine, theirs = layer_of(pair.baseline), layer_of(pair.target)
@@ -97,11 +97,11 @@ def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
         shifts = Counter(mine - theirs for theirs, mine, _ in group)
         usual, count = shifts.most_common(1)[0]
         for theirs, mine, pair in group:
-            text = f"{pair.target} holds {pair.baseline}, which is of layer {mine}"
+            text = f"{pair.target} has the values of {pair.baseline}, which is in layer {mine}"
             if count < 2 or 2 * count < len(group):
-                said.append(f"{text}; the layers come in another order than the baseline's")
+                said.append(f"{text}; the layers are in a different order than the baseline's")
             elif mine - theirs != usual:
-                said.append(f"{text}; layer {theirs + usual} belongs there, as in {count} other layers")
+                said.append(f"{text}; it should be layer {theirs + usual}, as in {count} other layers")
             else:
                 continue
             misplaced.add(pair.target)
@@ -109,7 +109,7 @@ def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
 
 
 def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
-    """One parameter of the baseline in two of the target's, while another of its shape is nowhere."""
+    """A baseline parameter that two target parameters hold, while the target lacks one of the same shape."""
     holders: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         if not pair.layout.leaves_out and pair.whole == "baseline":
@@ -123,13 +123,15 @@ def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
         for other in unused:
             own = max(twice, key=lambda pair: similarity(pair.target, other) - similarity(pair.target, name))
             also = next(pair.target for pair in twice if pair is not own)
-            said.append(f"{own.target} holds {name}, which {also} holds too; {other} of the baseline is nowhere")
+            said.append(
+                f"{own.target} has the values of {name}, as {also} does; the target lacks the baseline's {other}"
+            )
     return said
 
 
 def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
-    """Square matrices fit either way; how the others are tells which way is meant."""
-    # What a module calls its weight says nothing of a parameter that code multiplies with by itself.
+    """Square matrices fit either way, so the orientation of the other matrices shows the intended one."""
+    # The orientation of a module's weight says nothing about a parameter that the model's code multiplies with.
     ways: dict[tuple[str, bool], list[Pair]] = defaultdict(list)
     square: list[tuple[Pair, str, bool]] = []
     for pair in pairs:
@@ -152,13 +154,13 @@ def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
             how, they = ("transposed", "are not") if transposed else ("not transposed", "are")
             said.append(
                 f"{pair.target} is {pair.baseline} {how}, and all {len(others)} matrices that are not "
-                f"square {they}: it is square, so that nothing else shows it"
+                f"square {they}: being square, it fits either way"
             )
     return said
 
 
 def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
-    """A weight and its bias taken apart, or put together, in two different ways."""
+    """A weight and its bias that are split, or fused, in two different ways."""
     modules: dict[tuple[str, str], dict[str, Pair]] = defaultdict(dict)
     for pair in pairs:
         role = last_role(pair.target)
@@ -188,7 +190,7 @@ def _columns(layout: Layout) -> bool:
 
 
 def rounded_to(baseline: RecordedTap, target: RecordedTap, pair: Pair) -> str | None:
-    """The half-width dtype that a target's wider values went through on their way; None where they did not."""
+    """The half-width dtype to which a target's wider values were rounded; None if they were not."""
     if pair.sureness != "near" or baseline.value is None or target.value is None or pair.whole != "baseline":
         return None
     if not target.dtype.is_floating_point or target.dtype.itemsize < 4 or baseline.dtype.itemsize < 4:
@@ -204,7 +206,7 @@ def rounded_to(baseline: RecordedTap, target: RecordedTap, pair: Pair) -> str | 
 
 
 def _rounding(*dtypes: torch.dtype) -> float:
-    """How far, in relative L2, a copy of a parameter may be that was rounded to the coarser of two dtypes."""
+    """The largest relative L2 of a parameter and its copy rounded to the coarser of two dtypes."""
     return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes)
 
 
@@ -218,16 +220,16 @@ def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:
         return [f"{pair.target} is {pair.baseline} {' '.join(how)}"]
     rounded = rounded_to(one, other, pair)
     if rounded:
-        return [f"{pair.target} is {pair.baseline} rounded to {rounded} on the way"]
+        return [f"{pair.target} is {pair.baseline} rounded to {rounded}"]
     if pair.sureness == "near" and pair.rel is not None and pair.rel > _rounding(one.dtype, other.dtype):
-        return [f"{pair.target} is {pair.baseline} but for {pair.rel:.2g} in relative L2{_where(pair, one, other)}"]
+        return [f"{pair.target} is {pair.baseline} up to a relative L2 of {pair.rel:.2g}{_where(pair, one, other)}"]
     if pair.sureness in ("rule", "guess") and pair.rel is not None and pair.rel > 0 and pair.whole == "baseline":
         return [f"{pair.target} differs from {pair.baseline}{_where(pair, one, other)}"]
     return []
 
 
 def _where(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
-    """Which rows differ, where it is not all of them."""
+    """Which rows differ, if not all of them."""
     if one.value is None or other.value is None:
         return ""
     try:
@@ -243,13 +245,13 @@ def _where(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
         return f": all its values are {other.flat[0]:g}, as if it had not been loaded"
     count = int(differs.sum())
     if len(rows) == differs.shape[0] and count == differs.numel():
-        return f" everywhere, by {pair.rel:.2g} in relative L2"
+        return f" everywhere, by a relative L2 of {pair.rel:.2g}"
     span = f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} rows, {rows[0]} to {rows[-1]}"
     return f" in {count} of {differs.numel()} elements: {span}"
 
 
 def _not_covered(pairs: Sequence[Pair], target: Items) -> list[str]:
-    """Fused parameters of the target of which a part has no partner."""
+    """Fused parameters of the target with a part that has no partner."""
     wholes: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         if pair.whole == "target":
@@ -259,12 +261,12 @@ def _not_covered(pairs: Sequence[Pair], target: Items) -> list[str]:
         rest = _rest(name, parts, target)
         if rest:
             names = ", ".join(pair.baseline for pair in parts)
-            said.append(f"{name} holds {names}, and {rest} of it is nothing of the baseline's")
+            said.append(f"{name} contains {names}; the baseline has no values for {rest} of it")
     return said
 
 
 def _rest(name: str, parts: Sequence[Pair], items: Items) -> str:
-    """What of a whole none of its parts covers, in words; blank where all of it is covered."""
+    """The region of a whole that no part covers, in words; blank if all of it is covered."""
     shape = items[name].shape
     gap = uncovered((pair.layout for pair in parts), shape)
     if gap is None:

@@ -1,7 +1,7 @@
-"""What names tell: numbers of layers, words in common, and the roles that the field has usual names for.
+"""What names reveal: layer numbers, shared words, and roles with customary names.
 
-Names never make a pair by themselves. They choose between partners whose values are the same, carry a rule from one
-layer to another, and contradict values, which is how a swapped weight shows.
+Names alone never make a pair that is grafted. They choose between partners with equal values, carry a rule to other
+layers, and contradict values, which reveals a swapped weight.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import lru_cache
 
 _NUMBER = re.compile(r"\d+")
 _PATH_NUMBER = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
-# Stands for a number. No name has it, and some have ``#``: the second call of ``attn`` in a step is ``attn#1``.
+# Stands for a number. Not ``#``, which names have: the second call of ``attn`` in a step is ``attn#1``.
 _ANY = "\0"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
-# What one part of a model is called in different code bases; only to compare names, so a word may stand for several.
+# Different code bases' words for one part of a model. Only for comparing names, so a word may stand for several.
 _SYNONYMS = {
     "attention": "attn",
     "attend": "attn",
@@ -53,12 +53,12 @@ _SYNONYMS = {
 
 
 def pattern_of(name: str) -> str:
-    """The name with every number taken for any number."""
+    """The name with a placeholder for every number."""
     return _NUMBER.sub(_ANY, name)
 
 
 def place_of(name: str) -> str:
-    """The name with the numbers that are parts of its path taken for any, as a layer's is, and ``norm1``'s is not."""
+    """The name with a placeholder for numbers that are parts of its path, as a layer's is and ``norm1``'s is not."""
     return _PATH_NUMBER.sub(_ANY, name) if _PATH_NUMBER.search(name) else pattern_of(name)
 
 
@@ -73,7 +73,7 @@ def with_numbers(pattern: str, numbers: Sequence[int]) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a name is in: its first number that is a part of its path."""
+    """The layer number in a name: the first number that is a part of its path."""
     found = _PATH_NUMBER.search(name)
     return int(found.group()) if found else None
 
@@ -85,7 +85,7 @@ def words_of(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=65536)
 def similarity(one: str, other: str) -> float:
-    """How much two names have in common, from 0 to 1: shared words, the last one counting double, and the numbers."""
+    """The similarity of two names from 0 to 1: shared words, the last one counting double, and equal numbers."""
     mine, theirs = words_of(one), words_of(other)
     if not mine or not theirs:
         return 0.0
@@ -97,7 +97,7 @@ def similarity(one: str, other: str) -> float:
 
 # ---- roles ----------------------------------------------------------------------------------------------------------
 
-# The first that matches counts. Of each family only one role belongs at each place of a model.
+# The first match counts. Each place of a model has one role of a family.
 _ROLES: list[tuple[str, str, re.Pattern[str]]] = [
     (family, role, re.compile(pattern, re.IGNORECASE))
     for family, role, pattern in (
@@ -144,7 +144,7 @@ _LAST = {
     "running_mean": "the running mean",
     "running_var": "the running variance",
 }
-# Of fused tensors: the roles of the parts, in order.
+# For fused tensors: the roles of the parts, in order.
 _FUSED: list[tuple[re.Pattern[str], tuple[str, ...], str]] = [
     (re.compile(pattern, re.IGNORECASE), roles, family)
     for pattern, roles, family in (
@@ -161,18 +161,18 @@ _FUSED: list[tuple[re.Pattern[str], tuple[str, ...], str]] = [
 
 @lru_cache(maxsize=8192)
 def role_of(name: str, family: str | None = None) -> tuple[str, str] | None:
-    """The family and the role that a name tells, if its words are usual ones."""
+    """The family and role in a name, if its words are customary."""
     if fused_roles(name):
         return None
     for own, role, pattern in _ROLES:
         if (family is None or own == family) and pattern.search(name):
-            # A code base that norms before and after has other roles under the same words.
+            # Code that norms before and after a block uses the same words for different roles.
             return None if own == "norm" and "feedforward" in name else (own, role)
     return None
 
 
 def fused_roles(name: str) -> tuple[str, ...]:
-    """The roles that a fused tensor of this name has in it, in their order; none where the name tells nothing."""
+    """The roles in a fused tensor of this name, in order; empty for other names."""
     for pattern, roles, _ in _FUSED:
         if pattern.search(name):
             return roles
@@ -180,7 +180,7 @@ def fused_roles(name: str) -> tuple[str, ...]:
 
 
 def last_role(name: str) -> str | None:
-    """Whether a name says weight, bias or a running statistic."""
+    """The kind of parameter in a name: weight, bias or a running statistic; else None."""
     last = name.rpartition(".")[2].lower()
     for word in (last, last.rpartition("_")[2]):
         if word in _LAST:

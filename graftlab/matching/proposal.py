@@ -1,4 +1,4 @@
-"""A proposal: which tap is which, in which layout, how sure that is, and what has no partner and why."""
+"""A proposal: pairs of taps with their layouts and sureness, and the taps without a partner."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SURENESS: tuple[Sureness, ...] = ("exact", "near", "confirmed", "rule", "guess")
 MEANINGS = {
     "exact": "the values are equal in every bit",
     "near": "the values are equal up to rounding",
-    "confirmed": "by rule first, and by value once the taps before it were grafted",
-    "rule": "as in other layers, where the values match, or because what comes after it matches once it is grafted",
+    "confirmed": "first by rule, then by value once earlier taps were grafted",
+    "rule": "as in other layers, where the values match, or because later taps match once it is grafted",
     "guess": "by name alone; never grafted",
 }
-# Of each table that a notebook shows.
+# The most lines of a table in a notebook.
 _SHOWN_LINES = 20
 COLUMNS = ("target_name", "baseline_name", "matched_by", "match_rel", "layout", "whole", "note")
 
@@ -38,10 +38,10 @@ COLUMNS = ("target_name", "baseline_name", "matched_by", "match_rel", "layout", 
 class Pair:
     """A baseline tap and a target tap that show the same quantity.
 
-    ``layout`` takes one out of the other: what side ``whole`` holds is the larger of the two, or equal. So a target's
-    fused qkv has three pairs, each with ``whole="target"`` and its part as layout. ``rel`` is the relative L2 between
-    them in that layout, None where it could not be measured; ``sureness`` is one of ``exact, near, confirmed, rule,
-    guess``. ``note`` is what should be known of it.
+    ``layout`` takes one out of the other: the tensor of side ``whole`` is the larger of the two, or of equal size. So a
+    target's fused qkv has three pairs, each with ``whole="target"`` and its part as layout. ``rel`` is their relative
+    L2 in that layout, None if it could not be measured; ``sureness`` is one of ``exact, near, confirmed, rule, guess``.
+    ``note`` is a remark for the reader.
     """
 
     baseline: str
@@ -54,7 +54,7 @@ class Pair:
 
     @property
     def by_value(self) -> bool:
-        """Whether the values themselves say so, which a graft may rely on."""
+        """Whether the values match, so that a graft may rely on the pair."""
         return self.sureness in ("exact", "near", "confirmed")
 
     def noted(self, note: str) -> Pair:
@@ -63,11 +63,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What matching found, in the order in which the target's taps ran.
+    """The result of matching, in the order in which the target's taps ran.
 
-    ``unmatched_baseline`` and ``unmatched_target`` map what has no partner to why. ``problems`` are sentences about
-    what contradicts itself, such as a tap whose layout is not that of its neighbours. ``moved`` is how many bytes of
-    values came to the notebook or left it for that. ``order`` has each side's taps as they ran, where that is known.
+    ``unmatched_baseline`` and ``unmatched_target`` map taps without a partner to the reason. ``problems`` are sentences
+    on contradictions, such as a tap whose layout differs from its neighbours'. ``moved`` is the number of bytes of
+    values sent to or from the notebook. ``order`` has each side's taps as they ran, if known.
     """
 
     pairs: tuple[Pair, ...]
@@ -90,15 +90,15 @@ class Proposal:
 
     @property
     def graftable(self) -> tuple[Pair, ...]:
-        """The pairs that a graft may rely on: those that the values confirm."""
+        """The pairs that the values confirm, so that grafts may rely on them."""
         return tuple(pair for pair in self.pairs if pair.by_value)
 
     def accept(self, *targets: str) -> Proposal:
-        """With the pairs of these target taps taken for sure."""
+        """The same proposal, with the pairs of these target taps confirmed."""
         return replace(self, pairs=tuple(_confirmed(p) if p.target in targets else p for p in self.pairs))
 
     def reject(self, *targets: str) -> Proposal:
-        """Without the pairs of these target taps."""
+        """The same proposal without the pairs of these target taps."""
         kept = tuple(pair for pair in self.pairs if pair.target not in targets)
         gone = {pair.target: "rejected" for pair in self.pairs if pair.target in targets}
         lost = {p.baseline: "rejected" for p in self.pairs if p.target in targets} | self.unmatched_baseline
@@ -112,7 +112,7 @@ class Proposal:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row a pair, then one for each tap without a partner, whose ``matched_by`` is missing and ``note`` why."""
+        """One row a pair, then one a tap without a partner, with no ``matched_by`` and the reason as ``note``."""
         import pandas as pd
 
         rows: list[dict[str, object]] = [
@@ -132,15 +132,15 @@ class Proposal:
         return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"match_rel": "float64"})
 
     def to_code(self) -> str:
-        """``session.edit(pairs=[...])``, ready to paste; what is the same in several layers is written once."""
+        """``session.edit(pairs=[...])``, ready to paste; pairs that repeat in several layers are one line."""
         lines = [f"    {rule!r}," for rule in self.rules()]
         return "\n".join(["session.edit(", "    pairs=[", *(f"    {line}" for line in lines), "    ],", ")"])
 
     def rules(self) -> list[dict[str, str]]:
         """The pairs as plain values: ``baseline``, ``target`` and, where it is not ``same``, ``layout`` and ``whole``.
 
-        With ``{n}`` in both names a rule stands for all numbers at that place for which both sides have a tap, and
-        ``{n+1}`` for the one after. Guesses are left out.
+        ``{n}`` in both names stands for every number there for which both sides have a tap, ``{n+1}`` for the next
+        number. Guesses are left out.
         """
         written: list[dict[str, str]] = []
         for group in folded(pair for pair in self.pairs if pair.sureness != "guess"):
@@ -152,12 +152,12 @@ class Proposal:
         return written
 
     def plan_pairs(self) -> tuple[PairRule, ...]:
-        """The pairs as a plan takes them, each by itself; guesses are left out, since they must never be grafted."""
+        """The pairs as a plan takes them, one by one, without guesses, which must never be grafted."""
         names = {
             "baseline": [*(pair.baseline for pair in self.pairs), *self.unmatched_baseline],
             "target": [*(pair.target for pair in self.pairs), *self.unmatched_target],
         }
-        # Where a tap was reached several times, its plain name is the first call alone.
+        # If a tap was reached several times, its plain name is the first call only.
         several = {side: {name.rpartition("#")[0] for name in known if "#" in name} for side, known in names.items()}
 
         def call(side: Side, name: str) -> str:
@@ -178,7 +178,7 @@ class Proposal:
 
     @property
     def summary(self) -> str:
-        """One sentence: how many of the target's taps have a partner, by what, and what is wrong."""
+        """One sentence: how many of the target's taps have a partner, how they were matched, how many problems."""
         targets = {pair.target for pair in self.pairs}
         total = len(targets) + len(self.unmatched_target)
         found = Counter(pair.sureness for pair in self.pairs)
@@ -226,7 +226,7 @@ class Proposal:
 
 
 def _folded_alone(left: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Taps without a partner and why; in one line where names, and reasons, differ in their numbers alone."""
+    """Taps without a partner and the reasons; those that differ only in numbers share a line."""
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name, why in left.items():
         groups.setdefault((pattern_of(name), pattern_of(why)), []).append((name, why))
@@ -239,18 +239,18 @@ def _folded_alone(left: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _note_of(notes: Sequence[str]) -> str:
-    """What is noted of a group of pairs; of notes that differ by their numbers alone, the first and how many more."""
+    """The notes of a group of pairs; of notes that differ only in numbers, the first and the number of others."""
     alike: dict[str, list[str]] = {}
     for note in dict.fromkeys(notes):
         alike.setdefault(re.sub(r"\d[\d.e+-]*", "#", note), []).append(note)
     return "; ".join(
-        first if not more else f"{first} (and alike, with other numbers, in {counted(len(more), 'layer')} more)"
+        first if not more else f"{first} (and similarly, with different numbers, in {counted(len(more), 'more layer')})"
         for first, *more in alike.values()
     )
 
 
 def pairs_of(rules: Sequence[dict[str, str]]) -> tuple[Pair, ...]:
-    """The pairs that rules without ``{n}`` say, as in :meth:`Proposal.rules`."""
+    """The pairs of rules without ``{n}``, as in :meth:`Proposal.rules`."""
     return tuple(
         Pair(
             rule["baseline"],
@@ -268,11 +268,11 @@ def _confirmed(pair: Pair) -> Pair:
 
 
 def folded(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Pairs that differ in their numbers alone, and by the same step on both sides, together."""
+    """Pairs grouped: those of a group differ only in numbers, and by the same step on both sides."""
     groups: dict[tuple[object, ...], list[Pair]] = {}
     for pair in pairs:
         mine, theirs = numbers_of(pair.baseline), numbers_of(pair.target)
-        # Only the first number of each is folded; what comes after it is part of the name.
+        # Only the first number is folded; later ones are part of the name.
         step = (mine[0] - theirs[0], mine[1:], theirs[1:]) if mine and theirs else (mine, theirs)
         key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text, pair.whole, pair.sureness, step)
         groups.setdefault(key, []).append(pair)
@@ -280,7 +280,7 @@ def folded(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 
 def written_as(group: Sequence[Pair]) -> tuple[str, str]:
-    """Both names of a group of pairs, with ``{n}`` where they differ."""
+    """Both names of a group of pairs, with ``{n}`` for the numbers that differ."""
     first = group[0]
     if len(group) == 1:
         return first.baseline, first.target

@@ -1,4 +1,4 @@
-"""What is matched: a tap or a parameter of one side, with its sketch and, where there is room, its values."""
+"""Taps and parameters of one side as they are matched: sketches, and values within a budget."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from graftlab.matching.strides import Lookup
 from graftlab.taps.calls import ambient
 
 Fetch = Callable[[str], "Tensor | None"]
-"""Brings the value of one side's tap with this name; None where it cannot."""
+"""Returns the value of one side's tap with this name, or None."""
 
 BUDGET = 1 << 30
-"""Bytes of values that a recorder keeps, unless told otherwise."""
+"""Bytes of values that a recorder keeps by default."""
 
 
 @dataclass
 class RecordedTap:
-    """What one tap of one side showed: a sketch, and the tensor itself where the budget allowed.
+    """One tap of one side: a sketch, and the tensor if the budget allowed.
 
-    ``kind`` is the class of the module, as far as it is known; ``order`` counts the taps of its side as they ran.
+    ``kind`` is the class of the module, if known; ``order`` counts the taps of its side as they ran.
     """
 
     name: str
@@ -42,7 +42,7 @@ class RecordedTap:
 
     @classmethod
     def of(cls, name: str, value: Tensor, *, kind: str = "", order: int = 0, keep: bool = True) -> RecordedTap:
-        """From a tensor, which is not copied."""
+        """Make one from a tensor, which is not copied."""
         dense = value.detach()
         kept = dense if keep else None
         return cls(name, kind, tuple(value.shape), value.dtype, order, sketch_of(dense), kept)
@@ -53,25 +53,25 @@ class RecordedTap:
 
     @cached_property
     def flat(self) -> Values | None:
-        """The values in float64, flat; None where they were not kept."""
+        """The values in float64, flat; None if they were not kept."""
         return None if self.value is None else flat_values(self.value)
 
     @cached_property
     def lookup(self) -> Lookup:
-        """Where which value stands: all of them, or only the extremes where the others were not kept."""
+        """The places of all values, or only of the extremes if the others were not kept."""
         return Lookup.of_sketch(self.sketch) if self.flat is None else Lookup(self.flat)
 
     def forget(self) -> None:
-        """Give back what was worked out from the values, and not the values."""
+        """Drop what was computed from the values, but not the values."""
         self.__dict__.pop("flat", None)
         self.__dict__.pop("lookup", None)
 
 
 class SketchRecorder:
-    """Takes what taps show and keeps it for matching: copies up to ``budget`` bytes, beyond it sketches alone.
+    """Records taps for matching: copies up to ``budget`` bytes, beyond that sketches only.
 
-    It has a grafter's ``tap``, so that :func:`graftlab.taps.calls.handled_by` can put it in a rank's place. ``kinds``
-    maps names to classes of modules. A name that comes again is told apart by its tags, or else counted: ``name#1``.
+    It has a grafter's ``tap``, so :func:`graftlab.taps.calls.handled_by` can install it on a rank. ``kinds`` maps names
+    to classes of modules. Repeated names are distinguished by their tags, or else counted: ``name#1``.
     """
 
     def __init__(self, kinds: Mapping[str, str] | None = None, budget: int = BUDGET) -> None:
@@ -85,10 +85,12 @@ class SketchRecorder:
         return list(self._taps.values())
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        """See :func:`graftlab.tap`; what is shown is left as it is."""
+        """See :func:`graftlab.tap`; the value is left unchanged."""
         shown = value() if callable(value) and not isinstance(value, Tensor) else value
         if not isinstance(shown, Tensor) or not shown.numel():
-            self.skipped[name] = "is empty" if isinstance(shown, Tensor) else f"is a {type(shown).__name__}, no tensor"
+            self.skipped[name] = (
+                "is empty" if isinstance(shown, Tensor) else f"is a {type(shown).__name__}, not a tensor"
+            )
             return value
         given = {**dict(ambient.get()), **tags}
         full = name_with(name, dict(identity({**given, "name": name}).tags))
@@ -96,7 +98,7 @@ class SketchRecorder:
         full = f"{full}#{count}" if count else full
         size = shown.numel() * shown.element_size()
         keep = size <= self._left
-        # A copy: what was shown may be written over before the run is at its end.
+        # A copy, because the model may overwrite the tensor before the run ends.
         seen = shown.detach().clone() if keep else shown
         recorded = RecordedTap.of(full, seen, kind=self._kinds.get(name, ""), order=len(self._taps), keep=keep)
         recorded.tags = given
@@ -112,7 +114,7 @@ def relative_l2(expected: Values, found: Values) -> float:
         return float("inf")
     if not finite.all():
         expected, found = expected[finite], found[finite]
-    # Not np.linalg.norm, whose threads stand in each other's way on arrays as small as most of these.
+    # Not np.linalg.norm, whose threads slow each other down on arrays as small as most of these.
     norm = math.sqrt(float(np.einsum("i,i", expected, expected)))
     apart = expected - found
     difference = math.sqrt(float(np.einsum("i,i", apart, apart)))

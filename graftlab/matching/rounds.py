@@ -1,4 +1,4 @@
-"""Matching in rounds: graft what has a partner, run again, and see what the values after it say now."""
+"""Matching in rounds: graft taps that have a partner, run again, and match the values of later taps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.suspects import NOTE, copies, suspects
 
 Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[RecordedTap]]]
-"""Runs both sides once and records their taps. The baseline's values are grafted into the target at these pairs; of a
-grafted tap it records what the target itself had made."""
+"""Runs both sides once and records their taps, with the baseline's values grafted into the target at these pairs. For a
+grafted tap it records the target's own value."""
 
 ROUNDS = 12
 GUESSES = 6
@@ -29,10 +29,10 @@ def match_in_rounds(
 ) -> Proposal:
     """Match, graft what is matched by value or by rule, run again, until nothing changes.
 
-    Behind a fault no value matches; grafted away, what comes after it does. What a rule proposed and the values then
-    say too is ``confirmed``; a fault itself stays by rule, with how far it is off. Where no rule helps on, likely
-    partners of the first tap without one are tried, one a run, and kept only if more taps match by value with it than
-    without; ``guesses`` of them in a row may be in vain. The fetches are as in :func:`match_taps`.
+    No value after a fault matches until the fault is grafted away. A pair by rule whose values then match is
+    ``confirmed``; the fault itself stays by rule, with its distance. If no rule helps further, likely partners of the
+    first tap without one are tried, one a run, and kept only if more taps match by value with it than without. Matching
+    ends after ``guesses`` failures in a row. The fetches are as in :func:`match_taps`.
     """
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
     baseline, target = record(())
@@ -40,7 +40,7 @@ def match_in_rounds(
     trusted: list[Pair] = []
     in_vain: set[tuple[str, str]] = set()
     if not proposal.unmatched_target and all(pair.by_value for pair in proposal.pairs):
-        # Nothing is behind a fault, so there is nothing to look for.
+        # Everything matches by value, so no fault hides any tap.
         return proposal
     left, tries = rounds, 0
     while left:
@@ -51,7 +51,7 @@ def match_in_rounds(
             left -= 1
             continue
         proposal = _keep(following, proposal)
-        # A tap that the values have not confirmed is no partner; so the first of those is looked at too.
+        # Taps that the values have not confirmed are tried too.
         guess = next(suspects(baseline, target, proposal, trusted, in_vain, fetch_baseline, fetch_target), None)
         if guess is None or tries >= guesses:
             break
@@ -73,7 +73,7 @@ def _key(pair: Pair) -> tuple[str, str]:
 
 
 def _grafts(proposal: Proposal) -> tuple[Pair, ...]:
-    """What is grafted in the next round: never a guess that nothing has confirmed."""
+    """The pairs to graft in the next round: no unconfirmed guesses."""
     return tuple(pair for pair in proposal.pairs if pair.sureness != "guess")
 
 
@@ -87,7 +87,7 @@ def _more_rules(following: Proposal, proposal: Proposal) -> bool:
 
 
 def _keep(following: Proposal, before: Proposal) -> Proposal:
-    """A round's pairs, and those by value of the rounds before for taps that now have none."""
+    """A round's pairs, and earlier pairs by value for taps that now have none."""
     have = {pair.target for pair in following.pairs if pair.sureness != "guess"}
     kept = [pair for pair in before.graftable if pair.target not in have]
     names = {pair.target for pair in kept}

@@ -1,4 +1,4 @@
-"""Rules over layer numbers: what holds in two layers or more is proposed for the others."""
+"""Rules over layer numbers: pairs that two or more layers have are proposed for the others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from graftlab.matching.proposal import Pair
 
 @dataclass(frozen=True)
 class Rule:
-    """Baseline taps of one pattern are target taps of another: each number is the target's at a place, plus a shift.
+    """Maps target taps of one pattern to baseline taps of another: each number is one of the target's plus a shift.
 
-    ``numbers`` has for each number of the baseline's name the place among the target's numbers (None: it is always the
-    same) and what is added to it. ``example`` is a pair it was seen in; ``seen`` how many there are.
+    ``numbers`` has for each number of the baseline's name its place among the target's numbers (None for a fixed
+    number) and the shift. ``example`` is one of the ``seen`` pairs.
     """
 
     baseline: str
@@ -25,16 +25,13 @@ class Rule:
     seen: int
 
     def baseline_for(self, target: str) -> str:
-        """The baseline tap that belongs to a target tap of this rule's pattern."""
+        """The baseline tap for a target tap of this rule's pattern."""
         theirs = numbers_of(target)
         return with_numbers(self.baseline, [shift + (0 if at is None else theirs[at]) for at, shift in self.numbers])
 
 
 def rules_of(pairs: Iterable[Pair], least: int = 2) -> list[Rule]:
-    """What the pairs have in common over at least so many layers, the most frequent first.
-
-    One layer is not enough: what was seen in it alone is unreliable.
-    """
+    """The rules that at least ``least`` pairs follow, the most frequent first. A single layer is unreliable."""
     groups: dict[tuple[str, str, str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
         key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text, pair.whole)
@@ -50,7 +47,7 @@ def rules_of(pairs: Iterable[Pair], least: int = 2) -> list[Rule]:
 
 
 def _numbers(group: Sequence[Pair]) -> tuple[int, tuple[tuple[int | None, int], ...]] | None:
-    """How the baseline's numbers follow from the target's in most of the pairs, and in how many different ones."""
+    """How the baseline's numbers follow from the target's in most pairs, and in how many different ones."""
     mine = [numbers_of(pair.baseline) for pair in group]
     theirs = [numbers_of(pair.target) for pair in group]
     if len(set(theirs)) < 2:
@@ -63,7 +60,7 @@ def _numbers(group: Sequence[Pair]) -> tuple[int, tuple[tuple[int | None, int], 
             shifts = Counter(number - other[at] for number, other in zip(own, theirs, strict=True))
             shift, count = shifts.most_common(1)[0]
             options.append((count, False, at, shift))
-        # Where a number is always the same and follows another all the same, it is a fixed one.
+        # A number that is constant counts as fixed, even if it also follows one of the target's.
         _, _, follows, added = max(options, key=lambda option: (option[0], option[1]))
         ways.append((follows, Counter(own).most_common(1)[0][0] if follows is None else added))
     rule = Rule(pattern_of(group[0].baseline), "", tuple(ways), group[0], 0)

@@ -1,4 +1,4 @@
-"""The search for one tap's partner: which tensors of the other side hold its values, and in which layout."""
+"""The search for a tap's partner: tensors of the other side that contain its values, and their layouts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutat
 from graftlab.matching.wording import layout_of
 
 Bring = Callable[[RecordedTap], None]
-"""Sets the value of a tap of which only a sketch is here, if it can."""
+"""Fetches the value of a tap that has only a sketch, if possible."""
 
-# How near two values must be to be the same one, in the tensor's root mean squares: the finer, the more are unique.
+# How near two equal values must be, in root mean squares of the tensor. With finer tolerances more values are unique.
 TOLERANCES = (1e-9, 1e-6, 1e-5, 1e-4)
-# A part may be this much smaller than what it is looked for in; smaller ones are found anywhere by chance.
+# The largest ratio of a whole to a part: smaller parts match anywhere by chance.
 MOST_PARTS = 64
-# The limit of half-width dtypes, whose noise hides where a value is; see limit_for.
+# From this limit on, the noise of half-width dtypes hides where a value is; see limit_for.
 NOISY = 1e-2
-# So many elements tell which arrangements may fit at all, and so many of these are looked at closely.
+# The elements that are tried with all arrangements, and the number of arrangements that are then compared closely.
 TRIED = 16
 NEAREST = 8
-# A mean difference, in root mean squares, that is far above any dtype's rounding.
+# A mean difference, in root mean squares, far above any dtype's rounding.
 FAR = 0.2
-# Fewer elements than this say too little of where they lie in a larger tensor.
+# Fewer elements than this cannot be located in a larger tensor.
 LEAST_OF_A_PART = 16
 
 
@@ -52,9 +52,9 @@ class ValueMatch:
 def find(
     outer: RecordedTap, inner: RecordedTap, bring: Bring | None = None, limit: float | None = None
 ) -> ValueMatch | None:
-    """Whether ``inner`` lies in ``outer``, all of it or a part; None where it does not.
+    """Find ``inner`` in ``outer``, as all of it or a part; None if it is not in there.
 
-    ``bring`` sees to the values of whichever of the two has only a sketch, if the sketches say that it is worth it.
+    ``bring`` fetches values that only have a sketch, if the sketches make a match possible.
     """
     limit = limit_for(outer.dtype, inner.dtype) if limit is None else limit
     whole = outer.sketch.numel == inner.sketch.numel
@@ -74,7 +74,7 @@ def find(
 
 
 def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
-    """Whether one may be a part of the other, or the other repeated, as key/value heads are for their queries."""
+    """Whether one may be a part of the other, or the other repeated, as key/value heads are for queries."""
     if not inner.telling or not outer.telling or min(inner.numel, outer.numel) < LEAST_OF_A_PART:
         return False
     if inner.numel > outer.numel:
@@ -85,7 +85,7 @@ def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
 
 
 def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
-    """The same elements in the same order, if need be in another shape."""
+    """The match of the same elements in the same order, perhaps in a different shape."""
     strides = Strides(0, (inner.sketch.numel,), (1,))
     if outer.flat is None or inner.flat is None:
         return _verified(outer, inner, strides, limit)
@@ -97,7 +97,7 @@ def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | 
 
 
 def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
-    """All elements, rearranged: where the extreme values went tells it, and no tensor has to be put in order."""
+    """The match of all elements, rearranged: the places of the extreme values show it without sorting a tensor."""
     if outer.flat is None or inner.flat is None:
         return None
     scale = max(outer.sketch.rms, 1e-30)
@@ -121,19 +121,19 @@ def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) 
         elements, values = elements[finite], values[finite]
     scale = max(outer.sketch.rms, 1e-30)
     for tolerance in (*(tolerance for tolerance in TOLERANCES if tolerance <= limit), limit / 2):
-        # By the extremes, which are far apart: of the others many are near something by chance. A sketch has too few
-        # values to say that one is not there.
+        # Checked with the extremes, which are far apart; other values are often near something by chance. A sketch has
+        # too few values to rule one out.
         if outer.flat is not None and outer.lookup.share(inner.sketch.extremes, tolerance * scale) < 0.9:
             continue
         found = fit(outer.lookup, outer.sketch.numel, elements, values, inner.shape, tolerance * scale)
         if found is not None:
             return found
-    # No value stands out from the noise of a half-width dtype; then what is usual is tried on all samples at once.
+    # If no value stands out from the noise of a half-width dtype, the usual arrangements are tried on all samples.
     return _usual(outer, inner, elements, values) if whole or limit >= NOISY else None
 
 
 def _usual(outer: RecordedTap, inner: RecordedTap, elements: Places, values: Values) -> Strides | None:
-    """Of the usual arrangements the one that fits these elements best; None where none comes near."""
+    """The usual arrangement that fits these elements best; None if none is near."""
     held, own = outer.flat, inner.flat
     if held is None or own is None:
         return None
@@ -141,7 +141,7 @@ def _usual(outer: RecordedTap, inner: RecordedTap, elements: Places, values: Val
     known = np.isfinite(own[few])
     if not arrangements or not known.any():
         return None
-    # On a few elements nearly all of them drop out: there are thousands of arrangements, of which one may be right.
+    # A few elements rule out nearly all of the thousands of arrangements.
     off = np.abs(held[places[:, known]] - own[few[known]]).mean(axis=1)
     nearest = np.argsort(off, kind="stable")[:NEAREST]
     if not off[nearest[0]] <= FAR * inner.sketch.rms:
@@ -152,7 +152,7 @@ def _usual(outer: RecordedTap, inner: RecordedTap, elements: Places, values: Val
 
 @lru_cache(maxsize=64)
 def _arrangements(outer: tuple[int, ...], inner: tuple[int, ...]) -> tuple[list[Strides], Places, Places]:
-    """The usual ways in which one shape lies in another, a few elements, and their places in each way."""
+    """The usual arrangements of one shape in another, a few elements, and their places in each arrangement."""
     whole = math.prod(outer) == math.prod(inner)
     found = list(itertools.islice((permutations if whole else slices)(outer, inner), MAX_SPLITS))
     few = np.random.default_rng(0).integers(0, math.prod(inner), TRIED)
@@ -167,7 +167,7 @@ def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: f
         if outer.flat is not None:
             taken, expected = outer.flat[places], inner.sketch.extremes
         elif inner.flat is not None:
-            # The outer's extremes that are in the inner at all.
+            # The outer's extremes that the inner contains.
             known = dict(zip(outer.sketch.places.tolist(), outer.sketch.extremes.tolist(), strict=True))
             mine = strides.places(np.arange(inner.sketch.numel))
             kept = np.isin(mine, outer.sketch.places)
@@ -188,7 +188,7 @@ def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: f
 
 
 def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | None:
-    """How far ``inner`` is from what a layout takes out of ``outer``; None where that cannot be said."""
+    """The relative L2 between ``inner`` and what a layout takes out of ``outer``; None if it is unknown."""
     if outer.value is None or inner.flat is None:
         return None
     try:
@@ -203,7 +203,7 @@ def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | N
 
 
 def shortest(founds: Sequence[ValueMatch]) -> ValueMatch:
-    """Of equally good ones the plainest."""
+    """The simplest of equally good matches."""
 
     def plainness(found: ValueMatch) -> tuple[int, int]:
         steps = found.layout.steps

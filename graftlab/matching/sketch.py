@@ -1,4 +1,4 @@
-"""What is kept of a tensor to find its partner by: a sketch, and its values where there is room for them."""
+"""Sketches of tensors, by which partners are found."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Places = npt.NDArray[np.int64]
 QUANTILES = 33
 EXTREMES = 64
 
-# Of tensors that take fewer different values than this, many arrangements look alike.
+# With fewer distinct values than this, many arrangements look alike.
 FEW = 8
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """Of one tensor: 33 quantiles from the smallest to the largest value, and its 64 most extreme values.
+    """A summary of one tensor: 33 quantiles from the smallest to the largest value, and the 64 most extreme values.
 
     ``extremes`` are those of largest magnitude with their ``places``, counted over the flattened tensor, largest first.
-    ``rms`` is over the finite values, ``nonfinite`` counts the others, which are left out of all else. ``distinct``
-    is how many different values there are at least.
+    ``rms`` is over the finite values; ``nonfinite`` counts the others, which count nowhere else. ``distinct`` is a
+    lower bound of the number of distinct values.
     """
 
     numel: int
@@ -39,12 +39,12 @@ class Sketch:
 
     @property
     def constant(self) -> bool:
-        """Whether all values are one: zeros of a bias, ones of a norm. Such a tensor says nothing about its partner."""
+        """Whether all values are equal, as in a bias of zeros. Such values cannot identify a partner."""
         return self.distinct <= 1
 
     @property
     def telling(self) -> bool:
-        """Whether the values tell where each element is."""
+        """Whether the values can locate elements."""
         return self.distinct >= FEW
 
 
@@ -54,7 +54,7 @@ def flat_values(tensor: Tensor) -> Values:
 
 
 def _flat(tensor: Tensor) -> npt.NDArray[np.generic]:
-    """All elements in one dimension, in a dtype that numpy has and that holds all their values."""
+    """All elements in one dimension, in a numpy dtype that holds all their values."""
     dense = tensor.detach()
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj().resolve_neg())
@@ -65,7 +65,7 @@ def _flat(tensor: Tensor) -> npt.NDArray[np.generic]:
 
 
 def sketch_of(tensor: Tensor) -> Sketch:
-    """The sketch of a tensor of any dtype; about a sort of it in time, 1.3 KiB in size."""
+    """The sketch of a tensor of any dtype. It takes about as long as a sort and has 1.3 KiB."""
     # Not in float64, which takes twice as long to sort.
     flat = _flat(tensor)
     flat = flat.astype(np.float32) if flat.dtype == np.bool_ else flat
@@ -78,7 +78,7 @@ def sketch_of(tensor: Tensor) -> Sketch:
     ordered = np.sort(kept)
     quantiles = ordered[np.linspace(0, len(ordered) - 1, QUANTILES).round().astype(np.int64)].astype(np.float64)
     count = min(EXTREMES, len(kept))
-    # Those of largest magnitude are at the two ends.
+    # The largest magnitudes are at the two ends.
     ends = np.abs(np.concatenate((ordered[:count], ordered[-count:])).astype(np.float64))
     least = np.sort(ends)[::-1][:count][-1] if len(ordered) > 2 * count else np.sort(np.abs(ordered))[::-1][count - 1]
     places = np.flatnonzero((np.abs(flat) >= least) & finite)
@@ -108,7 +108,7 @@ def _squares(block: npt.NDArray[np.generic]) -> float:
 
 
 def limit_for(*dtypes: torch.dtype) -> float:
-    """How far two tensors may be from each other, in relative L2, and still show the same quantity.
+    """The largest relative L2 between two tensors that show the same quantity.
 
     Measured on public pairs of implementations: bfloat16 against float32 needs 3e-2, float32 1e-3.
     """
@@ -117,7 +117,7 @@ def limit_for(*dtypes: torch.dtype) -> float:
 
 
 def alike(one: Sketch, other: Sketch, limit: float) -> bool:
-    """Whether two tensors of one size may hold the same values in some order."""
+    """Whether two tensors of one size may have the same values in some order."""
     if one.numel != other.numel or one.nonfinite != other.nonfinite or not len(one.quantiles):
         return False
     scale = np.maximum(np.abs(one.quantiles), max(one.rms, other.rms))
@@ -125,7 +125,7 @@ def alike(one: Sketch, other: Sketch, limit: float) -> bool:
 
 
 def covers(whole: Sketch, part: Sketch, limit: float) -> bool:
-    """Whether all of a part's values may be among a whole's, by the range of both."""
+    """Whether a whole may contain all of a part's values, by the range of both."""
     if not len(part.quantiles) or not len(whole.quantiles):
         return False
     room = 2 * limit * max(whole.rms, part.rms)

@@ -1,4 +1,4 @@
-"""How one tensor's elements lie in another's: strides fitted to values that are unique in both.
+"""The arrangement of one tensor's elements in another: strides fitted to values that are unique in both.
 
 ``target.flat[q] == whole.flat[offset + sum(stride[j] * digit[j](q))]``, the digits being those of q in the target's
 dimensions, split further where needed. Permutations, slices, windows, interleaving and repetition are all of this form.
@@ -16,11 +16,11 @@ import numpy as np
 
 from graftlab.matching.sketch import Places, Sketch, Values
 
-# So many elements are looked up to fit strides, and to see whether a fit holds before all of it is compared.
+# The number of elements to look up for fitting strides and for checking a fit before a full comparison.
 SAMPLES = 160
 # A span of a dimension is at least this part of it; see slices.
 MOST_SPANS = 64
-# Beyond these many splits of dimensions nothing was ever found in practice.
+# In practice more splits of dimensions than this never found anything.
 MAX_SPLITS = 4000
 
 
@@ -33,7 +33,7 @@ class Strides:
     strides: tuple[int, ...]
 
     def places(self, elements: Places) -> Places:
-        """Of these elements of the tensor, counted flat, the places in the flattened whole."""
+        """The places of these elements, counted flat, in the flattened whole."""
         found = np.full(elements.shape, self.offset, np.int64)
         rest = elements
         for radix, stride in zip(reversed(self.radices), reversed(self.strides), strict=True):
@@ -49,7 +49,7 @@ class Strides:
         return view.reshape(-1)
 
     def fits(self, size: int) -> bool:
-        """Whether all places are within a whole of so many elements."""
+        """Whether all places are within a whole of ``size`` elements."""
         reach = [stride * (radix - 1) for radix, stride in zip(self.radices, self.strides, strict=True)]
         low = self.offset + sum(r for r in reach if r < 0)
         high = self.offset + sum(r for r in reach if r > 0)
@@ -57,12 +57,12 @@ class Strides:
 
 
 class Lookup:
-    """The values of a whole in order of size, to find where a value stands."""
+    """The sorted values of a whole, for finding the place of a value."""
 
     def __init__(self, values: Values, places: Places | None = None) -> None:
-        """``places`` are where the values stand in the whole, where they are not all of it, one after the other."""
+        """``places`` are the values' places in the whole, unless they are all of it in order."""
         self._values, self._places = values, places
-        # Without the places, which take twenty times as long and are wanted of few.
+        # Without their places, which take twenty times as long and are rarely needed.
         self.ordered = np.sort(values)
 
     @classmethod
@@ -71,12 +71,12 @@ class Lookup:
 
     @cached_property
     def places(self) -> Places:
-        """Where each of the ordered values stands in the whole."""
+        """The place of each sorted value in the whole."""
         order = np.argsort(self._values)
         return order if self._places is None else self._places[order]
 
     def unique(self, values: Values, tolerance: float) -> Places:
-        """The place of each value, or -1 where there is none within the tolerance, or more than one within three."""
+        """The place of each value, or -1 without a value within the tolerance or with several within three times it."""
         low = np.searchsorted(self.ordered, values - 3 * tolerance, "left")
         high = np.searchsorted(self.ordered, values + 3 * tolerance, "right")
         found = np.where(high - low == 1, low, -1)
@@ -85,7 +85,7 @@ class Lookup:
         return np.where((found >= 0) & near, self.places[index], -1)
 
     def share(self, values: Values, tolerance: float) -> float:
-        """What part of these values is somewhere in the whole."""
+        """The share of these values that the whole contains."""
         low = np.searchsorted(self.ordered, values - tolerance, "left")
         high = np.searchsorted(self.ordered, values + tolerance, "right")
         return float((high > low).mean()) if len(values) else 0.0
@@ -94,9 +94,9 @@ class Lookup:
 def fit(
     whole: Lookup, size: int, elements: Places, values: Values, shape: Sequence[int], tolerance: float
 ) -> Strides | None:
-    """Strides that put these elements of a tensor of ``shape`` where the whole has their values; None without such.
+    """Fit strides that map these elements of a tensor of ``shape`` to the places of their values; None if none fit.
 
-    The simplest wins: with the fewest splits of the tensor's dimensions.
+    The fit with the fewest splits of the tensor's dimensions wins.
     """
     found = whole.unique(values, tolerance)
     known = found >= 0
@@ -114,13 +114,13 @@ def fit(
 
 
 def _solve(places: Places, elements: Places, radices: tuple[int, ...]) -> Strides | None:
-    """The integer strides that explain every place; None where none do."""
+    """The integer strides that explain every place, or None."""
     digits = np.empty((len(elements), len(radices) + 1))
     digits[:, 0] = 1
     rest = elements
     for number in range(len(radices), 0, -1):
         rest, digits[:, number] = np.divmod(rest, radices[number - 1])
-    # A few equations show at once that most splits do not hold.
+    # A few equations rule out most splits.
     few = min(len(places), 3 * (len(radices) + 1))
     first, *_ = np.linalg.lstsq(digits[:few], places[:few].astype(np.float64), rcond=None)
     if np.abs(digits[:few] @ first - places[:few]).max() > 0.01:
@@ -135,7 +135,7 @@ def _solve(places: Places, elements: Places, radices: tuple[int, ...]) -> Stride
 
 
 def _splits(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The shape with none, then one, then two of its dimensions split in two, then one in three."""
+    """The shape with none, then one, then two of its dimensions split into two, then one split into three."""
     yield shape
     in_two = [_factored(extent, 2) for extent in shape]
     for dim, options in enumerate(in_two):
@@ -158,7 +158,7 @@ def _factored(extent: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
-    """The arrangements to try where no value can be told from its neighbours: dimensions split to fit and permuted."""
+    """The arrangements to try if no value is unique: dimensions split to fit and permuted."""
     extents = tuple(extent for extent in whole if extent > 1) or (1,)
     wanted = set(shape)
     seen = set()
@@ -180,10 +180,10 @@ def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides
 
 
 def slices(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
-    """The parts to try where no value can be told from its neighbours: a span of one dimension, permuted.
+    """The parts to try if no value is unique: a span of one dimension, permuted.
 
-    A span begins at a multiple of its length, or ends where the dimension does: one of q, k and v, whatever the numbers
-    of their heads. Of a dimension that the tensor's own split, such as heads, the span may be within each.
+    A span begins at a multiple of its length or ends with the dimension, as q, k and v do for any numbers of heads. If
+    the tensor's own dimensions split one, such as heads, the span may be within each.
     """
     total, numel = math.prod(whole), math.prod(shape)
     extents = tuple(extent for extent in whole if extent > 1)
@@ -202,13 +202,13 @@ def slices(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
             arrangements = list(permutations(cut, shape))
             for start in dict.fromkeys((*range(0, extent - length + 1, length), extent - length)):
                 for each in arrangements:
-                    # What is outside of the dimension is further apart than it is in the span alone.
+                    # Outer dimensions have larger strides in the whole than in the span.
                     apart = [s if s < length * below else s // length * extent for s in each.strides]
                     yield Strides(start * below, each.radices, tuple(apart))
 
 
 def sampled(numel: int, sketch: Sketch) -> Places:
-    """The elements to look up: the extremes, and some spread over the rest, the same ones each time."""
+    """The elements to look up: the extremes and a fixed sample of the rest."""
     spread = _spread(numel, SAMPLES - len(sketch.places)) if numel else sketch.places
     return np.unique(np.concatenate((sketch.places, spread)).astype(np.int64))
 

@@ -1,7 +1,7 @@
-"""What the first taps without a partner might be: not to be believed, but to be tried by a graft.
+"""Candidates for the first taps without a partner, to be tried by a graft.
 
-Behind a fault that every layer has no rule helps, since no layer shows what is right. Then likely partners are grafted
-one by one; the values of the taps after it say which of them was right.
+No rule helps with a fault that every layer has, since no layer is right. Then likely partners are grafted one by one,
+and the values of later taps show which was right.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from graftlab.matching.sketch import flat_values
 from graftlab.matching.strides import Strides
 from graftlab.matching.wording import layout_of
 
-# What is first without a partner is where the fault is, or a few taps that one side alone has stand before it.
+# The first tap without a partner is the fault, unless a few taps that only one side has precede it.
 FIRST = 5
-# So many partners are tried of each.
+# The number of partners to try for each.
 OPTIONS = 3
-# Partners are looked for among so many taps around the place where the order says they are.
+# The number of taps around the expected place among which partners are sought.
 AROUND = 40
 
-NOTE = "as likely as any, and grafted it makes the taps after it match"
+NOTE = "a likely partner; once it is grafted, later taps match"
 
 
 def suspects(
@@ -43,7 +43,7 @@ def suspects(
 ) -> Iterator[Pair]:
     """Pairs for the target's first taps without a partner, the likeliest of each first.
 
-    What a graft has shown to be right is tried first in other layers, and what was tried ``in_vain`` last.
+    Pairs like the ``trusted`` ones are tried first, and pairs like those tried ``in_vain`` last.
     """
     partners = {pair.target: pair for pair in proposal.pairs if pair.sureness != "guess"}
     taken = {pair.baseline for pair in partners.values()}
@@ -91,14 +91,14 @@ def suspects(
         ]
         first += bool(options)
         for rank, order, other, layout in options:
-            pair = Pair(other.name, tap.name, layout, "baseline", "guess", None, "by values that are alike")
+            pair = Pair(other.name, tap.name, layout, "baseline", "guess", None, "by similar values")
             ranked.append((rank, order, pair))
     ranked.sort(key=lambda each: each[:2])
     yield from (pair for _, _, pair in ranked)
 
 
 def _ways(proposal: Proposal) -> list[Layout]:
-    """The layouts of the same size that other taps match in."""
+    """The size-preserving layouts in which other taps match."""
     found = {
         pair.layout.text: pair.layout
         for pair in proposal.graftable
@@ -137,9 +137,9 @@ def _bring(tap: RecordedTap, fetch: Fetch | None) -> torch.Tensor | None:
 
 
 def copies(baseline: Sequence[RecordedTap], grafted: Pair) -> Callable[[Pair], bool]:
-    """Whether a pair's baseline tap has the very values that were grafted.
+    """A predicate: does a pair's baseline tap have exactly the grafted values?
 
-    What hands a grafted tensor on shows them, whether the graft was right or not.
+    A tap that passes a grafted tensor on shows them whether or not the graft was right.
     """
     by_name = {tap.name: tap.sketch for tap in baseline}
     given = by_name[grafted.baseline]

@@ -23,7 +23,7 @@ from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.search import applied
 from graftlab.matching.sketch import limit_for
 
-# No two trained weights are this near each other by chance, and no rounding moves one further.
+# Two trained weights are never this near by chance, and rounding never moves one further.
 LIMIT = 3e-2
 
 State = Mapping[str, Any] | nn.Module
@@ -33,7 +33,7 @@ State = Mapping[str, Any] | nn.Module
 class WeightMatch(Proposal):
     """Which parameter of the target is which of the baseline; see :func:`match_weights`.
 
-    ``problems`` are what the conversion got wrong, one sentence each; ``notices`` what is unusual and may be right.
+    ``problems`` are the conversion's mistakes, one sentence each; ``notices`` are unusual but may be right.
     ``shapes`` and ``dtypes`` are those of both states, under ``("baseline", name)`` and ``("target", name)``.
     """
 
@@ -43,7 +43,7 @@ class WeightMatch(Proposal):
 
     @property
     def clean(self) -> bool:
-        """Whether every parameter of the target is accounted for, and nothing contradicts itself."""
+        """Whether every parameter of the target has a partner and no contradiction was found."""
         return not self.problems and not self.unmatched_target
 
     def to_code(self) -> str:
@@ -66,16 +66,16 @@ class WeightMatch(Proposal):
 
 
 def match_weights(baseline: State, target: State) -> WeightMatch:
-    """Which parameter is which, found by value: no ranks, no run, no names needed.
+    """Match the parameters of two models by value. It needs no ranks, no run and no names.
 
-    ``baseline`` and ``target`` are state dicts or modules; the target's weights were converted from the baseline's, by
-    whatever code. The result has, for each parameter of the target, what it is made of and in which layout (transposed,
-    permuted, a part of a fused one, several fused in it, scaled), what has no partner and why, and in ``problems`` what
-    contradicts itself: swapped projections, another layer's weights, a layout unlike its neighbours', a weight and a
-    bias of different layouts, scaling, rounding, rows that differ, what was left at its initial values.
+    ``baseline`` and ``target`` are state dicts or modules; some code converted the target's weights
+    from the baseline's. For each parameter of the target the result has its sources and their layout (transposed,
+    permuted, a part of a fused one, several fused in it, scaled), or the reason why it has no partner. ``problems`` are
+    contradictions: swapped projections, a different layer's weights, a layout unlike its neighbours', a weight and a
+    bias of different layouts, scaling, rounding, rows that differ, parameters left at their initial values.
 
-    What all weights agree on cannot contradict itself: rows permuted alike in all layers, as between two conventions of
-    rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for what is
+    A change that all layers share is no contradiction: rows permuted alike in all layers, as between two conventions
+    of rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for what is
     neither a mapping of tensors nor a module.
 
     >>> q, k = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -110,9 +110,9 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
 def make_converter(match: WeightMatch, name: str = "convert") -> str:
     """The source of ``name(state)``, which makes the target's state dict from the baseline's, in plain torch.
 
-    It does what was done to the target, mistakes included: above each line that a problem is about stands the problem.
-    What repeats in every layer is a loop. Raises :class:`MatchError` where some parameter of the target has no partner,
-    naming it, and for a name that is none.
+    It repeats the conversion of the target, mistakes included; a comment above a line states its problem. Layers become
+    a loop. Raises :class:`MatchError` that names the target's parameters without a partner, and for a ``name`` that is
+    not an identifier.
 
     >>> linear = torch.nn.Linear(2, 3)
     >>> source = gl.make_converter(gl.match_weights(linear, linear))
@@ -128,7 +128,7 @@ def _state(given: State, side: str) -> dict[str, Tensor]:
         raise MatchError(f"the {side} must be a state dict or a module, not {type(given).__name__}")
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
     if not tensors:
-        raise MatchError(f"the {side} has no tensors in it")
+        raise MatchError(f"the {side} has no tensors")
     for name, value in tensors.items():
         if value.is_meta or value.layout != torch.strided or value.is_quantized:
             kind = "on the meta device" if value.is_meta else "not dense"
@@ -140,11 +140,11 @@ def _items(state: Mapping[str, Tensor]) -> list[RecordedTap]:
     return [RecordedTap.of(name, value, order=order) for order, (name, value) in enumerate(state.items())]
 
 
-# ---- what the values of one parameter alone do not tell -------------------------------------------------------------
+# ---- parameters whose own values are not enough ---------------------------------------------------------------------
 
 
 def _match_siblings(matcher: Matcher) -> None:
-    """A parameter without a partner goes where the others of its module went, in the same layout."""
+    """Pair a parameter without a partner as the others of its module are paired, in the same layout."""
     for pair in list(matcher.pairs):
         if not pair.by_value:
             continue
@@ -163,16 +163,14 @@ def _match_siblings(matcher: Matcher) -> None:
                 pieces = (other, tap) if pair.whole == "baseline" else (tap, other)
                 rel = applied(layout, *pieces)
                 if rel is not None and rel <= LIMIT:
-                    note = (
-                        f"as {pair.target}; all its values are the same" if tap.sketch.constant else f"as {pair.target}"
-                    )
+                    note = f"as {pair.target}; all its values are equal" if tap.sketch.constant else f"as {pair.target}"
                     sureness: Sureness = "exact" if rel == 0 else "near"
                     _append(matcher, Pair(other.name, tap.name, layout, pair.whole, sureness, rel, note))
     _match_fused_siblings(matcher)
 
 
 def _match_fused_siblings(matcher: Matcher) -> None:
-    """Biases of the parts of a fused weight: those of a constant value, which no search can place."""
+    """Pair the constant biases of the parts of a fused weight, which no search can place."""
     for pair in list(matcher.pairs):
         layout = _for_rows(pair.layout)
         if pair.whole != "target" or not pair.by_value or layout is None or not layout.steps:
@@ -195,7 +193,7 @@ def _append(matcher: Matcher, pair: Pair) -> None:
 
 
 def _for_rows(layout: Layout) -> Layout | None:
-    """What a weight's layout means for its bias: parts of rows stay, a transposition is nothing; None for the rest."""
+    """The bias's layout for a weight's: parts of rows stay, transpositions go; None for other layouts."""
     steps: list[Step] = []
     for step in layout.steps:
         if isinstance(step, Part) and step.dim == 0:
@@ -206,7 +204,7 @@ def _for_rows(layout: Layout) -> Layout | None:
 
 
 def _match_scaled(matcher: Matcher) -> None:
-    """What is another's values times a factor, or with something added to them all."""
+    """Pair parameters whose values are a baseline parameter's times a factor, plus a constant."""
     for tap in matcher.left("target"):
         if not tap.sketch.telling:
             continue
@@ -244,12 +242,12 @@ def _scaled(layout: Layout, other: RecordedTap, tap: RecordedTap) -> Pair | None
     factor = float(np.einsum("i,i", spread, tap.flat) / np.einsum("i,i", spread, spread))
     if factor == 0 or not np.isfinite(factor):
         return None
-    # A factor and a sum can be fitted to anything a little; so they must fit as well as rounding allows.
+    # A factor and a constant fit almost anything a little, so they must fit up to rounding.
     limit = limit_for(other.dtype, tap.dtype)
-    # What is near a plain number is that number.
+    # A factor near 1 or -1 is that number.
     factor = next((near for near in (1.0, -1.0) if abs(factor - near) <= limit), factor)
     add = float(tap.flat.mean() - factor * taken.mean())
-    # Less than what the values differ by among themselves is noise.
+    # A constant below the noise of the values is 0.
     if abs(add) <= limit * tap.sketch.rms:
         add = 0.0
     elif abs(add - round(add)) <= limit * tap.sketch.rms and round(add):
@@ -264,7 +262,7 @@ def _scaled(layout: Layout, other: RecordedTap, tap: RecordedTap) -> Pair | None
 
 
 def _match_constants(matcher: Matcher) -> None:
-    """Zeros of biases, ones of norms: any of the same value will do, so the name chooses."""
+    """Pair constants, such as zeros of biases and ones of norms, by name."""
     left = [tap for tap in matcher.left("target") if tap.sketch.constant]
     scored = []
     for tap in left:
@@ -275,7 +273,7 @@ def _match_constants(matcher: Matcher) -> None:
     for _, one, name in sorted(scored, key=lambda each: -each[0]):
         if one not in taken and name not in taken:
             taken |= {one, name}
-            note = "all its values are the same, so that it is this one only the name says"
+            note = "matched by name, since all its values are equal"
             matcher.pairs.append(Pair(one, name, Layout(), "baseline", "guess", 0.0, note))
 
 
@@ -284,7 +282,7 @@ def _equal(one: RecordedTap, other: RecordedTap) -> bool:
 
 
 def _by_name(matcher: Matcher, baseline: str, target: str) -> float:
-    """How well two names go together, their layers and roles included."""
+    """How well two names fit together, including their layers and roles."""
     score = similarity(baseline, target)
     mine, theirs = role_of(baseline), role_of(target)
     if mine and theirs and mine[0] == theirs[0]:
@@ -296,7 +294,7 @@ def _by_name(matcher: Matcher, baseline: str, target: str) -> float:
 
 
 def _match_differing(matcher: Matcher) -> None:
-    """What is left is paired where its module's other parameters, or its name and shape, say so, and much is equal."""
+    """Pair remaining parameters whose values are partly equal, or by name and shape."""
     for tap in matcher.left("target"):
         options = [other for other in matcher.left("baseline") if other.shape == tap.shape]
         shared = [(_share(other, tap), other) for other in options]
@@ -315,7 +313,7 @@ def _share(one: RecordedTap, other: RecordedTap) -> float:
 
 
 def _worded(matcher: Matcher, pair: Pair) -> Pair:
-    """With what else is to be said of the values."""
+    """The pair with a note if its values were rounded."""
     rounded = rounded_to(matcher.baseline[pair.baseline], matcher.target[pair.target], pair)
     try:
         return pair.noted(f"rounded to {rounded}") if rounded else replace(pair)

@@ -1,4 +1,4 @@
-"""Strides put into the words of a layout: rearranged dimensions, parts, windows."""
+"""Strides expressed as a layout: rearranged dimensions, parts, windows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass
 class _Atom:
-    """A digit of the whole's flat index: of its ``size`` values the tensor has ``length`` from ``start`` on."""
+    """A digit of the whole's flat index; the tensor has ``length`` of its ``size`` values, from ``start`` on."""
 
     size: int
     stride: int
     start: int
     length: int
-    digit: int | None  # which of the tensor's digits it is; None for one that is fixed
+    digit: int | None  # the tensor's digit; None for a fixed one
 
 
 @lru_cache(maxsize=1024)
 def layout_of(found: Strides, whole: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-    """The layout that takes a tensor of ``shape`` out of a whole, as a person would write it where that can be."""
+    """The layout that takes a tensor of ``shape`` out of a whole, in einops notation if possible."""
     layout = _in_words(_cut(found, whole), whole, shape)
     if layout is not None:
         return layout
@@ -34,7 +34,7 @@ def layout_of(found: Strides, whole: tuple[int, ...], shape: tuple[int, ...]) ->
 
 
 def _cut(found: Strides, whole: Sequence[int]) -> Strides:
-    """The same with digits cut where they reach over a border of the whole's dimensions."""
+    """The same strides with digits split at the borders of the whole's dimensions."""
     borders = sorted({math.prod(whole[place:]) for place in range(1, len(whole))}, reverse=True)
     radices: list[int] = []
     strides: list[int] = []
@@ -80,7 +80,7 @@ def _in_words(found: Strides, whole: tuple[int, ...], shape: tuple[int, ...]) ->
 
 
 def _atoms(found: Strides, whole: tuple[int, ...]) -> list[_Atom] | None:
-    """The whole's flat index in digits, innermost first, cut where the digits of both tensors are."""
+    """The whole's flat index in digits, innermost first, split at the digits of both tensors."""
     digits = sorted(
         (stride, number) for number, stride in enumerate(found.strides) if stride and found.radices[number] > 1
     )
@@ -90,7 +90,7 @@ def _atoms(found: Strides, whole: tuple[int, ...]) -> list[_Atom] | None:
     expected, offset = 1, found.offset
 
     def fixed_up_to(stride: int) -> bool:
-        """Digits of which the tensor has one value, up to a stride, cut where the whole's dimensions are."""
+        """Add digits that are fixed in the tensor, up to a stride, split at the whole's dimensions."""
         nonlocal expected
         for border in sorted({border for border in borders if expected < border < stride} | {stride}):
             if border == expected:
@@ -110,7 +110,7 @@ def _atoms(found: Strides, whole: tuple[int, ...]) -> list[_Atom] | None:
         border = min([border for border in borders if border > stride] + [size])
         room = min(following, border) if following % stride == 0 else border
         if stride * radix > border:
-            return None  # reaches over a border of the whole's dimensions
+            return None  # crosses a border of the whole's dimensions
         start = offset // stride % (room // stride)
         if room % (stride * radix) == 0 and start % radix == 0:
             atoms.append(_Atom(radix, stride, 0, radix, number))
@@ -136,7 +136,7 @@ def _part(atom: _Atom, dim: int, groups: int) -> Part:
 
 
 def _rearranged(groups: list[list[_Atom]], found: Strides, shape: tuple[int, ...]) -> list[Step] | None:
-    """From the whole's dimensions, of which the parts are taken, to the tensor's: no step where they are the same."""
+    """The step from the whole's dimensions, after parts are taken, to the tensor's; none if they are equal."""
     letters: dict[int, str] = {}
     left: list[list[int]] = []
     for group in groups:
@@ -152,7 +152,7 @@ def _rearranged(groups: list[list[_Atom]], found: Strides, shape: tuple[int, ...
         if math.prod(found.radices[digit] for digit in mine) != extent:
             return None
         right.append(mine)
-    # A digit of one value is no axis.
+    # A digit with one value is not an axis.
     left = [[digit for digit in group if found.radices[digit] > 1] for group in left]
     right = [[digit for digit in group if found.radices[digit] > 1] for group in right]
     order = [digit for group in left for digit in group]
@@ -169,7 +169,7 @@ def _rearranged(groups: list[list[_Atom]], found: Strides, shape: tuple[int, ...
         return "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
 
     sizes = [(letters[digit], found.radices[digit]) for digit in added]
-    # Of each split dimension one axis is left to the shape.
+    # One axis of each split dimension follows from the shape.
     needed = [digit for group in left for digit in group[1:]]
     sizes += [(letters[digit], found.radices[digit]) for digit in needed]
     pattern = f"{' '.join(map(written, left))} -> {' '.join(map(written, right))}"

@@ -61,7 +61,7 @@ class MultimodalTransformer(Transformer):
         return torch.tensor(found, dtype=torch.int64).reshape(-1, 3).T.contiguous()
 
     def _extent(self, patches: int) -> int:
-        """How many positions an image of so many patches takes: its rows or its columns, whichever are more."""
+        """Return the positions that an image of this many patches takes: the larger of its rows and its columns."""
         return max(-(-patches // self.image_width), min(patches, self.image_width))
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ class MultimodalTransformer(Transformer):
         return self._mixed(cos), self._mixed(sin)
 
     def _mixed(self, angles: Tensor) -> Tensor:
-        """``[B, T, 1, D/2]`` of ``[3, B, T, 1, D/2]``: each section from the row of its own position."""
+        """``[B, T, 1, D/2]`` of ``[3, B, T, 1, D/2]``: each section from the row of its position."""
         return torch.cat(
             [part[row] for row, part in enumerate(torch.split(angles, list(self.sections), dim=-1))], dim=-1
         )

@@ -2,8 +2,8 @@
 
 Where the shards begin, whole activations pass unchanged and their gradients are summed over the group; where
 they end, partial outputs are summed and their gradients pass unchanged (f and g of Shoeybi et al. 2019). The
-collectives of torch.distributed.nn sum both ways, which is right when every rank has a loss of its own; here
-all ranks hold one and the same loss.
+collectives of torch.distributed.nn sum both ways, which is right when every rank has a different loss; here
+all ranks have the same loss.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    # all_reduce works in place, and x may be somebody else's.
+    # all_reduce works in place, and the caller may still use x.
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out

@@ -11,10 +11,10 @@ const COLOURS = {
 const ON_DARK = { ...COLOURS, compared: "#56b4e9" };
 const AT_THE_TOP = new Set(["failed", "timeout"]);
 const AT_THE_BOTTOM = new Set(["missing", "unmatched", "recomputed"]);
-// title, the state's column, whether it is a number
+// title, the state's column, whether it is a number; the state's other differences come after rel_l2
 const COLUMNS = [
   ["order", "order", true], ["tap", "label", false], ["status", "status", false], ["rel_l2", "value", true],
-  ["max_abs", "max_abs", true], ["non-finite", "nonfinite", true], ["worst on", "worst", false], ["step", "step", true],
+  ["non-finite", "nonfinite", true], ["worst on", "worst", false], ["step", "step", true],
   ["largest in run", "highest", true], ["first above in step", "since", true],
   ["direction", "way", false], ["note", "note", false],
 ];
@@ -149,7 +149,8 @@ export function mount(root, act = null) {
   const count = element("span", "count quiet"); search.append(count);
 
   const titles = element("tr");
-  for (const [title, column, isNumber] of COLUMNS) {
+  let columns = COLUMNS, differences = [];
+  function title([title, column, isNumber]) {
     const cell = element("th", isNumber ? "number" : ""), button = element("button", "", title);
     cell.scope = "col"; cell.dataset.column = column; cell.append(button); titles.append(cell);
     button.addEventListener("click", () => {
@@ -159,6 +160,13 @@ export function mount(root, act = null) {
       list();
     });
   }
+  function add(names) {
+    if (columns.length === COLUMNS.length + names.length && names.every((name, i) => name === differences[i])) return;
+    const at = 1 + COLUMNS.findIndex((each) => each[1] === "value");
+    columns = [...COLUMNS.slice(0, at), ...names.map((name) => [name, name, true]), ...COLUMNS.slice(at)];
+    differences = names; titles.replaceChildren(); columns.forEach(title);
+  }
+  columns.forEach(title);
   head.append(titles);
 
   // ---- display ----------------------------------------------------------------------------------------------------
@@ -167,6 +175,7 @@ export function mount(root, act = null) {
     const before = points.length;
     const wasWhole = range[0] <= 0 && range[1] >= before;
     state = next;
+    add(state.differences ?? []);
     headline.textContent = state.headline ?? "";
     canvas.setAttribute("aria-label", `rel_l2 of each tap in execution order. ${state.headline ?? ""}`);
     // A refused input stays until it is corrected.
@@ -364,7 +373,7 @@ export function mount(root, act = null) {
     for (const cell of titles.children) {
       const sorted = cell.dataset.column === sort.column;
       cell.setAttribute("aria-sort", sorted ? (sort.up ? "ascending" : "descending") : "none");
-      cell.firstChild.textContent = COLUMNS.find((each) => each[1] === cell.dataset.column)[0] + (sorted ? (sort.up ? " ▲" : " ▼") : "");
+      cell.firstChild.textContent = columns.find((each) => each[1] === cell.dataset.column)[0] + (sorted ? (sort.up ? " ▲" : " ▼") : "");
     }
     worst.disabled = sort.column === "badness";
     const all = state.label.length, taps = `${all.toLocaleString("en")} ${all === 1 ? "tap" : "taps"}`;
@@ -383,14 +392,14 @@ export function mount(root, act = null) {
   function fill() {
     const first = Math.max(0, Math.floor(scroller.scrollTop / ROW) - 8);
     const last = Math.min(lines.length, first + Math.ceil(330 / ROW) + 16);
-    const made = [spacer(first)], columns = COLUMNS.filter((each) => !isFolded(each[1]));
+    const made = [spacer(first)], shown = columns.filter((each) => !isFolded(each[1]));
     for (const cell of titles.children) cell.hidden = isFolded(cell.dataset.column);
     for (const i of lines.slice(first, last)) {
       const row = element("tr"); row.dataset.tap = i;
       row.setAttribute("aria-selected", String(state.label[i] === chosen));
-      for (const [, column, isNumber] of columns) {
+      for (const [, column, isNumber] of shown) {
         let text = state[column][i], kind = isNumber ? "number" : "";
-        if (column === "value" || column === "max_abs" || column === "highest") text = scientific(text);
+        if (column === "value" || column === "highest" || differences.includes(column)) text = scientific(text);
         if (column === "value" && state.nonfinite[i] > 0) { text = "not finite"; kind += " bad"; }
         if (column === "nonfinite") { kind += text ? " bad" : ""; text = text || ""; }
         if (column === "status" && (AT_THE_TOP.has(text) || text === "missing")) kind += " bad";
@@ -453,7 +462,7 @@ export function mount(root, act = null) {
     if (state.nonfinite[i] > 0) parts.push(`${state.nonfinite[i]} elements are non-finite on one side only`);
     if (state.value[i] !== null) parts.push(`rel_l2 ${scientific(state.value[i])}`);
     if (state.floor > 0 && state.value[i] > state.floor) parts.push(`${times(state.value[i] / state.floor)} x the floor`);
-    if (state.max_abs[i] !== null) parts.push(`max_abs ${scientific(state.max_abs[i])}`);
+    for (const name of differences) if (state[name][i] !== null) parts.push(`${name} ${scientific(state[name][i])}`);
     if (state.since[i] !== null) parts.push(`first above the floor in step ${state.since[i]}`);
     if (state.highest[i] !== null && state.highest[i] > (state.value[i] ?? -1)) parts.push(`largest in the run ${scientific(state.highest[i])}`);
     parts.push(`worst on ${state.worst[i]}`, `step ${state.step[i]}`, `plan ${state.plan[i]}`);

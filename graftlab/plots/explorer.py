@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graftlab.base.text import counted
+from graftlab.rows.schema import in_tables
 from graftlab.verdict.conclusion import Conclusion
 from graftlab.verdict.summary import not_compared
 
@@ -38,7 +39,8 @@ def figures(found: Conclusion, count: str = "") -> dict[str, Any]:
     return {
         "status": [row.status for row in rows],
         "value": [_number(row.rel_l2) for row in rows],
-        "max_abs": [_number(row.max_abs) for row in rows],
+        "differences": in_tables(),
+        **{name: [_number(getattr(row, name)) for row in rows] for name in in_tables()},
         "nonfinite": [row.nonfinite_differ or 0 for row in rows],
         "badness": [_number(line.badness) for line in found.lines],
         "worst": [f"{row.side}[{row.rank}]" for row in rows],

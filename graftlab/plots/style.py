@@ -20,6 +20,7 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import offset_copy
 
 from graftlab.plots import themes
+from graftlab.rows.schema import DIFFERENCES, TENSOR_UNIT
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,18 +38,8 @@ _LEGEND: dict[str, Any] = {"borderaxespad": 0.0, "frameon": False, "fontsize": T
 
 _ARROW: dict[str, Any] = {"arrowstyle": "-|>", "color": GREY, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 6}
 
-_TENSOR = "tensor's units"
-# The definition and unit of each statistic.
-_VALUES = {
-    "rel_l2": ("rel_l2 = ‖x-y‖ / ‖baseline‖", "ratio"),
-    "rel_diff": ("rel_diff = Σ(x-y)² / Σ(x²+y²)", "ratio"),
-    "cosine": ("cosine similarity", "ratio"),
-    "max_abs": ("max_abs = max |x-y|", _TENSOR),
-    "mean_abs": ("mean_abs = mean |x-y|", _TENSOR),
-    "seconds": ("time spent in the tap", "s"),
-    "numel": ("elements", "count"),
-    "nonfinite_differ": ("pairs with one non-finite value", "count"),
-}
+# Columns that are no differences.
+_OTHERS = {"seconds": ("time spent in the tap", "s"), "numel": ("elements", "count")}
 
 
 @dataclass(frozen=True)
@@ -167,13 +158,16 @@ def power(value: float) -> str:
 
 def value_label(value: str, *, short: bool = False) -> str:
     """The axis label of a column, with its unit if it is a known statistic."""
-    if value not in _VALUES:
+    if (difference := DIFFERENCES.get(value)) is not None:
+        text, unit = difference.label, difference.unit
+    elif value in _OTHERS:
+        text, unit = _OTHERS[value]
+    else:
         return (
-            f"{plain(value)}  ({_TENSOR})"
+            f"{plain(value)}  ({TENSOR_UNIT})"
             if re.fullmatch("(mean|std|min|max)_(baseline|target)", value)
             else plain(value)
         )
-    text, unit = _VALUES[value]
     return f"{value if short else text}  ({unit})"
 
 

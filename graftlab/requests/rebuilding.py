@@ -38,7 +38,7 @@ _OLD_MODULES["graftlab.engine.request"] = "graftlab.requests.served"
 # process has imported.
 _OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, Finished)}
 
-# An expanded tensor has more elements than its file has numbers: so many, and whoever copies it has the memory.
+# An expanded tensor has more elements than its file has numbers; with at most this number, a copy fits in memory.
 _LARGEST_VIEW = 1 << 24
 
 # Tells an Opaque of the file, whose state comes later, from one that stands for something else of the file.

@@ -50,7 +50,7 @@ def storage_of(data: bytes) -> Any:
     dtype = getattr(torch, _DTYPES[name])
     numbers = bytearray(file.read())
     if not written == count == len(numbers) // dtype.itemsize or len(numbers) % dtype.itemsize:
-        raise ValueError("as many numbers as are there")
+        raise ValueError("not the number of elements that was announced")
     flat = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
     return flat._typed_storage()  # type: ignore[no-untyped-call]
 

@@ -58,8 +58,11 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A request on its way to a file, or ``for_crash`` alone; ``number`` is its own in the journal."""
+class QueuedRequest:
+    """A finished request that waits to be written, only to a crash dump if ``for_crash``.
+
+    ``number`` is its number in the journal.
+    """
 
     record: RecordedRequest
     begun: Begun | None
@@ -92,7 +95,7 @@ class Writer:
         self, settings: DumpSettings, crash_folder: Path | None, crash_window: float, server_args: Any, max_waiting: int
     ) -> None:
         self.settings = settings
-        self.inbox: deque[Finished] = deque()
+        self.inbox: deque[QueuedRequest] = deque()
         self.begun: dict[int, Begun] = {}
         self.refused: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts without a lock
         self.written = 0
@@ -103,10 +106,10 @@ class Writer:
         self._max_waiting = max_waiting
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._called = False
-        self._held: deque[Finished] = deque()
-        self._passing: deque[Finished] = deque(maxlen=max_waiting)
+        self._held: deque[QueuedRequest] = deque()
+        self._passing: deque[QueuedRequest] = deque(maxlen=max_waiting)
         # What files have, for as long as a crash's file is to have it too; with the file's path.
-        self._recent: deque[tuple[Finished, str]] = deque(maxlen=max_waiting)
+        self._recent: deque[tuple[QueuedRequest, str]] = deque(maxlen=max_waiting)
         self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_in_trouble = False
         self._refusals = 0
@@ -158,7 +161,7 @@ class Writer:
         payload = _packed(record)
 
         def put(number: int) -> None:
-            self.inbox.append(Finished(record, begun, for_crash, number))
+            self.inbox.append(QueuedRequest(record, begun, for_crash, number))
 
         if self.dying:
             # Not acknowledged, and the crash's file may have it as unfinished.
@@ -183,19 +186,19 @@ class Writer:
         folder: Path | None = None,
         log_here: bool = True,
     ) -> _Order:
-        """Have the thread do this after all that was recorded before. With ``log_here`` nobody waits for its notes."""
+        """Queue an order behind all that was recorded before. With ``log_here`` the thread logs its notes itself."""
         order = _Order(kind, reason, folder or self.settings.folder, log_here)
         self.start()
         self._orders.put(order)
         return order
 
     def wait(self, order: _Order, timeout: float | None) -> Answer | None:
-        """The answer to an order; None when it does not come within so many seconds."""
+        """Return the answer to an order; None when it does not arrive within ``timeout`` seconds."""
         if threading.current_thread() is self._thread:
             return None  # from inside an object that is being pickled: the answer could never come
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            # A thread that has closed answers no more, and may do so at any moment.
+            # A closed thread does not answer, and the thread may close at any moment.
             ended = self._thread.ident is not None and not self._thread.is_alive()
             try:
                 return order.reply.get(timeout=0 if ended else min(left, 0.05))
@@ -223,7 +226,7 @@ class Writer:
             if order is not None:
                 order.reply.put(Answer(not self._held, path, notes))
             if notes and (order is None or order.log_here):
-                # A thread of its own may wait for the log's lock, for as long as it takes.
+                # A separate thread, because it may have to wait for the log's lock.
                 with contextlib.suppress(RuntimeError):  # no thread can be started, and requests matter more than logs
                     threading.Thread(target=log, args=(notes,), name="graftlab-requests-log", daemon=True).start()
 
@@ -275,7 +278,7 @@ class Writer:
         while self._recent and not self._is_recent(self._recent[0][0]):
             self._recent.popleft()
 
-    def _is_recent(self, finished: Finished) -> bool:
+    def _is_recent(self, finished: QueuedRequest) -> bool:
         # A time that is not a number must not lose the request.
         try:
             return not time.time() - float(finished.record.finished or "nan") > self._crash_window
@@ -313,7 +316,7 @@ class Writer:
             since = time.time() - self._crash_window
             before = [str(name) for written, name in self._paths if written >= since]
             crash = {"crash": {"reason": order.reason, "files": before, "marks": marks}}
-            in_flight = [Finished(begun.record, begun, True, 0) for begun in open_ones]
+            in_flight = [QueuedRequest(begun.record, begun, True, 0) for begun in open_ones]
             path = self._write("crash_", folders, [*recent, *in_flight], crash, notes, [each for each, _ in again])
             if path is not None:
                 for begun in open_ones:
@@ -323,7 +326,7 @@ class Writer:
                 self._held = deque(old)
         if self._held:
             self._write_all(folders[::-1], notes)
-        # An `add` that was interrupted may hold the journal, and cannot go on before this is over.
+        # An interrupted `add` may hold the journal, and cannot continue before this is over.
         self._journal.tidy(self._lowest, force=True, patience=0.1)
         return path
 
@@ -331,7 +334,7 @@ class Writer:
         if order.folder is not None:
             for begun in self._open_ones():
                 begun.over = True
-                self._held.append(Finished(begun.record, begun, False, 0))
+                self._held.append(QueuedRequest(begun.record, begun, False, 0))
         self._write_all([order.folder, self._crash_folder], notes)
         # What was kept for a crash alone has served.
         self._passing.clear()
@@ -363,10 +366,10 @@ class Writer:
         self,
         prefix: str,
         folders: Iterable[Path | None],
-        written: list[Finished],
+        written: list[QueuedRequest],
         more: dict[str, Any],
         notes: list[Note],
-        again: Sequence[Finished] = (),
+        again: Sequence[QueuedRequest] = (),
     ) -> Path | None:
         """One file in the first folder that takes it; None where none does. ``again`` are in files already."""
         refusals = self._refusals
@@ -398,7 +401,9 @@ class Writer:
             return folder / name
         return None
 
-    def _content(self, written: Sequence[Finished], dropped: list[Dropped], more: dict[str, Any]) -> dict[str, Any]:
+    def _content(
+        self, written: Sequence[QueuedRequest], dropped: list[Dropped], more: dict[str, Any]
+    ) -> dict[str, Any]:
         return {
             "server_args": self._server_args,
             "requests": [tuple(finished.record) for finished in written],
@@ -447,7 +452,7 @@ def write_whole(path: Path, fill: Callable[[IO[bytes]], T]) -> T:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    # The file is there; not every file system can make its name durable too.
+    # The file exists; not every file system can make its name durable too.
     with contextlib.suppress(OSError):
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:

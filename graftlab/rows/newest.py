@@ -1,4 +1,4 @@
-"""The newest row of every tap, kept up with a stream that may be faster than anybody can read."""
+"""The newest row of every tap, read at a bounded cost from a stream that may be faster than any reader."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ _execution_order = attrgetter(*EXECUTION_ORDER)
 
 
 class LiveTaps:
-    """Follows a store of rows at a bounded cost: each look reads so many rows and no more, the newest first.
+    """Follows a store of rows at a bounded cost: each look reads a limited number of rows, the newest first.
 
-    What a look had to leave out is read by later ones, as soon as they have time; a row never replaces a newer one. One
-    thread at a time.
+    Later looks read the rows that earlier ones left out. A row never replaces a newer one. Not thread-safe.
     """
 
     def __init__(self, store: RowStore) -> None:
         self._store = store
-        # Which way its tensor goes is the plan's, not the tap's: a graft the other way makes what was here old.
+        # Without the direction, which is the plan's: a graft in the other direction replaces the row.
         self._newest: dict[tuple[TapIdentity, str, int], tuple[int, Row]] = {}
         self.upto = 0
         """How many rows had arrived at the last look."""
@@ -28,13 +27,13 @@ class LiveTaps:
 
     @property
     def behind(self) -> int:
-        """How many rows have not been looked at yet."""
+        """How many rows have not been read yet."""
         return len(self._store) - self.upto + sum(stop - start for start, stop in self._left_out)
 
     def look(self, limit: int = 3000) -> list[Row]:
         """Read up to ``limit`` more rows; returns the newest row of each tap and rank, in execution order.
 
-        Newest is what came last, whichever step and occurrence it is of.
+        The newest is the last to arrive, whatever its step and occurrence.
         """
         total = len(self._store)
         start = max(self.upto, total - limit)

@@ -13,14 +13,14 @@ import pandas as pd
 from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.text import counted
-from graftlab.rows.schema import COLUMNS, TABLE
+from graftlab.rows.schema import COLUMNS, DIFFERENCES, TABLE, in_tables
 
 _SHOWN = 20
 """Rows; of more, the worst are shown."""
 # No repr is longer than a screen.
 _REPR_LINES, _REPR_CHARACTERS = 22, 2048
 
-_NEEDED = frozenset({"order", "name", "tags", "rel_l2", "max_abs", "status", "side", "rank", "nonfinite_differ"})
+_NEEDED = frozenset({"order", "name", "tags", "rel_l2", "status", "side", "rank", "nonfinite_differ"})
 # The decades that a bar tells apart: from rounding in float64 to what has nothing in common.
 _LOW, _HIGH = -12.0, 0.0
 _WORDS = 80
@@ -49,7 +49,7 @@ class RowsFrame(pd.DataFrame):
         return bounded_repr(self)
 
     def _repr_html_(self) -> str | None:
-        if not set(self.columns) >= _NEEDED or self.columns.has_duplicates:
+        if not set(self.columns) >= {*_NEEDED, *in_tables()} or self.columns.has_duplicates:
             plain: str | None = self.full()._repr_html_()  # type: ignore[operator]
             return plain
         return _html(self.full())
@@ -68,6 +68,13 @@ def bounded_repr(frame: pd.DataFrame) -> str:
     return text
 
 
+def written(name: str, value: float | None) -> str:
+    """A difference as tables show it."""
+    if value is None or math.isnan(value) or not DIFFERENCES[name].format:
+        return number(value)
+    return format(value, DIFFERENCES[name].format)
+
+
 def _html(frame: pd.DataFrame) -> str:
     if not len(frame):
         return "<p>no rows: nothing was compared or grafted yet</p>"
@@ -78,10 +85,11 @@ def _html(frame: pd.DataFrame) -> str:
         which = f"the {_SHOWN} worst of {len(frame):,} rows, in execution order"
     several_steps = frame["step"].nunique() > 1 if "step" in frame.columns else False
     tags = _tags(shown)
-    head = [*(["step"] if several_steps else []), "order", "name", *tags, "rel_l2", "max_abs", "status", "rank", "note"]
+    differences = ["rel_l2", *in_tables()]
+    head = [*(["step"] if several_steps else []), "order", "name", *tags, *differences, "status", "rank", "note"]
     lines = [_line(row, tags, several_steps) for row in shown.to_dict("records")]  # type: ignore[arg-type]
     below = f"<p>{which}; <code>.full()</code> shows all columns</p>{_folded(frame, {*head, 'side', 'tags', 'error'})}"
-    return table(tuple(html.escape(str(title)) for title in head), lines) + below
+    return table(tuple(html.escape(str(title)) for title in head), lines, in_tables()) + below
 
 
 def _badness(frame: pd.DataFrame) -> np.ndarray[Any, Any]:
@@ -111,7 +119,7 @@ def _line(row: dict[str, Any], tags: list[str], with_step: bool) -> str:
         cell(row["name"]),
         *(cell(own.get(tag, "")) for tag in tags),
         cell(f"not finite ({int(differ)})", "number") if _is_there(differ) and differ > 0 else _bar(row["rel_l2"]),
-        cell(number(_float(row["max_abs"])), "number"),
+        *(cell(written(name, _float(row[name])), "number") for name in in_tables()),
         cell(row["status"]),
         cell(f"{row['side']}[{row['rank']}]"),
         cell(str(note).partition("\n")[0][:_WORDS]),

@@ -43,6 +43,21 @@ MEASURED: tuple[Status, ...] = ("compared", "grafted")
 _STATISTIC = object()
 Statistic = Annotated[T | None, _STATISTIC]
 
+TENSOR_UNIT = "tensor's units"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a statistic that measures the distance of two tensors is shown, wherever statistics are shown."""
+
+    label: str
+    """Its definition, for the axis of a plot."""
+    unit: str
+    format: str = ""
+    """How a value is written; empty for a few digits and an exponent."""
+    in_tables: bool = False
+    """Whether the tables of taps have it: of a frame in a notebook and of the dashboard. Others have all."""
+
 
 class Row(NamedTuple):
     """One tap on one receiving rank, or on a sending rank to whose tensor nobody listened. Made once, and complete."""
@@ -64,15 +79,15 @@ class Row(NamedTuple):
     dtype: str | None = None
 
     numel: Statistic[int] = None
-    rel_l2: Statistic[float] = None
-    rel_diff: Statistic[float] = None
-    max_abs: Statistic[float] = None
+    rel_l2: Annotated[Statistic[float], Difference("rel_l2 = ‖x-y‖ / ‖baseline‖", "ratio", in_tables=True)] = None
+    rel_diff: Annotated[Statistic[float], Difference("rel_diff = Σ(x-y)² / Σ(x²+y²)", "ratio")] = None
+    max_abs: Annotated[Statistic[float], Difference("max_abs = max |x-y|", TENSOR_UNIT, in_tables=True)] = None
     max_abs_index: Statistic[tuple[int, ...]] = None
-    mean_abs: Statistic[float] = None
-    cosine: Statistic[float] = None
+    mean_abs: Annotated[Statistic[float], Difference("mean_abs = mean |x-y|", TENSOR_UNIT)] = None
+    cosine: Annotated[Statistic[float], Difference("cosine similarity", "ratio", ".8f")] = None
     nonfinite_baseline: Statistic[int] = None
     nonfinite_target: Statistic[int] = None
-    nonfinite_differ: Statistic[int] = None
+    nonfinite_differ: Annotated[Statistic[int], Difference("pairs with one non-finite value", "count", ",")] = None
     mean_baseline: Statistic[float] = None
     std_baseline: Statistic[float] = None
     min_baseline: Statistic[float] = None
@@ -132,6 +147,7 @@ class Column:
     is_nullable: bool
     is_statistic: bool
     storage: Storage
+    difference: Difference | None = None
 
 
 def _column(name: str, annotation: Any) -> Column:
@@ -145,12 +161,21 @@ def _column(name: str, annotation: Any) -> Column:
     if len(kinds) != 1 or kind not in _STORAGES:
         known = ", ".join(known.__name__ for known in _STORAGES)
         raise TypeError(f"Row.{name}: a column holds one of {known}, perhaps or None, and not {annotation}")
-    return Column(name, kind, is_union, is_statistic, _STORAGES[kind])
+    difference = next((each for each in get_args(annotation)[1:] if isinstance(each, Difference)), None)
+    return Column(name, kind, is_union, is_statistic, _STORAGES[kind], difference)
 
 
 TABLE = tuple(_column(name, hint) for name, hint in get_type_hints(Row, include_extras=True).items())
 COLUMNS = Row._fields
 STATISTICS = tuple(column.name for column in TABLE if column.is_statistic)
+DIFFERENCES = {column.name: column.difference for column in TABLE if column.difference is not None}
+"""The statistics that measure how far two tensors are apart. Plots, tables and reports show these."""
+
+
+def in_tables() -> list[str]:
+    """The names of the differences that the tables of taps have beside ``rel_l2``."""
+    return [name for name, each in DIFFERENCES.items() if each.in_tables and name != "rel_l2"]
+
 
 # In this order rows stand in a frame: as they ran. Steps count on over the runs of a session.
 EXECUTION_ORDER = ("step", "order", "side", "rank")

@@ -38,7 +38,7 @@ class TapHandler(Protocol):
     """Receives what taps show."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        """See :func:`graftlab.tap`. With ``replace`` a grafted value comes back as a new tensor."""
+        """See :func:`graftlab.tap`. With ``replace`` a grafted value is returned as a new tensor."""
 
 
 class RankTapHandler(TapHandler, Protocol):

@@ -86,7 +86,7 @@ class Watch:
         self.names = names
 
     def remove(self) -> None:
-        """Remove the taps, which restores what was watched."""
+        """Remove the taps, which restores the model or the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

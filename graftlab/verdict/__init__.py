@@ -1,4 +1,4 @@
-"""What rows say together: in which order taps ran, and which of them diverged first.
+"""Conclusions from rows: the order of taps, the first that diverges, and which computation is the cause.
 
 Internal: it may change without notice; docs/api says what is public.
 """

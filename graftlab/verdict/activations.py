@@ -1,4 +1,4 @@
-"""Hints at activations: which function of the taps before it a side computes at a tap, and which the other."""
+"""Hints at activations: the function of earlier taps that each side computes at a tap."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu6": F.relu6,
     "no activation": lambda x: x,
 }
-# How exactly a side has to be the function. Variants of GELU differ by 1e-4, and float32 rounds to 1e-7.
+# How closely a side must match the function. Variants of GELU differ by 1e-4; float32 rounds to 1e-7.
 _TOLERANCE = 2e-5
 _COARSE_TOLERANCE = 5e-3
 
 
 def activation_hint(baseline: Tensor, target: Tensor, before: Mapping[str, Tensor]) -> Hint | None:
-    """Both sides' activations at a tap, from the values of taps before it; None where the baseline's is not found.
+    """Both sides' activations at a tap, found from the values of earlier taps; None if the baseline's is not found.
 
-    Each is a function of one tap before, perhaps times another one (a gated MLP). All have the shape of the tap.
+    Each is a function of one earlier tap, perhaps times a second one (a gated MLP). All have the tap's shape.
     """
     inputs = {name: value.double() for name, value in before.items() if value.shape == baseline.shape}
     if not inputs or not baseline.is_floating_point() or not target.is_floating_point():
@@ -52,7 +52,7 @@ def activation_hint(baseline: Tensor, target: Tensor, before: Mapping[str, Tenso
 
 
 Formula = tuple[str, str, str | None]
-"""An activation, of which tap, and times which one."""
+"""An activation, its input tap, and the tap that it is multiplied by, if any."""
 
 
 def _found(value: Tensor, inputs: Mapping[str, Tensor], tolerance: float) -> Formula | None:

@@ -1,4 +1,4 @@
-"""What each tap adds: the rows of a run in which every tap was grafted, over the floor of each tap's group."""
+"""The error that each tap adds: the rows of a run in which every tap was grafted, over the floor of its group."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
 
 COLUMNS = (
-    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "aligned_by"),
+    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "is_cast", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
-LABELS = ("culprit", "minor", "cancels", "inherited", "clean", "unmeasured")
-"""The gravest first."""
+LABELS = ("culprit", "minor", "cancels", "rounds differently", "inherited", "clean", "unmeasured")
+"""The most serious first."""
 NOT_NAMED = ("inherited", "clean", "unmeasured")
 
 
@@ -36,15 +36,14 @@ def added_frame(
     constant: float | None = None,
     own: Mapping[tuple[str, str | None], Floor] | None = None,
 ) -> pd.DataFrame:
-    """A row for each measured row of ``grafted``, in execution order, with what was added there.
+    """A row for each measured row of ``grafted``, in execution order, with the error added there.
 
-    ``grafted`` are the rows of the run in which all taps were grafted, ``compared`` those of a run in which none was:
-    ``error`` is what a tap's difference is there. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio``
-    are the larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its
-    floor. A group without a floor takes the largest of all groups. ``own`` has floors of single taps, by name and
-    kind: one replaces its group's where that is the floor of unlike taps; see :func:`_floor_of`. With ``constant`` that
-    is every floor.
-    Nothing is named yet: the labels are all ``clean``, or ``unmeasured`` where there was no pair of finite numbers.
+    ``grafted`` are the rows of the run in which all taps were grafted, ``compared`` those of a run without grafts,
+    whose differences are the ``error``. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio`` are the
+    larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its floor. A
+    group without a floor takes the largest of all groups. ``own`` has floors of single taps, by name and kind; one
+    replaces its group's if that pools unlike taps, see :func:`_floor_of`. ``constant`` replaces every floor.
+    Nothing is named yet: the labels are all ``clean``, or ``unmeasured`` without a pair of finite numbers.
     """
     errors = {_place(row): row for row in measured_rows(compared)} if compared is not None else {}
     largest = Floor(
@@ -72,6 +71,7 @@ def added_frame(
                 "group": group,
                 "target_name": row.get("target_name") or row["name"],
                 "dtype": dtype,
+                "is_cast": row["cast"] is not None,
                 "aligned_by": row["aligned_by"],
                 "added": row["rel_l2"],
                 "floor": floor.rel_l2,
@@ -86,36 +86,41 @@ def added_frame(
 
 
 _UNLIKE = 10
-"""A group's floor this many times a tap's own is that of unlike taps, as of the members of an ``nn.Sequential``."""
+"""From this ratio of a group's floor to a tap's own, the group pools unlike taps, as an ``nn.Sequential`` does."""
 _FEWEST_NUMBERS = 64
-"""Numbers whose rounding gives a floor; of fewer it may be small by luck."""
+"""Fewer numbers than this may have a small floor by luck."""
 _SPREAD = 0.5
-"""The mean of a difference over its root mean square, where it is spread over a tensor: 0.8 for a normal distribution.
-Where rounding turns a choice around (a router's, a rounding to integers), few rows are off, and all of each."""
+"""The least ratio of a difference's mean to its root mean square if it is spread over a tensor: for a normal
+distribution 0.8. Where rounding flips a choice (a router's, a rounding to integers), a few rows are off entirely."""
 
 
 def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
-    """The floor of a row: its group's, or its tap's own where the group has unlike taps.
+    """The floor of a row: its group's, or its tap's own if the group has unlike taps.
 
-    Pooling evens out the luck of single taps, such as routers whose choices rounding may turn around. A difference of
-    that kind is in few rows of the tensor, and keeps the pooled floor.
+    Pooling averages out the luck of single taps, such as routers whose choices rounding may flip. Such a difference is
+    in few rows of the tensor, and keeps the pooled floor.
     """
     if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2 or (row["numel"] or 0) < _FEWEST_NUMBERS:
         return group
-    if row["nonfinite_differ"] or not row["rel_l2"]:
-        return group
+    return own if row["rel_l2"] and is_spread(row) else group
+
+
+def is_spread(row: Mapping[str, Any]) -> bool:
+    """Whether a row's difference is in most of the tensor, and finite."""
+    if row["nonfinite_differ"]:
+        return False
     difference = row["rel_l2"] * math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
-    return own if row["mean_abs"] > _SPREAD * difference else group
+    return bool(row["mean_abs"] > _SPREAD * difference)
 
 
 def measured_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Those rows that were measured, each with its step counted from the first of its run, as ``in_run``."""
+    """The measured rows, each with its step counted from the first of its run, as ``in_run``."""
     first = frame["step"].min() if len(frame) else 0
     return [{**row, "in_run": row["step"] - first} for row in records(frame[frame["status"].isin(MEASURED)])]
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows as dicts, with None where nothing is."""
+    """The rows as dicts, with None for missing values."""
     plain = frame.astype(object)
     columns = [str(column) for column in plain.columns]
     return [
@@ -141,7 +146,7 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def ratio(row: Mapping[str, Any], floor: Floor) -> float:
-    """How many times its floor a row's difference is; infinite where one side alone is not finite."""
+    """A row's difference as a multiple of its floor; infinite where only one side is finite."""
     if row["nonfinite_differ"]:
         return math.inf
     if row["rel_l2"] is None or math.isnan(row["rel_l2"]):
@@ -154,14 +159,14 @@ def ratio(row: Mapping[str, Any], floor: Floor) -> float:
 
 
 def times(distance: float, floor: float) -> float:
-    """How many times its floor a distance is; infinite over a floor of 0, which whole numbers have."""
+    """A distance as a multiple of its floor; infinite over a floor of 0, which whole numbers have."""
     if floor or math.isnan(distance):
         return distance / (floor or 1.0)
     return math.inf if distance else 0.0
 
 
 def coarser_dtype(row: Mapping[str, Any]) -> str:
-    """Of the dtypes that a tap had on both sides, the one that rounds more; they differ where the row has a cast."""
+    """The dtype that rounds more, of those that a tap had on both sides; they differ if the row has a cast."""
     names = [row["dtype"] or ""]
     cast = re.match(r"(\w+) -> (\w+)", row["cast"] or "")
     if cast:
@@ -209,9 +214,9 @@ _LONGEST_FILTER = 4_000
 
 
 def lonely_filter(rows: pd.DataFrame) -> str | None:
-    """A filter for the groups of taps of which none was measured: those that one side alone has; None without one.
+    """A filter for the groups without any measured tap, which only one side has; None if every group has one.
 
-    Of very many groups the last ones are left out.
+    If the filter would be too long, it leaves out the last groups.
     """
     names: dict[str, set[tuple[str, str | None]]] = {}
     measured = set()
@@ -230,20 +235,20 @@ def lonely_filter(rows: pd.DataFrame) -> str | None:
 
 
 def unseen_of(frame: pd.DataFrame) -> list[str]:
-    """What of these rows was not measured, a line a status, with the taps' names."""
+    """What these rows did not measure: a sentence for each status, with the taps' names."""
     said = []
     repeated = frame[[tags.get("recompute_status") == "recompute" for tags in frame["tags"]]] if len(frame) else frame
     repeated = repeated[repeated["status"].isin(("missing", "unmatched", "recomputed"))]
     frame = frame.drop(repeated.index)
     if len(repeated):
         said.append(
-            f"the recompute of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which one "
-            "side alone has. Nothing was grafted there, so gradients inside of such a block may have inherited what is "
-            "other in its forward."
+            f"the recompute of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which only "
+            "one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of its "
+            "forward pass."
         )
     for status, meaning in (
         ("failed", "could not be compared (the transform failed)"),
-        ("timeout", "was waited for in vain"),
+        ("timeout", "did not arrive in time"),
     ):
         rows = frame[frame["status"] == status]
         if len(rows):
@@ -268,27 +273,25 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     ]
     if len(both):
         said.append(
-            f"{_taps(both['name'])} {_be(both, 'is')} not finite in places, on both sides alike; these were left out."
+            f"{_taps(both['name'])} {_be(both, 'is')} not finite in the same places on both sides; these were left out."
         )
     partial = measured[measured["rows_unmatched"].fillna(0) > 0]
     if len(partial):
-        said.append(
-            f"{_taps(partial['name'])} {_be(partial, 'has')} rows that no row of the other side was paired with."
-        )
+        said.append(f"{_taps(partial['name'])} {_be(partial, 'has')} rows without a partner on the other side.")
     noted = measured[
         measured["note"].notna() & measured["note"].astype(str).str.contains("did not|takes no part|ended")
     ]
     if len(noted):
-        said.append(f"{_taps(noted['name'])} came from some of the sending ranks only: {noted['note'].iloc[0]}.")
+        said.append(f"{_taps(noted['name'])} arrived from only some of the sending ranks: {noted['note'].iloc[0]}.")
     return said
 
 
 def _one_sided_gradients(rows: pd.DataFrame, side: str) -> str:
     other = "target" if side == "baseline" else "baseline"
     return (
-        f"{_taps(rows['name'])} {_be(rows, 'has')} a gradient on the {side} only. Where the {other} has the tap and "
-        "computes no gradient for it, its graph is cut off there (detach, no_grad, requires_grad=False), and gradients "
-        "that are computed after it may be named instead."
+        f"{_taps(rows['name'])} {_be(rows, 'has')} a gradient on the {side} only. If the {other} has the tap but "
+        "computes no gradient for it, its graph is cut there (detach, no_grad, requires_grad=False), and gradients "
+        "that are computed later may be named instead."
     )
 
 
@@ -296,7 +299,7 @@ _MANY = {"is": "are", "was": "were", "has": "have"}
 
 
 def _be(rows: pd.DataFrame, one: str) -> str:
-    """The words for what one tap is or has, or for several."""
+    """The predicate ``one``, in the plural for several taps."""
     verb, _, rest = one.partition(" ")
     several = rows["name"].nunique() > 1
     return " ".join(filter(None, (_MANY.get(verb, verb) if several else verb, rest)))
@@ -313,15 +316,16 @@ def _taps(names: Iterable[str]) -> str:
     return f"{len(distinct)} tap{'s' if len(distinct) > 1 else ''} ({shown})"
 
 
-# Two runs of one code give the same; on some devices only nearly so.
+# Two runs of the same code agree to this, on devices whose kernels are not deterministic.
 _SAME_ERROR = 1e-6
 
 
 def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
-    """The groups of values that were grafted, and no tap after which changed, where something after them is named.
+    """The groups whose graft changed no later tap, although a later tap is named.
 
-    ``frame`` is :func:`.added.added_frame`'s: a tap that adds just the error that it had without any graft has none of
-    its error from what was grafted.
+    The graft may have gone into a copy that the model does not read, such as ``h.float()``; later errors then look as
+    if they arose later. ``frame`` is :func:`added_frame`'s: a tap that adds exactly its error of the run without grafts
+    got none of it from the grafted taps.
     """
     found: dict[str, None] = {}
     is_value = frame["group"].map(lambda group: kind_of_group(group) is None)
@@ -343,12 +347,12 @@ def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
 
 
 def unread_grafts_text(groups: list[str]) -> list[str]:
-    """A sentence for what was not looked at."""
+    """A sentence on what was not checked."""
     if not groups:
         return []
     shown = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
     return [
-        f"what {shown} passes on: grafting it changed no tap after it. If it is a copy, such as h.float() or "
-        f"h.clone(), and the tap's result is not used, no graft reaches the model, and what is named after it may be "
-        f"inherited. Write h = gl.tap(name, h)."
+        f"the effect of {shown}: grafting it changed no later tap. If it is a copy, such as h.float() or h.clone(), "
+        "and the tap's result is not used, no graft reaches the model, and the groups named after it may be inherited. "
+        "Write h = gl.tap(name, h)."
     ]

@@ -1,4 +1,4 @@
-"""Which of the named groups are causes: labels from the output when some keep the target's code, and what follows."""
+"""Which of the named groups are causes: labels from the output when some keep the target's code."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _RISE = 3.0
 """In low precision an output moves if it is this many times as far off as without any of the named groups."""
 
 Effect = Callable[[frozenset[str]], float]
-"""How far the output is from the baseline's, over its floor, when these groups keep the target's code."""
+"""The output's distance from the baseline's, over its floor, when these groups keep the target's code."""
 
 
 Tap = tuple[str, str | None]
 """A tap's name and kind, as filters see them."""
 
 Order = dict[Tap, int]
-"""When a side first reaches each tap."""
+"""The place at which a side first reaches each tap."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class OutputFloor:
 
 @dataclass(frozen=True)
 class Causes:
-    """``labels`` of the named groups, and each one's effect ``alone``, over the output's floor.
+    """The ``labels`` of the named groups, and the effect of each ``alone``, over the output's floor.
 
-    ``restored`` is the effect where none of them keeps the target's code, ``total`` where all do. The output agrees up
+    ``restored`` is the effect if none of them keeps the target's code, ``total`` if all do. The output agrees up
     to ``limit``. ``cut_short`` means that more sets might cancel than were tried, ``untested`` are the groups that were
     not swapped alone.
     """
@@ -69,7 +69,7 @@ class Causes:
     cut_short: bool = False
     untested: tuple[str, ...] = ()
     earlier: tuple[int, ...] = ()
-    """The steps in which the output differs although it agrees in the last one."""
+    """The steps in which the output differs although it agrees in its last step."""
 
     @property
     def agrees(self) -> bool:
@@ -77,7 +77,7 @@ class Causes:
         return self.total <= self.limit
 
     def with_earlier(self, steps: Iterable[int]) -> Causes:
-        """The same where the output differs in these steps. What moves it is unknown, as only its last is swapped."""
+        """The same for an output that differs in these steps, whose cause is unknown: only the last step is swapped."""
         known = tuple(sorted(set(steps)))
         if not known:
             return self
@@ -90,8 +90,8 @@ def find_causes(
     """Label the named groups by what they do to the output: alone, all together, and in sets.
 
     A set *cancels* when each of its groups alone moves the output, and all of them together do not. Groups that do not
-    move it alone are *minor*, unless they move it together. Where the baseline's code at all named groups does not
-    restore its output, something acts outside of the taps, and all named groups count as culprits.
+    move it alone are *minor*, unless they move it together. If the baseline's code at all named groups does not
+    restore its output, something outside the taps affects it, and all named groups count as culprits.
 
     ``effect`` is called at most ``most`` times, for the groups of ``by_size`` first. Groups that there was no run for
     are swapped together.
@@ -168,10 +168,10 @@ def _unlike(effects: Sequence[float]) -> float:
 
 
 def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
-    """How far an output is from its record, over the record's norm; each shard is a record and a value.
+    """An output's distance from its record, over the record's norm; each shard is a record and a value.
 
-    Infinite where one of them alone is not finite, NaN where a shard has no record of its shape. Numbers that are
-    infinite or NaN in both alike, as the logits of what must not be chosen, are left out; NaN where no others are left.
+    Infinite where only one of them is finite, NaN if a shard has no record of its shape. Numbers that are infinite or
+    NaN in both, such as the logits of forbidden tokens, are left out; NaN if no others remain.
     """
     off = whole = 0.0
     numbers = finite_ones = 0
@@ -192,11 +192,11 @@ def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
 
 
 def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: Mapping[Tap, int]) -> set[Tap]:
-    """What must be left alone in a swap that takes these taps from the baseline and all others from the target.
+    """Taps to leave out of a swap that takes these taps from the baseline and all others from the target.
 
-    Each side receives at the taps where the other's code counts. Where the baseline reaches one such tap before a
-    taken one, and the target the taken one first, both would wait. Neither depends on the other then, since each comes
-    first somewhere; so what is left alone is computed by both from the same state.
+    Each side receives at the taps where the other's code is used. If the baseline reaches such a tap before a taken
+    one, and the target reaches the taken one first, both sides wait for each other. Neither tap depends on the other,
+    since each is first on one side; so both sides compute the tap that is left out from the same state.
     """
     places = [(baseline[tap], target[tap]) for tap in set(taken) if tap in baseline and tap in target]
     return {
@@ -209,10 +209,10 @@ def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: 
 def consequences(frame: pd.DataFrame, named: Sequence[str], threshold: float) -> list[str]:
     """The named groups of gradients that named values explain.
 
-    The gradient of a tap is computed by the backward of the code that reads the tap. Where that code computes another
-    value, another gradient follows. What reads a tap shows its result before the next tap of the same group is reached:
-    a layer later at most. The gradient of a weight follows from the value of the module that the weight belongs to.
-    ``frame`` is that of a verdict, in execution order.
+    The gradient of a tap is computed by the backward pass of the code that reads the tap. If that code computes a
+    different value, the gradient differs too. Code that reads a tap shows its result before the next tap of the same
+    group: at most one layer later. The gradient of a weight follows from the value of the weight's module. ``frame`` is
+    that of a verdict, in execution order.
     """
     if not any(kind_of_group(group) in ("grad", "param_grad") for group in named):
         return []
@@ -235,20 +235,20 @@ def consequences(frame: pd.DataFrame, named: Sequence[str], threshold: float) ->
 
 
 def _read_by(names: Sequence[str], groups: Sequence[str], wrong: Sequence[bool]) -> set[str]:
-    """The taps after which, up to the next one of their group, some value is wrong."""
+    """The taps with a wrong value between them and the next tap of their group."""
     found = set()
-    # From the end: which taps were passed since the group's next one, and whether a wrong value was among them.
+    # From the end: the number of wrong values so far, and at the next tap of each group.
     wrongs = 0
     wrongs_at_next: dict[str, int] = {}
     for name, group, is_wrong in zip(reversed(names), reversed(groups), reversed(wrong), strict=True):
         if wrongs > wrongs_at_next.get(group, 0):
             found.add(name)
-        # The next one of the group is itself among what the one before it may have been read for.
+        # The next tap of the group may itself have read this one.
         wrongs_at_next[group] = wrongs
         wrongs += is_wrong
     return found
 
 
 def _shows(module: str, modules: set[str]) -> bool:
-    """Whether a module's own output, or a tensor in it, is among these taps."""
+    """Whether a module's output, or a tensor in its output, is among these taps."""
     return any(name == module or name.startswith(f"{module}[") for name in modules)

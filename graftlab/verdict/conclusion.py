@@ -1,4 +1,4 @@
-"""The conclusion on a run: its taps, a line each, and where they diverge; what tables and figures of a run show."""
+"""The conclusion on a run: its taps and where they diverge, as tables and figures show them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from graftlab.verdict.summary import differences, divergent_rows, first_divergen
 
 UNMEASURED = frozenset({"failed", "timeout", "missing"})
 
-# The history of a run that is still going on takes at most this share of the time.
+# Computing the history of a running run takes at most this share of the time.
 _SHARE = 0.1
 
 _Key = tuple[str | None, TapIdentity]
-"""A tap that is received one way."""
+"""A direction and a tap."""
 
 
 @dataclass(frozen=True)
 class TapSummary:
-    """A tap, with the row of that receiving rank where it is worst."""
+    """A tap, with its worst row among the receiving ranks."""
 
     row: Row
     name: str
@@ -38,12 +38,12 @@ class TapSummary:
     worst: float | None = None
     """The largest ``rel_l2`` in any step of the run; infinite where non-finite values differed."""
     since: int | None = None
-    """The first step of the run in which it was compared and above the floor."""
+    """The first step of the run in which the tap was compared and above the floor."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What all rows of a run say of each tap over its steps."""
+    """Each tap's worst value over the steps of a run, and the first step in which it is above the floor."""
 
     worst: Mapping[_Key, float] = field(default_factory=dict)
     since: Mapping[_Key, int] = field(default_factory=dict)
@@ -58,23 +58,23 @@ class Conclusion:
     lines: Sequence[TapSummary]
     floor: float
     first: int | None
-    """The line of the first divergent tap."""
+    """The index in ``lines`` of the first divergent tap."""
     sentences: Sequence[str]
-    """What matters most first; see :func:`graftlab.verdict.summary.differences`."""
+    """The most important first; see :func:`graftlab.verdict.summary.differences`."""
     earlier: str = ""
-    """Where the run diverged first, or in which step, if that was in another step than those of these rows."""
+    """The run's first divergence, if it is in a step that these rows do not show."""
     rows: Sequence[Row] = ()
 
 
 def conclude(frame: pd.DataFrame, taps: Sequence[Mapping[str, Any]], noise_floor: float | None = None) -> Conclusion:
-    """The conclusion on the frame of a run. ``taps`` are all that were seen, in execution order."""
+    """The conclusion on the frame of a run. ``taps`` are all taps seen, in execution order."""
     rows = in_order_of(taps, newest_rows(frame))
     return conclude_from(rows, history_of(frame, _floor_of(rows, noise_floor)), noise_floor)
 
 
 def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor: float | None = None) -> Conclusion:
-    """The conclusion on the newest row of each tap and rank, in the order of one step, whichever step each is of."""
-    # Each is the newest of its tap, so steps do not tell them apart.
+    """The conclusion on the newest row of each tap and rank, in the order of one step."""
+    # Rows may be of different steps; each is the newest of its tap, so no sentence names a step.
     frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).drop(columns="step")
     facts = Facts(frame)
     floor, _ = floor_in_words(facts.dtypes, noise_floor)
@@ -88,7 +88,7 @@ def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor
 
 
 def tap_summaries(rows: Sequence[Row], history: History = History()) -> list[TapSummary]:
-    """One line a tap, in the order of the rows."""
+    """One summary a tap, in the order of the rows."""
     found: dict[_Key, TapSummary] = {}
     for row in rows:
         key = _key(row)
@@ -107,7 +107,7 @@ def tap_summaries(rows: Sequence[Row], history: History = History()) -> list[Tap
 
 
 def history_of(frame: pd.DataFrame, noise_floor: float) -> History:
-    """Each tap's worst value over the steps of a run, and since when it is above the floor, from the run's frame."""
+    """The history of a run, from its frame."""
     if not len(frame):
         return History()
     facts = Facts(frame)
@@ -132,7 +132,7 @@ def history_of(frame: pd.DataFrame, noise_floor: float) -> History:
 def newest_rows(frame: pd.DataFrame) -> list[Row]:
     """The newest row of each tap and rank in a frame, in the order in which taps first ran.
 
-    Which way a tensor goes is the plan's, not the tap's: a graft the other way makes the earlier row old.
+    The direction is the plan's, not the tap's, so a graft in the other direction replaces the earlier row.
     """
     if not len(frame):
         return []
@@ -145,7 +145,7 @@ def newest_rows(frame: pd.DataFrame) -> list[Row]:
 def in_order_of(taps: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[Row]:
     """Rows in the order of one step: that of ``taps``, and the ranks of each in turn.
 
-    They are of one step or the next, so that their own order would begin in the middle.
+    The rows may be of different steps, so their own order may begin in the middle of a step.
     """
     places: dict[TapIdentity, int] = {}
     for place, tags in enumerate(taps):
@@ -155,17 +155,17 @@ def in_order_of(taps: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[
 
 
 class LiveConclusion:
-    """The conclusion on the newest run, for a display that asks for it several times a second. One thread at a time.
+    """The conclusion on the newest run, for a display that refreshes several times a second. Not thread-safe.
 
-    While the run goes on, a look reads a bounded number of new rows for the lines. Their history needs a frame of all
-    rows, so it is renewed only as often as that takes a tenth of the time. Once the run has ended, all of the
-    conclusion is made of its frame.
+    While the run is in progress, a look reads a bounded number of new rows, which have the newest values. The history
+    needs a frame of all rows, so computing it is limited to a tenth of the time. Once the run has ended, the whole
+    conclusion is computed from its frame.
     """
 
     def __init__(
         self, live: LiveTaps, frame_of: Callable[[int], pd.DataFrame], has_ended: Callable[[int], bool]
     ) -> None:
-        """``frame_of`` returns the rows of the run of a number, and ``has_ended`` whether it has ended."""
+        """``frame_of`` and ``has_ended`` take the number of a run."""
         self._live = live
         self._frame_of = frame_of
         self._has_ended = has_ended
@@ -183,13 +183,13 @@ class LiveConclusion:
 
     @property
     def behind(self) -> int:
-        """How many of these rows the conclusion does not include yet."""
+        """How many of these rows the conclusion does not cover yet."""
         return self._live.upto - self._known
 
     def look(self, taps: Sequence[Mapping[str, Any]], noise_floor: float | None, limit: int) -> Conclusion:
         """The conclusion on the newest run so far, after reading up to ``limit`` more rows.
 
-        ``taps`` are all that were seen, in execution order. Returns the same object where nothing is new.
+        ``taps`` are all taps seen, in execution order. Returns the same object if nothing is new.
         """
         rows = of_newest_run(self._live.look(limit))
         if not rows:
@@ -209,7 +209,7 @@ class LiveConclusion:
 
     def _renew_history(self, run: int, floor: float) -> bool:
         if self._history_for != (run, floor):
-            # Left to the next look, because a cell may wait for the first one.
+            # The next look computes it, because a cell may be waiting for the first one.
             self._history, self._history_for, self._known = History(), (run, floor), 0
             return True
         if not self.behind or time.monotonic() < self._next_history:
@@ -228,7 +228,7 @@ def newest_run(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_newest_run(rows: Sequence[Row]) -> list[Row]:
-    """Those of these rows that are of the newest run among them."""
+    """The rows of the newest run among these."""
     newest = max((row.run for row in rows), default=0)
     return [row for row in rows if row.run == newest]
 
@@ -241,7 +241,7 @@ def _floor_of(rows: Sequence[Row], noise_floor: float | None) -> float:
 
 
 def _earlier(rows: Sequence[Row], first: Row | None, earliest: Row | None, floor: float) -> str:
-    """Where the run diverged first, if none of these rows is of that step; ``first`` is the first divergent of them."""
+    """The run's first divergence, unless these rows show its step; ``first`` is the first divergent row among them."""
     if earliest is None or any(row.step == earliest.step for row in rows):
         return ""
     if first is not None and identity(first.tags) == identity(earliest.tags):
@@ -250,7 +250,7 @@ def _earlier(rows: Sequence[Row], first: Row | None, earliest: Row | None, floor
 
 
 def _rows(frame: pd.DataFrame) -> list[Row]:
-    """The rows of a frame as they were before it; what is missing is None."""
+    """A frame's rows as values; missing ones are None."""
     return [Row(*map(_cell, TABLE, values)) for values in frame[list(COLUMNS)].itertuples(index=False, name=None)]
 
 
@@ -265,7 +265,7 @@ def _key(row: Row) -> _Key:
 
 
 def _difference(row: Row) -> float:
-    """How far the sides are apart in this row; -inf where that was not measured."""
+    """The difference between the sides in this row; -inf if it was not measured."""
     if row.status not in MEASURED:
         return -math.inf
     if row.nonfinite_differ:

@@ -1,4 +1,4 @@
-"""What a conclusion reads of each row of a frame, as arrays."""
+"""The columns that a conclusion reads from a frame, as arrays."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _KINDS = {"compared": COMPARED, "grafted": GRAFTED, "failed": FAILED}
 
 
 def tap_name(name: str, tags: Mapping[str, Any]) -> str:
-    """A tap as sentences name it: with its own tags."""
+    """A tap as sentences name it: its name with its own tags."""
     return " ".join([name, *(f"{tag}={value}" for tag, value in display_tags(tags).items())])
 
 
 class Facts:
     """The rows of a frame in execution order: an entry each of ``kind``, ``value``, ``apart`` and ``differ``.
 
-    ``value`` is ``rel_l2``, NaN where there is none, ``apart`` the same as a floor is compared with it (infinite where
-    whole numbers differ), and ``differ`` how many non-finite values differ.
+    ``value`` is ``rel_l2``, or NaN; ``apart`` is the same for comparison with a floor (infinite where whole numbers
+    differ); ``differ`` is the number of non-finite values that differ.
     """
 
     def __init__(self, frame: pd.DataFrame) -> None:
@@ -46,7 +46,7 @@ class Facts:
         return {str(name): value for name, value in self._frame.iloc[at].items()}
 
     def names(self, mask: Array) -> set[str]:
-        """The names of the taps that these rows are of, with their own tags."""
+        """The names of these rows' taps, with their own tags."""
         pairs = zip(self._frame["name"][mask], self._frame["tags"][mask], strict=True)
         return {tap_name(name, tags) for name, tags in pairs}
 

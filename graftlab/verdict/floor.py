@@ -1,4 +1,4 @@
-"""The noise floor: up to which difference rounding alone may be at work."""
+"""The noise floor: the largest difference that rounding alone explains."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Floor:
-    """What rounding adds at the taps of one group: ``rel_l2``, and the largest difference over the root mean square."""
+    """The difference that rounding adds at a group's taps: ``rel_l2``, and the largest over the root mean square."""
 
     rel_l2: float
     rel_max: float
 
     def at_least(self, roundoff: float) -> Floor:
-        """This floor, but not below what one rounding of the value itself comes to.
+        """This floor, but at least one rounding of the value itself.
 
-        A difference's largest number lies a few times above its root mean square, however small the sample of it was.
+        The largest element of a difference is a few times its root mean square, however small the sample.
         """
         rel_l2 = max(self.rel_l2, roundoff)
         return Floor(rel_l2, max(self.rel_max, 3 * rel_l2))
 
     def with_distance(self, other: Floor) -> Floor:
-        """Both at work: their squares add up."""
+        """Both floors combined: their squares add up."""
         return Floor(math.hypot(self.rel_l2, other.rel_l2), math.hypot(self.rel_max, other.rel_max))
 
 
@@ -32,10 +32,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def pool(rows: Iterable[tuple[Key, float, float, float]]) -> dict[Key, Floor]:
-    """The floor of each group, or of what else is the key, from (key, rel_l2, rel_max, sum of squares) of its taps.
+    """The floor of each key, such as a group, from (key, rel_l2, rel_max, sum of squares) of its taps.
 
-    Squares of differences and of values are added up over the group's taps, so that a tap at which rounding happened
-    to do much, as where a router chose another expert, does not stand for itself alone.
+    Squares of differences and of values are summed over the taps, so that a single tap at which rounding had a large
+    effect, for example where a router chose a different expert, does not set a floor by itself.
     """
     sums: dict[Key, tuple[float, float, float]] = {}
     for group, rel_l2, rel_max, squares in rows:

@@ -1,4 +1,4 @@
-"""Gradients that differ by a factor which is taken back: of ranks that share a batch, and of a loss that is scaled."""
+"""Gradients that differ by a factor which is undone later: of ranks that share a batch, and of a scaled loss."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import pandas as pd
 from graftlab.base.tap_groups import kind_of_group
 from graftlab.verdict.added import measured_rows
 
-# How far a factor may be off: bfloat16 rounds by less.
+# The relative error that a factor may have: bfloat16 rounds by less.
 _TOLERANCE = 0.01
-# How parallel two gradients are that differ by a factor alone.
+# The least cosine of two gradients that differ only by a factor.
 _PARALLEL = 0.999
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
 class GradientScaling:
-    """Groups that differ by a factor which evens out, and what a verdict says of them."""
+    """Groups of gradients that differ by a factor which is undone later, and the verdict's sentence on them."""
 
     groups: tuple[str, ...] = ()
-    told: str = ""
+    text: str = ""
 
 
 def gradient_scaling(
     frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float
 ) -> GradientScaling:
-    """The named groups of gradients that differ by a factor which is taken back in the gradients of weights.
+    """The named groups of gradients that differ by a factor which the gradients of weights undo.
 
-    With twice the ranks, each has the mean over half of the batch, so the gradients of its values are twice the
-    baseline's. The weights' gradients are averaged over the ranks, so of the baseline's gradients, which every tap is
-    grafted with, they become one half. A loss that is scaled before the backward, and unscaled after it, shows the same
-    with a factor of its own; then the weights' gradients also have to agree where nothing is grafted. Both factors have
-    to be there, on all ranks. One alone is a fault. ``frame`` is what :func:`added_frame` makes of the rows
-    ``grafted``, ``baseline`` and ``target`` are how many ranks there are.
+    With twice the ranks, each takes the mean over half of the batch, so the gradients of its values are twice the
+    baseline's. The weights' gradients are averaged over the ranks, so computed from the baseline's gradients, with
+    which every tap is grafted, they are one half. A loss that is scaled before the backward pass and unscaled after it
+    shows the same with its own factor; then the weights' gradients must also agree without grafts. Both factors must
+    appear on all ranks; one without the other is a fault. ``frame`` is :func:`added_frame` of the rows ``grafted``,
+    ``baseline`` and ``target`` are the numbers of ranks.
     """
     lines = list(zip(frame["group"], frame["ratio"], frame["error_ratio"], measured_rows(grafted), strict=True))
-    # Of gradients of values those alone that arise at the loss; the others are computed from the baseline's.
+    # Only those that arise at the loss: other gradients are computed from the baseline's.
     of_values = [row for group, ratio, _, row in lines if kind_of_group(group) == "grad" and ratio > threshold]
     if not of_values:
         return GradientScaling()
@@ -68,7 +68,7 @@ def gradient_scaling(
 
 
 def _times(row: Mapping[str, Any]) -> float:
-    """The factor between the two sides' tensors, if they are parallel; NaN where it cannot be said."""
+    """The factor between the two sides' tensors if they are parallel; NaN if it is unknown."""
     before, after = _norms(row)
     return after / before if before and math.isfinite(after) else math.nan
 
@@ -92,18 +92,18 @@ def _is_scaled(row: Mapping[str, Any], factor: float) -> bool:
 def _of_ranks(groups: Sequence[str], baseline: int, target: int) -> str:
     each, made = Fraction(target, baseline), Fraction(baseline, target)
     return (
-        f"On each of the target's {target} ranks gradients are {each} times the baseline's; made from the baseline's, "
-        f"the gradients of weights are {made} times the baseline's. Ranks that each take the mean over a part of the "
-        f"batch, and average, show just that. It evens out, and is not named ({_listed(groups)})."
+        f"On each of the target's {target} ranks, gradients are {each} times the baseline's; computed from the "
+        f"baseline's, the gradients of weights are {made} times the baseline's. Ranks that share a batch and average "
+        f"their gradients show exactly this. The factors cancel out, so these are not named ({_listed(groups)})."
     )
 
 
 def _of_loss(groups: Sequence[str], factor: float) -> str:
     return (
-        f"The target's gradients of values are {_as_factor(factor)} times the baseline's; made from the baseline's, "
-        f"the gradients of weights are {_as_factor(1 / factor)} times the baseline's. A loss that is scaled before the "
-        "backward, and gradients that are unscaled after it, show just that. It evens out, and is not named "
-        f"({_listed(groups)})."
+        f"The target's gradients of values are {_as_factor(factor)} times the baseline's; computed from the "
+        f"baseline's, the gradients of weights are {_as_factor(1 / factor)} times the baseline's. A loss "
+        "that is scaled before the backward pass, with gradients that are unscaled after it, shows exactly this. The "
+        f"factors cancel out, so these are not named ({_listed(groups)})."
     )
 
 

@@ -1,6 +1,6 @@
-"""Hints at the mechanism: what simple change of the baseline's tensor gives the target's.
+"""Hints at the mechanism: a simple change of the baseline's tensor that gives the target's.
 
-A hint is a guess that the tensors themselves bear out, with its fit: which share of the difference it explains.
+A hint is a guess that the tensors support, with its fit: the share of the difference that it explains.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 GOOD_FIT = 0.99
-"""Share of the difference, as a norm, from which on a change is told."""
+"""The least share of the difference, as a norm, that a change must explain to be reported."""
 _FEWEST_ROWS = 4
 _LONGEST_PERMUTED = 2048
 _SAMPLED = 4096
@@ -29,13 +29,13 @@ class Hint:
 
     def __str__(self) -> str:
         percent = math.floor(self.fit * 1e4) / 100
-        return f"{self.text} (fits {percent:g} % of the difference)"
+        return f"{self.text} (explains {percent:g} % of the difference)"
 
 
 def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
-    """The simplest change that turns ``baseline`` into ``target``; None where none that is known does.
+    """The simplest change that turns ``baseline`` into ``target``; None if no known change does.
 
-    Where the two differ at some places of a dimension alone, that is said, and the change looked for there.
+    Where the two differ only at some places of a dimension, the hint says where, and the change is sought there.
     """
     if baseline.shape != target.shape or baseline.numel() == 0 or not _is_real(baseline) or not _is_real(target):
         return None
@@ -43,7 +43,7 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
     finite = x.isfinite() & y.isfinite()
     if not finite.all():
         count = int((~y.isfinite() & x.isfinite()).sum())
-        return Hint(f"{count} of {y.numel()} numbers are not finite on the target alone", 1.0) if count else None
+        return Hint(f"{count} of {y.numel()} numbers are not finite on the target only", 1.0) if count else None
     if torch.equal(x, y):
         return None
     where, places = _confined(x, y)
@@ -51,8 +51,8 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
         x, y = x.index_select(dim, chosen), y.index_select(dim, chosen)
     found = next(_changes(x, y), None)
     if where and found is None:
-        return Hint(f"they differ at {where} alone", 1.0)
-    return Hint(f"at {where} alone, {found.text}", found.fit) if where and found else found
+        return Hint(f"they differ only at {where}", 1.0)
+    return Hint(f"only at {where}, {found.text}", found.fit) if where and found else found
 
 
 def _is_real(tensor: Tensor) -> bool:
@@ -60,9 +60,9 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _confined(x: Tensor, y: Tensor) -> tuple[str, dict[int, Tensor]]:
-    """The places of each dimension to which the difference keeps, where these are at most half of it."""
+    """The places of each dimension where the two differ, if these are at most half of the dimension."""
     off = (x - y).abs()
-    # Rounding elsewhere is no difference beside one that is a thousand times larger.
+    # Beside a difference a thousand times larger, rounding elsewhere does not count.
     differs = off > off.max() * 1e-4
     said, places = [], {}
     for dim, extent in enumerate(x.shape):
@@ -88,7 +88,7 @@ def _is_span(chosen: Tensor) -> bool:
 
 
 def _changes(x: Tensor, y: Tensor) -> Iterator[Hint]:
-    """The changes that fit, the simplest first. Those with free numbers come after those with none."""
+    """The changes that fit, the simplest first; those with fitted numbers come last."""
     for tell in (_constant, _factor, _rounded, _clamped, _offset, _moved, _permuted, _by_channel, _by_row):
         for text, changed in tell(x, y):
             hint = Hint(text, _fit(x, y, changed))
@@ -105,23 +105,23 @@ Tell = Iterator[tuple[str, Tensor]]
 
 def _constant(x: Tensor, y: Tensor) -> Tell:
     if not y.any():
-        yield "the target's are all zero", torch.zeros_like(x)
+        yield "the target's values are all zero", torch.zeros_like(x)
     elif y.numel() > 1 and (y == y.flatten()[0]).all() and (x != x.flatten()[0]).any():
-        # As weights that nothing has updated; any rounding that is coarse enough would explain them too.
-        yield f"the target's are all {float(y.flatten()[0]):.6g}", y
+        # Such as weights that were never updated. Any coarse enough rounding would explain them too.
+        yield f"the target's values are all {float(y.flatten()[0]):.6g}", y
 
 
 def _factor(x: Tensor, y: Tensor) -> Tell:
-    yield "the sign is turned around", -x
+    yield "the sign is flipped", -x
     square = float(x.square().sum())
     if square and x.numel() > 1:
         factor = float((x * y).sum()) / square
         if factor:
-            yield f"the target's are {_number(factor)} times the baseline's", factor * x
+            yield f"the target's values are {_number(factor)} times the baseline's", factor * x
 
 
 def _number(factor: float) -> str:
-    """A factor, as the plain fraction that it is very close to, or in digits."""
+    """A factor as a plain fraction if it is very close to one, else in digits."""
     for below in (1, 2, 3, 4, 8):
         above = round(factor * below)
         if above and abs(factor * below - above) < 1e-4 * abs(above):
@@ -138,26 +138,26 @@ def _rounded(x: Tensor, y: Tensor) -> Tell:
     for dtype in _NARROW:
         rounded = x.to(dtype).double()
         if rounded.isfinite().all() and not torch.equal(rounded, x):
-            yield f"the baseline's rounded to {str(dtype).removeprefix('torch.')}", rounded
+            yield f"the baseline's values rounded to {str(dtype).removeprefix('torch.')}", rounded
 
 
 def _clamped(x: Tensor, y: Tensor) -> Tell:
     low, high = float(y.min()), float(y.max())
     if x.numel() > 2 and (float(x.min()) < low or float(x.max()) > high):
-        yield f"the baseline's clamped to [{low:.4g}, {high:.4g}]", x.clamp(low, high)
+        yield f"the baseline's values clamped to [{low:.4g}, {high:.4g}]", x.clamp(low, high)
 
 
 def _offset(x: Tensor, y: Tensor) -> Tell:
     if x.numel() > 1:
         mean = float((y - x).mean())
-        yield f"the target's are the baseline's + {mean:.6g}", x + mean
+        yield f"the target's values are the baseline's + {mean:.6g}", x + mean
     for dims in (1, 2):
         rows = math.prod(x.shape[:-dims])
         if x.dim() > dims and rows >= _FEWEST_ROWS:
             offset = (y - x).flatten(0, x.dim() - dims - 1).mean(0)
             what = "dim" if dims == 1 else "two dims"
             yield (
-                f"one vector over the last {what} is added to all (a bias that is missing, or added once more)",
+                f"one vector over the last {what} is added everywhere (a bias that is missing, or added twice)",
                 x + offset,
             )
 
@@ -167,10 +167,10 @@ def _moved(x: Tensor, y: Tensor) -> Tell:
         if extent >= _FEWEST_ROWS:
             for by, text in ((1, "later"), (-1, "earlier")):
                 shifted = x.roll(by, dim)
-                # What comes in from outside is not the baseline's.
+                # The edge has no value of the baseline.
                 edge = 0 if by == 1 else extent - 1
                 shifted.select(dim, edge).copy_(y.select(dim, edge))
-                yield f"shifted along dim {dim} by one place, to {text} ones", shifted
+                yield f"shifted along dim {dim} by one place, to {text} indices", shifted
         if extent >= 2 and extent % 2 == 0:
             yield f"the halves of dim {dim} are swapped", x.roll(extent // 2, dim)
         if extent >= 4 and extent % 2 == 0:
@@ -179,10 +179,13 @@ def _moved(x: Tensor, y: Tensor) -> Tell:
                 x.reshape(*before, *split, *after).transpose(dim, dim + 1).reshape(x.shape)
                 for split in ((extent // 2, 2), (2, extent // 2))
             )
-            yield f"dim {dim} holds evens and odds apart, where the baseline has them in turn", pairs
-            yield f"dim {dim} holds its halves in turn, where the baseline has them apart", halves
+            yield (
+                f"dim {dim} has its even and odd elements in separate halves, where the baseline interleaves them",
+                pairs,
+            )
+            yield f"dim {dim} interleaves its halves, where the baseline keeps them apart", halves
         if extent > 1:
-            yield f"dim {dim} runs backwards", x.flip(dim)
+            yield f"dim {dim} is reversed", x.flip(dim)
     for one in range(x.dim()):
         for other in range(one + 1, x.dim()):
             if x.shape[one] > 1 and x.shape[other] > 1:
@@ -202,12 +205,12 @@ def _permuted(x: Tensor, y: Tensor) -> Tell:
 
 
 def _by_channel(x: Tensor, y: Tensor) -> Tell:
-    text = "each place of the last dim has a factor of its own, as where a scale's or a norm's weight differs"
+    text = "each place of the last dim has its own factor, as when a scale's or a norm's weight differs"
     yield from _scaled(x, y, tuple(range(x.dim() - 1)), text)
 
 
 def _by_row(x: Tensor, y: Tensor) -> Tell:
-    text = "each row (last dim) has a factor of its own, as where a norm's eps or a softmax's sum differs"
+    text = "each row (last dim) has its own factor, as when a norm's eps or a softmax's sum differs"
     yield from _scaled(x, y, (x.dim() - 1,), text)
 
 

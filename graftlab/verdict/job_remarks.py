@@ -1,4 +1,4 @@
-"""What a verdict on jobs says beside its conclusion: whether they repeat a step, and what that leaves unknown."""
+"""What a verdict on jobs reports beside its conclusion: whether they repeat a step, and what that leaves unknown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from graftlab.verdict.wording import JobRemarks, described, spans
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6
-_NO_INPUTS = "whether both {} are given the same inputs, which no tap shows (gl.watch(inputs=True))."
-_NO_WEIGHTS = "whether both {} hold the same weights, which no tap shows (gl.watch(params=True))"
+_NO_INPUTS = "whether both {} have the same inputs, which no tap shows (gl.watch(inputs=True))."
+_NO_WEIGHTS = "whether both {} have the same weights, which no tap shows (gl.watch(params=True))"
 _LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
 
@@ -32,26 +32,26 @@ def remarks_on_jobs(
     weights_grafted: int | None,
     threshold: float,
 ) -> JobRemarks:
-    """What to say of jobs.
+    """The remarks on jobs.
 
     ``moved`` are the taps at which the baseline differed from one step to the next, ``target_moved`` those of the
-    target; ``given`` is the floor that the user gave, ``weights_grafted`` how many weights were grafted, or None where
-    that was not asked for.
+    target; ``given`` is the user's floor, ``weights_grafted`` the number of grafted weights, or None if the user did
+    not ask to graft them.
     """
     constant, word, words = _floor(grafted, given, repeats=not moved)
     first = []
     step = "a step" if steps == 1 else f"a run of {steps} steps"
     if moved:
         first.append(
-            f"The jobs do not repeat {step}: from one to the next the baseline differs at {_listed(moved)}. So "
-            f"{words}, code was not swapped to see what moves the output, and dropout or other random numbers would "
-            "not show."
+            f"The jobs do not repeat {step}: from one to the next, the baseline differs at {_listed(moved)}. So "
+            f"{words}, no code was swapped to see what moves the output, and dropout or other random numbers would "
+            "not be noticed."
         )
     elif target_moved:
         first.append(
-            f"The baseline repeats {step} and the target does not: from one to the next it differs at "
-            f"{_listed(target_moved)}. Code was not swapped to see what moves the output. State that the target alone "
-            "carries on (weights, a cache, random numbers) may be all there is to what is named."
+            f"The baseline repeats {step} and the target does not: from one to the next, it differs at "
+            f"{_listed(target_moved)}. No code was swapped to see what moves the output. State that only the target "
+            "carries over (weights, a cache, random numbers) may explain everything that is named."
         )
     unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold, _GRAFT_THEM)
     return JobRemarks(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
@@ -62,13 +62,13 @@ def _shows_weights(compared: pd.DataFrame) -> bool:
 
 
 def remarks_on_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: float | None) -> JobRemarks:
-    """What to say where the baseline is a recording, which shows the same whatever is grafted into it."""
+    """The remarks on a recording as baseline, which shows the same values whatever is grafted into it."""
     constant, word, words = _floor(grafted, given, repeats=False)
     first = (
-        f"The baseline is a recording, which computes nothing. So {words}, and code was not swapped to see what moves "
+        f"The baseline is a recording, which computes nothing. So {words}, and no code was swapped to see what moves "
         "the output."
     )
-    # Nobody gives these to both here, as to two functions.
+    # Unlike two functions, a recording is not called with the same arguments.
     unseen = [] if input_names(compared) else [_NO_INPUTS.format("sides")]
     unseen += [] if _shows_weights(compared) else [_NO_WEIGHTS.format("sides") + "."]
     return JobRemarks(constant, word, (first,), tuple(unseen))
@@ -83,54 +83,53 @@ def remarks_on_rows(
     threshold: float,
     where: str,
 ) -> JobRemarks:
-    """What to say where there are but the rows of a step in which every tap was grafted, and perhaps those of one in
-    which none was. ``where`` says which they are, ``shown`` what rows tell of inputs and weights.
+    """The remarks on rows alone: those of a step in which every tap was grafted, and perhaps of one without grafts.
+
+    ``where`` names the step, ``shown`` has the rows of inputs and weights.
     """
     constant, word, words = _floor(grafted, given, repeats=False)
     first = (
-        f"This is told by the rows of {where}. So {words}, code was not swapped to see what moves the output, and "
+        f"This verdict is from the rows of {where}. So {words}, no code was swapped to see what moves the output, and "
         "whether the code repeats itself is not known."
     )
     weights_grafted = None if shown.grafted_from is None else 1
     unseen, of_named, last = _given_to_both(shown.rows, weights_grafted, threshold, _LET_ROWS_GRAFT_THEM)
     if shown.grafted_from is not None:
         last = [
-            f"The target has had the baseline's weights from step {shown.grafted_from} on, for the filter that grafts "
-            "every tap matches them too."
+            f"The target has had the baseline's weights since step {shown.grafted_from}, because the filter that "
+            "grafts every tap matches them too."
         ]
     if not len(compared):
-        unseen.append("what was inherited: in no step of this run was every tap compared and none grafted.")
+        unseen.append("what was inherited: no step of this run compared every tap and grafted none.")
     return JobRemarks(constant, word, (first,), tuple(unseen), tuple(of_named), tuple(last))
 
 
 def _given_to_both(
     compared: pd.DataFrame, weights_grafted: int | None, threshold: float, graft_them: str
 ) -> tuple[list[str], list[str], list[str]]:
-    """What is not known of inputs and weights, what that means for whatever is named, and what became of the target."""
+    """What is not known of inputs and weights, a caveat if anything is named, and how the target was changed."""
     unseen: list[str] = []
     of_named: list[str] = []
     last: list[str] = []
     if not input_names(compared):
         unseen.append(_NO_INPUTS.format("jobs"))
     if not _shows_weights(compared):
-        told = "; none was grafted for that reason" if weights_grafted is not None else ""
+        told = "; so none was grafted" if weights_grafted is not None else ""
         unseen.append(_NO_WEIGHTS.format("jobs") + f"{told}.")
     elif weights_grafted is not None:
-        last.append("The target has the baseline's weights from this verdict on (graft_weights=True).")
-    elif any(said.startswith("The weights differ") for said in differing_data(compared, threshold)):
+        last.append("From now on the target has the baseline's weights (graft_weights=True).")
+    elif any(said.startswith("The weights already differ") for said in differing_data(compared, threshold)):
         of_named.append(
-            f"Weights were not grafted, so what is named may be the doing of those that differ. {graft_them} first "
-            "gives the target the baseline's, for good."
+            f"Weights were not grafted, so those that differ may explain what is named. {graft_them} first gives the "
+            "target the baseline's weights, permanently."
         )
     if weights_grafted is None and updates(compared).any():
-        unseen.append(
-            f"what the optimizers' steps make of the weights: it would have to be grafted, for good ({graft_them})."
-        )
+        unseen.append(f"how the optimizers' steps update the weights: that needs permanent grafts ({graft_them}).")
     return unseen, of_named, last
 
 
 def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> list[str]:
-    """As :func:`.differing_data`, where either of two runs may have been given other inputs than its counterpart."""
+    """As :func:`.differing_data`, where the inputs of either of two runs may differ between the sides."""
     said = differing_data(compared, threshold)
     if not any(sentence.startswith("The inputs") for sentence in said):
         said += [sentence for sentence in differing_data(grafted, threshold) if sentence.startswith("The inputs")]
@@ -138,13 +137,12 @@ def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float
 
 
 def more_in_other_steps(others: pd.DataFrame, known: set[str], said: JobRemarks, threshold: float) -> list[str]:
-    """A sentence on groups that add more than the threshold in other steps in which every tap was grafted, and which
-    are not ``known`` from the one that is judged."""
+    """A sentence on groups, not ``known``, that add more than the threshold in other steps with every tap grafted."""
     measured = others[others["status"].isin(MEASURED)]
     if not len(measured) or said.constant is None:
         return []
     floor = Floor(said.constant, said.constant * 3)
-    # The rows of a long run are many, and few of them differ.
+    # A long run has many rows, and few of them differ.
     differing = measured[(measured["nonfinite_differ"] > 0) | (measured["rel_l2"] > 0)]
     steps: dict[str, set[int]] = {}
     for row in records(differing):
@@ -164,7 +162,7 @@ def more_in_other_steps(others: pd.DataFrame, known: set[str], said: JobRemarks,
 
 def _floor(grafted: pd.DataFrame, given: float | None, *, repeats: bool) -> tuple[float | None, str, str]:
     if given is not None:
-        return given, "given ", f"the floor is the one that was given (rel_l2 {given:.1g})"
+        return given, "given ", f"the floor is the given one (rel_l2 {given:.1g})"
     if repeats:
         return None, "", ""
     dtypes = [coarser_dtype(row) for row in records(grafted[grafted["status"].isin(MEASURED)])]
@@ -173,7 +171,7 @@ def _floor(grafted: pd.DataFrame, given: float | None, *, repeats: bool) -> tupl
 
 
 def updates(rows: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows show what an optimizer's step has made of a weight, or of its own state."""
+    """Which rows show the result of an optimizer's step: a weight, or the optimizer's state."""
     found = [kind_of(tags) in ("param", "optimizer") and not is_data(tags) for tags in rows["tags"]]
     return pd.Series(found, index=rows.index, dtype=bool)
 

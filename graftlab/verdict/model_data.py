@@ -1,4 +1,4 @@
-"""Data first: whether both sides were given the same inputs, weights and settings, before anybody blames their code."""
+"""Whether both sides have the same inputs, weights and settings, which is checked before any code is blamed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_SHOWN = 6
 
 
 def data_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of weights and settings as they were given: those of the first step, for later ones were computed."""
+    """The rows of weights and settings in the first step; those of later steps were computed."""
     if not len(frame):
         return frame
     chosen: pd.DataFrame = frame[_is_data(frame) & (frame["step"] == frame["step"].min())]
@@ -36,10 +36,10 @@ def without_data(frame: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class RunData:
-    """What rows of one run tell of the inputs, weights and settings that both sides had, as rows of one step.
+    """The rows of one run that show both sides' inputs, weights and settings, as rows of one step.
 
-    Weights that were grafted are the same from then on, so of these the rows are those of the run's first step;
-    ``grafted_from`` is the step in which that began.
+    Grafted weights are equal from then on, so their rows are those of the run's first step; ``grafted_from`` is the
+    step of the first such graft.
     """
 
     rows: pd.DataFrame
@@ -47,8 +47,9 @@ class RunData:
 
 
 def data_of_run(run: pd.DataFrame, compared: pd.DataFrame, grafted: pd.DataFrame) -> RunData:
-    """What the rows of a run tell beside those of two of its steps: one in which no tap was grafted, and one in which
-    every tap was. There may be no row of the former. Rows of steps after the latter do not count.
+    """The data of a run, from the rows of a step without grafts and of one with every tap grafted.
+
+    The former may be empty. Rows of later steps do not count.
     """
     first = compared if len(compared) else grafted
     measured = run[run["status"].isin(MEASURED) & (run["step"] <= grafted["step"].max())]
@@ -64,7 +65,7 @@ def _is_data(frame: pd.DataFrame) -> pd.Series[bool]:
 
 
 def input_names(frame: pd.DataFrame) -> list[str]:
-    """The taps that show what the model was given: those of kind ``input``, and integers before all computation.
+    """The taps of the model's inputs: those of kind ``input``, and integers before all computation.
 
     Tokens, positions and masks are whole numbers or booleans that are tapped before the first floating-point number.
     ``frame`` is in execution order.
@@ -79,12 +80,12 @@ def input_names(frame: pd.DataFrame) -> list[str]:
 
 
 def differing_data(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None = None) -> list[str]:
-    """A sentence for each kind of data that the two sides were given differently, in a run without grafts.
+    """A sentence for each kind of data that differs between the sides, in a run without grafts.
 
-    Weights of another dtype may be rounded: they differ above ``threshold`` times what one rounding comes to.
+    Weights of different dtypes may be rounded: they differ above ``threshold`` times one rounding.
 
-    Inputs of later steps may follow from what was computed before, as a decode's tokens do. So only those count that
-    differ in ``grafted`` too, the rows of a run in which every tap had the baseline's values.
+    Inputs of later steps may be computed, as a decode's tokens are. They count only if they also differ in ``grafted``,
+    the rows of a run in which every tap had the baseline's values.
     """
     names = set(input_names(compared))
     first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
@@ -100,13 +101,13 @@ def differing_data(compared: pd.DataFrame, threshold: float, grafted: pd.DataFra
             group = group_of(row["name"])
             differing.setdefault(kind, {}).setdefault(group, []).append(row)
     return [
-        f"The {_WHAT[kind]} differ already: {_listed(groups)}. What the code does with them is judged below."
+        f"The {_WHAT[kind]} already differ: {_listed(groups)}. The code that uses them is judged below."
         for kind, groups in differing.items()
     ]
 
 
 def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]]:
-    """Inputs after the first step, with their step, counted from 0, as ``later``."""
+    """Inputs after the first step, with their step counted from 0 as ``later``."""
     if not len(grafted):
         return []
     first = grafted["step"].min()

@@ -1,4 +1,4 @@
-"""Rows put in order: which rows are one tap, in which order taps ran, and which of them diverged first."""
+"""Groups rows into taps in execution order, and finds the first that diverges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graftlab.base.tags import distinguishes_taps
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor
 from graftlab.rows.schema import COLUMNS, MEASURED, are_whole
 
-# What the other side has no tap for.
+# The statuses of a tap that the other side does not have.
 _ALONE = ("missing", "unmatched", "recomputed")
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -51,17 +51,17 @@ class Taps:
         return mask
 
     def suspects(self, noise_floor: float | None) -> Array:
-        """Mask of the taps that diverge; see :func:`divergent`. What was grafted is not divergent again."""
+        """Mask of the taps that diverge; see :func:`divergent`. Grafted taps do not."""
         nowhere = np.zeros(len(self.keys), dtype=bool)
         failed, grafted = self.statuses.get("failed", nowhere), self.statuses.get("grafted", nowhere)
         return divergent(self.measured & ~grafted, failed, self.apart, self.nonfinite, noise_floor)
 
 
 def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, noise_floor: float | None) -> Array:
-    """Mask of what a noise floor does not explain, of rows as of taps.
+    """Mask of the rows, or taps, that a noise floor does not explain.
 
-    That is what was measured and is above the floor, or has pairs of which one alone is not finite; and each transform
-    that failed. NaN is above nothing. Without a floor the value is left out of it.
+    These were measured and are above the floor or have pairs with only one finite value; or their transform failed.
+    NaN is above no floor. Without a floor the value does not count.
     """
     above = np.zeros(len(value), dtype=bool) if noise_floor is None else value > noise_floor
     mask: Array = (measured & (above | (nonfinite > 0))) | failed
@@ -123,9 +123,9 @@ def _codes(column: pd.Series[Any]) -> Array:
 
 
 def tap_codes(frame: pd.DataFrame, *more: str) -> tuple[Array, Array]:
-    """Which tap each row is of, counted from 0 as they first come, and the first row of each.
+    """The number of each row's tap, in the order of first rows, and the first row of each tap.
 
-    Rows are of one tap where :func:`graftlab.base.tags.identity` and these ``more`` columns are equal.
+    Rows are of one tap if :func:`graftlab.base.tags.identity` and the ``more`` columns are equal.
     """
     by = ["name", *tag_columns(frame), *more]
     codes = pd.DataFrame({str(place): _codes(frame[column]) for place, column in enumerate(by)})
@@ -193,10 +193,10 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
 
 
 def _shared_before(frame: pd.DataFrame, step: Array, order: Array) -> Array:
-    """How many taps that both sides have came before each row on its rank in its step.
+    """The number of shared taps before each row on its rank in its step.
 
-    A rank counts all its taps, but what it sends has its row on the receiver. So what a rank counts less its own taps
-    that the other side does not have is a place that both sides share.
+    A rank counts all its taps, but a tap that it sends has its row on the receiver. A rank's count, less its own taps
+    that the other side does not have, is a place that both sides share.
     """
     if "side" not in frame.columns or "rank" not in frame.columns:
         return order
@@ -207,18 +207,18 @@ def _shared_before(frame: pd.DataFrame, step: Array, order: Array) -> Array:
     table["order"], table["alone"] = order, alone.astype(np.float64)
     in_order = table.sort_values(["step", "side", "rank", "order"], kind="stable")
     before = in_order.groupby(["step", "side", "rank"], sort=False)["alone"].cumsum() - in_order["alone"]
-    # A tap of one side alone comes before the shared one that would have its number.
+    # A tap that only one side has comes before the shared tap with the same number.
     shared: Array = order - before.reindex(table.index).to_numpy() - np.where(alone, 0.5, 0.0)
     return shared
 
 
 def _nonfinite(frame: pd.DataFrame) -> Array:
-    """How many pairs of each row differ in being finite; in a frame made by hand that may not be told."""
+    """The number of pairs in each row with only one finite value; 0 in a frame without that column."""
     return numbers(frame, "nonfinite_differ") if "nonfinite_differ" in frame.columns else np.zeros(len(frame))
 
 
 def apart(frame: pd.DataFrame, value: Array) -> Array:
-    """A column's values as a floor is compared with them: infinite where whole numbers differ, whatever they are."""
+    """A column's values for comparison with a floor: infinite where whole numbers differ."""
     if "dtype" not in frame.columns:
         return value
     casts = frame["cast"] if "cast" in frame.columns else pd.Series(None, index=frame.index, dtype=object)
@@ -234,7 +234,7 @@ def apart(frame: pd.DataFrame, value: Array) -> Array:
 
 
 def merge(sequences: Sequence[Sequence[Key]]) -> list[Key]:
-    """One order for several sequences: the first one's; what only others have follows what precedes it there."""
+    """One order for several sequences: the first one's; other keys follow the key that precedes them in theirs."""
     head: Key = ()
     follows: dict[Key, Key | None] = {head: None}
     for sequence in sequences:
@@ -252,14 +252,14 @@ def merge(sequences: Sequence[Sequence[Key]]) -> list[Key]:
 
 
 def _floor_by_dtype(frame: pd.DataFrame, value: str) -> float:
-    """What rounding to the coarsest dtype of these rows comes to, those that were converted included."""
+    """The floor for the coarsest dtype of these rows, including dtypes that were converted."""
     if value != "rel_l2" or "dtype" not in frame.columns:
         return DEFAULT_NOISE_FLOOR
     names = [str(name) for name in frame["dtype"].dropna().unique()]
     casts = frame["cast"].dropna().unique() if "cast" in frame.columns else ()
     found = [match.groups() for cast in casts if (match := re.match(r"(\w+) -> (\w+)", str(cast)))]
     if any("int8" in one or "int8" in other for one, other in found):
-        # Of 8-bit integers that stand for fractions a unit is about as coarse as of this one.
+        # A unit of 8-bit integers that represent fractions is about as coarse as one of bfloat16.
         names.append("bfloat16")
     return assumed_floor([*names, *(name for pair in found for name in pair)])[0]
 
@@ -267,17 +267,17 @@ def _floor_by_dtype(frame: pd.DataFrame, value: str) -> float:
 def first_divergent(
     frame: pd.DataFrame, *, value: str = "rel_l2", noise_floor: float | Literal["dtype"] | None = "dtype"
 ) -> pd.Series[Any] | None:
-    """The first row, in execution order, that a noise floor does not explain: where to start looking.
+    """The first row, in execution order, that a noise floor does not explain.
 
     A row counts when it was measured (``compared`` or ``grafted``) and its ``value`` is above
     ``noise_floor`` or it has ``nonfinite_differ > 0``, and when its transform ``failed``. NaN is above
-    nothing. ``noise_floor=None`` leaves the value out of it. Taps are ordered by step, then by the smallest
+    no floor. With ``noise_floor=None`` the value does not count. Taps are ordered by step, then by the smallest
     ``order`` over their receiving ranks; within a tap rows keep their own order. The floor is a ratio for
-    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``. ``"dtype"`` is for
-    ``rel_l2`` what rounding to the coarsest dtype in the frame comes to, 1e-5 for float32 and 2e-2 for bfloat16, so
-    that no tap is named because it casts; for other values it is 1e-5.
+    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``. For ``rel_l2``,
+    ``"dtype"`` is the rounding of the coarsest dtype in the frame, 1e-5 for float32 and 2e-2 for bfloat16, so that no
+    tap is named because it casts; for other values it is 1e-5.
 
-    Returns the row (its ``name`` is the frame's index label), or None when there is no such row. Raises
+    Returns the row (its ``name`` is the frame's index label), or None. Raises
     ValueError naming a column (name, order, status, ``value``) that the frame lacks.
 
     >>> gl.plots.first_divergent(run.frame, noise_floor=1e-5) is None

@@ -1,4 +1,4 @@
-"""Pairs of the plan that contradict each other, or the taps' names: they may themselves be the mistake."""
+"""Pairs of the plan that contradict each other or the taps' names, and so may be the mistake."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST_SAID = 4
 
 
 def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
-    """What a verdict says of the plan's pairs, as far as these rows have them, in a sentence or none.
+    """A sentence on contradictions among the plan's pairs that appear in these rows, or none.
 
-    Where a target swaps k and v in one layer, a match by value pairs its k with the baseline's v. Every graft is right
-    then, and what reads the two is named in their place.
+    If a target swaps k and v in one layer, a match by value pairs its k with the baseline's v. Every graft is then
+    right, and the code that reads the two is named instead of them.
     """
     pairs: dict[tuple[str, str], Pair] = {}
     rearranged: dict[str, dict[str, str]] = {}
@@ -43,10 +43,10 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     said += [text for text in odd_layouts(list(pairs.values())) if text.partition(" ")[0] not in names]
     said += other_parts(list(pairs.values()))
     said += [
-        f"{own} is compared in the layout {text!r}, though it has one shape on both sides and no other tap is so"
+        f"{own} is compared in the layout {text!r}, though both shapes are equal and no other tap needs one"
         for text, groups in rearranged.items()
         for own in groups.values()
-        # What all of a model has in another order, as tokens before the batch, is its convention.
+        # An order that all of a model has, such as tokens before the batch, is its convention.
         if len(groups) == 1 and own not in names
     ]
     if not said:
@@ -55,13 +55,12 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     more = f"; and {left} more" if left > 0 else ""
     return [
         f"The plan's pairs contradict their names or each other: {'; '.join(said[:_MOST_SAID])}{more}. They are "
-        "compared as the plan says. If the target mixes them up, what is computed from them is named below in their "
-        "place."
+        "compared as the plan says. If the target mixes them up, the code that reads them is named below instead."
     ]
 
 
 def _keeps_shape(layout: Layout, shape: Sequence[int] | None) -> bool:
-    """Whether a layout only changes the order of a tensor's elements."""
+    """Whether a layout keeps a tensor's shape and only reorders its elements."""
     if shape is None or layout.leaves_out:
         return False
     try:

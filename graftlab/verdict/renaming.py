@@ -11,16 +11,17 @@ import pandas as pd
 
 from graftlab.rows.schema import MEASURED
 
-# So many names are tried against each other; a rule that holds shows in fewer.
+# At most this many names are compared; a rule that holds shows in fewer.
 _TRIED = 60
-# Of the side with fewer names, this part has to pair.
+# The least share of names that must pair, on the side with fewer names.
 _ENOUGH = 0.8
 
 
 def suggested_rename(frame: pd.DataFrame) -> str | None:
-    """What to do about a run in which nothing paired, if one rule would pair most names; None where none would.
+    """The rename to try after a run in which nothing paired, if one rule would pair most names; else None.
 
-    Receivers whose tap nobody sent are ``missing``, senders whose tap nobody asked for ``unmatched``.
+    Taps that were not sent are ``missing`` on the receiver; taps that were not requested are ``unmatched`` on the
+    sender.
     """
     statuses = frame["status"].value_counts()
     missing, unmatched = int(statuses.get("missing", 0)), int(statuses.get("unmatched", 0))
@@ -42,7 +43,7 @@ def suggested_rename(frame: pd.DataFrame) -> str | None:
 
 
 def _rule(names: Collection[str], others: Collection[str]) -> tuple[str, str, int, str] | None:
-    """The pattern and its replacement that turn most of ``names`` into ``others``, how many, and what it is about."""
+    """The pattern and replacement that turn most of ``names`` into ``others``, their number, and the rule in words."""
     known = set(others)
     prefixes = Counter(
         name[: -len(other)]
@@ -55,7 +56,7 @@ def _rule(names: Collection[str], others: Collection[str]) -> tuple[str, str, in
         for other in list(known)[:_TRIED]:
             parts, their = name.split("."), other.split(".")
             differ = [(a, b) for a, b in zip(parts, their, strict=False) if a != b]
-            # Numbers tell layers apart, and are no word for something.
+            # Numbers distinguish layers and are not words.
             if len(parts) == len(their) and len(differ) == 1 and not any(each.isdigit() for each in differ[0]):
                 words[differ[0]] += 1
     rules = [(f"^{re.escape(prefix)}", "", f"start with {prefix!r}") for prefix, _ in prefixes.most_common(3)]

@@ -1,7 +1,7 @@
-"""What one side's ranks should agree on, and do not: replicas, sums that nobody reduced, inputs.
+"""Compares the ranks of one side: replicas that differ, sums that were not reduced, inputs.
 
-No other side is needed. A rank shows a sketch of each tap: a short random projection that is linear, so that distances
-and sums of tensors are those of their sketches, to a few per cent; equal tensors have equal sketches.
+A rank sends a sketch of each tap: a short linear random projection, so distances and sums of tensors are those of their
+sketches to a few per cent. Equal tensors have equal sketches.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from graftlab.verdict.wording import spans
 
 Relation = Literal["agrees", "disagrees", "own data"]
 
-# Up to which distance two ranks' tensors are taken for copies of one. Shards of random data are further apart.
+# Up to this distance two ranks' tensors count as copies. Shards of random data are further apart.
 _NEAR = 0.2
-# From which cosine on they are, where what they differ by is a partial sum that is known.
+# From this cosine on they do, if they differ by a known partial sum.
 _RESEMBLES = 0.2
 # A partial sum is added to a copy a few taps later.
 _LOOKED_BACK = 16
 _INFERRED = "inferred, since they are near"
 FROM_WEIGHT = "inferred from its weight"
 FROM_GROUP = "inferred from other taps of its group"
-# Copies that went through another order of additions differ by some roundings.
+# Copies whose sums ran in different orders differ by some roundings.
 _ROUNDINGS = 32
-# How much of a difference another tap's difference has to be.
+# The relative error up to which one tap's difference explains another's.
 _EXPLAINED = 1e-2
 
 
 @dataclass(frozen=True)
 class TapAcrossRanks:
-    """One call of a tap on all ranks, and how these relate. ``apart`` is the largest relative distance of replicas."""
+    """One call of a tap on all ranks. ``apart`` is the largest relative distance between replicas."""
 
     name: str
     tags: dict[str, Any]
@@ -48,18 +48,18 @@ class TapAcrossRanks:
     layout: str
     apart: float = 0.0
     ranks: tuple[int, ...] = ()
-    """Those that differ from the first of their replicas."""
+    """The ranks that differ from the first of their replicas."""
     shown: Mapping[int, TapSketch] = field(default_factory=dict, repr=False)
     groups: tuple[tuple[int, ...], ...] = ()
 
     def first_of(self, rank: int) -> int:
-        """The rank that this one's copy is compared with."""
+        """The rank whose copy this rank's is compared with."""
         return next((group[0] for group in self.groups if rank in group), 0)
 
 
 @dataclass(frozen=True)
 class ReplicaComparison:
-    """What the ranks of one side came to: ``held`` in execution order; ``missing`` are taps that some rank lacks."""
+    """All taps of one side across its ranks, in execution order; ``missing`` are taps that some rank lacks."""
 
     world_size: int
     taps: Sequence[TapAcrossRanks]
@@ -68,7 +68,7 @@ class ReplicaComparison:
 
     @property
     def disagreeing(self) -> list[TapAcrossRanks]:
-        """What should be equal and is not, in the order of blame."""
+        """The copies that differ, in the order of blame."""
         found = [each for each in self.taps if each.relation == "disagrees"]
         return sorted(found, key=lambda each: -1 if is_data(each.tags) else place_in_blame(each.group))
 
@@ -78,13 +78,13 @@ def check_replicas(
     declared: Callable[[str], Replicas | None],
     mesh: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
 ) -> ReplicaComparison:
-    """Relate what the ranks of one side showed, one sequence a rank.
+    """Compare the sketches of one side's ranks, one sequence a rank.
 
     ``mesh`` has the groups of ranks along each dimension, such as the data parallel groups of all tensor parallel
-    coordinates: what is no copy on all ranks may be one along a dimension. ``declared`` gives what the user says of a
-    tap's layout by its name; then the tap's own counts, which a DTensor has. Of a tap without either it is inferred.
-    Copies are near to each other, and tensors that are not near are each rank's own, unless other taps of the group, in
-    other layers or steps, are equal on all ranks. The gradient and the update of a weight are held as the weight is.
+    coordinates: a tensor may be a copy along one dimension only. ``declared`` returns the layout that the user gave for
+    a tap's name; otherwise the tap's own layout counts, as a DTensor has one; otherwise the layout is inferred. Tensors
+    near each other are copies. Others are each rank's own data, unless other taps of the group, in other layers or
+    steps, are equal on all ranks. The gradient and the update of a weight have the weight's layout.
     """
     size = len(ranks)
     by_place: dict[tuple[Any, ...], dict[int, TapSketch]] = {}
@@ -93,7 +93,7 @@ def check_replicas(
             by_place.setdefault(each.place, {})[rank] = each
     whole = {place: each for place, each in by_place.items() if len(each) == size}
     missing = [
-        f"{next(iter(each.values())).name} (on rank{'s' if len(each) > 1 else ''} {spans(list(each))} alone)"
+        f"{next(iter(each.values())).name} (on rank{'s' if len(each) > 1 else ''} {spans(list(each))} only)"
         for each in by_place.values()
         if len(each) < size
     ]
@@ -122,7 +122,7 @@ def _second_look(
     weights: Mapping[str, Replicas],
     ways: Sequence[Replicas],
 ) -> TapAcrossRanks:
-    """A tap that is not near on its ranks may be a copy all the same."""
+    """Check whether a tap that is not near on its ranks is a copy nevertheless."""
     weight = _weight_of(each, weights) if each.kind in ("param_grad", "optimizer") else None
     like = weight or equal.get(each.group)
     if like is not None:
@@ -148,7 +148,7 @@ def _relate(
     if layout is not None:
         return _compared(shown, layout)
     every = [_compared(shown, way) for way in ways]
-    # What agrees along one dimension of the mesh is no near copy along another one that failed.
+    # A copy that agrees along one dimension of the mesh is not a failed copy along a different one.
     for held in every:
         if held.relation == "agrees":
             return held
@@ -159,7 +159,7 @@ def _relate(
 
 
 def _said(shown: Mapping[int, TapSketch]) -> Replicas | None:
-    """What the tap's own layout says on all ranks, which may be on several meshes, as data parallel groups have."""
+    """The tap's own layout on all ranks, which may be on several meshes, as data parallel groups are."""
     said = [each.declared for each in shown.values() if each.declared is not None]
     if not said:
         return None
@@ -210,9 +210,9 @@ def _cosine(one: TapSketch, other: TapSketch) -> float:
 
 
 def unreduced(before: Sequence[TapAcrossRanks], at: TapAcrossRanks) -> TapAcrossRanks | None:
-    """Of the taps before ``at`` the last one whose differences between the ranks are just those of ``at``.
+    """The last tap before ``at`` whose differences between the ranks are exactly those of ``at``.
 
-    A partial sum is added to a copy: what differs then is what the ranks' partial sums differ by.
+    A partial sum is added to a copy, so the results differ exactly by the ranks' partial sums.
     """
     if not at.ranks or not math.isfinite(at.apart):
         return None

@@ -1,4 +1,4 @@
-"""What a check of one side's ranks came to, in words."""
+"""The text of a check of one side's ranks."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from graftlab.base.text import counted
 from graftlab.verdict.replicas import FROM_GROUP, ReplicaComparison, TapAcrossRanks, unreduced
 from graftlab.verdict.wording import described, spans
 
-# What comes after has mostly inherited it.
+# Later groups have mostly inherited the difference.
 _MOST_TOLD = 3
 
 
 def text_of_check(checked: ReplicaComparison, inputs: Sequence[str]) -> str:
-    """The conclusion, what was not looked at first. ``inputs`` are the taps that show what the model was given."""
+    """The conclusion, after what was not checked. ``inputs`` are the taps of the model's inputs."""
     lines = []
     if checked.skipped:
-        lines.append(f"Not looked at: {', '.join(checked.skipped[:4])} show no tensor that could be compared.")
+        lines.append(f"Not checked: {', '.join(checked.skipped[:4])} show no tensor to compare.")
     if checked.missing:
         more = f" and {len(checked.missing) - 4} more" if len(checked.missing) > 4 else ""
-        lines.append(f"Not looked at, since some ranks do not reach them: {', '.join(checked.missing[:4])}{more}.")
+        lines.append(f"Not checked, because some ranks do not reach them: {', '.join(checked.missing[:4])}{more}.")
     if not checked.taps:
-        return "\n".join([*lines, "Nothing was compared: no tap was reached on every rank. Put gl.tap or gl.watch in."])
+        return "\n".join([*lines, "Nothing was compared: no tap was reached on every rank. Add gl.tap or gl.watch."])
     lost = dict.fromkeys(
         each.name for each in checked.taps if all(shown.has_no_number for shown in each.shown.values())
     )
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         have = "has" if len(lost) == 1 else "have"
-        lines.append(f"Not looked at: {', '.join([*lost][:4])}{more} {have} no finite number on any rank.")
+        lines.append(f"Not checked: {', '.join([*lost][:4])}{more} {have} no finite number on any rank.")
     differing = [each for each in checked.taps if each.name in inputs and each.relation != "agrees"]
     if differing:
         names = ", ".join(dict.fromkeys(each.name for each in differing))
         lines.append(
-            f"The ranks' inputs differ: {names}. Under data parallelism they have to; then what is computed from them "
-            "differs too, and is not judged here. Under tensor parallelism this is the fault."
+            f"The ranks' inputs differ: {names}. Under data parallelism they must; values computed from them then "
+            "differ too, and are not judged here. Under tensor parallelism this is the fault."
         )
     found = judged(checked, inputs)
     lines += _sentences(checked, found)
@@ -52,14 +52,14 @@ def text_of_check(checked: ReplicaComparison, inputs: Sequence[str]) -> str:
         more = f" and {len(own) - 4} more" if len(own) > 4 else ""
         groups = "1 group of taps is" if len(own) == 1 else f"{len(own)} groups of taps are"
         lines.append(
-            f"{groups} each rank's own, as shards are: {', '.join(own[:4])}{more}. Whether they are the right shards "
-            "only a baseline tells."
+            f"{groups} each rank's own, as shards are: {', '.join(own[:4])}{more}. Only a baseline can tell whether "
+            "they are the right shards."
         )
     return "\n".join(lines)
 
 
 def judged(checked: ReplicaComparison, inputs: Sequence[str]) -> list[TapAcrossRanks]:
-    """What should be equal and is not; of values nothing where the ranks were given different inputs."""
+    """The copies that differ; no values among them if the ranks have different inputs."""
     differ = any(each.name in inputs and each.relation != "agrees" for each in checked.taps)
     found = [each for each in checked.disagreeing if each.name not in inputs]
     if differ:
@@ -73,36 +73,36 @@ def _sentences(checked: ReplicaComparison, found: Sequence[TapAcrossRanks]) -> l
     for each in found:
         what = described(each.group)
         if is_data(each.tags):
-            what = f"what was given as {each.group.rpartition('@')[0]} ({each.kind})"
+            what = f"{each.group.rpartition('@')[0]}, as it was given ({each.kind}),"
         groups.setdefault(what, []).append(each)
     for what, rows in list(groups.items())[:_MOST_TOLD]:
         worst = max(rows, key=lambda each: each.apart)
         layers = sorted({n[0] for each in rows if (n := numbers_in(each.name))})
         where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
-        size = "of other shapes, or not finite on some" if math.isinf(worst.apart) else f"rel_l2 {worst.apart:.2g}"
+        size = "shapes differ, or some ranks are not finite" if math.isinf(worst.apart) else f"rel_l2 {worst.apart:.2g}"
         others = sorted({rank for each in rows for rank in each.ranks})
         what = what[0].upper() + what[1:] if rows[0].kind else what
         differ = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {spans(others)} differ"
         lines.append(
-            f"{what} should be equal on the ranks and is not{where}: {differ} from the first of the copies "
+            f"{what} should be equal on the ranks but is not{where}: {differ} from the first copy "
             f"({size}; {worst.layout})."
         )
         partial = unreduced(checked.taps[: list(checked.taps).index(rows[0])], rows[0])
         if partial is not None:
             lines.append(
-                f"All of that difference is in {partial.name}, which holds other values on each rank: a partial sum "
-                "that nobody reduced."
+                f"All of that difference is in {partial.name}, whose values differ on each rank: a partial sum that "
+                "was not reduced."
             )
         elif rows[0].layout.startswith(FROM_GROUP):
             lines.append("It looks like a partial sum that was not reduced here.")
         elif rows[0].kind == "param_grad":
-            lines.append("Gradients of weights that are copies have to be reduced over the ranks before the step.")
+            lines.append("Gradients of replicated weights must be reduced over the ranks before the optimizer's step.")
     left = len(groups) - _MOST_TOLD
     if any(each.layout.startswith("inferred") for each in found):
         lines.append(
-            "Layouts were inferred from the values, so a difference may be intended: say with layouts= what each rank "
-            "holds."
+            "Layouts were inferred from the values, so a difference may be intended. State with layouts= what each "
+            "rank holds."
         )
     if left > 0:
-        lines.append(f"Of {left} more group{'s' if left > 1 else ''} of taps the copies differ as well.")
+        lines.append(f"The copies of {left} more group{'s' if left > 1 else ''} of taps differ too.")
     return lines

@@ -1,4 +1,4 @@
-"""What the rows of a run come to, in a sentence or two."""
+"""The summary of a run's rows, in a few sentences."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from graftlab.rows.schema import MEASURED, Row, are_whole
 from graftlab.verdict.facts import COMPARED, FAILED, GRAFTED, Facts, tap_name
 from graftlab.verdict.order import Array, divergent, numbers
 
-# A forward that one side alone computes again is none: its original has a row.
+# A recompute that only one side has is not among them: its original has a row.
 _ABSENT = ("missing", "timeout", "unmatched")
 
 
 def distances(frame: pd.DataFrame) -> Array:
-    """``rel_l2`` of each row as it is to be compared with others: infinite where non-finite values differ.
+    """``rel_l2`` of each row for comparisons with other rows: infinite where non-finite values differ.
 
-    A statistic leaves out what is not finite, so that of a tap with NaNs on one side may well be 0. NaN where nothing
-    was measured.
+    Statistics leave out non-finite values, so a tap with NaNs on one side may have a rel_l2 of 0. NaN where nothing was
+    measured.
     """
     value = np.where(_measured(frame), numbers(frame, "rel_l2"), np.nan)
     differ: Array = np.where(_differing(frame), np.inf, value)
@@ -34,9 +34,9 @@ def distances(frame: pd.DataFrame) -> Array:
 
 
 def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[str]:
-    """How far apart the two sides are; a sentence each, what matters most first. Rows are in execution order.
+    """Sentences on how far apart the two sides are, the most important first. Rows are in execution order.
 
-    What is above ``noise_floor`` diverges. Without one, rounding of the coarsest dtype is assumed, and said.
+    Values above ``noise_floor`` diverge. Without one, rounding of the coarsest dtype is assumed and reported.
     """
     facts = Facts(frame)
     said = []
@@ -61,9 +61,9 @@ def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[s
     if (known & ~grafted).any():
         if facts.value[known & ~grafted].max() == 0:
             some = differing.any() or without.any()
-            said.append("what is finite is equal" if some else "every compared row is equal")
+            said.append("all finite values are equal" if some else "every compared row is equal")
         else:
-            what = "rel_l2 of what is finite" if differing.any() else "rel_l2"
+            what = "rel_l2 of finite values" if differing.any() else "rel_l2"
             said.append(f"largest {what} {_largest(facts, known & ~grafted)}")
     if (known & grafted).any():
         said.append(f"grafts replaced differences of up to rel_l2 {_largest(facts, known & grafted)}")
@@ -74,23 +74,23 @@ def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[s
 
 
 def _largest(facts: Facts, mask: Array) -> str:
-    """The largest value of these rows, and where it is."""
+    """The largest value of these rows, and its place."""
     value = facts.value[mask].max()
     return f"{value:.2e} at {_place(facts.row(_first(mask & (facts.value == value))))}"
 
 
 def not_compared(statuses: Mapping[str, int]) -> str:
-    """How many rows of which statuses say that a tap had no counterpart to be compared with; blank where none does."""
+    """The number of rows of each status without a counterpart to compare with; blank without such rows."""
     return ", ".join(f"{count:,} {status}" for status in _ABSENT if (count := statuses.get(status, 0)))
 
 
 def floor_of(frame: pd.DataFrame, noise_floor: float | None = None) -> tuple[float, str]:
-    """The floor that these rows are judged by, and in words where it is from."""
+    """The floor by which these rows are judged, and its source in words."""
     return floor_in_words(Facts(frame).dtypes, noise_floor)
 
 
 def floor_in_words(dtypes: Iterable[object], noise_floor: float | None = None) -> tuple[float, str]:
-    """The floor for tensors of these dtypes, or the one that is given, and in words where it is from."""
+    """The given floor, or that for tensors of these dtypes, and its source in words."""
     if noise_floor is not None:
         return noise_floor, f"the floor {noise_floor:g}"
     floor, dtype = assumed_floor(dtypes)
@@ -98,7 +98,7 @@ def floor_in_words(dtypes: Iterable[object], noise_floor: float | None = None) -
 
 
 def first_divergent_at(frame: pd.DataFrame, noise_floor: float) -> int | None:
-    """Where the first row stands that was measured, not grafted, and that rounding does not explain."""
+    """The place of the first row that was measured, not grafted, and that rounding does not explain."""
     return first_divergent_of(Facts(frame), noise_floor)
 
 
@@ -119,7 +119,7 @@ def _first(mask: Array) -> int:
 
 
 def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> str:
-    """Where the two sides part; of grafted taps that they were, and what comes of it after them."""
+    """Where the two sides diverge: after grafted taps, if there are any."""
     in_words = floor[1]
     grafted, compared = facts.kind == GRAFTED, facts.kind == COMPARED
     start, which = "", "first divergent"
@@ -154,7 +154,7 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
 
 
 def sentence_of_first(row: Row, noise_floor: float) -> str:
-    """Of a row above the floor: where and when that was."""
+    """The sentence on the first row above the floor: where and in which step."""
     values = row._asdict()
     how = _nonfinite(values) if row.nonfinite_differ else _how_far(values, (noise_floor, "the floor"))
     return f"first divergent in this run: {_place(values)} in step {row.step}: {how}"
@@ -180,9 +180,9 @@ def _nonfinite(row: Mapping[str, Any]) -> str:
 def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[str, str]:
     """The filters of these plans that match no row of a run, by name, with their text.
 
-    A tap that some filter matches leaves a row, so what matches no row has matched no tap. ``plans`` are those that may
-    have been in force, the first one as the run began; one that no row has was not used to the end of a step. Without
-    any row ``compare`` is not reported, for then it had nothing to tell apart.
+    Every tap that a filter matches leaves a row, so a filter that matches no row matched no tap. ``plans`` may have
+    been in force, the first one when the run began; a plan without rows was not in force for a whole step. Without any
+    rows ``compare`` is not reported.
     """
     used = set(frame["plan_version"].unique())
     in_force = [plan for plan in plans if plan.version in used] or list(plans[:1])
@@ -197,7 +197,7 @@ def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[s
 
 
 def _may_match(text: str, frame: pd.DataFrame) -> bool:
-    """Whether a filter matches one of these rows, or may have matched tags of which a row has only the repr."""
+    """Whether a filter matches one of these rows, or may have matched tags that the row has only as a repr."""
     filter_ = compile_filter(text)
     names = sorted(filter_.names)
     asked = set()
@@ -205,7 +205,7 @@ def _may_match(text: str, frame: pd.DataFrame) -> bool:
         # A name that a side lacks is NaN in a column that has others.
         seen = {side: name if isinstance(name, str) else None for side, name in zip(SIDE_NAMES, sides, strict=True)}
         seen.update(tags)
-        # Rows are many, and what a filter looks at in them differs little.
+        # Many rows are equal in the tags that a filter reads.
         values = [seen.get(name) for name in names]
         known = repr(values)
         if known in asked:
@@ -217,7 +217,7 @@ def _may_match(text: str, frame: pd.DataFrame) -> bool:
 
 
 def _is_as_given(value: object) -> bool:
-    """Whether a row has a tag's value as filters saw it, and not a repr."""
+    """Whether a row has a tag's value as filters saw it, rather than its repr."""
     return type(value) in (int, float, bool, type(None)) or (
         type(value) is str and value[:1] not in ("(", "[", "{", "<")
     )

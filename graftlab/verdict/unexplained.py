@@ -13,7 +13,7 @@ from graftlab.base.tap_groups import is_data, kind_of
 from graftlab.diffs.results import ResultDifference, compare_results
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, times
+from graftlab.verdict.added import coarser_dtype, is_spread, measured_rows, ratio, times
 from graftlab.verdict.floor import Floor
 
 
@@ -24,6 +24,8 @@ class Difference:
     what: str
     rel_l2: float
     times: float
+    is_spread: bool = True
+    """Whether it is in most of the tensor, not in a few rows whose choice (a router's) rounding may turn around."""
 
     @property
     def size(self) -> str:
@@ -130,7 +132,7 @@ def differing_taps(
         over = ratio(row, floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row)))
         if over > threshold and (row["name"] not in found or over > found[row["name"]].times):
             distance = math.inf if row["nonfinite_differ"] else row["rel_l2"]
-            found[row["name"]] = Difference(row["name"], distance, over)
+            found[row["name"]] = Difference(row["name"], distance, over, is_spread(row))
     return list(found.values())
 
 
@@ -193,8 +195,8 @@ class UnexplainedDifferences:
             said = f"{_capital(worst.what)} differs {worst.size}, and no tap explains it."
         elif output:
             said = f"The output {output.what} differs {output.size}, and no tap explains it."
-        elif self.taps:
-            first, *others = self.taps
+        elif spread := [each for each in self.taps if each.is_spread]:
+            first, *others = spread
             more = f" (and {len(others)} more)" if others else ""
             return [f"{first.what}{more} differs {first.size}, and no tap explains it; the output agrees."]
         else:

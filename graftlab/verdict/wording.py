@@ -1,4 +1,4 @@
-"""A verdict in words: what was not looked at, then what is computed differently, and what it does to the output."""
+"""The text of a verdict: what was not checked, what is computed differently, and how that affects the output."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.rounds_differently import RoundsDifferently
 
-NOT_LOOKED_AT = "Not looked at: "
-"""How a sentence begins that says what the verdict does not speak of."""
+NOT_CHECKED = "Not checked: "
+"""The beginning of a sentence on something that the verdict does not cover."""
 
 
 @dataclass(frozen=True)
 class JobRemarks:
-    """What is to be said of jobs, or of a baseline that is a recording.
+    """Sentences for a verdict on jobs, or on a baseline that is a recording.
 
-    ``constant`` is the floor of every tap where it was not measured, ``floor`` the word for such a floor. ``first`` are
-    sentences that stand before the conclusion, ``unseen`` says what was not looked at, ``of_named`` what has to be said
-    of whatever is named, and ``last`` what has become of the jobs.
+    ``constant`` is the floor of every tap if it was not measured, ``floor`` the adjective for such a floor. ``first``
+    are sentences before the conclusion, ``unseen`` what was not checked, ``of_named`` a caveat if anything is named,
+    and ``last`` how the verdict changed the jobs.
     """
 
     constant: float | None
@@ -39,7 +40,7 @@ class JobRemarks:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the runs of a verdict came to. ``target_ranks`` is how many there are."""
+    """The results of a verdict's runs, with the number of target ranks."""
 
     frame: pd.DataFrame
     threshold: float
@@ -47,23 +48,25 @@ class Findings:
     unseen: Sequence[str] = ()
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
-    """By the group of the output that they were measured at."""
+    """By the group of the output at which they were measured."""
     hints: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     data: Sequence[str] = ()
     """Sentences on what both sides were given differently: inputs, weights, settings."""
     inputs: Sequence[str] = ()
-    """The groups of which the sentences of ``data`` speak: those that show what the model was given, above all."""
+    """The groups that the sentences of ``data`` cover, mainly those of the model's inputs."""
     following: Sequence[str] = ()
-    """The groups of gradients that are other because the values that are named are."""
+    """The groups of gradients that differ because named values differ."""
     target_not_repeated: Sequence[str] = ()
     """Taps at which the target differs from itself; looked for where something is named."""
     job_remarks: JobRemarks | None = None
-    """What is to be said of jobs, which nobody can call again."""
+    """Set for jobs, which a verdict cannot call again."""
     unexplained: Sequence[str] = ()
-    """Sentences for what differs and no named group explains."""
+    """Sentences on differences that no named group explains."""
     failed: Sequence[str] = ()
     """Sentences on stages of the verdict that failed."""
+    rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
+    """The groups that round differently. They are among the named ones."""
 
     @property
     def named(self) -> list[str]:
@@ -79,7 +82,7 @@ def text_of(findings: Findings) -> str:
         lines.append(_not_repeatable("target", findings.target_not_repeated))
     lines += findings.job_remarks.first if findings.job_remarks else ()
     lines += findings.data
-    lines += [f"{NOT_LOOKED_AT}{line}" for line in findings.unseen]
+    lines += [f"{NOT_CHECKED}{line}" for line in findings.unseen]
     lines += _conclusion(findings)
     lines += _hints(findings.hints)
     lines += findings.remarks
@@ -88,11 +91,11 @@ def text_of(findings: Findings) -> str:
 
 
 def _hints(hints: Mapping[str, str]) -> list[str]:
-    """A line for each hint; those that say the same of several groups are one, with the first group's tap."""
+    """One line for each distinct hint, with the first group's tap."""
     same: dict[str, list[str]] = {}
     for group, hint in hints.items():
-        # Each begins with the tap that it is about, and ends with how well it fits.
-        same.setdefault(hint.partition(", ")[2].rpartition(" (fits")[0] or hint, []).append(group)
+        # A hint begins with its tap and ends with its fit.
+        same.setdefault(hint.partition(", ")[2].rpartition(" (explains")[0] or hint, []).append(group)
     return [f"Hint ({_shown(groups)}): {hints[groups[0]]}." for groups in same.values()]
 
 
@@ -104,7 +107,7 @@ def _shown(groups: Sequence[str], most: int = 3) -> str:
 def _not_repeatable(side: str, taps: Sequence[str]) -> str:
     shown = _shown(taps)
     return (
-        f"The {side} does not repeat itself: run twice, it differs at {shown}. Nothing below can be relied on. Turn "
+        f"The {side} does not repeat itself: run twice, it differs at {shown}. Do not rely on anything below. Turn "
         "dropout off (model.eval()), seed the random numbers inside the function, and start each call from the same "
         "state (caches, weights)."
     )
@@ -115,18 +118,20 @@ def _conclusion(findings: Findings) -> list[str]:
     if findings.failed and not len(frame):
         return []
     if not len(frame):
-        return ["Nothing was compared: no tap was measured on both sides. Put gl.tap or gl.watch into both functions."]
-    computed = [group for group in named if group not in findings.inputs]
+        return ["Nothing was compared: no tap was measured on both sides. Add gl.tap or gl.watch to both functions."]
+    computed = [group for group in named if group not in (*findings.inputs, *findings.rounding.groups)]
     if not computed:
-        lines = [_nothing_named(findings)]
+        lines = [*findings.rounding.sentences, _nothing_named(findings)]
     else:
         lines = []
-        for groups in _told_together(frame, computed):
+        for groups in _sentence_groups(frame, computed):
             label = _label(frame, groups[0])
-            what = _computed_otherwise(findings, groups[0]) if len(groups) == 1 else _many(findings, groups)
-            lines.append(what + {"culprit": ".", "minor": ", which the output does not show.", "cancels": "."}[label])
+            what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
+            lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
+    if computed:
+        lines += findings.rounding.sentences
     if findings.following:
         lines.append(_following(findings.following))
     for output, causes in findings.causes.items():
@@ -137,14 +142,14 @@ def _conclusion(findings: Findings) -> list[str]:
 
 
 def _nothing_named(findings: Findings) -> str:
-    # Of what the model was given the sentences before this one have spoken.
+    # Earlier sentences report the inputs.
     frame = findings.frame[~findings.frame["group"].isin(list(findings.inputs))]
     if not len(frame):
-        return "Apart from inputs no tap was measured on both sides. Put gl.tap or gl.watch into both functions."
+        return "Apart from inputs, no tap was measured on both sides. Add gl.tap or gl.watch to both functions."
     frame = frame[frame["ratio"].notna()]
     if not len(frame):
-        nothing = "Apart from inputs nothing" if findings.inputs else "Nothing"
-        return f"{nothing} was compared: not one number of any tap is finite on both sides."
+        nothing = "Apart from inputs, nothing" if findings.inputs else "Nothing"
+        return f"{nothing} was compared: no tap has a number that is finite on both sides."
     top = frame["ratio"].max()
     coarse = [d for d in pd.unique(frame["dtype"]) if _is_coarse(d)]
     measured = (
@@ -152,14 +157,18 @@ def _nothing_named(findings: Findings) -> str:
         f"{_number(findings)}"
     )
     if coarse:
-        return f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 to look closer."
+        if findings.rounding.groups:
+            return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
+        return (
+            f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer look."
+        )
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
-        return f"Of what was looked at, nothing adds more than {most} ({measured})."
+        return f"Nothing that was checked adds more than {most} ({measured})."
     repeats = not (findings.not_repeated or findings.target_not_repeated)
     if findings.unexplained or findings.failed or findings.unseen or findings.data or not repeats:
-        return f"Of what was looked at, nothing adds more than rounding ({measured})."
-    return f"No tap adds more than rounding does ({measured})."
+        return f"Nothing that was checked adds more than rounding ({measured})."
+    return f"No tap adds more than rounding ({measured})."
 
 
 def _floor(findings: Findings) -> str:
@@ -180,21 +189,21 @@ def _label(frame: pd.DataFrame, group: str) -> str:
     return str(labels.iloc[0])
 
 
-# So many weights, states or updates of them each have a sentence; more share one.
+# Up to this many weights, states or updates have a sentence each; more than that share one.
 _MOST_SENTENCES = 3
 
 
-def _told_together(frame: pd.DataFrame, groups: Sequence[str]) -> list[list[str]]:
-    """The named groups, culprits first; many weights' gradients, or states, or updates, together."""
+def _sentence_groups(frame: pd.DataFrame, groups: Sequence[str]) -> list[list[str]]:
+    """The named groups by sentence, culprits first: many weights' gradients, states or updates share one."""
     alike: dict[tuple[str, str], list[str]] = {}
     for group in groups:
         kind = kind_of_group(group)
         together = kind if kind in _OF_MANY else group
         alike.setdefault((together, _label(frame, group)), []).append(group)
-    told: list[list[str]] = []
+    found: list[list[str]] = []
     for _, each in sorted(alike.items(), key=lambda item: item[0][1] != "culprit"):
-        told += [each] if len(each) > _MOST_SENTENCES else [[group] for group in each]
-    return told
+        found += [each] if len(each) > _MOST_SENTENCES else [[group] for group in each]
+    return found
 
 
 def _over(findings: Findings, group: str) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -204,16 +213,16 @@ def _over(findings: Findings, group: str) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _size(findings: Findings, over: pd.DataFrame) -> tuple[pd.Series[Any], str]:
-    """The tap that adds the most, and how much that is."""
+    """The tap that adds the most, and that amount in words."""
     worst = over.iloc[int(over["ratio"].to_numpy().argmax())]
     if math.isinf(worst["ratio"]) and not math.isinf(worst["added"]) and worst["floor"]:
         return worst, "not finite on one side"
-    times = "beyond any floor" if math.isinf(worst["ratio"]) else f"{worst['ratio']:.2g} x the {_floor(findings)}"
+    times = "above any floor" if math.isinf(worst["ratio"]) else f"{worst['ratio']:.2g} x the {_floor(findings)}"
     return worst, f"added {worst['added']:.2g}, {times}"
 
 
-def _many(findings: Findings, groups: Sequence[str]) -> str:
-    """A sentence on many weights."""
+def _many_groups(findings: Findings, groups: Sequence[str]) -> str:
+    """One clause on many weights."""
     each = [_over(findings, group) for group in groups]
     every, over = (pd.concat([pair[which] for pair in each]) for which in (0, 1))
     worst, size = _size(findings, over)
@@ -226,7 +235,7 @@ def _many(findings: Findings, groups: Sequence[str]) -> str:
     return f"{_OF_MANY[kind]} are computed differently{where}: {', '.join(names)}{left} ({size}, {worst['dtype']})"
 
 
-def _computed_otherwise(findings: Findings, group: str) -> str:
+def _one_group(findings: Findings, group: str) -> str:
     rows, over = _over(findings, group)
     worst, size = _size(findings, over)
     details = [size, worst["dtype"]]
@@ -240,13 +249,13 @@ def _computed_otherwise(findings: Findings, group: str) -> str:
     when = f" and{steps.removeprefix(' in')}" if layers and steps else steps
     where = layers + when + _ranks(over, findings.target_ranks)
     what = described(group)
-    # The name of a tap stays as it is.
+    # A tap's name keeps its case.
     what = what[0].upper() + what[1:] if kind_of_group(group) else what
     return f"{what} is computed differently{where} ({', '.join(details)})"
 
 
 def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
-    """Which of a layer's modules with numbers for names it is, where it is not all of them: ``mlp.2 alone``."""
+    """The numbered modules of a layer that differ, unless all of them do: ``mlp.2 alone``."""
     said = []
     parts = str(rows["group"].iloc[0]).split(".")
     stars = [place for place, part in enumerate(parts) if part == "*"]
@@ -258,7 +267,7 @@ def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
 
 
 def _steps(rows: pd.DataFrame, over: pd.DataFrame) -> str:
-    """In which steps, counted from 0, where it is not in all of several."""
+    """The steps that differ, counted from 0; blank if all do."""
     every, wrong = (sorted({int(step) for step in each["step"]}) for each in (rows, over))
     if wrong == every:
         return ""
@@ -266,7 +275,7 @@ def _steps(rows: pd.DataFrame, over: pd.DataFrame) -> str:
 
 
 def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
-    """What one mistake before several named values may explain: a tensor that all of them read, and no tap shows."""
+    """A sentence where several named values may read one wrong tensor that no tap shows; None elsewhere."""
     values = [group for group in groups if kind_of_group(group) is None]
     places = {}
     for group in values:
@@ -278,7 +287,7 @@ def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
         return None
     return (
         f"If {_and(beside)} read a tensor that no tap shows, such as a residual stream or positions, one mistake in it "
-        f"explains them all; a tap there tells."
+        "would explain them all. Tap that tensor to find out."
     )
 
 
@@ -290,7 +299,7 @@ def _and(groups: Sequence[str]) -> str:
 
 def _following(groups: Sequence[str]) -> str:
     shown = _shown([described(group) for group in groups])
-    return f"Its backward differs as well, as it has to: {shown}. Mend the forward before you judge these."
+    return f"The backward pass therefore differs too: {shown}. Fix the forward pass before judging these."
 
 
 _OF_KIND = {
@@ -311,7 +320,7 @@ _OF_MANY = {
 
 
 def described(group: str) -> str:
-    """A group as a sentence speaks of it.
+    """A group as a sentence names it.
 
     >>> described("layers.*.q@grad")
     'the gradient of layers.*.q'
@@ -360,22 +369,21 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def _over_floor(times: float) -> str:
-    """Numbers that do not round have a floor of 0; and one side alone may be infinite or NaN."""
-    return "beyond any floor" if math.isinf(times) else f"{times:.2g} x its floor"
+    """A multiple of the floor in words: infinite for whole numbers that differ, or where one side is not finite."""
+    return "above any floor" if math.isinf(times) else f"{times:.2g} x its floor"
 
 
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
     groups = ", ".join(causes.labels)
-    # Of a model that is watched as a whole the last tap is called so.
+    # The last tap of a model that is watched as a whole has this name.
     named = "" if output == "output" else f" {output}"
     output = f", {described(output)}," if kind_of_group(output) else named
     if math.isnan(causes.restored):
-        do = "do" if len(causes.labels) > 1 else "does"
-        return [f"What {groups} {do} to the output{output} could not be measured."]
+        return [f"The effect of {groups} on the output{output} could not be measured."]
     if not causes.restored <= findings.threshold:
         return [
             f"With the baseline's {groups} the output{output} is still {_over_floor(causes.restored)}: something "
-            "acts outside of the taps. State that is written before its tap (a KV cache) is such a thing; tap it."
+            "outside the taps affects it, such as state that is written before its tap (a KV cache). Tap that state."
         ]
     lines = []
     if math.isnan(causes.total):
@@ -385,11 +393,11 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
         )
     elif causes.earlier:
         lines.append(
-            f"The output{output} agrees the last time ({_over_floor(causes.total)}), and differs before that, in step"
+            f"The output{output} agrees in its last step ({_over_floor(causes.total)}) and differs earlier, in step"
             f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)}."
         )
     elif causes.agrees:
-        lines.append(f"The output{output} agrees all the same ({_over_floor(causes.total)}).")
+        lines.append(f"The output{output} still agrees ({_over_floor(causes.total)}).")
     else:
         lines.append(
             f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}; "
@@ -401,5 +409,5 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
     if causes.untested:
         lines.append(f"Not swapped alone, to bound the runs: {', '.join(causes.untested)}.")
     if causes.cut_short:
-        lines.append("There are more sets that might cancel than were tried.")
+        lines.append("Not all sets of groups that might cancel were tried.")
     return lines

@@ -22,6 +22,8 @@ from graftlab.errors import GraftError
 from graftlab.plots import explorer
 from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
+from graftlab.rows.rendering import written
+from graftlab.rows.schema import in_tables
 from graftlab.rows.store import to_frame
 from graftlab.verdict.conclusion import UNMEASURED, Conclusion, LiveConclusion, TapSummary, conclude_from
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
@@ -156,11 +158,19 @@ def static_html(found: Conclusion, with_figure: bool) -> str:
         # In their present order, as if all were from one step.
         frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(found.rows)])
         figure = plots.divergence(frame, noise_floor=found.floor)
+<<<<<<< HEAD
         markup += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
     head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "direction", "")
     more = len(found.lines) - len(lines)
     rest = f"<p>and {more:,} more taps, none worse</p>" if more else ""
     return markup + table(head, [_line_html(line) for line in lines]) + rest
+=======
+        said += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
+    head = ("tap", "status", "rel_l2", *in_tables(), "non-finite", "worst on", "step", "direction", "")
+    more = len(found.lines) - len(lines)
+    rest = f"<p>and {more:,} more taps, none worse</p>" if more else ""
+    return said + table(head, [_line_html(line) for line in lines], in_tables()) + rest
+>>>>>>> main
 
 
 def _line_html(line: TapSummary) -> str:
@@ -171,7 +181,7 @@ def _line_html(line: TapSummary) -> str:
         cell(row.status, "bad" if row.status in UNMEASURED else ""),
         # rel_l2 covers the finite elements only, and may be 0.
         cell("not finite", "number bad") if nonfinite else cell(number(row.rel_l2), "number"),
-        cell(number(row.max_abs), "number"),
+        *(cell(written(name, getattr(row, name)), "number") for name in in_tables()),
         cell(nonfinite or "", "number bad" if nonfinite else "number"),
         cell(f"{row.side}[{row.rank}]"),
         cell(row.step, "number"),

@@ -6,13 +6,14 @@ import html
 import re
 from collections.abc import Sequence
 
-from graftlab.base.html import cell, number, table
+from graftlab.base.html import cell, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.text import shortened
 from graftlab.diffs.measure import DiffStats
 from graftlab.grafting.trial import Trial
 from graftlab.plan.plan import GraftPlan
-from graftlab.rows.schema import Row
+from graftlab.rows.rendering import written
+from graftlab.rows.schema import DIFFERENCES, Row
 from graftlab.transforms import TransformSpec
 from graftlab.transforms.spec import each_of
 from graftlab.widgets.drafts import Version, label_of
@@ -38,7 +39,6 @@ STYLE = """
 # The line of the exception in a traceback, which unlike the others is not indented.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Warning|Exit|Interrupt)\b")
 _ERROR_SHOWN = 300
-_DIFFERENCES = ("rel_l2", "rel_diff", "max_abs", "cosine", "nonfinite_differ")
 
 
 def summary(error: str) -> str:
@@ -103,23 +103,17 @@ def _tensors(trial: Trial) -> str:
 
 def _differences(trial: Trial) -> str:
     lines = []
-    for name in _DIFFERENCES:
+    for name in DIFFERENCES:
         before, after = _value(trial.before, name), _value(trial.after, name)
         if name == "nonfinite_differ" and not before and not after:
             continue
-        numbers = "".join(cell(_written(name, value), "number") for value in (before, after))
+        numbers = "".join(cell(written(name, value), "number") for value in (before, after))
         lines.append(f"<tr>{cell(name)}{numbers}{cell(_change(before, after), 'quiet')}</tr>")
     return table(("difference", "before" + ("" if trial.before else " (failed)"), "with the draft", ""), lines)
 
 
 def _value(stats: DiffStats | None, name: str) -> float | None:
     return None if stats is None else getattr(stats, name)
-
-
-def _written(name: str, value: float | None) -> str:
-    if value is None or name not in ("cosine", "nonfinite_differ"):
-        return number(value)
-    return f"{value:.8f}" if name == "cosine" else f"{value:,}"
 
 
 def _change(before: float | None, after: float | None) -> str:

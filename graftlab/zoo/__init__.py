@@ -1,4 +1,4 @@
-"""Faults whose truth is known, in a small model of their own: what a verdict is scored on, here and by its users.
+"""Known faults in a small model, on which verdicts are scored.
 
 Internal: it may change without notice; docs/api says what is public.
 """

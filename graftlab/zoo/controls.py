@@ -1,7 +1,7 @@
-"""Benign variants of the zoo: other arithmetic for the same mathematics, of which a verdict must name nothing.
+"""The benign variants of the zoo: different arithmetic for the same mathematics. A verdict must name nothing.
 
-Where a variant holds other tensors at some taps and the same outputs, those groups are in ``cancels``: a verdict may
-say that they differ and cancel, and must not call them culprits.
+If a variant has different tensors at some taps but the same outputs, those groups are in ``cancels``: a verdict may
+report that they cancel, but must not call them culprits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTROLS: list[Specimen] = []
 def _control(
     area: str, *cancels: str, regime: Regime = "forward", dtype: torch.dtype | None = None, weights: Any = None
 ) -> Any:
-    """Registers a subclass of Math as benign; its docstring says what is other."""
+    """Register a subclass of Math as benign. Its docstring states the difference."""
 
     def register(math_of_the_control: type[Math]) -> type[Math]:
         name = "".join(f"_{c.lower()}" if c.isupper() else c for c in math_of_the_control.__name__).lstrip("_")
@@ -137,7 +137,7 @@ class HiddenTurnedAround(Math):
 
 @_control("order of sums")
 class BatchTurnedAround(Math):
-    """Attention and MLP take the batch in another order."""
+    """Attention and MLP process the batch in reverse order."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         return super().attend(q.flip(0), k.flip(0), v.flip(0), layer).flip(0)
@@ -156,7 +156,7 @@ class SiluByHand(Math):
 
 @_control("experts")
 class ExpertsInTurn(Math):
-    """One expert after the other, each for its own tokens alone."""
+    """One expert after the other, each with only its own tokens."""
 
     def experts(self, x: Tensor, shares: Tensor, gate: Tensor, up: Tensor, down: Tensor, layer: int) -> Tensor:
         out = torch.zeros_like(x)
@@ -181,7 +181,7 @@ class ComplexRotation(Math):
 
 @_control("positions", "layers.*.q_rot", "layers.*.k_rot")
 class AllPositionsShifted(Math):
-    """Every position is three later, which no score can tell."""
+    """Every position is shifted by three, which leaves all scores unchanged."""
 
     def positions(self, start: int, count: int, layer: int) -> Tensor:
         return super().positions(start, count, layer) + 3
@@ -228,7 +228,7 @@ def _permuted(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     weights=_permuted,
 )
 class HeadsPermuted(Math):
-    """Heads stand in another order, in the projections and in what reads them."""
+    """Heads are permuted, in the projections and in the weights that read them."""
 
 
 @_control("dtype", dtype=torch.bfloat16)
@@ -238,22 +238,22 @@ class HalfPrecision(Math):
 
 @_control("dtype", dtype=torch.bfloat16)
 class HalfPrecisionFusedNorm(FusedNorm):
-    """In bfloat16, with another norm."""
+    """In bfloat16, with torch's RMSNorm."""
 
 
 @_control("decode", regime="decode")
 class DecodesWithACache(Math):
-    """The same code, a token at a time."""
+    """The same code, one token at a time."""
 
 
 @_control("tp", regime="tp")
 class TensorParallel(Math):
-    """A right split over two ranks."""
+    """A correct split over two ranks."""
 
 
 @_control("backward", regime="backward")
 class BackwardOfTheSame(Math):
-    """Forward and backward of the same code."""
+    """The same code, forward and backward."""
 
 
 @_control("backward", regime="backward")
@@ -263,4 +263,4 @@ class BackwardThroughFused(ScaledDotProductAttention):
 
 @_control("tp-backward", regime="tp-backward")
 class TensorParallelBackward(Math):
-    """A right split over two ranks, forward and backward."""
+    """A correct split over two ranks, forward and backward."""

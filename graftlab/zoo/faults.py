@@ -1,9 +1,9 @@
-"""Faults of the zoo, and for each what a verdict should name. The truth was written down before anything was scored.
+"""The faults of the zoo, each with the groups that a verdict should name, written down before any scoring.
 
-Each is one mistake that people have made in engines, conversions and trainers: a subclass of
-:class:`~graftlab.zoo.model.Math` for the target, or other weights for it. ``truth`` are the groups of taps whose
-computation is other, as ``graftlab.verdict`` groups them: the path without the layer's number. A gradient's group
-ends with ``@grad``: the gradient *of* that tap is the first that is other.
+Each is a mistake that people have made in engines, conversions and trainers: a subclass of
+:class:`~graftlab.zoo.model.Math` for the target, or different weights. ``truth`` are the groups of taps that are
+computed differently, as ``graftlab.verdict`` groups them: the path without the layer's number. A gradient's group ends
+with ``@grad``: the gradient *of* that tap is the first that differs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Regime = Literal["forward", "decode", "tp", "backward", "tp-backward"]
 class Specimen:
     """One fault, or one benign variant whose ``truth`` is empty.
 
-    ``layers`` are those in which the fault is, None for all. ``weights`` changes the target's whole weights before
-    they are cut for its ranks. ``cancels`` are groups that are other and whose effects cancel each other.
+    ``layers`` are the faulty ones, None for all. ``weights`` changes the target's whole weights before they are sharded
+    over its ranks. ``cancels`` are groups that differ and whose effects cancel each other.
     """
 
     name: str
@@ -46,7 +46,7 @@ FAULTS: list[Specimen] = []
 
 
 def _fault(area: str, *truth: str, regime: Regime = "forward", layers: tuple[int, ...] | None = None) -> Any:
-    """Registers a subclass of Math; its docstring says what is wrong, its name the specimen's."""
+    """Register a subclass of Math. Its docstring states the fault, its name names the specimen."""
 
     def register(math_of_the_fault: type[Math]) -> type[Math]:
         name = "".join(f"_{c.lower()}" if c.isupper() else c for c in math_of_the_fault.__name__).lstrip("_")
@@ -57,7 +57,7 @@ def _fault(area: str, *truth: str, regime: Regime = "forward", layers: tuple[int
 
 
 def _weights_fault(area: str, *truth: str, regime: Regime = "forward") -> Callable[[Spoil], Spoil]:
-    """The same for a function that spoils the target's weights."""
+    """Register a function that spoils the target's weights."""
 
     def register(spoil: Spoil) -> Spoil:
         FAULTS.append(Specimen(spoil.__name__, area, frozenset(truth), Math, spoil, regime))
@@ -67,7 +67,7 @@ def _weights_fault(area: str, *truth: str, regime: Regime = "forward") -> Callab
 
 
 def only_in(base: type[Math], layers: tuple[int, ...] | None) -> type[Math]:
-    """A Math whose fault is in these layers alone."""
+    """A Math with its fault only in these layers."""
     if layers is None:
         return base
 
@@ -175,7 +175,7 @@ class HalfOfTheHeadRotated(Math):
 
 @_fault("positions", "layers.*.q_rot", "layers.*.k_rot", regime="decode")
 class PositionsFromZero(Math):
-    """Each call counts its positions from zero, whatever is in the cache."""
+    """Each call counts its positions from zero, ignoring the cache."""
 
     def positions(self, start: int, count: int, layer: int) -> Tensor:
         return super().positions(0, count, layer)
@@ -193,7 +193,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @_fault("attention", "layers.*.mix")
 class ScaledByHeadDim(Math):
-    """1 / d where 1 / sqrt(d) belongs."""
+    """Scales by 1 / d instead of 1 / sqrt(d)."""
 
     def scale(self, layer: int) -> float:
         return 1 / self.config.head_dim
@@ -234,7 +234,7 @@ class ShortWindow(Math):
 
 @_fault("attention", "layers.*.mix")
 class HeadsSharedInTurn(Math):
-    """Key/value heads are dealt out in turn (repeat), not to neighbours (repeat_interleave)."""
+    """Key/value heads are repeated in turn (repeat), not for neighbours (repeat_interleave)."""
 
     def share_heads(self, x: Tensor, layer: int) -> Tensor:
         return x.repeat(1, 1, self.config.heads // self.config.kv_heads, 1)
@@ -250,7 +250,7 @@ class SoftmaxInHalfPrecision(Math):
 
 @_fault("attention", "layers.*.mix", layers=(3,))
 class SinkInTheLastLayer(Math):
-    """One more in the softmax's denominator (an attention sink)."""
+    """Adds one to the softmax's denominator (an attention sink)."""
 
     def softmax(self, scores: Tensor, layer: int) -> Tensor:
         exps = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -275,7 +275,7 @@ class NoValueBias(Math):
 
 @_fault("attention", "layers.*.k")
 class KeyBiasTwice(Math):
-    """The keys' bias is added by the projection, and once more after it."""
+    """The keys' bias is added by the projection and again after it."""
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor, layer: int, which: str) -> Tensor:
         return super().project(x, weight, bias * 2 if which == "k" else bias, layer, which)
@@ -288,7 +288,7 @@ _NORMS = ("layers.*.norm1", "layers.*.norm2", "norm")
 
 @_fault("norms", *_NORMS)
 class LargeEps(Math):
-    """eps of 1e-3 where 1e-5 belongs."""
+    """An eps of 1e-3 instead of 1e-5."""
 
     def norm(self, x: Tensor, weight: Tensor, layer: int | None, which: str) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3) * weight
@@ -296,7 +296,7 @@ class LargeEps(Math):
 
 @_fault("norms", *_NORMS)
 class MeanRemoved(Math):
-    """LayerNorm for RMSNorm."""
+    """LayerNorm instead of RMSNorm."""
 
     def norm(self, x: Tensor, weight: Tensor, layer: int | None, which: str) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=self.config.eps) * weight
@@ -321,7 +321,7 @@ class VarianceInHalfPrecision(Math):
 
 @_fault("norms", "norm")
 class LastNormWithoutWeight(Math):
-    """The final norm's weight was left at one."""
+    """The final norm's weight was not loaded."""
 
     def norm(self, x: Tensor, weight: Tensor, layer: int | None, which: str) -> Tensor:
         return super().norm(x, torch.ones_like(weight) if which == "norm" else weight, layer, which)
@@ -329,7 +329,7 @@ class LastNormWithoutWeight(Math):
 
 @_weights_fault("norms", "layers.*.norm2")
 def norms_mixed_up(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """norm2 was given norm1's weight."""
+    """norm2 has norm1's weight."""
     return {name: weights[name.replace("norm2", "norm1")] for name in weights}
 
 
@@ -338,7 +338,7 @@ def norms_mixed_up(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @_fault("mlp", "layers.*.act")
 class GeluForSilu(Math):
-    """Another activation."""
+    """GELU instead of SiLU."""
 
     def activate(self, gate: Tensor, up: Tensor, layer: int) -> Tensor:
         return F.gelu(gate) * up
@@ -405,7 +405,7 @@ class SharesNotNormalised(Math):
 
 @_fault("experts", "layers.*.router")
 class OneExpertTooFew(Math):
-    """Top 1 for top 2."""
+    """Top 1 instead of top 2."""
 
     def route(self, x: Tensor, weight: Tensor, layer: int) -> Tensor:
         chosen, places = F.linear(x, weight).softmax(-1).topk(1, -1)
@@ -414,7 +414,7 @@ class OneExpertTooFew(Math):
 
 @_fault("experts", "layers.*.router")
 class SigmoidRouter(Math):
-    """Sigmoid scores for a softmax."""
+    """Sigmoid scores instead of a softmax."""
 
     def route(self, x: Tensor, weight: Tensor, layer: int) -> Tensor:
         chosen, places = F.linear(x, weight).sigmoid().topk(self.config.chosen, -1)
@@ -453,7 +453,7 @@ class ScaledEmbedding(Math):
 
 @_fault("embedding", "embed")
 class TokenZeroIsPadding(Math):
-    """The first token's embedding is taken for padding."""
+    """Token 0 is treated as padding."""
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         return super().embed(weight, tokens) * (tokens != 0)[..., None]
@@ -508,7 +508,7 @@ class LogitsInHalfPrecision(Math):
 
 @_fault("cache", "layers.*.cache_k", regime="decode")
 class LastKeyOverwritten(Math):
-    """A new key is written over the last one, and stands there twice."""
+    """A new key overwrites the previous one, so it is cached twice."""
 
     def cached(self, old: Tensor | None, new: Tensor, layer: int, which: str) -> Tensor:
         whole = super().cached(old, new, layer, which)
@@ -557,7 +557,7 @@ class MeanForSum(Math):
 
 @_fault("tp", *_NORMS, regime="tp")
 class OneRanksEps(Math):
-    """Rank 1 was started with another eps."""
+    """Rank 1 was started with a different eps."""
 
     def norm(self, x: Tensor, weight: Tensor, layer: int | None, which: str) -> Tensor:
         if self.shard.rank == 0:
@@ -567,14 +567,14 @@ class OneRanksEps(Math):
 
 @_weights_fault("tp", "layers.*.k", "layers.*.v", regime="tp")
 def key_heads_swapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each rank was given the other's key/value heads."""
+    """Each rank has the other's key/value heads."""
     sharded = {f"layers.{i}.{n}" for i in range(4) for n in ("k", "v", "k_bias", "v_bias")}
     return {n: w.roll(w.shape[0] // 2, 0) if n in sharded else w for n, w in weights.items()}
 
 
 @_weights_fault("tp", "layers.*.up", regime="tp")
 def up_columns_swapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each rank was given the other's columns of the up projection, and its own of the gate."""
+    """Each rank has the other's columns of the up projection, and its own of the gate."""
     return {
         n: w.roll(w.shape[0] // 2, 0) if n.endswith(".up") and "experts" not in n else w for n, w in weights.items()
     }
@@ -631,7 +631,7 @@ class ScaleForgottenBackward(Math):
 
 @_fault("backward", "logits@grad", regime="backward")
 class LossOverAllTokens(Math):
-    """The loss is divided by the number of tokens, not of those that have a next one."""
+    """The loss is divided by the number of tokens, not of tokens that have a next one."""
 
     def loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
         return super().loss(logits, tokens) * (tokens.shape[1] - 1) / tokens.shape[1]
@@ -655,7 +655,7 @@ class RouterDetachedHalf(Math):
 
 @_fault("tp-backward", "layers.*.norm1@grad", regime="tp-backward")
 class AttentionsGradientNotSummed(Math):
-    """Where the attention is entered the gradient is not summed over the ranks."""
+    """The gradient of the attention's input is not summed over the ranks."""
 
     def enter(self, x: Tensor, layer: int, which: str) -> Tensor:
         return x if which == "attn" else super().enter(x, layer, which)
@@ -663,7 +663,7 @@ class AttentionsGradientNotSummed(Math):
 
 @_fault("tp-backward", "layers.*.norm2@grad", regime="tp-backward")
 class MlpsGradientNotSummed(Math):
-    """Where the MLP is entered the gradient is not summed over the ranks."""
+    """The gradient of the MLP's input is not summed over the ranks."""
 
     def enter(self, x: Tensor, layer: int, which: str) -> Tensor:
         return x if which == "mlp" else super().enter(x, layer, which)
@@ -679,7 +679,7 @@ class RoutersGradientNotSummed(Math):
 
 @_fault("tp-backward", "layers.*.mix@grad", regime="tp-backward")
 class GradientCountedTwice(Math):
-    """The attention's sum hands on its gradient once for each rank."""
+    """The backward pass of the attention's sum counts its gradient once for each rank."""
 
     def reduce(self, partial: Tensor, layer: int, which: str) -> Tensor:
         whole = super().reduce(partial, layer, which)

@@ -20,7 +20,7 @@ from graftlab.taps.calls import tap
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. All differ, so that a wrong dimension is an error and not a number."""
+    """Sizes. All differ, so that a wrong dimension raises instead of giving a number."""
 
     vocab: int = 67
     hidden: int = 32
@@ -38,7 +38,7 @@ class Config:
 
 @dataclass(frozen=True)
 class RankShard:
-    """Which part of the model this process holds."""
+    """The part of the model on this rank."""
 
     rank: int = 0
     size: int = 1
@@ -49,7 +49,7 @@ class RankShard:
 
 @dataclass
 class Cache:
-    """Keys and values of the positions before, by layer: [batch, position, kv head, dim]."""
+    """Keys and values of earlier positions, by layer: [batch, position, kv head, dim]."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -63,7 +63,7 @@ Weights = Mapping[str, Tensor]
 
 
 def make_weights(config: Config, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random weights, the same for the same seed, scaled so that the hidden states stay of the order of one."""
+    """Random weights from a seed, scaled so that the hidden states stay of the order of one."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
@@ -98,7 +98,7 @@ def make_weights(config: Config, seed: int = 0, dtype: torch.dtype = torch.float
     return weights
 
 
-# How each weight is cut for tensor parallelism: by the dimension that is shared out. What is not here is replicated.
+# The dimension along which tensor parallelism splits each weight. Other weights are replicated.
 SHARDED = {
     **dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up"), 0),
     **{"attn": 1, "down": 1, "experts.gate": 1, "experts.up": 1, "experts.down": 2},
@@ -115,7 +115,7 @@ def shard_weights(weights: Weights, shard: RankShard) -> dict[str, Tensor]:
 
 
 class Math:
-    """The model's arithmetic, a method a step. A fault, or a benign variant, is a subclass that overrides one.
+    """The model's arithmetic, one method a step. Faults and benign variants are subclasses that override one.
 
     ``layer`` is None outside the layers.
     """
@@ -153,7 +153,7 @@ class Math:
         return new if old is None else torch.cat([old, new], 1)
 
     def mask(self, queries: int, keys: int, layer: int) -> Tensor:
-        """True where a query may look: at itself and at what came before."""
+        """True where a query may look: at itself and at earlier positions."""
         return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
     def scale(self, layer: int) -> float:

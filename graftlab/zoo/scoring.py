@@ -1,4 +1,4 @@
-"""The score: each fault and each benign variant of the zoo given to ``session.verdict``, against its truth."""
+"""Scores ``session.verdict`` on each fault and each benign variant of the zoo, and runs ``graftlab zoo``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of one specimen. ``labels`` are those of the groups that the verdict named, in their order."""
+    """The verdict on one specimen. ``labels`` are those of the named groups, in order."""
 
     specimen: Specimen
     labels: dict[str, str]
@@ -39,12 +39,12 @@ class Scored:
 
     @property
     def blamed(self) -> set[str]:
-        """Named, and not said to cancel."""
-        return {group for group, label in self.labels.items() if label != "cancels"}
+        """The named groups that are not labelled ``cancels`` or ``rounds differently``."""
+        return {group for group, label in self.labels.items() if label not in ("cancels", "rounds differently")}
 
     @property
     def exact(self) -> bool:
-        """Just what is other is named; and of what cancels by its truth, nothing is blamed."""
+        """Whether exactly the groups of the truth are named, and none that should cancel is blamed."""
         truth, cancels = self.specimen.truth, self.specimen.cancels
         return truth <= set(self.labels) <= truth | cancels and not self.blamed & cancels
 
@@ -58,12 +58,12 @@ class Scored:
 
     @property
     def alarm(self) -> bool:
-        """A benign variant of which something is blamed."""
+        """Whether a group of a benign variant is blamed."""
         return self.is_control and bool(self.blamed)
 
 
 def score(only: str | None = None, names: Sequence[str] | None = None, *, explain: bool = True) -> Iterator[Scored]:
-    """Judge the specimens one by one: all, those of one area or regime, or those of these names."""
+    """Judge the specimens one by one: all, those of one area or regime, or those with these names."""
     chosen = [
         each
         for each in (*FAULTS, *CONTROLS)
@@ -82,7 +82,7 @@ def _target_ranks(specimen: Specimen) -> int:
 
 
 def judge_specimen(session: Session, specimen: Specimen, *, explain: bool = True) -> Scored:
-    """One verdict, in a session with as many target ranks as the specimen's regime asks for."""
+    """Run one verdict, in a session with the number of target ranks that the specimen's regime needs."""
     began = time.perf_counter()
     kind = "control" if specimen in CONTROLS else "fault"
     verdict = session.verdict(run_specimen, run_specimen, args=(kind, specimen.name), explain=explain)
@@ -96,11 +96,11 @@ def summary(scored: Iterable[Scored]) -> str:
     faults = [each for each in every if not each.is_control]
     controls = [each for each in every if each.is_control]
     lines = [
-        f"{len(faults)} faults: {sum(each.exact for each in faults)} named exactly and wholly, "
+        f"{len(faults)} faults: {sum(each.exact for each in faults)} named exactly, "
         f"{sum(each.first_right for each in faults)} first right, "
         f"{sum(bool(each.innocents) for each in faults)} with an innocent named",
         f"{len(controls)} benign controls: {sum(each.alarm for each in controls)} alarms, "
-        f"{sum(not each.exact for each in controls)} with something named that does not cancel by its truth",
+        f"{sum(not each.exact for each in controls)} with a group named that should not be",
     ]
     if every:
         lines.append(
@@ -114,7 +114,7 @@ def summary(scored: Iterable[Scored]) -> str:
 
 
 def run_specimen(kind: str, name: str) -> Any:
-    """The zoo's model on this rank, with the specimen's arithmetic and weights if this is the target."""
+    """Run the zoo's model on this rank, with the specimen's arithmetic and weights on the target."""
     me = here()
     assert me is not None
     specimen = next(each for each in (CONTROLS if kind == "control" else FAULTS) if each.name == name)
@@ -145,7 +145,7 @@ def run_specimen(kind: str, name: str) -> Any:
 def make_tokens(config: Config) -> torch.Tensor:
     """[batch, position], the same in every process."""
     tokens = torch.randint(0, config.vocab, (2, 12), generator=torch.Generator().manual_seed(1))
-    # One fault concerns this token alone.
+    # One fault needs this token.
     tokens[0, 3] = 0
     return tokens
 
@@ -156,11 +156,11 @@ def make_tokens(config: Config) -> torch.Tensor:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     areas = sorted({each.area for each in (*FAULTS, *CONTROLS)} | {each.regime for each in FAULTS})
     parser.add_argument("--only", metavar="AREA", choices=areas, help=f"one of {', '.join(areas)}")
-    parser.add_argument("--no-explain", action="store_true", help="name without the swaps that tell the cause")
+    parser.add_argument("--no-explain", action="store_true", help="skip the swaps that find the cause")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Judge specimen by specimen, a line each, and then the score; 0 when nothing benign raised an alarm."""
+    """Print a line for each specimen, then the score; returns 0 if no innocent group was named."""
     found = []
     warnings.simplefilter("ignore", GraftWarning)
     for each in score(arguments.only, explain=not arguments.no_explain):
@@ -174,5 +174,5 @@ def run(arguments: argparse.Namespace) -> int:
 def _line(each: Scored) -> str:
     mark = "exact" if each.exact and not each.alarm else "ALARM" if each.is_control else "WRONG"
     named = ", ".join(f"{group} ({label})" for group, label in each.labels.items()) or "nothing"
-    truth = "" if each.exact else f"; its truth: {', '.join(sorted(each.specimen.truth)) or 'nothing'}"
+    truth = "" if each.exact else f"; expected: {', '.join(sorted(each.specimen.truth)) or 'nothing'}"
     return f"{mark}  {each.specimen.area}: {each.specimen.name}: {named}{truth}"

@@ -84,7 +84,10 @@ def test_a_verdict_names_the_differing_group_and_its_layers(
 
 def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None:
     text = session.verdict(chain, chain, args=("out",)).text
-    assert "\nHint (out): at out, the target's are 1/2 times the baseline's (fits 100 % of the difference)." in text
+    assert (
+        "\nHint (out): at out, the target's values are 1/2 times the baseline's (explains 100 % of the difference)."
+        in text
+    )
 
 
 def gated() -> None:
@@ -115,7 +118,7 @@ def test_taps_in_different_orders_do_not_block_a_swap(session: gl.Session) -> No
     verdict = session.verdict(crossed, crossed)
     assert verdict.named == ["places"]
     assert "With the baseline's places the output out agrees (" in verdict.text
-    assert "acts outside of the taps" not in verdict.text
+    assert "outside the taps" not in verdict.text
 
 
 def test_errors_after_the_culprit_are_inherited(session: gl.Session) -> None:
@@ -131,14 +134,14 @@ def test_equal_sides_are_reported_to_add_only_rounding(session: gl.Session) -> N
     # Code of its own, whose floor no other test can have measured before.
     verdict = session.verdict(lambda: chain(), chain)
     assert verdict.named == []
-    assert verdict.text == "No tap adds more than rounding does (4 groups of taps, at most 0 x the floor, threshold 5)."
+    assert verdict.text == "No tap adds more than rounding (4 groups of taps, at most 0 x the floor, threshold 5)."
     assert verdict.runs == 4
 
 
 def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("dead end",))
     assert verdict.labels["aside"] == "minor"
-    assert "which the output does not show" in verdict.text
+    assert "without changing the output" in verdict.text
 
 
 # ---- what is said first ---------------------------------------------------------------------------------------------
@@ -146,8 +149,8 @@ def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) ->
 
 def test_a_one_sided_tap_is_reported_before_the_conclusion(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("missing",))
-    assert verdict.text.startswith("Not looked at: 1 tap (only here) is on the target only")
-    assert "Of what was looked at, nothing adds more than rounding" in verdict.text
+    assert verdict.text.startswith("Not checked: 1 tap (only here) is on the target only")
+    assert "Nothing that was checked adds more than rounding" in verdict.text
 
 
 def test_nan_on_one_side_is_named_where_it_begins(session: gl.Session) -> None:
@@ -172,10 +175,10 @@ def decoding(scale: float) -> None:
 def test_an_output_of_whole_numbers_has_no_floor_and_is_judged(session: gl.Session) -> None:
     verdict = session.verdict(decoding, decoding, args=(1.3,), output="chosen")
     assert "hidden is computed differently in step 2 of 0-5 (" in verdict.text
-    assert ", which the output does not show.\nThe output chosen agrees all the same (0 x its floor)." in verdict.text
+    assert ", without changing the output.\nThe output chosen still agrees (0 x its floor)." in verdict.text
     verdict = session.verdict(decoding, decoding, args=(-1.0,), output="chosen")
     assert verdict.labels["hidden"] == "culprit"
-    assert "the output chosen agrees (0 x its floor; beyond any floor without)" in verdict.text
+    assert "the output chosen agrees (0 x its floor; above any floor without)" in verdict.text
 
 
 def test_the_output_is_the_last_tap_whose_numbers_round(session: gl.Session) -> None:
@@ -186,8 +189,8 @@ def test_the_output_is_the_last_tap_whose_numbers_round(session: gl.Session) -> 
 def test_an_output_that_agrees_only_in_the_last_step_clears_nothing(session: gl.Session) -> None:
     verdict = session.verdict(decoding, decoding, args=(1.3,))
     assert verdict.labels["hidden"] == "culprit"
-    assert "which the output does not show" not in verdict.text
-    assert "The output logits agrees the last time (0 x its floor), and differs before that, in step 2." in verdict.text
+    assert "without changing the output" not in verdict.text
+    assert "The output logits agrees in its last step (0 x its floor) and differs earlier, in step 2." in verdict.text
 
 
 def showing_copies(used: bool) -> torch.Tensor:
@@ -205,9 +208,9 @@ def test_a_tap_of_an_unused_copy_is_reported_to_pass_nothing_on(session: gl.Sess
     """No graft reaches the model then, and what is inherited looks as if it arose where it is seen."""
     verdict = session.verdict(showing_copies, showing_copies, args=(True,))
     assert verdict.named == ["layers.*.h"]
-    assert "passes on" not in verdict.text
+    assert "grafting it changed" not in verdict.text
     verdict = session.verdict(showing_copies, showing_copies, args=(False,))
-    assert verdict.text.startswith("Not looked at: what layers.*.h passes on: grafting it changed no tap after it. If")
+    assert verdict.text.startswith("Not checked: the effect of layers.*.h: grafting it changed no later tap. If")
 
 
 def normalizing(named_by_layer: bool) -> None:
@@ -221,7 +224,7 @@ def normalizing(named_by_layer: bool) -> None:
 @pytest.mark.parametrize("named_by_layer", [True, False])
 def test_other_layers_of_the_outputs_group_are_not_the_output(session: gl.Session, named_by_layer: bool) -> None:
     verdict = session.verdict(normalizing, normalizing, args=(named_by_layer,))
-    assert ", which the output does not show." in verdict.text
+    assert ", without changing the output." in verdict.text
     assert "the last time" not in verdict.text
 
 
@@ -232,7 +235,7 @@ def choosing(place: int) -> torch.Tensor:
 
 def test_differing_whole_numbers_are_named(session: gl.Session) -> None:
     verdict = session.verdict(choosing, choosing, args=(1,))
-    assert "chosen is computed differently (added inf, beyond any floor, int64)." in verdict.text
+    assert "chosen is computed differently (added inf, above any floor, int64)." in verdict.text
 
 
 def overflowing_chain(side: str) -> torch.Tensor:
@@ -243,12 +246,12 @@ def overflowing_chain(side: str) -> torch.Tensor:
 
 def test_values_finite_on_neither_side_are_unmeasured_not_clean(session: gl.Session) -> None:
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("neither",))
-    assert verdict.text.startswith("Not looked at: 2 taps (act, after) have no pair of finite numbers.")
-    assert "Of what was looked at, nothing adds more than rounding (1 group of taps" in verdict.text
+    assert verdict.text.startswith("Not checked: 2 taps (act, after) have no pair of finite numbers.")
+    assert "Nothing that was checked adds more than rounding (1 group of taps" in verdict.text
     assert verdict.labels == {"before": "clean", "act": "unmeasured", "after": "unmeasured"}
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("target",))
     assert verdict.labels == {"before": "culprit", "act": "unmeasured", "after": "unmeasured"}
-    assert "What before does to the output after could not be measured" in verdict.text
+    assert "The effect of before on the output after could not be measured" in verdict.text
 
 
 def random_chain() -> None:
@@ -258,7 +261,7 @@ def random_chain() -> None:
 
 def test_code_that_does_not_repeat_itself_is_reported_first(session: gl.Session) -> None:
     verdict = session.verdict(random_chain, random_chain)
-    assert verdict.text.startswith("The baseline does not repeat itself: run twice, it differs at x. Nothing below")
+    assert verdict.text.startswith("The baseline does not repeat itself: run twice, it differs at x. Do not rely")
     assert verdict.runs == 3  # nothing is swapped
 
 
@@ -334,7 +337,7 @@ def test_a_failing_transform_is_reported(session: gl.Session) -> None:
     plan = session.edit(b2t="name == 'nowhere'", transform=failing_transform)
     text = session.verdict(chain, chain).text
     assert (session.plan.b2t, session.plan.transform) == (plan.b2t, plan.transform)
-    assert text.startswith("Not looked at: 10 taps (input,")
+    assert text.startswith("Not checked: 10 taps (input,")
     assert "ValueError: no way" in text
     assert "Nothing was compared" in text
 
@@ -349,7 +352,7 @@ def evicts() -> None:
 def test_a_tap_that_could_not_be_grafted_is_reported(session: gl.Session) -> None:
     verdict = session.verdict(evicts, evicts)
     assert verdict.named == ["read"]
-    assert "Not looked at: cache, where nothing could be grafted: later taps may" in verdict.text
+    assert "Not checked: cache, where nothing could be grafted: later taps may" in verdict.text
 
 
 def narrow() -> None:
@@ -361,7 +364,7 @@ def narrow() -> None:
 def test_low_precision_with_nothing_named_is_not_called_right(session: gl.Session) -> None:
     text = session.verdict(narrow, narrow).text
     assert text.startswith("Nothing above bfloat16 rounding (")
-    assert text.endswith("run the target in float32 to look closer.")
+    assert text.endswith("run the target in float32 for a closer look.")
 
 
 # ---- the floor, measured once ---------------------------------------------------------------------------------------
@@ -457,9 +460,9 @@ def test_a_twin_with_other_taps_is_reported_as_useless(session: gl.Session) -> N
         gl.tap("input", torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double())
 
     partly = session.verdict(chain, chain, args=("",), exact=of_the_first, explain=False).text
-    assert partly.startswith("Not looked at: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
+    assert partly.startswith("Not checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
     other = session.verdict(chain, chain, args=("",), exact=untapped_with, explain=False).text
-    assert other.startswith("Not looked at: exact=, which shows none of the baseline's taps")
+    assert other.startswith("Not checked: exact=, which shows none of the baseline's taps")
 
 
 def untapped_with(fault: str) -> None:
@@ -469,7 +472,7 @@ def untapped_with(fault: str) -> None:
 def test_a_group_after_the_output_is_not_called_harmless(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("layer 2",), output="layers.1.h")
     assert verdict.labels["layers.*.act"] == "culprit"
-    assert "does not show" not in verdict.text
+    assert "without changing" not in verdict.text
     assert "What layers.*.act does to the output was not measured" in verdict.text
 
 
@@ -581,7 +584,7 @@ def test_a_verdict_has_text_and_html(session: gl.Session) -> None:
     assert ">culprit</td>" in shown["text/html"]
     # What was not looked at stands first; what was found is what the eye finds.
     partly = Verdict(replace(verdict.findings, unseen=["one tap."]), verdict.runs)._repr_mimebundle_()["text/html"]
-    assert partly.startswith("<p>Not looked at: one tap.</p><p><b>layers.*.act is computed differently")
+    assert partly.startswith("<p>Not checked: one tap.</p><p><b>layers.*.act is computed differently")
     figure = verdict.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["culprit: layers.*.act"]
     assert session.verdict(untapped, untapped).plot().axes
@@ -605,7 +608,7 @@ def in_shares(fault: str) -> None:
 @pytest.mark.parametrize("fault", ["", "not averaged"])
 def test_gradients_evened_out_by_averaging_are_reported_and_not_named(one_and_two: gl.Session, fault: str) -> None:
     verdict = reset(one_and_two).verdict(in_shares, in_shares, args=(fault,), explain=False)
-    said = "On each of the target's 2 ranks gradients are 2 times the baseline's; made from the baseline's, "
+    said = "On each of the target's 2 ranks, gradients are 2 times the baseline's; computed from the baseline's, "
     if fault:
         assert said not in verdict.text
         assert "output@grad" in verdict.named
@@ -613,4 +616,7 @@ def test_gradients_evened_out_by_averaging_are_reported_and_not_named(one_and_tw
     assert verdict.named == [], verdict.text
     assert verdict.text.startswith(said)
     assert set(verdict.frame["label"]) == {"clean"}
-    assert "nothing adds more than rounding" in verdict.text or "No tap adds more than rounding" in verdict.text
+    assert (
+        "Nothing that was checked adds more than rounding" in verdict.text
+        or "No tap adds more than rounding" in verdict.text
+    )

@@ -94,7 +94,7 @@ def first_line(verdict: Any) -> str:
 def test_training_that_agrees_is_reported_to_agree(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("",))
     assert verdict.named == []
-    assert first_line(verdict).startswith("No tap adds more than rounding does (")
+    assert first_line(verdict).startswith("No tap adds more than rounding (")
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_training_that_agrees_is_reported_to_agree(session: gl.Session) -> None:
     [
         (
             "weight",
-            "The weights differ already: layers.*.up.weight in layer 1 (rel_l2 0.01).",
+            "The weights already differ: layers.*.up.weight in layer 1 (rel_l2 0.01).",
             ["layers.*.up", "layers.*.up.weight@param"],
         ),
-        ("tokens", "The inputs differ already: input.tokens (rel_l2 ", ["input.tokens@input", "output@grad"]),
-        ("beta", "The optimizer's settings differ already: optimizer.betas[1] (rel_l2 ", None),
-        ("decays the norm", "The optimizer's settings differ already: optimizer.weight_decay (rel_l2 ", None),
+        ("tokens", "The inputs already differ: input.tokens (rel_l2 ", ["input.tokens@input", "output@grad"]),
+        ("beta", "The optimizer's settings already differ: optimizer.betas[1] (rel_l2 ", None),
+        ("decays the norm", "The optimizer's settings already differ: optimizer.weight_decay (rel_l2 ", None),
     ],
 )
 def test_differing_inputs_are_reported_first(
@@ -142,7 +142,7 @@ def test_the_backward_of_differing_code_is_no_second_culprit(session: gl.Session
     verdict = session.verdict(train, train, args=("tanh",))
     assert verdict.named == ["layers.*.up"]
     assert verdict.labels["layers.*.norm@grad"] == "inherited"
-    assert "Its backward differs as well, as it has to: the gradient of layers.*.norm, the gradient of" in verdict.text
+    assert "The backward pass therefore differs too: the gradient of layers.*.norm, the gradient of" in verdict.text
     assert "With the baseline's layers.*.up the output agrees (" in verdict.text
 
 

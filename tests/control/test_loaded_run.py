@@ -90,13 +90,15 @@ def test_a_fully_grafted_step_shows_where_errors_arose(tmp_path: Path) -> None:
     assert verdict.frame["label"].tolist() == ["clean", "culprit", "inherited"]
     assert verdict.frame["error"].tolist() == [0.0, 0.1, 0.3]
     first = verdict.text.splitlines()[0]
-    assert first.startswith("This is told by the rows of step 1 of run 0, in which every tap was grafted. So the floor")
-    assert "assumed for float32 (rel_l2 1e-05), code was not swapped" in first
+    assert first.startswith(
+        "This verdict is from the rows of step 1 of run 0, in which every tap was grafted. So the floor"
+    )
+    assert "assumed for float32 (rel_l2 1e-05), no code was swapped" in first
     assert "\nlayers.*.act is computed differently in layer 1 of 0-1 (added 0.1, " in verdict.text
     assert isinstance(verdict.plot(), Figure)
     assert "layers.*.act is computed differently" in run.report(tmp_path / "page.html", verdict=verdict).read_text()
     assert run.verdict(floor=0.5).named == []
-    assert "Of what was looked at, nothing adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
+    assert "Nothing that was checked adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
 
 
 def test_incomplete_or_partly_grafted_steps_are_not_judged(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_differences_in_other_grafted_steps_are_reported(tmp_path: Path) -> None
 
 def test_unknown_facts_of_a_loaded_run_are_listed(tmp_path: Path) -> None:
     verdict = loaded(tmp_path, GRAFTED).verdict()
-    assert "Not looked at: what was inherited: in no step of this run was every tap compared and none grafted." in (
+    assert "Not checked: what was inherited: no step of this run compared every tap and grafted none." in (
         verdict.text.splitlines()
     )
     assert verdict.frame["error"].isna().all()
@@ -152,18 +154,18 @@ def test_differing_weights_are_reported_and_need_no_graft(tmp_path: Path) -> Non
     weight = row(0, 0, "w", 0.2, "compared", tags={"kind": "param"})
     verdict = loaded(tmp_path, [weight, *COMPARED, weight._replace(step=1), *GRAFTED]).verdict()
     assert "w" not in set(verdict.frame["name"])
-    assert "\nThe weights differ already: w (rel_l2 0.2)." in verdict.text
-    assert "may be the doing of those that differ" in verdict.text
+    assert "\nThe weights already differ: w (rel_l2 0.2)." in verdict.text
+    assert "those that differ may explain what is named" in verdict.text
 
 
 def test_grafted_weights_are_reported_to_have_differed_before(tmp_path: Path) -> None:
     kind = {"kind": "param"}
     before = [row(0, 0, "w", 0.2, tags=kind), *step_of(0, [0.0, 0.0, 0.0])]
     after = [row(1, 0, "w", 0.0, tags=kind), *GRAFTED]
-    of_grafted = "The target has had the baseline's weights from step 0 on"
+    of_grafted = "The target has had the baseline's weights since step 0"
     for rows in ([*before, *after], [*before, *step_of(2, [0.0, 0.1, 0.3], "compared"), *after]):
         text = loaded(tmp_path / str(len(rows)), rows).verdict().text
-        assert "\nThe weights differ already: w (rel_l2 0.2)." in text
+        assert "\nThe weights already differ: w (rel_l2 0.2)." in text
         assert of_grafted in text
         assert "which no tap shows (gl.watch(params=True))" not in text
         assert "may be the doing" not in text
@@ -171,13 +173,13 @@ def test_grafted_weights_are_reported_to_have_differed_before(tmp_path: Path) ->
 
 
 def test_inputs_shown_only_in_a_grafted_step_are_known(tmp_path: Path) -> None:
-    unknown = "whether both jobs are given the same inputs, which no tap shows"
+    unknown = "whether both jobs have the same inputs, which no tap shows"
     assert unknown in loaded(tmp_path / "none", GRAFTED).verdict().text
     for error in (0.0, 0.5):
         given = row(1, 0, "input.x", error, tags={"kind": "input"})
         text = loaded(tmp_path / str(error), [given, *GRAFTED]).verdict().text
         assert unknown not in text
-        assert ("The inputs differ already: input.x" in text) == (error > 0)
+        assert ("The inputs already differ: input.x" in text) == (error > 0)
 
 
 def shared_batch(weights: float) -> list[Row]:
@@ -195,7 +197,7 @@ def test_gradients_that_even_out_over_the_ranks_are_not_named(tmp_path: Path) ->
     assert run.verdict().named == ["out@grad", "up.weight@param_grad"]
     describe_session(tmp_path, (1, 2), 0)
     assert run.verdict().named == []
-    assert "On each of the target's 2 ranks gradients are 2 times the baseline's" in run.verdict().text
+    assert "On each of the target's 2 ranks, gradients are 2 times the baseline's" in run.verdict().text
     # As many ranks on both sides; or of another run of the folder.
     for sizes, first_run in (((2, 2), 0), ((1, 2), 1)):
         describe_session(tmp_path, sizes, first_run)

@@ -50,7 +50,7 @@ def test_a_sum_that_one_layer_forgets_is_found(session: gl.Session) -> None:
     check = session.check(target=run_specimen, args=("fault", "one_sum_forgotten"))
     assert check.found[0] == "layers.*.attn"
     first = check.text.split("\n")[0]
-    assert first.startswith("layers.*.attn should be equal on the ranks and is not in layer 1: rank 1 differs from the")
+    assert first.startswith("layers.*.attn should be equal on the ranks but is not in layer 1: rank 1 differs from the")
     assert "It looks like a partial sum that was not reduced here." in check.text
 
 
@@ -70,7 +70,7 @@ def forgets_every_sum() -> None:
 def test_a_sum_that_every_layer_forgets_is_found_by_what_it_is_added_to(session: gl.Session) -> None:
     check = session.check(target=forgets_every_sum)
     assert check.found[0] == "layers.*.mid"
-    assert "All of that difference is in layers.0.attn, which holds other values on each rank: a partial" in check.text
+    assert "All of that difference is in layers.0.attn, whose values differ on each rank: a partial" in check.text
 
 
 def test_differing_arithmetic_on_one_rank_is_found(session: gl.Session) -> None:
@@ -98,7 +98,7 @@ def data_parallel(shifted: float = 0.0) -> None:
 
 def test_differing_inputs_come_first_and_later_taps_are_not_judged(session: gl.Session) -> None:
     check = session.check(target=data_parallel)
-    assert check.text.startswith("The ranks' inputs differ: tokens. Under data parallelism they have to;")
+    assert check.text.startswith("The ranks' inputs differ: tokens. Under data parallelism they must;")
     assert check.found == []
 
 
@@ -117,7 +117,7 @@ def shifted_hidden() -> None:
 def test_declared_layouts_take_precedence(session: gl.Session) -> None:
     inferred = session.check(target=shifted_hidden)
     assert inferred.found == ["near"]
-    assert "a difference may be intended: say with layouts= what each rank holds." in inferred.text
+    assert "a difference may be intended. State with layouts= what each rank holds." in inferred.text
     layouts = {"name == 'hidden'": "replicate('tp')", "name == 'near'": "shard(dim=0, mesh='tp')"}
     check = session.check(target=shifted_hidden, layouts=layouts)
     assert check.found == ["hidden"]
@@ -128,12 +128,12 @@ def test_declared_layouts_take_precedence(session: gl.Session) -> None:
 
 def dtensors(spoiled: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, RankShard, Replicate
 
     mesh = init_device_mesh("cpu", (2,))
     own = torch.linspace(1, 2, 8) + (0.5 * rank() if spoiled else 0)
     gl.tap("replica", DTensor.from_local(own, mesh, [Replicate()]))
-    gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [Shard(0)]))
+    gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [RankShard(0)]))
 
 
 def test_a_dtensors_placements_determine_its_copies(session: gl.Session) -> None:
@@ -257,10 +257,8 @@ def uneven() -> None:
 
 def test_taps_that_some_ranks_do_not_reach_are_reported_first(session: gl.Session) -> None:
     text = session.check(target=uneven).text
-    assert text.startswith(
-        "Not looked at: text show no tensor that could be compared.\nNot looked at, since some ranks"
-    )
-    assert "only there (on rank 1 alone)" in text
+    assert text.startswith("Not checked: text show no tensor to compare.\nNot checked, because some ranks")
+    assert "only there (on rank 1 only)" in text
 
 
 @pytest.mark.parametrize(
@@ -275,7 +273,7 @@ def test_taps_without_a_finite_number_agree_with_nothing(session: gl.Session, lo
         for name in ("a", "b"):
             gl.tap(name, torch.full((4,), math.nan if name in lost else 1.0))
 
-    assert session.check(target=side).text == f"Not looked at: {said}"
+    assert session.check(target=side).text == f"Not checked: {said}"
 
 
 def test_one_rank_and_two_sides_are_refused(session: gl.Session) -> None:

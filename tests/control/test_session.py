@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -880,14 +881,15 @@ def test_rows_on_disk_are_the_rows_in_memory(tmp_path: Path) -> None:
         assert session.folder == folder
         # On disk while the session lives, too.
         pd.testing.assert_frame_equal(gl.load_run(folder), frame, check_frame_type=False)
+        shutil.copytree(folder, tmp_path / "killed")
     assert len(frame) == 6
     pd.testing.assert_frame_equal(session.frame, frame)
     pd.testing.assert_frame_equal(gl.load_run(session.folder), frame, check_frame_type=False)
     # A session that was killed in the middle of a line.
-    file = folder / ROWS_FILE
+    file = tmp_path / "killed" / ROWS_FILE
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
-    assert len(gl.load_run(folder)) == 5
+    assert len(gl.load_run(tmp_path / "killed")) == 5
     assert [decode(line).tags["layer"] for line in whole.splitlines()[1:]] == [0, 0, 1, 1, 2, 2]
 
 

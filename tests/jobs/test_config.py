@@ -16,7 +16,7 @@ from graftlab.exchange.keys import derive_keys, new_token, write_token
 COMPLETE: dict[str, Any] = {"role": "target", "run_dir": "/tmp/r", "baseline_world_size": 1, "target_world_size": 2}
 
 
-def test_the_environment_is_read_by_the_names_of_the_fields() -> None:
+def test_each_field_is_read_from_its_environment_variable() -> None:
     config = GraftConfig.from_env(
         {
             "GRAFTLAB_ENABLE": "true",
@@ -33,7 +33,7 @@ def test_the_environment_is_read_by_the_names_of_the_fields() -> None:
     assert (config.compare_filter, config.watch) == ("", None)
 
 
-def test_ours_win_over_the_names_of_other_kits() -> None:
+def test_graftlab_variables_win_over_those_of_sglangs_dumper() -> None:
     environ = {"DUMPER_GRAFTER_ROLE": "baseline", "DUMPER_GRAFTER_TIMEOUT": "7", "GRAFTLAB_ROLE": "target"}
     config = GraftConfig.from_env(environ)
     assert (config.role, config.timeout) == ("target", 7.0)
@@ -68,21 +68,23 @@ def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> 
         ("TIMEOUTS", "3", "GRAFTLAB_TIMEOUTS is not one of graftlab's variables; did you mean GRAFTLAB_TIMEOUT?"),
     ],
 )
-def test_what_cannot_be_used_names_field_variable_and_what_it_takes(variable: str, text: str, message: str) -> None:
+def test_an_unusable_value_is_refused_with_its_field_variable_and_valid_values(
+    variable: str, text: str, message: str
+) -> None:
     with pytest.raises(gl.ConfigError) as caught:
         GraftConfig.from_env({f"GRAFTLAB_{variable}": text})
     assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("missing", ["role", "baseline_world_size", "target_world_size", "run_dir"])
-def test_what_joining_needs_is_asked_for(missing: str) -> None:
+def test_settings_required_for_joining_are_named(missing: str) -> None:
     GraftConfig(**COMPLETE).require_complete()
     with pytest.raises(gl.ConfigError, match="is not given") as caught:
         GraftConfig(**{name: value for name, value in COMPLETE.items() if name != missing}).require_complete()
     assert f"(GRAFTLAB_{missing.upper()})" in str(caught.value)
 
 
-def test_a_filter_that_could_match_is_asked_for() -> None:
+def test_at_least_one_filter_must_be_able_to_match() -> None:
     with pytest.raises(gl.ConfigError, match="no filter can match a tap"):
         GraftConfig(**COMPLETE, compare_filter=" ").require_complete()
 
@@ -99,7 +101,7 @@ def test_a_filter_that_could_match_is_asked_for() -> None:
         ("/tmp/x", None, None),
     ],
 )
-def test_an_address_is_a_place_on_the_network_or_on_this_machine(
+def test_an_address_is_parsed_as_network_endpoint_or_local_folder(
     address: str, port: int | None, where: tuple[str, int] | None
 ) -> None:
     config = GraftConfig(**COMPLETE, address=address, port=port).require_complete()
@@ -108,12 +110,12 @@ def test_an_address_is_a_place_on_the_network_or_on_this_machine(
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "tcp://10.0.0.7", "tcp://a b:3", "10.0.0.7:99999", "udp://x:1"])
-def test_an_address_that_names_no_place_is_refused(address: str) -> None:
+def test_an_address_that_cannot_be_parsed_is_refused(address: str) -> None:
     with pytest.raises(gl.ConfigError, match=r"address \(GRAFTLAB_ADDRESS\) is .* or tcp://HOST:PORT"):
         GraftConfig(**COMPLETE, address=address).require_complete()
 
 
-def test_a_port_is_asked_for_where_the_address_is_this_machine() -> None:
+def test_localhost_as_address_requires_a_port() -> None:
     with pytest.raises(gl.ConfigError, match=r"port \(GRAFTLAB_PORT\) is None; it takes a number that both sides"):
         GraftConfig(**COMPLETE, address="localhost").require_complete()
 
@@ -129,7 +131,7 @@ def test_a_token_is_never_shown_nor_taken_from_arguments() -> None:
     assert token not in str(caught.value)
 
 
-def test_a_token_is_read_from_a_file_that_nobody_else_can_read(tmp_path: Path) -> None:
+def test_a_token_file_must_be_readable_by_its_user_only(tmp_path: Path) -> None:
     path, token = tmp_path / "token", new_token()
     write_token(path, token)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -149,18 +151,18 @@ def test_a_token_that_could_be_guessed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ports", ["x", "7-3", "0-9", "1-70000"])
-def test_ports_that_are_none_are_refused(ports: str) -> None:
+def test_invalid_port_ranges_are_refused(ports: str) -> None:
     with pytest.raises(gl.ConfigError, match=r"ports \(GRAFTLAB_PORTS\)"):
         GraftConfig(**COMPLETE, address="tcp://a:1", ports=ports).require_complete()
 
 
 @pytest.mark.parametrize("wrong", [{"timeout": "3"}, {"enable": 1}, {"role": 3}, {"port": True}])
-def test_types_are_checked_where_it_is_written_out(wrong: dict[str, Any]) -> None:
+def test_the_constructor_checks_types(wrong: dict[str, Any]) -> None:
     with pytest.raises(gl.ConfigError, match=rf"GRAFTLAB_{next(iter(wrong)).upper()}"):
         GraftConfig(**wrong)
 
 
-def test_pairs_are_read_and_unknown_names_refused() -> None:
+def test_key_value_pairs_are_read_and_unknown_names_refused() -> None:
     assert GraftConfig.from_kv_pairs(["timeout=30", "b2t_filter=layer == 3"]).b2t_filter == "layer == 3"
     for wrong in ("timeout", "timeouts=3"):
         with pytest.raises(gl.ConfigError, match="is not a setting"):
@@ -170,7 +172,7 @@ def test_pairs_are_read_and_unknown_names_refused() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(["role", "timeout", "enable", "port", "watch", "keep_filter"]), st.text()))
-def test_any_text_is_read_or_refused_by_its_name(settings: dict[str, str]) -> None:
+def test_any_text_is_read_or_refused_with_its_name(settings: dict[str, str]) -> None:
     environ = {f"GRAFTLAB_{name.upper()}": text for name, text in settings.items()}
     try:
         said = ""
@@ -180,7 +182,7 @@ def test_any_text_is_read_or_refused_by_its_name(settings: dict[str, str]) -> No
     assert not said or any(f"({variable})" in said for variable in environ)
 
 
-def test_the_plan_is_what_the_fields_say() -> None:
+def test_the_fields_make_the_plan() -> None:
     plan = GraftConfig(**COMPLETE, t2b_filter="layer == 1", transform_path="os.path.join").plan()
     assert (plan.t2b, plan.compare) == ("layer == 1", "True")
     assert plan.transform is not None

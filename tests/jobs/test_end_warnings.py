@@ -37,9 +37,7 @@ TAPS = [
         ),
     ],
 )
-def test_each_filter_that_matched_no_tap_is_named_and_none_that_may_have(
-    filters: dict[str, Any], said: list[str]
-) -> None:
+def test_each_filter_without_a_match_is_named_and_no_other(filters: dict[str, Any], said: list[str]) -> None:
     config = GraftConfig(**filters)
     found = unmatched_filters(config, config.plan(), TAPS)
     assert [each[: len(start)] for each, start in zip(found, said, strict=True)] == said
@@ -56,17 +54,17 @@ def test_each_filter_that_matched_no_tap_is_named_and_none_that_may_have(
         ({"failed": 2, "timeout": 1}, "was 2 failed; 1 timeout. gl.load_run('/runs/1') has the rows"),
     ],
 )
-def test_a_job_of_which_nothing_came_to_be_compared_says_so(statuses: dict[str, int], said: str) -> None:
+def test_a_job_warns_when_nothing_it_received_was_compared(statuses: dict[str, int], said: str) -> None:
     found = nothing_measured(TAPS, statuses, {"missing": "it ended\n..."}, Path("/runs/1"))
     assert said in found
     assert bool(found) == bool(said)
 
 
-def test_a_job_that_reached_no_tap_says_so() -> None:
+def test_a_job_warns_when_it_reached_no_tap() -> None:
     assert "no tap was reached here" in nothing_measured([], {}, {}, Path("/runs/1"))
 
 
-def test_nothing_is_said_where_a_notebooks_plan_is_in_force_or_no_tap_was_reached() -> None:
+def test_no_filter_warning_under_a_notebooks_plan_or_without_taps() -> None:
     config = GraftConfig(b2t_filter="name == 'nobody'")
     assert len(unmatched_filters(config, config.plan(), TAPS)) == 1
     assert unmatched_filters(config, config.plan().edit(b2t="name == 'out'"), TAPS) == []

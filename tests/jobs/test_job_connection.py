@@ -9,7 +9,7 @@ from graftlab.jobs.job_connection import JobConnection
 from graftlab.ranks.messages import TapSeen, unpack_from_rank
 
 
-def test_another_notebook_knows_the_taps_before_it_gets_a_row_of_one() -> None:
+def test_the_next_session_gets_every_tap_before_a_row_of_it() -> None:
     ends = [socket.socketpair() for _ in range(4)]
     line = JobConnection(SocketChannel(ends[0][0]), ends[1][0])
     for name in ("hidden", "out"):

@@ -73,7 +73,7 @@ def run(number: int = 0, first_step: int = 0) -> RunInfo:
     return RunInfo(number, first_step, (0, 1), (1, 1 + number))
 
 
-def test_what_a_dead_rank_had_sent_ahead_pairs_with_nothing_of_those_who_come_after_it(
+def test_tensors_that_a_dead_rank_sent_ahead_never_pair_with_its_successors(
     worlds: tuple[World, World],
 ) -> None:
     old, new = worlds
@@ -100,7 +100,7 @@ def test_what_a_dead_rank_had_sent_ahead_pairs_with_nothing_of_those_who_come_af
     assert not closed
 
 
-def test_who_moves_at_a_later_step_than_others_keeps_nobody_waiting_for_the_steps_before(
+def test_a_rank_that_switches_worlds_late_delays_no_other_rank(
     worlds: tuple[World, World],
 ) -> None:
     old, new = worlds
@@ -121,7 +121,7 @@ def test_who_moves_at_a_later_step_than_others_keeps_nobody_waiting_for_the_step
     assert "target[0] ended the step without this tap" in str(stays.rows[0].error)
 
 
-def test_what_is_offered_and_taken_back_or_outdone_is_closed_and_never_moved_to(worlds: tuple[World, World]) -> None:
+def test_a_withdrawn_or_superseded_world_is_closed_and_never_entered(worlds: tuple[World, World]) -> None:
     old, new = worlds
     stays = Job(old.baseline)
     stays.grafter.begin_run(run(), PLAN)

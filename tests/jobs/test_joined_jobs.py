@@ -17,17 +17,17 @@ def joined_under(plan: gl.GraftPlan) -> tuple[JoinedJobs, Plans]:
     return JoinedJobs([], anything, plans, anything, threading.RLock(), anything, anything), plans
 
 
-def test_a_job_with_a_newer_plan_of_its_own_takes_the_sessions_for_newer() -> None:
+def test_the_sessions_plan_supersedes_a_newer_plan_of_a_job() -> None:
     mine = gl.GraftPlan(b2t="layer == 0").edit(keep="layer == 0")
     jobs, plans = joined_under(mine)
     # Its notebook went away, and it compares nothing since.
-    jobs.outrank(mine.edit(b2t=None, keep=None, compare="name == 'x'"))
+    jobs.supersede(mine.edit(b2t=None, keep=None, compare="name == 'x'"))
     assert (plans.newest.b2t, plans.newest.keep, plans.newest.version) == ("layer == 0", "layer == 0", 3)
 
 
-def test_jobs_with_the_same_plan_or_an_older_one_change_nothing() -> None:
+def test_jobs_with_the_same_or_an_older_plan_change_nothing() -> None:
     mine = gl.GraftPlan(b2t="layer == 0").edit(keep="layer == 0")
     jobs, plans = joined_under(mine)
     for theirs in (mine, gl.GraftPlan(compare="name == 'x'")):
-        jobs.outrank(theirs)
+        jobs.supersede(theirs)
     assert plans.all() == [mine]

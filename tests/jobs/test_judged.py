@@ -49,7 +49,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
+def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     tmp_path: Path, stop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, jobs = listened(tmp_path / "run", stop, "repeats.py")
@@ -60,12 +60,12 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     assert " x the floor, float32)." in verdict.text
     # Swapped, which needs that a step is repeated: the output is compared with that of another one.
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
-    assert "\nHint (layers.*.act): at layers.1.act, the target's are 1.01 times the baseline's" in verdict.text
+    assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
     assert [labels[name] for name in ("tokens", "layers.1.h", "layers.1.act", "layers.2.h", "out")] == [
         *("clean", "clean", "culprit", "inherited", "inherited")
     ]
-    assert "Not looked at: whether both jobs hold the same weights, which no tap shows" in verdict.text
+    assert "Not checked: whether both jobs have the same weights, which no tap shows" in verdict.text
     assert filters_of(session.plan) == before
     wait_until(lambda: len(session.adopted(session.plan.version)) == 2, "the plan from before in force")
     assert "layers.*.act is computed differently" in session.report(tmp_path / "report.html").read_text()
@@ -88,15 +88,13 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
         session.verdict()
     assert filters_of(session.plan) == before
     on_look(session, monkeypatch, lambda: session.edit(keep=None))
-    with pytest.raises(gl.SessionError, match="the plan was edited while it ran"):
-        session.verdict()
-    assert session.plan.keep is None  # theirs stays
+    assert "results are missing: the plan was edited during the verdict" in session.verdict().text
+    assert session.plan.keep is None  # the user's edit stays
     before = filters_of(session.edit(**before))
 
     # A notebook that goes away in the middle of one leaves its jobs the plan from before.
     on_look(session, monkeypatch, session.close)
-    with pytest.raises(gl.SessionError):
-        session.verdict()
+    assert "results are missing" in session.verdict().text
     assert session.closed
     again = gl.listen(baseline=1, target=1, folder=tmp_path / "run", append=True, timeout=2 * DEADLINE)
     wait_until(lambda: again.status()["state"].isin(["running", "waiting"]).all(), "both ranks")
@@ -106,8 +104,9 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     target = again.ranks[1].pid
     assert target == jobs[1].pid
     on_look(again, monkeypatch, lambda: os.kill(jobs[1].pid, signal.SIGKILL))
-    with pytest.raises(gl.RunError, match=r"(?s)the verdict was abandoned, .* failed on target\[0\]"):
-        again.verdict()
+    text = again.verdict().text
+    assert "results are missing: the verdict was abandoned, and" in text
+    assert "failed on target[0]" in text
     assert filters_of(again.plan) == before
     with pytest.raises(gl.SessionError, match=r"target\[0\] is missing, and a verdict needs every rank"):
         again.verdict()
@@ -119,13 +118,13 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_as_they_were(
     again.close()
 
 
-def test_of_jobs_that_train_what_is_named_goes_with_the_floor_that_was_used(tmp_path: Path, stop: Path) -> None:
+def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop: Path) -> None:
     session, jobs = listened(tmp_path / "run", stop, "trains.py")
     verdict = session.verdict()
     first = verdict.text.splitlines()[0]
-    assert first.startswith("The jobs do not repeat a step: from one to the next the baseline differs at input.x")
-    assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), code was not swapped" in first
-    assert "\nThe weights differ already: " in verdict.text
+    assert first.startswith("The jobs do not repeat a step: from one to the next, the baseline differs at input.x")
+    assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in first
+    assert "\nThe weights already differ: " in verdict.text
     assert (
         "layers.*.act is computed differently in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
     )
@@ -138,10 +137,10 @@ def test_of_jobs_that_train_what_is_named_goes_with_the_floor_that_was_used(tmp_
 
     verdict = session.verdict(graft_weights=True, floor=1e-4)
     assert verdict.named == ["layers.*.act"]
-    assert "the floor is the one that was given (rel_l2 0.0001)" in verdict.text
+    assert "the floor is the given one (rel_l2 0.0001)" in verdict.text
     assert "in layer 1 of 0-2 (added 0.05, 5e+02 x the given floor, float32)." in verdict.text
     assert "may be the doing" not in verdict.text
-    assert "The target has the baseline's weights from this verdict on" in verdict.text
+    assert "From now on the target has the baseline's weights" in verdict.text
     updates = verdict.frame[[tags.get("updated", False) for tags in verdict.frame["tags"]]]
     assert len(updates) == 12
     assert updates["added"].max() == 0.0

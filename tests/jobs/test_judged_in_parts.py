@@ -71,28 +71,27 @@ def one_and_two(tmp_path: Path) -> Iterator[Judged]:
         judged.stop.touch()
 
 
-def test_a_fault_on_one_of_two_ranks_is_named_with_it_and_whoever_dies_or_ends_meanwhile_is_too(
+def test_a_verdict_names_the_faulty_rank_and_ranks_that_end_meanwhile(
     one_and_two: Judged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = one_and_two.session
     before = session.plan
     verdict, over = one_and_two.over()
     assert (verdict.named, over) == ([], set())
-    assert "Of what was looked at, nothing adds more than rounding (4 groups of taps" in verdict.text
+    assert "Nothing that was checked adds more than rounding (4 groups of taps" in verdict.text
 
     one_and_two.plant("act@1")
     verdict, over = one_and_two.over(steps=2)
     assert (verdict.named, over) == (["layers.*.act"], {("layers.1.act", 1)})
     assert "layers.*.act is computed differently in layer 1 of 0-2 on rank 1 alone (added 0.01, " in verdict.text
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
-    assert "\nHint (layers.*.act): at layers.1.act, the target's are 1.01 times the baseline's" in verdict.text
+    assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
     # No rank of a side takes the taps of a step of which another does not.
     assert not {"failed", "timeout"} & set(session.frame["status"])
 
     # One that dies takes those with it that compute with it; the verdict says so, and the baseline goes on.
     on_look(session, monkeypatch, lambda: os.kill(one_and_two.jobs[2].pid, signal.SIGKILL))
-    with pytest.raises(gl.RunError, match=r"(?s)the verdict was abandoned, .* failed on target\[[01]\]"):
-        session.verdict()
+    assert re.search(r"the verdict was abandoned, .* failed on target\[[01]\]", session.verdict().text)
     assert (session.plan.b2t, session.plan.compare) == (before.b2t, before.compare)
     with pytest.raises(gl.SessionError, match=r"target\[1\] is missing, and a verdict needs every rank"):
         session.verdict()
@@ -102,7 +101,7 @@ def test_a_fault_on_one_of_two_ranks_is_named_with_it_and_whoever_dies_or_ends_m
 
 
 @pytest.mark.soak
-def test_ranks_that_share_no_memory_are_judged_as_those_that_do(
+def test_ranks_connected_by_tcp_are_judged_like_those_that_share_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if os.geteuid() != 0:
@@ -138,8 +137,7 @@ def test_ranks_that_share_no_memory_are_judged_as_those_that_do(
             assert f"With the baseline's layers.*.{tap} the output out agrees (" in verdict.text
         assert not {"failed", "timeout"} & set(session.frame["status"])
         on_look(session, monkeypatch, judged.stop.touch)
-        with pytest.raises(gl.SessionError, match=r"abandoned: .* ended before it was done"):
-            session.verdict()
+        assert re.search(r"abandoned: .* ended before it was done", session.verdict().text)
         for job in judged.jobs:
             code, out, err = end(job)
             assert (code, out) == (0, "went on True\n"), err

@@ -26,7 +26,7 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("without_host", ["keep", "nothing"])
-def test_a_notebook_steers_jobs_goes_away_and_another_takes_them_over(
+def test_a_second_notebook_takes_over_the_jobs_of_the_first(
     tmp_path: Path, stop: Path, capsys: pytest.CaptureFixture[str], without_host: str
 ) -> None:
     folder = tmp_path / "run"

@@ -38,7 +38,7 @@ def all_end_well(jobs: list[warm.Running]) -> list[str]:
     return [out for _, out, _ in ends]
 
 
-def test_one_rank_on_one_machine_and_three_on_two_others_leave_rows_as_on_one(tmp_path: Path) -> None:
+def test_ranks_on_three_machines_make_the_same_rows_as_on_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with machines(3) as (first, second, third):
         settings = told(first, tmp_path, b2t_filter="layer == 1 and step == 1")
@@ -66,7 +66,7 @@ def test_one_rank_on_one_machine_and_three_on_two_others_leave_rows_as_on_one(tm
 
 
 @pytest.mark.soak
-def test_a_side_that_torchrun_starts_on_two_nodes_joins_one_on_a_third(tmp_path: Path) -> None:
+def test_a_side_started_by_torchrun_on_two_nodes_joins_one_on_a_third(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with machines(3) as (first, second, third):
         settings = told(first, tmp_path, watch="True")
@@ -88,7 +88,7 @@ def test_a_side_that_torchrun_starts_on_two_nodes_joins_one_on_a_third(tmp_path:
     assert frame["rel_l2"].max() < 1e-6
 
 
-def test_a_notebook_steers_jobs_on_other_machines_goes_away_and_another_takes_them_over(tmp_path: Path) -> None:
+def test_a_second_notebook_takes_over_jobs_on_other_machines(tmp_path: Path) -> None:
     stop, folder = tmp_path / "stop", tmp_path / "run"
     with machines(3) as (notebook, second, third):
         settings = told(notebook, tmp_path)
@@ -157,7 +157,7 @@ def more_rows(folder: Path, count: int) -> None:
 
 
 @pytest.mark.soak
-def test_a_cable_that_is_out_for_five_seconds_costs_no_row(tmp_path: Path) -> None:
+def test_a_cable_unplugged_for_five_seconds_costs_no_row(tmp_path: Path) -> None:
     with machines(2) as (first, second):
         jobs = two_that_count(first, second, tmp_path)
         more_rows(tmp_path, 20)
@@ -175,7 +175,7 @@ def test_a_cable_that_is_out_for_five_seconds_costs_no_row(tmp_path: Path) -> No
 
 
 @pytest.mark.soak
-def test_a_cable_that_stays_out_ends_waits_and_the_jobs_go_on(tmp_path: Path) -> None:
+def test_a_cable_that_stays_unplugged_ends_waits_and_the_jobs_continue(tmp_path: Path) -> None:
     with machines(2) as (first, second):
         jobs = two_that_count(first, second, tmp_path, timeout=40)
         more_rows(tmp_path, 20)
@@ -191,7 +191,7 @@ def test_a_cable_that_stays_out_ends_waits_and_the_jobs_go_on(tmp_path: Path) ->
 
 
 @pytest.mark.soak
-def test_slow_and_lossy_cables_pair_as_quick_ones_do(tmp_path: Path) -> None:
+def test_taps_pair_correctly_over_a_slow_and_lossy_network(tmp_path: Path) -> None:
     with machines(2, delay=0.1, lost=0.03) as (first, second):
         jobs = two_that_count(first, second, tmp_path)
         more_rows(tmp_path, 30)
@@ -200,7 +200,7 @@ def test_slow_and_lossy_cables_pair_as_quick_ones_do(tmp_path: Path) -> None:
     assert require_right_pairs(tmp_path) <= {"compared", "unmatched", "missing"}
 
 
-def test_a_rank_that_is_killed_on_another_machine_frees_the_others_and_joins_again(tmp_path: Path) -> None:
+def test_a_rank_killed_on_another_machine_frees_the_others_and_can_rejoin(tmp_path: Path) -> None:
     with machines(2) as (first, second):
         jobs = two_that_count(first, second, tmp_path, t2b_filter="True", compare_filter="")
         more_rows(tmp_path, 10)

@@ -62,7 +62,7 @@ class Jobs:
             rank = self.ranks[number]
             if rank.has_joined:
                 rank.renew()
-            rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
+            rank.assign_process(1000 + number, DeviceAssignment("cpu", "none"))
             line, wake = rank.take_ends()
             self._ends[number] = SocketChannel(line)
             wake.close()
@@ -118,7 +118,7 @@ def begun(messages: list[Any]) -> RunInfo:
     return request.info
 
 
-def test_all_assemble_when_every_place_has_a_process_and_begin_when_all_are_linked(jobs: Jobs) -> None:
+def test_a_world_is_set_up_when_every_rank_is_ready_and_starts_when_all_are_linked(jobs: Jobs) -> None:
     jobs.come(0, 1)
     assert jobs.heard(0) == []
     jobs.come(2)
@@ -131,7 +131,7 @@ def test_all_assemble_when_every_place_has_a_process_and_begin_when_all_are_link
     assert jobs.runs.remarks == []
 
 
-def test_those_at_work_move_first_and_the_new_ones_begin_at_the_step_to_which_the_last_has_come(jobs: Jobs) -> None:
+def test_running_ranks_switch_first_and_new_ones_begin_at_the_latest_step(jobs: Jobs) -> None:
     jobs.begin()
     jobs.membership.leave(jobs.ranks[0])
     assert [jobs.heard(number) for number in (1, 2)] == [[], []]
@@ -165,7 +165,7 @@ def test_a_job_that_resumes_begins_at_its_own_step(jobs: Jobs) -> None:
     assert [begun(jobs.heard(number)).first_step for number in (1, 2)] == [130, 130]
 
 
-def test_a_world_in_which_a_rank_dies_never_begins_and_counts_as_no_generation(jobs: Jobs) -> None:
+def test_a_world_abandoned_by_a_death_is_no_generation(jobs: Jobs) -> None:
     jobs.begin()
     jobs.membership.leave(jobs.ranks[1])
     jobs.come(1)
@@ -189,7 +189,7 @@ def test_a_world_in_which_a_rank_dies_never_begins_and_counts_as_no_generation(j
     assert begun(jobs.heard(1)).first_step == 150
 
 
-def test_a_share_is_handed_out_once_and_to_nobody_who_was_not_asked(jobs: Jobs) -> None:
+def test_a_share_is_sent_once_and_only_for_the_newest_world(jobs: Jobs) -> None:
     jobs.come(0, 1, 2)
     jobs.link(1, 0)
     for world in (0, 1, 2):
@@ -197,7 +197,7 @@ def test_a_share_is_handed_out_once_and_to_nobody_who_was_not_asked(jobs: Jobs) 
             jobs.membership.share_of(jobs.ranks[0], world)
 
 
-def test_those_that_wait_in_vain_hear_for_whom(jobs: Jobs) -> None:
+def test_missing_ranks_are_named_to_those_that_wait(jobs: Jobs) -> None:
     jobs.come(0)
     assert jobs.membership.missing() == "target[0], target[1] had not joined"
     jobs.come(1, 2)
@@ -212,11 +212,11 @@ def test_those_that_wait_in_vain_hear_for_whom(jobs: Jobs) -> None:
     assert jobs.membership.missing().startswith("baseline[0] had not reached the end of a step")
 
 
-def test_jobs_that_come_back_from_different_runs_are_brought_together(jobs: Jobs) -> None:
+def test_jobs_returning_from_different_runs_get_one_new_world(jobs: Jobs) -> None:
     """Some had moved when the notebook before this one went away, and some had not."""
     for number, run in ((0, 4), (1, 4), (2, 3)):
         rank = jobs.ranks[number]
-        rank.hand_over(number, DeviceAssignment("cpu", "none"))
+        rank.assign_process(number, DeviceAssignment("cpu", "none"))
         line, wake = rank.take_ends()
         jobs._ends[number] = SocketChannel(line)
         wake.close()

@@ -69,7 +69,7 @@ def test_ranks_of_one_machine_share_memory(ranks: Callable[[int, int], Ranks]) -
     assert arena.map[100:105] == b"hello"
 
 
-def test_ranks_that_share_memory_listen_no_more_when_they_are_linked(ranks: Callable[[int, int], Ranks]) -> None:
+def test_ranks_that_share_memory_stop_listening_once_linked(ranks: Callable[[int, int], Ranks]) -> None:
     world = ranks(1, 1)
     world.link()
     for connector in world.connectors:
@@ -92,7 +92,7 @@ def other_memory(contact: Contact) -> Contact:
 
 
 @pytest.mark.parametrize("hidden", [no_socket, other_memory])
-def test_memory_that_is_not_proved_to_be_shared_is_not_taken_for_it(
+def test_memory_not_proved_to_be_shared_is_not_used(
     hidden: Callable[[Contact], Contact], ranks: Callable[[int, int], Ranks]
 ) -> None:
     world = ranks(1, 2)
@@ -104,7 +104,7 @@ def test_memory_that_is_not_proved_to_be_shared_is_not_taken_for_it(
     assert isinstance(channel, TcpChannel)
 
 
-def test_memory_in_which_the_other_does_not_find_what_was_announced_is_shared_by_neither(
+def test_memory_without_the_announced_nonce_is_used_by_neither_rank(
     ranks: Callable[[int, int], Ranks],
 ) -> None:
     world = ranks(1, 2)
@@ -113,7 +113,7 @@ def test_memory_in_which_the_other_does_not_find_what_was_announced_is_shared_by
     assert [connector.kinds() for connector in world.connectors] == [((), (1, 2)), ((2,), (0,)), ((1,), (0,))]
 
 
-def test_a_rank_that_another_process_takes_is_linked_anew(ranks: Callable[[int, int], Ranks]) -> None:
+def test_a_rank_whose_process_is_replaced_is_linked_again(ranks: Callable[[int, int], Ranks]) -> None:
     world = ranks(1, 1)
     world.link()
     stays, goes = world.connectors
@@ -129,7 +129,7 @@ def test_a_rank_that_another_process_takes_is_linked_anew(ranks: Callable[[int, 
     assert before[0].closed
 
 
-def test_a_rank_that_cannot_be_reached_is_named_with_its_place(ranks: Callable[[int, int], Ranks]) -> None:
+def test_an_unreachable_rank_is_named_with_its_address(ranks: Callable[[int, int], Ranks]) -> None:
     world = ranks(1, 1)
     contact = msgspec.structs.replace(no_socket(world.connectors[0].contact), port=1)
     world.connectors[1].add([contact])

@@ -79,7 +79,7 @@ class QuietRouter(FailingRouter):
         return [(far, far.receive()) for far in self.far]
 
 
-def test_a_fault_in_it_ends_every_line_so_that_nobody_listens_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_in_the_proxy_ends_every_connection(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "graftlab")
     router: Any = FailingRouter()
     far: Any = FarEnd()
@@ -97,9 +97,7 @@ def test_a_fault_in_it_ends_every_line_so_that_nobody_listens_for_ever(caplog: p
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 8))
-def test_a_bundle_has_the_frames_that_were_put_into_it_and_is_not_taken_for_whole_when_cut(
-    frames: list[bytes], cut: int
-) -> None:
+def test_a_bundle_returns_its_frames_and_is_refused_when_cut(frames: list[bytes], cut: int) -> None:
     bundle = bundled(*frames)
     assert unbundled(bundle) == frames
     if bundle and cut <= 8 + len(frames[-1]) - (not frames[-1]):
@@ -107,7 +105,7 @@ def test_a_bundle_has_the_frames_that_were_put_into_it_and_is_not_taken_for_whol
             unbundled(bundle[:-cut])
 
 
-def test_what_a_rank_says_travels_in_few_bundles_and_a_broken_one_cuts_its_own_line_alone(
+def test_frames_travel_in_bundles_and_a_broken_one_cuts_only_its_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken, whole = FarEnd(), FarEnd()

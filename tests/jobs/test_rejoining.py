@@ -39,9 +39,7 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["status"] == "compared"]
 
 
-def test_a_side_that_torchrun_restarts_joins_again_and_meets_the_other_at_a_step(
-    tmp_path: Path, jobs: list[Job]
-) -> None:
+def test_a_side_restarted_by_torchrun_joins_again_at_a_step_of_the_other(tmp_path: Path, jobs: list[Job]) -> None:
     stop = tmp_path / "stop"
     told = {"run_dir": tmp_path / "run", "timeout": 2 * DEADLINE}
     one = start("resumes.py", stop, 2.0, 0, 0.05, **variables("baseline", 1, 2, **told))
@@ -76,7 +74,7 @@ def test_a_side_that_torchrun_restarts_joins_again_and_meets_the_other_at_a_step
     assert (second["max_target"] == 1.0 + second["step"] - begin).all()
 
 
-def test_a_job_that_is_killed_and_resumes_pairs_its_own_steps_and_a_fault_in_graftlab_ends_none(
+def test_a_killed_job_resumes_at_its_step_and_a_fault_in_graftlab_ends_no_job(
     tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop, folder = tmp_path / "stop", tmp_path / "run"

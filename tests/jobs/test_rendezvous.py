@@ -22,7 +22,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-def test_nobody_else_can_enter_where_jobs_meet(tmp_path: Path) -> None:
+def test_no_other_user_can_enter_the_rendezvous(tmp_path: Path) -> None:
     with Rendezvous(tmp_path / "run") as place, place.locked():
         listener = place.listen()
         assert listener is not None
@@ -35,7 +35,7 @@ def test_nobody_else_can_enter_where_jobs_meet(tmp_path: Path) -> None:
         Rendezvous(tmp_path / "run")
 
 
-def test_a_place_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Rendezvous(tmp_path) as place, place.locked():
         assert place.connect(1.0) is None
         listener = place.listen()
@@ -51,7 +51,7 @@ def test_a_place_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pyte
         listener.close()
 
 
-def test_a_folder_that_cannot_be_made_is_named_with_the_variables_that_may_have_named_it(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named_with_its_variables(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(gl.ConfigError, match=r"cannot meet in the folder .*/file/run: .*GRAFTLAB_RUN_DIR"):
         Rendezvous(tmp_path / "file" / "run")
@@ -65,7 +65,7 @@ def session_client(folder: Path, timeout: float = 60.0) -> SessionClient:
     return SessionClient(Place("baseline", 0, 1, 1), config)
 
 
-def test_a_second_job_of_one_role_is_told_what_it_may_have_meant(tmp_path: Path) -> None:
+def test_a_second_job_of_one_role_is_refused_with_likely_causes(tmp_path: Path) -> None:
     with gl.listen(1, 1, folder=tmp_path):
         first = session_client(tmp_path).join()
         with pytest.raises(gl.SessionError, match=r"has joined already, as pid \d+\. Should this job be the target"):
@@ -74,7 +74,7 @@ def test_a_second_job_of_one_role_is_told_what_it_may_have_meant(tmp_path: Path)
         first.wake.close()
 
 
-def test_a_holder_that_gives_no_answer_is_named_with_its_log(tmp_path: Path) -> None:
+def test_a_session_server_that_does_not_answer_is_named_with_its_log(tmp_path: Path) -> None:
     with Rendezvous(tmp_path) as place, place.locked():
         listener = place.listen()
     assert listener is not None
@@ -85,7 +85,7 @@ def test_a_holder_that_gives_no_answer_is_named_with_its_log(tmp_path: Path) -> 
         session_client(tmp_path, timeout=0.05).join()
 
 
-def test_who_waits_in_vain_hears_of_the_process_that_was_not_let_in(tmp_path: Path) -> None:
+def test_a_waiting_rank_learns_which_process_was_refused(tmp_path: Path) -> None:
     with gl.listen(baseline=1, target=1, folder=tmp_path) as session:
         entry = session_client(tmp_path).join()
         with pytest.raises(gl.SessionError, match="has joined already"):

@@ -32,7 +32,7 @@ def server_has_ended(folder: Path) -> None:
     wait_until(lambda: not (folder / ".rendezvous" / "socket").exists(), "the end of the host")
 
 
-def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> None:
+def test_one_rank_and_three_join_by_a_folder_and_make_rows(tmp_path: Path) -> None:
     told = {"run_dir": tmp_path / "run", "b2t_filter": "layer == 1 and step == 1", "keep_filter": "nam == 'hidden'"}
     jobs = [
         *ranks_of("trusted_model.py", "baseline", 1, 1, 3, **told),
@@ -63,7 +63,7 @@ def test_one_rank_and_three_meet_in_a_folder_and_leave_rows(tmp_path: Path) -> N
     assert log.count("grafted b2t at tap 'hidden' step 1") == 1
 
 
-def test_both_sides_meet_at_a_port_too_and_a_second_time_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_both_sides_join_by_a_port_and_a_second_start_is_another_run(tmp_path: Path) -> None:
     told = {"address": "localhost", "port": 20001, "group_name": f"{tmp_path.name}-{os.getpid()}", "run_dir": tmp_path}
     rendezvous = GraftConfig(address="localhost", port=20001, group_name=str(told["group_name"])).rendezvous
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_both_sides_meet_at_a_port_too_and_a_second_time_is_a_run_of_its_own(tmp
     assert sorted(gl.load_run(tmp_path)["run"].unique()) == [0, 1]
 
 
-def test_a_job_whose_number_of_processes_is_another_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_a_wrong_world_size_is_an_error_on_every_rank(tmp_path: Path) -> None:
     jobs = [
         start(
             "engine_rank.py",
@@ -92,21 +92,21 @@ def test_a_job_whose_number_of_processes_is_another_is_told_on_every_rank(tmp_pa
         assert "target_world_size (GRAFTLAB_TARGET_WORLD_SIZE) is 3, and this job has 2 processes" in err
 
 
-def test_sides_with_other_filters_are_told_and_nothing_is_compared(tmp_path: Path) -> None:
+def test_sides_with_different_filters_are_refused(tmp_path: Path) -> None:
     first = start("trusted_model.py", **variables("baseline", 1, 1, run_dir=tmp_path))
     try:
         wait_until(lambda: "baseline[0] has joined" in _read(tmp_path / "session-server.log"), "the baseline's joining")
         second = start("engine_rank.py", **variables("target", 1, 1, run_dir=tmp_path, compare_filter="layer == 0"))
         code, _, err = end(second)
         assert code == 1
-        assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, but 'True' in the job that came" in err
+        assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, but 'True' in the job that" in err
         assert len(gl.load_run(tmp_path)) == 0
     finally:
         first.kill()
         end(first)
 
 
-def test_a_job_that_waits_in_vain_says_so_once_and_goes_on_without(tmp_path: Path) -> None:
+def test_a_job_that_waits_in_vain_warns_once_and_continues_without_graftlab(tmp_path: Path) -> None:
     # The first of two ranks starts the host, which takes its time; so that of the second is for the target alone.
     first, waits = (
         {**variables("baseline", 2, 1, run_dir=tmp_path, timeout=limit), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -126,7 +126,7 @@ def test_a_job_that_waits_in_vain_says_so_once_and_goes_on_without(tmp_path: Pat
         end(holds)
 
 
-def test_a_side_that_is_killed_frees_the_other_which_goes_on(tmp_path: Path) -> None:
+def test_a_killed_side_frees_the_other_which_continues(tmp_path: Path) -> None:
     stays = start(
         "trusted_model.py",
         40,
@@ -145,7 +145,7 @@ def test_a_side_that_is_killed_frees_the_other_which_goes_on(tmp_path: Path) -> 
     assert "died" in received["error"].iloc[-1]
 
 
-def test_what_fails_in_graftlab_costs_a_job_its_taps_with_one_warning(tmp_path: Path) -> None:
+def test_a_failure_in_graftlab_costs_a_job_its_taps_with_one_warning(tmp_path: Path) -> None:
     told = {"run_dir": tmp_path, "compare_filter": "layer == 0"}
     trusted = start("trusted_model.py", 4, **variables("baseline", 1, 1, **told))
     failing = start("fails_inside.py", **variables("target", 1, 1, **told))
@@ -159,7 +159,7 @@ def test_what_fails_in_graftlab_costs_a_job_its_taps_with_one_warning(tmp_path: 
     assert (gl.load_run(tmp_path)["status"] == "compared").sum() == 1
 
 
-def test_what_fails_in_graftlab_keeps_the_other_side_waiting_for_nothing(tmp_path: Path) -> None:
+def test_a_failure_in_graftlab_does_not_keep_the_other_side_waiting(tmp_path: Path) -> None:
     told = {"run_dir": tmp_path, "compare_filter": "layer == 0"}
     failing = start("fails_inside.py", **variables("baseline", 1, 1, **told))
     waits = start("trusted_model.py", 4, **variables("target", 1, 1, **told))
@@ -173,7 +173,7 @@ def test_what_fails_in_graftlab_keeps_the_other_side_waiting_for_nothing(tmp_pat
     assert rows["error"].str.contains(r"baseline\[0\] ended the (?:step|run) without this tap").sum() == 3
 
 
-def test_the_environment_has_a_job_record_what_its_filter_matches(tmp_path: Path) -> None:
+def test_the_environment_makes_a_job_record_what_its_filter_matches(tmp_path: Path) -> None:
     told = {"GRAFTLAB_RECORD": str(tmp_path), "GRAFTLAB_RECORD_FILTER": "layer == 1"}
     code, out, err = end(start("trusted_model.py", 2, **told))
     assert (code, out) == (0, "done False\n"), err

@@ -24,7 +24,7 @@ from graftlab.exchange.keys import new_token, read_token
 from graftlab.jobs.status_query import answer_status_query, format_status, query_status
 
 
-def test_a_session_that_waits_for_its_jobs_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_a_session_that_waits_for_its_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gl.listen(baseline=1, target=2, folder=tmp_path):
         capsys.readouterr()
         assert main(["status", str(tmp_path)]) == 0
@@ -37,7 +37,7 @@ def test_a_session_that_waits_for_its_jobs_is_shown(tmp_path: Path, capsys: pyte
         assert capsys.readouterr().out.count("(no process)") == 3
 
 
-def test_taps_are_shown_with_their_tags_and_columns_without_a_word_are_left_out() -> None:
+def test_status_shows_taps_with_tags_and_leaves_out_empty_columns() -> None:
     rows = [row("hidden", own={"layer": layer}, rel_l2=0.1 / (layer + 1)) for layer in range(2)]
     status = pd.DataFrame([{"side": "target", "rank": 0, "awaits": "", "note": "alone"}])
     session: Any = SimpleNamespace(ranks=[SimpleNamespace(label="target[0]")], status=lambda: status, row_count=2)
@@ -47,7 +47,7 @@ def test_taps_are_shown_with_their_tags_and_columns_without_a_word_are_left_out(
     assert lines[2].split() == ["side", "rank", "note"]
 
 
-def test_watching_ends_with_the_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_ends_with_the_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session = gl.listen(folder=tmp_path)
     capsys.readouterr()
     codes: list[int] = []
@@ -67,7 +67,9 @@ def test_watching_ends_with_the_session(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.endswith("the session has ended\n")
 
 
-def test_a_folder_without_a_session_of_jobs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_folder_without_an_open_session_of_jobs_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["status", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
     gl.listen(folder=tmp_path).close()
@@ -79,7 +81,7 @@ def test_a_folder_without_a_session_of_jobs_is_told(tmp_path: Path, capsys: pyte
     assert query_status(tmp_path) is None
 
 
-def test_a_token_is_made_in_a_file_of_this_users_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_token_command_writes_a_file_for_this_user_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "token"
     assert main(["token", str(path)]) == 0
     token = read_token(path)
@@ -97,7 +99,7 @@ def test_a_token_is_made_in_a_file_of_this_users_alone(tmp_path: Path, capsys: p
         ("role=target baseline_world_size=1 target_world_size=1 run_dir=/tmp/x", "nowhere.py does not exist"),
     ],
 )
-def test_a_command_that_cannot_attach_says_why_in_a_line(
+def test_an_attach_command_that_cannot_run_prints_one_line(
     settings: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It writes what it is told into the environment.
@@ -108,7 +110,7 @@ def test_a_command_that_cannot_attach_says_why_in_a_line(
 
 
 @pytest.mark.parametrize("code", ["", "raise SystemExit(3)"])
-def test_a_script_that_comes_to_no_tap_is_said_not_to_have_joined(
+def test_attach_warns_about_a_script_that_reaches_no_tap(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("argv", [*sys.argv]), ("path", [*sys.path])):
@@ -124,7 +126,7 @@ def test_a_script_that_comes_to_no_tap_is_said_not_to_have_joined(
 
 
 @pytest.mark.ranks
-def test_a_job_that_the_environment_asks_to_join_and_comes_to_no_tap_says_so_once_at_its_end(tmp_path: Path) -> None:
+def test_a_job_armed_by_the_environment_warns_once_if_it_reaches_no_tap(tmp_path: Path) -> None:
     code, out, err = end(start("taps_nothing.py", **variables("target", 1, 1, run_dir=tmp_path)))
     assert (code, out) == (0, "[[0, 1], [2, 3]] None\n")
     assert err.count("GraftWarning: taps_nothing.py ended before it reached a tap or gl.step(), so it never") == 1
@@ -149,7 +151,7 @@ def _is_open(descriptor: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
-def test_nothing_listens_on_a_network_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_nothing_listens_on_a_network_by_default(tmp_path: Path) -> None:
     before = listening()
     with gl.listen(folder=tmp_path / "one"):
         assert listening() == before
@@ -171,7 +173,7 @@ def test_an_address_at_which_nothing_can_listen_is_refused(address: str, tmp_pat
     gl.listen(folder=tmp_path).close()
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_listening_at_a_taken_port_is_an_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(gl.LaunchError, match=f"port {taken.getsockname()[1]}"):
@@ -180,7 +182,7 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_a_job_with_another_token_is_not_let_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_with_a_different_token_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with gl.listen(folder=tmp_path, address="tcp://127.0.0.1:0") as session:
         said = capsys.readouterr().out
         address = said.partition("GRAFTLAB_ADDRESS=")[2].split()[0]

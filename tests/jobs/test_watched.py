@@ -18,7 +18,7 @@ def torchrun(ranks: int, *command: str, **extra: str) -> warm.Running:
     return warm.start([*launcher, *command], environment(extra))
 
 
-def test_an_unmodified_script_under_torchrun_on_two_ranks_against_one(tmp_path: Path) -> None:
+def test_an_unmodified_script_joins_under_torchrun_with_two_ranks_against_one(tmp_path: Path) -> None:
     told = {"run_dir": tmp_path, "watch": "True", "timeout": 120}
     script = str(SCRIPTS / "train.py")
     one = start("train.py", command=("-m", "graftlab", "attach"), **variables("baseline", 1, 2, **told))
@@ -37,7 +37,7 @@ def test_an_unmodified_script_under_torchrun_on_two_ranks_against_one(tmp_path: 
     assert frame["rel_l2"].max() < 1e-6
 
 
-def test_a_script_with_another_weight_is_found_at_the_module_that_has_it(tmp_path: Path) -> None:
+def test_a_changed_weight_is_found_at_its_module(tmp_path: Path) -> None:
     told = {"run_dir": tmp_path, "watch": "name != 'output'", "timeout": 120}
     jobs = [
         start("train.py", command=("-m", "graftlab", "attach"), **variables("baseline", 1, 1, **told)),
@@ -53,7 +53,7 @@ def test_a_script_with_another_weight_is_found_at_the_module_that_has_it(tmp_pat
     assert first["2"] > 1e-2
 
 
-def test_an_unmodified_trainer_is_attached_by_the_environment_alone(tmp_path: Path) -> None:
+def test_an_unmodified_trainer_joins_by_the_environment_alone(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers' Trainer needs")
     told = {"run_dir": tmp_path / "run", "watch": "'layer' in name and type != 'Dropout'", "timeout": 120}
     jobs = [

@@ -230,7 +230,7 @@ def test_a_comparison_with_compiled_code_is_shown_and_kept_under_a_name(notebook
 def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
     typed(notebook, DEFINE)
     typed(notebook, "%graft filter --b2t name == 'hidden'")
-    assert "No tap adds more than rounding does" in value(notebook, "%graft verdict -o judged forward(torch.ones(4))")
+    assert "No tap adds more than rounding" in value(notebook, "%graft verdict -o judged forward(torch.ones(4))")
     assert value(notebook, "judged.named") == "[]"
     assert "hidden" in value(notebook, "session.plan.b2t")
 
@@ -615,7 +615,7 @@ def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str
         ),
         ("%%graft transform\nx = 1", "TransformError: "),
         ("%graft plot --kind scatter nothing", "SessionError: no pair of tensors is kept for 'nothing'"),
-        ("%graft rename target ( x", "PlanError: rename '(' -> 'x' for target is not usable"),
+        ("%graft rename target ( x", "PlanError: rename '(' -> 'x' for target is invalid"),
         ("%graft run f(", "SessionError: the expression is not Python, so nothing was run"),
         ("%graft verdict f(", "SessionError: the expression is not Python, so nothing was run"),
         ("%graft match f(", "SessionError: the expression is not Python, so nothing was run"),

@@ -154,7 +154,7 @@ IN_THE_WEIGHTS: dict[str, tuple[str, Callable[[State], None], str]] = {
     "gate and up swapped": (
         "llama",
         lambda s: swap(s, r"mlp\.fc_1", "mlp.fc_2"),
-        r"transformer\.h\.0\.mlp\.fc_1\.weight is gate by its name, and holds model\.layers\.0\.mlp\.up_proj",
+        r"transformer\.h\.0\.mlp\.fc_1\.weight is gate by its name but has .*model\.layers\.0\.mlp\.up_proj",
     ),
     "the groups of attention fused one by one, in one layer": (
         "llama",

@@ -357,7 +357,7 @@ def test_a_killed_rank_frees_the_others_and_the_run_names_it_with_its_log() -> N
         assert sorted(session.stacks()) == ["target[0]", "target[1]"]
 
 
-def test_a_rank_killed_in_a_collective_frees_the_ranks_of_its_own_side() -> None:
+def test_a_rank_killed_in_a_collective_frees_the_others_of_its_side() -> None:
     with gl.launch(1, 2, timeout=600.0) as session:
         run = session.start(target=receive_what_nobody_sends)
         wait_until(lambda: "recv" in session.stacks()["target[0]"], "the wait in recv")

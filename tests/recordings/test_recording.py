@@ -306,6 +306,6 @@ def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) ->
             "The baseline is a recording, which computes nothing. So the floor is not measured "
         )
         assert "the output" not in verdict.text.partition("\n")[2]
-        assert "Not looked at: whether both sides hold the same weights, which no tap shows" in verdict.text
+        assert "Not checked: whether both sides have the same weights, which no tap shows" in verdict.text
         with pytest.raises(gl.SessionError, match="the target is a recording, which computes nothing"):
             session.verdict(lambda: chain({}), recording)

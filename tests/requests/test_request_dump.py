@@ -808,7 +808,7 @@ def test_a_full_buffer_is_tried_again_after_a_second_then_two_and_at_last_each_m
 ) -> None:
     writer = writing.Writer(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
     monkeypatch.setattr(writing.time, "monotonic", lambda: 1000.0)
-    writer._held.append(writing.Finished(RecordedRequest({"rid": "a"}, None, 0.0, 0.0), None, False, 1))
+    writer._held.append(writing.QueuedRequest(RecordedRequest({"rid": "a"}, None, 0.0, 0.0), None, False, 1))
     pauses = []
     with monkeypatch.context() as patch:
         patch.setattr(writer, "_write", lambda *given: None)
@@ -830,7 +830,7 @@ def test_what_finished_within_the_crash_window_is_recent(tmp_path: Path, monkeyp
     monkeypatch.setattr(writing.time, "time", lambda: 1000.0)
     for finished, is_recent in ((1000.0, True), (700.0, True), (699.0, False), (None, True), ("x", True), (2e9, True)):
         record = RecordedRequest({"rid": "a"}, None, 0.0, finished)  # type: ignore[arg-type]
-        assert writer._is_recent(writing.Finished(record, None, True, 1)) == is_recent
+        assert writer._is_recent(writing.QueuedRequest(record, None, True, 1)) == is_recent
 
 
 def test_who_waits_for_a_writer_that_has_ended_is_told_at_once(dumper: RequestDumper) -> None:

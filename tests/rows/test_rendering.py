@@ -155,7 +155,7 @@ def test_the_note_of_a_row_is_the_first_line_of_what_is_wrong_or_of_what_there_i
 def test_it_is_not_looked_through_many_rows_for_what_is_the_same_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "_FOLDED_ROWS", 3)
     few, many = (to_frame([row(order, 0.5, cast="y" * 90) for order in range(count)]) for count in (3, 4))
-    assert f"cast={'y' * 75}," in str(few[["cast", *rendering._NEEDED]]._repr_html_())
+    assert f"cast={'y' * 75}," in str(few[["cast", "max_abs", *rendering._NEEDED]]._repr_html_())
     assert "the same in all" not in str(many._repr_html_())
     assert re.search(r"<div>and: run, .*cast", str(many._repr_html_()))
 

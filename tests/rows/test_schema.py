@@ -8,17 +8,37 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import pytest
 import torch
+from kit import rows
 from kit.grafters import GrafterWorld
 from kit.values import assert_values
 
+from graftlab.control.report import _worst
 from graftlab.diffs.measure import DiffStats, measure
+from graftlab.grafting.trial import Trial
+from graftlab.plots.explorer import figures
+from graftlab.plots.style import value_label
 from graftlab.rows import schema
 from graftlab.rows.columns import BECAME
 from graftlab.rows.encoding import decode, encode
 from graftlab.rows.log import header_line
 from graftlab.rows.parquet import RowFile
-from graftlab.rows.schema import COLUMNS, MEASURED, STATISTICS, TABLE, Column, Row, Status, statistics_of
+from graftlab.rows.schema import (
+    COLUMNS,
+    DIFFERENCES,
+    MEASURED,
+    STATISTICS,
+    TABLE,
+    Column,
+    Difference,
+    Row,
+    Status,
+    statistics_of,
+)
 from graftlab.rows.store import to_frame
+from graftlab.rows.tables import SCHEMA
+from graftlab.verdict.conclusion import conclude_from
+from graftlab.widgets.tap_explorer import static_html
+from graftlab.widgets.trial_view import trial_html
 
 
 def test_the_statistics_are_what_a_measurement_has() -> None:
@@ -98,5 +118,32 @@ def test_a_column_of_a_type_that_nothing_can_store_is_refused() -> None:
         [schema._column(name, hint) for name, hint in get_type_hints(Wrong).items()]
 
 
+def test_a_statistic_measures_a_difference_or_one_side() -> None:
+    one_side = {
+        f"{what}_{side}" for what in ("nonfinite", "mean", "std", "min", "max") for side in ("baseline", "target")
+    }
+    assert set(STATISTICS) == {*DIFFERENCES, *one_side, "numel", "max_abs_index"}
+    assert [column.name for column in TABLE] == SCHEMA.names
+
+
+def test_a_new_difference_is_shown_wherever_differences_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DIFFERENCES, "std_target", Difference("spread of y", "furlongs", ".3f", in_tables=True))
+    stats = measure(torch.tensor([1.0, 6.0]), torch.tensor([2.0, 7.0]))
+    made = rows.row("h", **{name: getattr(stats, name) for name in STATISTICS})
+    found = conclude_from([made])
+    assert value_label("std_target") == "spread of y  (furlongs)"
+    assert figures(found)["differences"] == ["max_abs", "std_target"]
+    assert figures(found)["std_target"] == [2.5]
+    tables = (
+        to_frame([made])._repr_html_(),
+        static_html(found, with_figure=False),
+        _worst(found),
+        trial_html(Trial(before=stats, after=stats)),
+    )
+    for table in tables:
+        assert "std_target</t" in str(table), table
+        assert ">2.500</td>" in str(table), table
+
+
 def test_values_of_the_room_cannot_be_changed() -> None:
-    assert_values(Column, RowFile)
+    assert_values(Column, Difference, RowFile)

@@ -27,54 +27,54 @@ def interleaved(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        (-X, "the sign is turned around"),
-        (torch.zeros_like(X), "the target's are all zero"),
-        (torch.full_like(X, 1.5), "the target's are all 1.5"),
+        (-X, "the sign is flipped"),
+        (torch.zeros_like(X), "the target's values are all zero"),
+        (torch.full_like(X, 1.5), "the target's values are all 1.5"),
         (2 * X, "2 times the baseline's"),
         (X * 1.2345, "1.2345 times the baseline's"),
         (X / math.sqrt(8), "0.3536 = 1/sqrt(8) times the baseline's"),
         (X / 3, "1/3 times the baseline's"),
         (X + 0.25, "the baseline's + 0.25"),
-        (X + torch.arange(8.0), "one vector over the last dim is added to all"),
+        (X + torch.arange(8.0), "one vector over the last dim is added everywhere"),
         (X + torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), "one vector over the last two dims"),
         (X.bfloat16().float(), "rounded to bfloat16"),
         (X.half().float(), "rounded to float16"),
         (X.clamp(-1, 1), "clamped to [-1, 1]"),
-        (X.roll(1, 1), "shifted along dim 1 by one place, to later ones"),
-        (X.roll(-1, 1), "shifted along dim 1 by one place, to earlier ones"),
+        (X.roll(1, 1), "shifted along dim 1 by one place, to later indices"),
+        (X.roll(-1, 1), "shifted along dim 1 by one place, to earlier indices"),
         (X.roll(4, 3), "the halves of dim 3 are swapped"),
-        (interleaved(X), "dim 3 holds its halves in turn"),
-        (X.flip(1), "dim 1 runs backwards"),
+        (interleaved(X), "dim 3 interleaves its halves"),
+        (X.flip(1), "dim 1 is reversed"),
         (X.transpose(1, 2).reshape(X.shape), "dims 1 and 2 are transposed"),
         (X[:, :, [2, 0, 1, 3]], "dim 2 is permuted (the target has the baseline's 2, 0, 1, 3)"),
-        (X * torch.linspace(0.5, 2, 8), "each place of the last dim has a factor of its own"),
-        (X * torch.rand(2, 12, 4, 1).add(0.5), "each row (last dim) has a factor of its own"),
-        (changed((slice(None), -1), torch.neg), "at index 11 of dim 1 (the last) alone, the sign is turned around"),
+        (X * torch.linspace(0.5, 2, 8), "each place of the last dim has its own factor"),
+        (X * torch.rand(2, 12, 4, 1).add(0.5), "each row (last dim) has its own factor"),
+        (changed((slice(None), -1), torch.neg), "only at index 11 of dim 1 (the last), the sign is flipped"),
         (
             changed((slice(None), slice(None), 2), lambda x: x * 3),
-            "at index 2 of dim 2 alone, the target's are 3 times",
+            "only at index 2 of dim 2, the target's values are 3 times",
         ),
-        (changed((0, 3), lambda x: x + torch.rand_like(x)), "index 0 of dim 0 and index 3 of dim 1 alone"),
-        (changed((0, 3), lambda x: x * math.nan), "32 of 768 numbers are not finite on the target alone"),
+        (changed((0, 3), lambda x: x + torch.rand_like(x)), "only at index 0 of dim 0 and index 3 of dim 1"),
+        (changed((0, 3), lambda x: x * math.nan), "32 of 768 numbers are not finite on the target only"),
     ],
 )
-def test_a_mechanism_is_told(target: Tensor, said: str) -> None:
+def test_a_mechanism_is_named(target: Tensor, said: str) -> None:
     hint = hint_of(X, target)
     assert hint is not None
     assert said in str(hint)
     assert hint.fit >= 0.99
 
 
-def test_a_mechanism_is_told_through_rounding_and_its_fit_says_so() -> None:
+def test_a_mechanism_is_found_through_rounding_and_states_its_fit() -> None:
     noisy = 2 * X + 1e-3 * torch.randn_like(X)
     hint = hint_of(X, noisy)
     assert hint is not None
     assert 0.99 < hint.fit < 1.0
-    assert "(fits 99." in str(hint)
+    assert "(explains 99." in str(hint)
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_of_what_no_mechanism_explains_none_is_told(seed: int) -> None:
+def test_an_unexplained_difference_has_no_hint(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     other = torch.randn(X.shape, generator=generator)
     assert hint_of(X, other) is None
@@ -82,12 +82,12 @@ def test_of_what_no_mechanism_explains_none_is_told(seed: int) -> None:
 
 
 @pytest.mark.parametrize("pair", [(X, X), (X, X[0]), (X.long(), X.long() + 1), (X[:0], X[:0])])
-def test_where_there_is_nothing_to_tell_nothing_is_told(pair: tuple[Tensor, Tensor]) -> None:
+def test_equal_or_unsuitable_tensors_have_no_hint(pair: tuple[Tensor, Tensor]) -> None:
     assert hint_of(*pair) is None
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 0, 3), (2, 1, 3, 2)], ids=str)
-def test_tensors_of_any_shape_may_be_asked_about(shape: tuple[int, ...]) -> None:
+def test_tensors_of_any_shape_are_accepted(shape: tuple[int, ...]) -> None:
     values = torch.linspace(-1, 2, max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape)
     for other in (values.cos(), values.flip(0) if shape else values * 2):
         hint_of(values, other)

@@ -1,4 +1,4 @@
-"""Graphs that break where somebody wants to look, or to change something, in the middle of a forward."""
+"""Graphs that break in the middle of a forward pass, so that host code can read or change values there."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Rows past the batch's own, and what an earlier run left in memory, are the graph
 class BreakableGraphRunner(TokenGraphRunner):
     """A runner of prefills and decodes in one graph each, which breaks at grafted taps, and after chosen modules.
 
-    Where the plan grafts a tap into this side, the graph breaks, so that transforms run in the middle of a replay. That
-    is one capture for each choice of taps that somebody tries, and one replay a batch however many taps are grafted; a
-    runner with gates needs no capture, and one replay more for each of them.
+    Where the plan grafts a tap into this side, the graph breaks, so that transforms run in the middle of a replay. It
+    needs one capture for each choice of taps, and one replay a batch for any number of grafted taps; a runner with
+    gates needs no capture, but one more replay for each grafted tap.
 
     ``breaks`` says what runs after which, by the names of ``model.named_modules()``. It may be set at any time, and
     holds from the next batch on: other functions at the same modules run between the graphs that there are, and a

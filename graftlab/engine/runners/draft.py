@@ -33,7 +33,7 @@ T = TypeVar("T", ForwardBatch, SamplingBatchInfo)
 
 @dataclass(frozen=True)
 class Verified:
-    """The model's logits ``[ahead + 1, V]`` after each of a request's `tokens`, of which the first is at `place`."""
+    """The model's logits ``[ahead + 1, V]`` after each of a request's `tokens`; the first token is at `place`."""
 
     place: int
     tokens: list[int]
@@ -79,7 +79,7 @@ class DraftGraphRunner(GraphRunner):
             )
         if isinstance(draft, CrossAttentionTransformer):
             raise GraphError(
-                "the draft has cross-attention, and nobody writes encoder states into its cache; take a draft without, "
+                "the draft has cross-attention, but its cache gets no encoder states; use a draft without, "
                 "or a DecodeGraphRunner"
             )
         if isinstance(draft, MultimodalTransformer) and not isinstance(model, MultimodalTransformer):
@@ -171,7 +171,7 @@ class DraftGraphRunner(GraphRunner):
             batch,
             input_ids=tokens.flatten(),
             positions=(batch.positions[:, None] + steps).flatten(),
-            # Output is text: each of the three positions goes on by one.
+            # Output is text, so each of the three positions advances by one.
             mrope_positions=None if three is None else (three[..., None] + steps).flatten(1),
             out_cache_loc=out_cache_loc.flatten(),
             seq_lens=batch.seq_lens + depth - 1,
@@ -181,7 +181,7 @@ class DraftGraphRunner(GraphRunner):
 
 
 def _cache_for(draft: Transformer, cache: KVCache) -> KVCache:
-    """A cache for the draft with rows as the model's, each of which always has slots for a whole context."""
+    """Make a cache for the draft with the model's rows; each row always has slots for a whole context."""
     config, weight = draft.config, draft.embedding.weight
     own = KVCache(
         config.num_layers,

@@ -147,12 +147,12 @@ class GraphRunner:
             function.release()
 
     def _pass_on(self, runner: Runner, batch: ForwardBatch) -> Tensor:
-        """To another runner, of whose batch no identity was read here."""
+        """Pass a batch to another runner, without reading its identities here."""
         self._row_ids = ()
         return runner.forward(batch)
 
     def _forward_of(self, view: ForwardBatch, on_host: OnHost) -> Callable[[], tuple[Tensor, ...]]:
-        """What is captured. It has the static buffers, and nothing else of the batch of which `view` is made."""
+        """Return the function to capture. It uses the static buffers, and nothing else of the batch behind `view`."""
         mode, input_ids, positions = view.mode, view.input_ids[:, None], positions_of(self.model, view)
         identities, extras, attend = _identities(view), view.extras, self._attend(on_host)
 

@@ -58,8 +58,8 @@ class TokenGraphRunner(GraphRunner):
 class PrefillGraphRunner(TokenGraphRunner):
     """A runner with graphs for what lies between the attention calls of a prefill, which are eager.
 
-    What is no prefill goes to the runner that ``decode`` makes. ``attention`` is told of padded batches: past the
-    batch's own, requests have no tokens. The others are those of `TokenGraphRunner`.
+    Other batches go to the runner that ``decode`` makes. ``attention`` gets padded batches, whose padding requests
+    have no tokens. The other arguments are those of `TokenGraphRunner`.
     """
 
     def __init__(

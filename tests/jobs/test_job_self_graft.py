@@ -61,23 +61,21 @@ def step(job: JobGrafter, value: float = 1.0) -> None:
     job.step()
 
 
-def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_they_are_taken_again(
-    job: JobGrafter, post: Post
-) -> None:
+def test_a_self_graft_takes_the_taps_under_its_plan_only(job: JobGrafter, post: Post) -> None:
     sent = post.sent
     step(job)
     assert len(sent) == 1
-    job.run_against_itself(RunSelfGraft(2, ("record", "repeat"), budget=1 << 20))
+    job.run_self_graft(RunSelfGraft(2, ("record", "repeat"), budget=1 << 20))
     # Ordered, and not yet: the plan is another one.
     step(job)
     assert len(sent) == 2
     job.offer_plan(GraftPlan(version=2))
     step(job)
     assert len(sent) == 3
-    assert job.against_itself() is None
+    assert job.self_graft_result() is None
     step(job)
     step(job, 2.0)
-    found = job.against_itself()
+    found = job.self_graft_result()
     assert found is not None
     assert found.not_repeated == ["x"]
     # Nobody asked for more, and the plan is still that one.
@@ -89,19 +87,19 @@ def test_under_the_ordered_plan_its_taps_are_its_own_affair_and_under_the_next_t
     assert len(sent) == 4
 
 
-def test_an_order_and_the_word_to_forget_change_nothing_before_the_plan_does(job: JobGrafter, post: Post) -> None:
+def test_an_order_and_its_withdrawal_take_effect_only_with_a_plan(job: JobGrafter, post: Post) -> None:
     """They reach the ranks of a side at different times, and a step is to be one and the same on all of them."""
-    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
+    job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
     # For a plan that is not in force yet.
-    job.run_against_itself(RunSelfGraft(3, ("repeat",)))
+    job.run_self_graft(RunSelfGraft(3, ("repeat",)))
     step(job)
     step(job)
     assert not post.sent
     job.offer_plan(GraftPlan(version=3))
     job.step()
-    job.forget_itself(4)
+    job.forget_self_graft(4)
     step(job)
     step(job)
     assert not post.sent
@@ -111,17 +109,17 @@ def test_an_order_and_the_word_to_forget_change_nothing_before_the_plan_does(job
     assert len(post.sent) == 1
 
 
-def test_an_order_for_a_plan_that_became_somebody_elses_is_forgotten_at_once(job: JobGrafter, post: Post) -> None:
-    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
+def test_an_order_whose_plan_was_superseded_is_dropped(job: JobGrafter, post: Post) -> None:
+    job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
-    job.forget_itself(2)
+    job.forget_self_graft(2)
     job.step()
     step(job)
     assert len(post.sent) == 1
 
 
-def test_it_waits_for_whoever_is_more_than_a_step_behind_only_where_it_is_to(job: JobGrafter) -> None:
+def test_a_rank_waits_for_slower_ranks_only_if_it_keeps_step(job: JobGrafter) -> None:
     exchange: Any = job._exchange
     step(job)
     assert exchange.awaited == []
@@ -132,20 +130,22 @@ def test_it_waits_for_whoever_is_more_than_a_step_behind_only_where_it_is_to(job
     assert exchange.awaited == [0, 1]
 
 
-def test_what_was_never_recorded_cannot_be_run_against(job: JobGrafter) -> None:
+def test_a_self_graft_without_a_recording_is_refused(job: JobGrafter) -> None:
     with pytest.raises(SessionError, match="this rank has recorded nothing to run against"):
-        job.run_against_itself(RunSelfGraft(2, ("repeat",)))
-    job.run_against_itself(RunSelfGraft(2, ("record",)))
-    job.run_against_itself(RunSelfGraft(3, ("repeat",)))
-    job.forget_itself(4)
+        job.run_self_graft(RunSelfGraft(2, ("repeat",)))
+    job.run_self_graft(RunSelfGraft(2, ("record",)))
+    job.run_self_graft(RunSelfGraft(3, ("repeat",)))
+    job.forget_self_graft(4)
     with pytest.raises(SessionError, match="has recorded nothing"):
-        job.run_against_itself(RunSelfGraft(4, ("graft",)))
+        job.run_self_graft(RunSelfGraft(4, ("graft",)))
 
 
-def test_what_fails_in_there_ends_graftlab_and_not_the_job(job: JobGrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_a_self_graft_ends_graftlab_and_not_the_job(
+    job: JobGrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures: list[Exception] = []
     job.on_failure = failures.append
-    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
+    job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
     monkeypatch.setattr("graftlab.grafting.self_graft.plain_tensor", lambda shown: 1 / 0)
