@@ -158,19 +158,11 @@ def static_html(found: Conclusion, with_figure: bool) -> str:
         # In their present order, as if all were from one step.
         frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(found.rows)])
         figure = plots.divergence(frame, noise_floor=found.floor)
-<<<<<<< HEAD
         markup += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
-    head = ("tap", "status", "rel_l2", "max_abs", "non-finite", "worst on", "step", "direction", "")
-    more = len(found.lines) - len(lines)
-    rest = f"<p>and {more:,} more taps, none worse</p>" if more else ""
-    return markup + table(head, [_line_html(line) for line in lines]) + rest
-=======
-        said += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
     head = ("tap", "status", "rel_l2", *in_tables(), "non-finite", "worst on", "step", "direction", "")
     more = len(found.lines) - len(lines)
     rest = f"<p>and {more:,} more taps, none worse</p>" if more else ""
-    return said + table(head, [_line_html(line) for line in lines], in_tables()) + rest
->>>>>>> main
+    return markup + table(head, [_line_html(line) for line in lines], in_tables()) + rest
 
 
 def _line_html(line: TapSummary) -> str:
