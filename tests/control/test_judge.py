@@ -473,7 +473,7 @@ def test_a_group_after_the_output_is_not_called_harmless(session: gl.Session) ->
     verdict = session.verdict(chain, chain, args=("layer 2",), output="layers.1.h")
     assert verdict.labels["layers.*.act"] == "culprit"
     assert "without changing" not in verdict.text
-    assert "What layers.*.act does to the output was not measured" in verdict.text
+    assert "The effect of layers.*.act on the output was not measured" in verdict.text
 
 
 def test_expressions_and_notebook_functions_are_judged_too(session: gl.Session) -> None:
