@@ -43,9 +43,9 @@ from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
-    Difference,
     ReturnedValues,
     UnexplainedDifferences,
+    ValueDifference,
     differing_taps,
 )
 from graftlab.verdict.wording import Findings, JobRemarks
@@ -90,7 +90,7 @@ class Naming:
     scaled: Sequence[str]
     """Groups of gradients that differ by a factor that is taken back later."""
     accumulated: AccumulatedFloors
-    differing: list[Difference]
+    differing: list[ValueDifference]
     """The taps that differ without grafts, by more than rounding adds up to."""
     given: set[str]
     """The names of taps that show what the model was given."""
@@ -407,8 +407,7 @@ def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], not_swappe
     """Remarks on groups whose effect is unknown."""
     # An optimizer's update does not affect the output of this step.
     left = [g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
-    do = "do" if len(left) > 1 else "does"
-    said = [f"What {', '.join(left)} {do} to the output was not measured."] if left else []
+    said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
     if not_swapped:
         taps = ", ".join(list(not_swapped)[:4])
         said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")

@@ -231,7 +231,7 @@ def test_a_stage_that_fails_is_reported_and_the_others_are_kept(session: gl.Sess
     verdict = session.verdict(other_dtypes, other_dtypes, args=(1.1,))
     assert verdict.named == ["h"]
     assert first_line(verdict).startswith("The search for what moves out failed, so its results are missing: ")
-    assert "What h does to the output was not measured." in verdict.text
+    assert "The effect of h on the output was not measured." in verdict.text
 
 
 def raises_when_grafted() -> torch.Tensor:
