@@ -128,7 +128,7 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     assert (
         "layers.*.act is computed differently in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
     )
-    # These compute with weights that the fault has moved; which the text says of whatever is named.
+    # These compute with weights that the fault has changed; the text qualifies what is named.
     assert "layers.*.linear" in verdict.named
     assert "\nWeights were not grafted, so those that differ may explain what is named." in verdict.text
     assert "how the optimizers' steps update the weights: that needs permanent grafts" in verdict.text
