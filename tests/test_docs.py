@@ -167,18 +167,6 @@ def test_every_magic_is_explained_with_its_options() -> None:
     assert all(f"`{target}`" in text or f"%%graft {target}" in text for target in command_line.CELL_TARGETS)
 
 
-def test_the_glossary_has_the_words_of_the_design_and_is_in_order() -> None:
-    words = re.findall(r"^\| \*\*(.+?)\*\* \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
-    assert words == sorted(words, key=str.casefold)
-    assert len(words) == len(set(words))
-    missing = {
-        *("side", "rank", "world rank", "graft world", "tap", "tags", "filter", "plan", "direction", "exchange"),
-        *("transform", "row", "session", "place", "action", "decision", "receipt", "contribution", "kept pair", "run"),
-        *("noise floor", "step", "occurrence", "leader", "run folder", "baseline", "target", "graft"),
-    } - set(words)
-    assert missing == set()
-
-
 def rooms() -> set[str]:
     package = ROOT / "graftlab"
     return {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}

@@ -14,6 +14,8 @@ from graftlab.ranks.handle import RankHandle
 
 
 class OpenSession(Protocol):
+    """What this module uses of a session, whose module imports this one."""
+
     @property
     def ranks(self) -> Sequence[RankHandle]: ...
 

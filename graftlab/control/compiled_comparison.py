@@ -66,8 +66,8 @@ class CompiledComparison:
     def _of_results(self) -> str:
         if math.isnan(self.untapped):
             return (
-                "The function returns no tensor and no number, or none that is finite, so what it computes without "
-                "taps could not be compared."
+                "The function returns no finite tensor or number, so its results with and without taps could not be "
+                "compared."
             )
         if self.untapped == self.tapped == 0:
             return "Compiled, its result is equal to the eager one, without taps and with them."

@@ -204,7 +204,7 @@ class SessionCore:
         with self._lock:
             self._require_open()
             self._require_workers("run code on")
-            self._runs.refuse_what_cannot_begin(works)
+            self._runs.require_can_begin(works)
             plan = self.edit(**changes) if changes else self.plan
             return self._runs.begin(works, plan, on_failure, code), plan
 

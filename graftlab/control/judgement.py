@@ -39,11 +39,13 @@ from graftlab.verdict.hints import hint_of
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
 from graftlab.verdict.pair_contradictions import contradicting_pairs
+from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
+from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
-    Difference,
     ReturnedValues,
     UnexplainedDifferences,
+    ValueDifference,
     differing_taps,
 )
 from graftlab.verdict.wording import Findings, JobRemarks
@@ -88,7 +90,7 @@ class Naming:
     scaled: Sequence[str]
     """Groups of gradients that differ by a factor that is taken back later."""
     accumulated: AccumulatedFloors
-    differing: list[Difference]
+    differing: list[ValueDifference]
     """The taps that differ without grafts, by more than rounding adds up to."""
     given: set[str]
     """The names of taps that show what the model was given."""
@@ -126,12 +128,15 @@ class Judgement:
                 "the target against itself", self._runs.target_against_itself, []
             )
         unexplained = self._unexplained(evidence, naming)
-        causes, remarks = self._causes(evidence, naming)
+        swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
+        causes, remarks = self._causes(evidence, naming, swaps)
+        rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
         naming.unseen += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
         naming.unseen += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
+        frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and naming.job_remarks is not None):
             hints = self._attempt("the search for hints", lambda: self._hints(frame, naming.named, evidence.lonely), {})
@@ -153,6 +158,7 @@ class Judgement:
                 job_remarks=naming.job_remarks,
                 unexplained=unexplained,
                 failed=self._failed,
+                rounding=rounding,
             ),
             self._runs.count,
         )
@@ -286,15 +292,16 @@ class Judgement:
     def _explains(self, naming: Naming) -> bool:
         return self._runs.request.explain and bool(naming.named)
 
-    def _causes(self, evidence: Evidence, naming: Naming) -> tuple[dict[str, Causes], list[str]]:
+    def _can_swap(self, evidence: Evidence, naming: Naming) -> bool:
+        if naming.not_repeated or self._runs.recorded or not evidence.selves or self._is_abandoned:
+            return False
+        return naming.job_remarks is None or not naming.target_not_repeated
+
+    def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
         """What the named groups do to each output, by the output's group, and remarks on that."""
-        can_swap = not (naming.not_repeated or self._runs.recorded) and bool(evidence.selves)
-        if naming.job_remarks is not None and naming.target_not_repeated:
-            can_swap = False
-        if not (self._explains(naming) and can_swap):
+        if not (self._explains(naming) and self._can_swap(evidence, naming)):
             return {}, []
         frame, named = naming.frame, naming.named
-        swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
         causes: dict[str, Causes] = {}
         for output in evidence.outputs:
             rank = place_in_blame(output.group)
@@ -321,6 +328,22 @@ class Judgement:
             # The swaps were measured against a baseline that has changed.
             return {}, [_changed(changed)]
         return causes, _not_measured(named, causes, swaps.not_swapped)
+
+    def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundsDifferently:
+        """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
+        found = RoundsDifferently() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
+        output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
+        swappable = self._runs.request.explain and self._can_swap(evidence, naming)
+        if not found.groups or naming.named or output is None or not swappable:
+            return found
+        measured = self._attempt(
+            "the swap of what rounds differently", lambda: swaps.with_and_without(found.groups, output), None
+        )
+        if measured is None:
+            return found
+        found = found.with_effect(output.name, *measured)
+        # Sums over ranks round differently in any tensor parallel target, and explain little.
+        return found if found.explains_output else RoundsDifferently()
 
     # ---- the mechanism ------------------------------------------------------------------------------------------
 
@@ -384,8 +407,7 @@ def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], not_swappe
     """Remarks on groups whose effect is unknown."""
     # An optimizer's update does not affect the output of this step.
     left = [g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
-    do = "do" if len(left) > 1 else "does"
-    said = [f"What {', '.join(left)} {do} to the output was not measured."] if left else []
+    said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
     if not_swapped:
         taps = ", ".join(list(not_swapped)[:4])
         said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")

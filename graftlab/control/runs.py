@@ -66,7 +66,7 @@ class Runs:
         """What went wrong so far in the run in progress, by rank."""
         return self._states[-1].failing if self.busy else {}
 
-    def refuse_what_cannot_begin(self, works: Iterable[int]) -> None:
+    def require_can_begin(self, works: Iterable[int]) -> None:
         """Raise :class:`SessionBusyError` during a run, :class:`SessionClosedError` if one of these ranks is gone."""
         if self.busy:
             raise SessionBusyError(
@@ -91,9 +91,9 @@ class Runs:
     ) -> Run:
         """Send the ranks their work, by world rank, as one run under this plan. ``code`` is that of :class:`.RunState`.
 
-        Raises as :meth:`refuse_what_cannot_begin` does.
+        Raises as :meth:`require_can_begin` does.
         """
-        self.refuse_what_cannot_begin(works)
+        self.require_can_begin(works)
         ranks = [self._ranks[world_rank] for world_rank in sorted(works)]
         run = self._make(ranks, on_failure, code)
         info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
@@ -183,7 +183,7 @@ class Runs:
             run.note_done(rank, done)
             if done.failure is not None:
                 self.groups.note_failure(rank, done.failure)
-                self._stop_the_others(run)
+                self._stop_other_ranks(run)
 
     def note_settled(self, settled: RunSettled, rank: RankHandle) -> None:
         self._next_step = max(self._next_step, settled.next_step)
@@ -202,20 +202,20 @@ class Runs:
                     where = f"last seen at tap {tap!r}" if tap else "before its first tap"
                     how = f"{rank.how_it_ended()} (pid {rank.pid}, {where})"
                     run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(_LAST_LINES)}")
-                    self._stop_the_others(run)
+                    self._stop_other_ranks(run)
 
-    def _stop_the_others(self, run: RunState) -> None:
+    def _stop_other_ranks(self, run: RunState) -> None:
         if run.on_failure == "stop" and not run.done and not run.is_stopping:
             run.is_stopping = True
-            _later(_MOMENT, self._interrupt_others, run)
+            _later(_MOMENT, self._interrupt_other_ranks, run)
 
-    def _interrupt_others(self, run: RunState) -> None:
+    def _interrupt_other_ranks(self, run: RunState) -> None:
         for rank in run.mark_stopped():
             # With the run's number, so that it cannot interrupt the next run.
             rank.channel.send(pack(Interrupt(run.number)))
-        _later(_GRACE, self._end_those_in_collectives, run)
+        _later(_GRACE, self._end_ranks_in_collectives, run)
 
-    def _end_those_in_collectives(self, run: RunState) -> None:
+    def _end_ranks_in_collectives(self, run: RunState) -> None:
         ending = []
         for rank in run.left_on_failed_sides():
             try:

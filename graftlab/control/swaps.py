@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,23 @@ class Swaps:
     ) -> Causes:
         """Find what each of the groups does to the output. All ``settled`` groups have the baseline's code."""
         floor = self._floors.of_output(output.group).at_least(roundoff(output.dtype)).rel_l2
+        distance_with = self._distances(groups, settled, output)
+
+        def effect(kept: frozenset[str]) -> float:
+            return times(distance_with(kept), floor)
+
+        limits = OutputFloor(floor, roundoff(output.dtype), threshold)
+        return find_causes(groups, effect, limits, most=max(2, self._left), by_size=by_size)
+
+    def with_and_without(self, groups: Sequence[str], output: OutputTap) -> tuple[float, float]:
+        """The rel_l2 of the output with the baseline's code at these groups, and with the target's."""
+        distance_with = self._distances(groups, (), output)
+        return distance_with(frozenset()), distance_with(frozenset(groups))
+
+    def _distances(
+        self, groups: Sequence[str], settled: Sequence[str], output: OutputTap
+    ) -> Callable[[frozenset[str]], float]:
+        """A function of the groups that keep the target's code, to how far the output is then. Each call is a run."""
         recorded = [each.last.get(output.group) for each in self._selves]
         # The baseline's own name for it: the pair is kept there.
         name = [row.name for row in self._selves[0].outputs if output.group in self._floors.groups(row)][-1]
@@ -108,7 +125,7 @@ class Swaps:
         later = f"kind in {_computed_after(output.group)!r}"
         orders, known = self._orders(), set(self._rows["name"])
 
-        def effect(kept: frozenset[str]) -> float:
+        def distance_with(kept: frozenset[str]) -> float:
             self._left -= 1
             taken = {name for group in (*settled, *groups) if group not in kept for name in self._names[group]}
             # What is computed after the output is for the next step, which begins from the baseline's state.
@@ -127,10 +144,9 @@ class Swaps:
                 return math.nan
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
             side = 0 if output.group in groups and output.group not in kept else 1
-            return times(self._distance(recorded, name, output, side), floor)
+            return self._distance(recorded, name, output, side)
 
-        limits = OutputFloor(floor, roundoff(output.dtype), threshold)
-        return find_causes(groups, effect, limits, most=max(2, self._left), by_size=by_size)
+        return distance_with
 
     def _names_by_group(self) -> dict[str, set[TapName]]:
         """The names of each group's taps on either side, as filters know them."""

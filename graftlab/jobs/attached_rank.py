@@ -83,7 +83,7 @@ class AttachedRank:
         self._connection = JobConnection(self._join.channel, self._join.wake)
         self._run: RunInfo | None = None
         # The plan to return to if the session ends while a verdict's plan is in force.
-        self._lasting: GraftPlan | None = None
+        self._fallback_plan: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
         # The world this rank is in, and the one being set up; read by the control thread, by the thread that sets a
@@ -109,9 +109,9 @@ class AttachedRank:
             self._connection.channel.close()
             self._close_proxy()
             raise
-        joined = self._join.answer
+        answer = self._join.answer
         self._world = world
-        self._kept = KeptPairs(joined.keep_budget)
+        self._kept = KeptPairs(answer.keep_budget)
         self._grafter = JobGrafter(
             self.place, world.exchange, StatusPage(world.page), taps.ambient, self._connection, self._kept
         )
@@ -273,7 +273,13 @@ class AttachedRank:
         """Enter the world that the grafter has moved to, on the job's own thread at the end of a step."""
         self._enter(world, run)
         self._connection.send(WorldSwitch(world.number, run.first_step))
-        logger.info("%s continues with step %d in run %d, %s", self.place.label, run.first_step, run.run, _of(run))
+        logger.info(
+            "%s continues with step %d in run %d, %s",
+            self.place.label,
+            run.first_step,
+            run.run,
+            _describe_generations_of(run),
+        )
 
     def _own_address(self) -> str:
         """The address at which other machines reach this one: that from which it reaches the session server."""
@@ -305,27 +311,27 @@ class AttachedRank:
         self._control.on(WorldRequest, self._set_up_world)
         self._control.on(WorldStart, self._set_up_world)
         self._control.on(Contacts, self._set_up_world)
-        self._control.on(FallbackPlan, self._on_plans_for_a_while)
-        self._control.on_question(RunSelfGraft, self._run_against_itself)
-        self._control.on_question(AskSelfGraft, self._against_itself)
+        self._control.on(FallbackPlan, self._on_fallback_plan)
+        self._control.on_question(RunSelfGraft, self._run_self_graft)
+        self._control.on_question(AskSelfGraft, self._self_graft_result)
         for frame in frames:
             self._control.take(frame)
         self._control.open()
 
     # ---- for a verdict ------------------------------------------------------------------------------------------
 
-    def _on_plans_for_a_while(self, message: FallbackPlan) -> None:
-        self._lasting = None if message.plan is None else from_wire(message.plan)
+    def _on_fallback_plan(self, message: FallbackPlan) -> None:
+        self._fallback_plan = None if message.plan is None else from_wire(message.plan)
         self._grafter.keeps_step = message.plan is not None
         if message.plan is None:
-            self._grafter.forget_itself(message.version)
+            self._grafter.forget_self_graft(message.version)
 
-    def _run_against_itself(self, order: RunSelfGraft) -> Acknowledgement:
-        self._grafter.run_against_itself(order)
+    def _run_self_graft(self, order: RunSelfGraft) -> Acknowledgement:
+        self._grafter.run_self_graft(order)
         return Acknowledgement()
 
-    def _against_itself(self, question: AskSelfGraft) -> SelfGraftResult:
-        return SelfGraftResult(pack_value(self._grafter.against_itself()))
+    def _self_graft_result(self, question: AskSelfGraft) -> SelfGraftResult:
+        return SelfGraftResult(pack_value(self._grafter.self_graft_result()))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -374,8 +380,10 @@ class AttachedRank:
         if self.place.rank == 0:
             connection = self._connection
             nothing = nothing_measured(connection.taps, connection.statuses, connection.last_errors, self.folder)
-            for said in filter(None, (nothing, *unmatched_filters(self._config, self._grafter.plan, connection.taps))):
-                warn(f"{self.place.label}: {said}")
+            for warning in filter(
+                None, (nothing, *unmatched_filters(self._config, self._grafter.plan, connection.taps))
+            ):
+                warn(f"{self.place.label}: {warning}")
 
     def _settle(self) -> bool:
         """Wait at most ``timeout`` seconds for the others to end too, which shows the tensors not asked for."""
@@ -426,10 +434,10 @@ class AttachedRank:
             f"at {endpoint}" if (endpoint := self._config.endpoint) else f"in {self._config.rendezvous}",
         )
         self._grafter.keeps_step = False
-        lasting, self._lasting = self._lasting, None
-        if lasting is not None:
-            self._grafter.offer_plan(replace(lasting, version=self._grafter.newest_plan.version + 1))
-        self._grafter.forget_itself(self._grafter.newest_plan.version)
+        fallback, self._fallback_plan = self._fallback_plan, None
+        if fallback is not None:
+            self._grafter.offer_plan(replace(fallback, version=self._grafter.newest_plan.version + 1))
+        self._grafter.forget_self_graft(self._grafter.newest_plan.version)
         if nothing:
             self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
         self._drop_setup()
@@ -472,7 +480,7 @@ class AttachedRank:
         return True
 
 
-def _of(run: RunInfo) -> str:
+def _describe_generations_of(run: RunInfo) -> str:
     baseline, target = run.generations
     return f"with generation {baseline} of the baseline and generation {target} of the target"
 

@@ -37,22 +37,22 @@ class AttachedRankHandle(RankHandle):
         self.has_joined = False
         self.links = ""
         # Its last status, if this process cannot read its status page.
-        self._told: RankStatus | None = None
+        self._sent_status: RankStatus | None = None
 
     def _new_connection(self) -> tuple[SocketChannel, socket.socket]:
         ours, self._their_end = socket.socketpair()
         wake, self._their_wake = socket.socketpair()
         return SocketChannel(ours), wake
 
-    def hand_over(self, pid: int, assignment: DeviceAssignment) -> list[int]:
-        """Return the descriptors of the rank's ends, for its new process; see :meth:`handed_over`."""
+    def assign_process(self, pid: int, assignment: DeviceAssignment) -> list[int]:
+        """Return the descriptors of the rank's ends, for its new process; see :meth:`close_rank_ends`."""
         self.pid, self.assignment, self.alive, self.has_joined, self._ended = pid, assignment, True, True, None
         return [self._their_end.fileno(), self._their_wake.fileno()]
 
     def take_ends(self) -> tuple[socket.socket, socket.socket]:
         """Return the rank's ends, for the proxy of a process on another machine."""
         ends = self._their_end.dup(), self._their_wake.dup()
-        self.handed_over()
+        self.close_rank_ends()
         return ends
 
     def note_links(self, linked: LinkReport) -> None:
@@ -64,15 +64,15 @@ class AttachedRankHandle(RankHandle):
             if ranks
         )
 
-    def note_status(self, where: StatusUpdate) -> None:
-        self._told = where.where.restore()
+    def note_status(self, update: StatusUpdate) -> None:
+        self._sent_status = update.where.restore()
 
     def status(self) -> RankStatus:
-        look = super().status() if self._told is None else self._told
+        status = super().status() if self._sent_status is None else self._sent_status
         # Nothing has been written into the page yet.
-        return RankStatus("idle" if self.alive else "starting") if look.state == "starting" else look
+        return RankStatus("idle" if self.alive else "starting") if status.state == "starting" else status
 
-    def handed_over(self) -> None:
+    def close_rank_ends(self) -> None:
         """Close the rank's ends, which its process has now; kept open here they would hide its death."""
         self._their_end.close()
         self._their_wake.close()
@@ -81,13 +81,13 @@ class AttachedRankHandle(RankHandle):
         """Make a new connection for another process. Messages not read from the old one are lost."""
         self._forget_next_segment()
         old = (self.channel, self.wake_socket)
-        self.handed_over()
+        self.close_rank_ends()
         self.channel, self.wake_socket = self._new_connection()
         old[0].close()
         old[1].close()
         self.alive = self.has_joined = False
         self.pid, self.assignment = None, _NOWHERE
-        self.links, self._told = "", None
+        self.links, self._sent_status = "", None
         self._read_page_of(mmap.mmap(-1, PAGE))
 
     def adopt_segment(self, segment: int) -> None:
@@ -142,8 +142,8 @@ class AttachedRankHandle(RankHandle):
         if self._ended is None and self.alive:
             self._ended = "was released, and continues without this session"
         self._forget_next_segment()
-        self.handed_over()
+        self.close_rank_ends()
         super().release()
 
     def release_in_child(self) -> None:
-        self.handed_over()
+        self.close_rank_ends()

@@ -49,7 +49,7 @@ def unmatched_filters(config: GraftConfig, plan: GraftPlan, taps: Sequence[Mappi
 
     A filter that names a step, a side or a rank is left out, because ``taps`` has each tap of one rank as it was first.
     """
-    said = []
+    sentences = []
     for name in FILTERS:
         field = f"{name}_filter"
         text = getattr(config, field)
@@ -58,7 +58,7 @@ def unmatched_filters(config: GraftConfig, plan: GraftPlan, taps: Sequence[Mappi
         check = FilterCheck(text)
         check.catch_up(taps)
         if check.filter is not None and not check.hits and not check.filter.names & PLACE_TAGS:
-            said.append(
+            sentences.append(
                 f"{field} ({PREFIX}{field.upper()}) is {text!r} and matched no tap here: {check_summary(check, taps)}"
             )
-    return said
+    return sentences

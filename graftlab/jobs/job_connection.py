@@ -51,9 +51,9 @@ class JobConnection(ControlConnection):
             row = row._replace(note="; ".join(filter(None, (row.note, _describe_generations(self.generations)))))
         super().row(row)
 
-    def send_status(self, look: RankStatus) -> None:
+    def send_status(self, status: RankStatus) -> None:
         """Send where this rank is, for a session that cannot read its status page."""
-        self.channel.send(pack(StatusUpdate(WireStatus.of(look))))
+        self.channel.send(pack(StatusUpdate(WireStatus.of(status))))
 
     def seen(self, tags: dict[str, Any]) -> None:
         self.taps.append(tags)

@@ -48,7 +48,7 @@ class JobGrafter(Grafter):
     # is full, and a new plan would be in force everywhere only after all those steps.
     keeps_step = False
     # The self-graft that was ordered last.
-    _itself: SelfGraftInSteps | None = None
+    _self_graft: SelfGraftInSteps | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -78,7 +78,7 @@ class JobGrafter(Grafter):
                 self._await_others()
             if not self._move():
                 super().step()
-            self._turn_to_itself()
+            self._choose_tap_handler()
         except GraftError:
             raise
         except Exception as error:
@@ -139,14 +139,14 @@ class JobGrafter(Grafter):
             self._join_step(run)
             return True
 
-    # ---- against itself -----------------------------------------------------------------------------------------
+    # ---- self-grafts --------------------------------------------------------------------------------------------
 
-    def run_against_itself(self, order: RunSelfGraft) -> None:
+    def run_self_graft(self, order: RunSelfGraft) -> None:
         """Begin when the plan of this version is in force. Called on the control thread."""
-        before = self._itself
+        before = self._self_graft
         if before is None and not {"record", "rest"} & {*order.passes[:1]}:
             raise SessionError("this rank has recorded nothing to run against")
-        itself = SelfGraftInSteps(
+        self_graft = SelfGraftInSteps(
             order.passes,
             order.steps,
             budget=order.budget,
@@ -156,17 +156,17 @@ class JobGrafter(Grafter):
             before=before,
         )
         with self._ordering:
-            self._itself, self._orders[order.version] = itself, itself
+            self._self_graft, self._orders[order.version] = self_graft, self_graft
 
-    def against_itself(self) -> SelfGraft | None:
+    def self_graft_result(self) -> SelfGraft | None:
         """Return the result once the last pass has ended."""
-        itself = self._itself
-        return itself.found if itself is not None and itself.is_over else None
+        current = self._self_graft
+        return current.found if current is not None and current.is_over else None
 
-    def forget_itself(self, version: int) -> None:
+    def forget_self_graft(self, version: int) -> None:
         """Drop recordings and orders. A self-graft under a plan older than this version runs until that plan ends."""
         with self._ordering:
-            self._itself = None
+            self._self_graft = None
             self._orders = {at: each for at, each in self._orders.items() if at < version}
 
     def _await_others(self) -> None:
@@ -175,21 +175,21 @@ class JobGrafter(Grafter):
             if self._run is not None and threading.get_ident() not in self._at_work:
                 self._exchange.await_past(self._step - 1)
 
-    def _turn_to_itself(self) -> None:
+    def _choose_tap_handler(self) -> None:
         """Before the first tap of a step, pass its taps to the self-graft, or take them again."""
-        itself = None
+        self_graft = None
         if self._orders:
             version = self.plan.version
             with self._ordering:
-                last = self._itself
+                last = self._self_graft
                 # Drop older orders, but not the one whose plan has yet to come into force.
                 self._orders = {at: each for at, each in self._orders.items() if at == version or each is last}
-                itself = self._orders.get(version)
-        if itself is None:
+                self_graft = self._orders.get(version)
+        if self_graft is None:
             self.__dict__.pop("tap", None)
             return
         # Replaces the method, so that other steps do not pay for a check.
-        self.__dict__["tap"] = self._guarded(itself.handler_at(self._step))
+        self.__dict__["tap"] = self._guarded(self_graft.handler_at(self._step))
 
     def _guarded(self, handler: TapHandler) -> Callable[..., Any]:
         @outside_compiled_code

@@ -53,7 +53,7 @@ class Membership:
         # How often each side was started, and whether it has begun a run since.
         self._generations = [1, 1]
         self._has_begun = [False, False]
-        # The newest world, and how far it has come.
+        # The newest world, and its state.
         self._world = 0
         self._setting_up = False
         self._info: RunInfo | None = None
@@ -220,7 +220,7 @@ class Membership:
                 self._joined.remark(
                     f"the {side} was started again (generation {self.generation(side)}), and its first step is step "
                     f"{first_step} here: this run compares like with like only if both sides compute the same there; a "
-                    f"job that resumes says where by first_step (GRAFTLAB_FIRST_STEP)"
+                    f"job that resumes gives its step by first_step (GRAFTLAB_FIRST_STEP)"
                 )
 
     def missing(self) -> str:

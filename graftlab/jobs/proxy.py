@@ -167,7 +167,7 @@ class Proxy:
         try:
             near = self._on_first_frame(far, frame)
         except (GraftError, OSError) as error:
-            logger.warning("a process on another machine was not let in: %s", error)
+            logger.warning("a process on another machine was refused: %s", error)
             far.close()
         else:
             if near is not None:

@@ -159,7 +159,7 @@ class SessionServer:
                 try:
                     self._accept(connection)
                 except (OSError, EOFError, GraftError) as error:
-                    logger.warning("a process that wanted to join was not let in: %s", error)
+                    logger.warning("a process was refused: %s", error)
 
     def _accept(self, connection: socket.socket) -> None:
         if (uid := peer_uid(connection)) != os.getuid():
@@ -178,7 +178,7 @@ class SessionServer:
             self._send_share(connection, join)
             return
         if not isinstance(join, JoinRequest):
-            raise SessionError(f"it said {type(join).__name__} before it had asked to join")
+            raise SessionError(f"it sent {type(join).__name__} instead of a request to join")
         brings = join.rejoin is not None and not join.rejoin.linked
         segment = receive_descriptors(connection, 1)[0] if brings else None
         with self._lock:
@@ -225,13 +225,13 @@ class SessionServer:
             far.send(pack_handshake(RequestRefused(f"the handshake could not be read: {error}", settings=False)))
             raise
         if not isinstance(join, JoinRequest):
-            raise SessionError(f"it said {type(join).__name__} before it had asked to join")
+            raise SessionError(f"it sent {type(join).__name__} instead of a request to join")
         with self._lock:
             if refused := self._refusal(join):
                 far.send(pack_handshake(refused))
                 return None
             rank, note = self._admit(join, None)
-            rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
+            rank.assign_process(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
             far.send(pack_handshake(self._accepted(rank, [])))
             if join.rejoin is not None:
                 self._jobs.send_plan(rank)
@@ -288,10 +288,10 @@ class SessionServer:
 
     def _admit_here(self, connection: socket.socket, join: JoinRequest, segment: int | None) -> None:
         rank, note = self._admit(join, segment)
-        ends = rank.hand_over(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
+        ends = rank.assign_process(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
         send_handshake(connection, self._accepted(rank, ends, local=True))
         send_descriptors(connection, ends)
-        rank.handed_over()
+        rank.close_rank_ends()
         if join.rejoin is not None:
             self._jobs.send_plan(rank)
 
@@ -464,8 +464,8 @@ def _difference(theirs: GraftPlan, ours: GraftPlan) -> str:
         if here != there:
             field = "transform_path" if name == "transform" else f"{name}_filter"
             return (
-                f"{field} (GRAFTLAB_{field.upper()}) is {_shown(there)} here, but {_shown(here)} in the job that came "
-                f"first; both sides need the same"
+                f"{field} (GRAFTLAB_{field.upper()}) is {_shown(there)} here, but {_shown(here)} in the job that "
+                f"joined first; both sides need the same"
             )
     return ""
 

@@ -33,35 +33,35 @@ def _stacks(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     stacks = arguments.what == "stacks"
     try:
-        seen = query_status(arguments.folder, stacks=stacks)
+        reply = query_status(arguments.folder, stacks=stacks)
     except GraftError as error:
         sys.stderr.write(f"graftlab {arguments.what}: {error}\n")
         return 2
-    if seen is None:
+    if reply is None:
         sys.stderr.write(
             f"graftlab {arguments.what}: no session of jobs is open in {arguments.folder}; gl.load_run reads the rows "
             f"of a session that has ended\n"
         )
         return 1
-    sys.stdout.write((format_stacks(seen) if stacks else format_status(seen)) + "\n")
+    sys.stdout.write((format_stacks(reply) if stacks else format_status(reply)) + "\n")
     return 0
 
 
 def _watch(arguments: argparse.Namespace) -> int:
     """Show the status again and again, until the session ends or the user presses Ctrl-C."""
     rest = threading.Event()
-    looks = 0
+    updates = 0
     try:
         while True:
-            seen = query_status(arguments.folder)
-            if seen is None:
-                if not looks:
+            reply = query_status(arguments.folder)
+            if reply is None:
+                if not updates:
                     return _show(arguments)
                 sys.stdout.write("the session has ended\n")
                 return 0
-            sys.stdout.write((_CLEAR if sys.stdout.isatty() else "\n" if looks else "") + format_status(seen) + "\n")
+            sys.stdout.write((_CLEAR if sys.stdout.isatty() else "\n" if updates else "") + format_status(reply) + "\n")
             sys.stdout.flush()
-            looks += 1
+            updates += 1
             rest.wait(max(0.05, arguments.every))
     except GraftError as error:
         sys.stderr.write(f"graftlab watch: {error}\n")

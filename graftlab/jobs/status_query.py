@@ -54,7 +54,7 @@ def _ask(connection: socket.socket, stacks: bool) -> StatusReply | None:
     try:
         reply = receive_handshake(connection)
     except TimeoutError:
-        raise SessionError(f"no answer came within {_LIMIT:g} s") from None
+        raise SessionError(f"no answer arrived within {_LIMIT:g} s") from None
     if isinstance(reply, RequestRefused):
         raise SessionError(reply.error)
     if reply is not None and not isinstance(reply, StatusReply):
@@ -65,12 +65,12 @@ def _ask(connection: socket.socket, stacks: bool) -> StatusReply | None:
 def _rendezvous_of(folder: Path) -> Path | None:
     """Return the rendezvous folder of this run folder's jobs, which is usually the run folder."""
     try:
-        said = json.loads((folder / "session.json").read_bytes())
+        description = json.loads((folder / "session.json").read_bytes())
     except FileNotFoundError:
         raise SessionError(f"{folder} is not a run folder: it has no session.json") from None
     except (OSError, ValueError) as error:
         raise SessionError(f"{folder / 'session.json'} cannot be read: {error}") from error
-    rendezvous = said.get("rendezvous") if isinstance(said, dict) else None
+    rendezvous = description.get("rendezvous") if isinstance(description, dict) else None
     return None if not isinstance(rendezvous, str) or not Path(rendezvous).is_dir() else Path(rendezvous)
 
 
@@ -78,22 +78,22 @@ def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -
     """Answer a status query. With ``stacks`` this waits for every rank's stacks."""
     ranks = session.ranks
     code = session.stacks() if stacks else {}
-    lines = []
+    reports = []
     for rank, line in zip(ranks, session.status().to_dict("records"), strict=True):
         named = {str(name): "" if value is None or value is pd.NA else str(value) for name, value in line.items()}
-        lines.append(RankReport(rank.label, named, code.get(rank.label, "")))
+        reports.append(RankReport(rank.label, named, code.get(rank.label, "")))
     rows = [row for row in taps.look() if row.rel_l2 is not None]
     rows.sort(key=lambda row: row.rel_l2 or 0.0, reverse=True)
     furthest = [
         TapReport(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
         for row in rows[:_TAPS]
     ]
-    return StatusReply(repr(session), session.row_count, taps.behind, lines, furthest)
+    return StatusReply(repr(session), session.row_count, taps.behind, reports, furthest)
 
 
 def format_status(reply: StatusReply) -> str:
     """Format the ranks, and the taps that are furthest apart, as text."""
-    text = [reply.summary, "", _table([line.columns for line in reply.ranks])]
+    text = [reply.summary, "", _table([rank.columns for rank in reply.ranks])]
     if reply.taps:
         names = ("tap", "step", "rank", "status", "rel_l2")
         values = ((tap.name, str(tap.step), tap.rank, tap.status, f"{tap.rel_l2:.3g}") for tap in reply.taps)
@@ -105,7 +105,7 @@ def format_status(reply: StatusReply) -> str:
 
 def format_stacks(reply: StatusReply) -> str:
     """Format the stacks of each rank's threads."""
-    return "\n".join(f"--- {line.label}\n{line.stacks or '(no process)'}" for line in reply.ranks)
+    return "\n".join(f"--- {rank.label}\n{rank.stacks or '(no process)'}" for rank in reply.ranks)
 
 
 def _table(lines: Sequence[dict[str, str]]) -> str:

@@ -13,7 +13,12 @@ from graftlab.plots.scales import value_axis
 from graftlab.verdict.facts import tap_name
 from graftlab.verdict.order import require
 
-_MARKED = {"culprit": style.VERMILLION, "minor": style.ORANGE, "cancels": style.PURPLE}
+_MARKED = {
+    "culprit": style.VERMILLION,
+    "minor": style.ORANGE,
+    "cancels": style.PURPLE,
+    "rounds differently": style.BLUE,
+}
 MAX_LABELS = 60
 _NAMED = 4
 

@@ -23,11 +23,11 @@ _STEP = 256
 
 
 class BudgetExceeded(ValueError):
-    """The message says which budget."""
+    """A budget was exceeded; the message names it."""
 
 
 class Budget:
-    """Of one reading of so many bytes, from now on. Methods raise :class:`BudgetExceeded`."""
+    """The budget for reading ``size`` bytes, from now on. Methods raise :class:`BudgetExceeded`."""
 
     def __init__(self, size: int) -> None:
         self._bytes_left = self._bytes = _BYTES + _BYTES_A_BYTE * size
@@ -36,7 +36,7 @@ class Budget:
         self._objects = 0
 
     def count(self) -> None:
-        """One more object."""
+        """Count an object."""
         self._objects += 1
         if self._objects % _STEP == 0:
             if self._objects > _OBJECTS:
@@ -45,10 +45,10 @@ class Budget:
 
     def check_time(self) -> None:
         if time.monotonic() > self._end:
-            raise BudgetExceeded(f"to read it takes more than {self._seconds:.0f} s, the time budget of its size")
+            raise BudgetExceeded(f"reading it takes more than {self._seconds:.0f} s, the time budget of its size")
 
     def take(self, size: int) -> None:
-        """So many bytes are about to be made."""
+        """Count bytes that are about to be allocated."""
         self._bytes_left -= size
         if self._bytes_left < 0:
             raise BudgetExceeded(f"it stands for more than {self._bytes:,} bytes, the memory budget of its size")
@@ -99,7 +99,7 @@ class Budget:
                 raise BudgetExceeded(f"a key of tuples with more than {_HEAVIEST_KEY:,} parts")
 
     def require_shallow(self, root: object) -> None:
-        """Refuse what nests deeper than any program writes; whoever walks through it would run out of stack."""
+        """Refuse deeper nesting than any program writes; a recursive walk through it would overflow the stack."""
         level: list[Collection[Any]] = [root] if isinstance(root, (list, tuple, dict)) else []
         seen: set[int] = set()
         depth = 0

@@ -16,13 +16,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGQUIT)
 
 
 class CrashWatch:
-    """Calls ``last_act(reason)`` on SIGTERM, SIGQUIT and an uncaught exception, then lets the end take its course.
+    """Calls ``last_act(reason)`` on SIGTERM, SIGQUIT and an uncaught exception, and then lets the process end.
 
-    ``last_act`` must not wait for a lock that the interrupted main thread may hold. Whoever watched before is called
-    next, and where a signal does not end the process then, ``went_on()``; where nobody watched, the signal does what it
-    does by default, so that the exit code tells it. A signal that was ignored stays so. Handlers run in the main thread
-    between two of its bytecodes: a main thread that hangs in C code keeps them from running, and whoever installs a
-    handler later and does not call this one takes its place.
+    ``last_act`` must not wait for a lock that the interrupted main thread may hold. A previous handler is called next;
+    if the process survives it, ``went_on()`` is called. Without a previous handler the signal has its default effect,
+    so that the exit code shows it. A signal that was ignored stays ignored. Handlers run in the main thread between two
+    of its bytecodes: a main thread that hangs in C code keeps them from running. A handler that is installed later and
+    does not call this one replaces it.
     """
 
     def __init__(self, last_act: Callable[[str], object], went_on: Callable[[], object]) -> None:
@@ -45,7 +45,7 @@ class CrashWatch:
         sys.excepthook = self._on_exception
 
     def stop(self) -> None:
-        """Undo what was installed, where nobody has built on it; otherwise only pass on what comes."""
+        """Restore the previous handlers; one that another handler was installed over only forwards from now on."""
         self._on = False
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook

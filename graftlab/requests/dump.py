@@ -27,8 +27,8 @@ CLOSE_PATIENCE = 60.0
 class RequestDumper:
     """Records requests into files of ``threshold`` each, which :func:`~graftlab.requests.load_dump` reads.
 
-    ``folder`` is made if it is not there; None records for a crash only, and nothing at all without a ``crash_folder``.
-    Keys in ``exclude_meta_keys`` are left out of what is recorded of ``response["meta_info"]``. ``server_args`` are
+    ``folder`` is made if it does not exist; None records for a crash only, and nothing without a ``crash_folder``. Keys
+    in ``exclude_meta_keys`` are left out of what is recorded of ``response["meta_info"]``. ``server_args`` are
     written into each file. At most ``max_waiting`` finished requests wait for a disk that fails (or two files, if that
     is more); then new ones are refused.
 
@@ -36,7 +36,7 @@ class RequestDumper:
     the process: SIGKILL, SIGHUP, an abort, ``os._exit``. Until it is in a whole file it is in the journal, one or more
     files ``*.journal`` in ``crash_folder`` (or ``folder``) that ``load_dump`` reads and that go when whole files have
     all that is in them. Only a power cut may take what no :meth:`flush` that began after the ``add`` has returned True
-    for. Where the journal cannot be written, a warning says so, and requests wait in memory alone. Whole files appear
+    for. If the journal cannot be written, there is a warning, and requests wait in memory alone. Whole files appear
     whole or not at all; what a kill interrupts leaves a hidden ``.*.tmp``, which no reader need look at. A folder that
     has vanished is made again.
 
@@ -138,7 +138,7 @@ class RequestDumper:
         return answer is not None and answer.done
 
     def close(self) -> bool:
-        """Write what waits, with what was begun and never finished, and record no more; True if nothing is lost.
+        """Write all waiting and unfinished requests, and stop recording; True if none is lost.
 
         Where ``folder`` fails, ``crash_folder`` is tried. Called at a normal exit as well.
         """

@@ -24,7 +24,7 @@ _INT64 = torch.iinfo(torch.int64)
 def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = "cpu") -> torch.Tensor:
     """``[B]`` int64: each request's id as :func:`request_id_to_int` makes it.
 
-    A request that is sampled several times is there as often; its rows are told apart by their order.
+    A request that is sampled several times has as many rows, which their order distinguishes.
 
     Raises :class:`RequestError` for two ids that share a number (one in 2**64), and for one that has the padding's.
 

@@ -1,8 +1,8 @@
 """The journal: each request that a dumper accepts is on disk before ``add`` returns, until a whole file has it.
 
-A journal is a row of segments, files that only grow. Each begins with what a whole file says about its process, then
-has a frame for each request, and one for each whole file that some of them went into, written just before that file
-appears: a request counts as written where such a file is there. So a death at any moment leaves each in one place.
+A journal is a series of segments, files that only grow. Each begins with the header of a whole file, then has a frame
+for each request, and one for each whole file that has some of them, written just before that file appears: a request
+counts as written if that file exists. So a death at any moment leaves each request in one place.
 
 Frames are written by one plain ``write`` each and not forced to the disk. They outlive the process, whatever ends it;
 a power cut may take the last ones.
@@ -54,7 +54,7 @@ class _Segment:
         frame = _FRAME.pack(MAGIC, kind, number, len(payload), _checksum(kind, number, payload)) + payload
         written = os.write(self._descriptor, frame)
         while written < len(frame):
-            # A full disk says so only now.
+            # A full disk is reported only now.
             written += os.write(self._descriptor, frame[written:])
         self.bytes += len(frame)
 
@@ -123,7 +123,7 @@ class Journal:
             segment.write(_REQUEST, number, payload)
 
     def mark(self, path: Path, numbers: Sequence[int]) -> None:
-        """Say that these requests are about to appear in a whole file. What cannot be said is there twice at worst."""
+        """Record that these requests are about to appear in a whole file. If that fails, they may appear twice."""
         payload = pickle.dumps((str(path), list(numbers)))
         for segment in [*self._past, *([self._segment] if self._segment is not None else [])]:
             with contextlib.suppress(OSError):
@@ -132,8 +132,8 @@ class Journal:
     def tidy(self, lowest: Callable[[], int | None], force: bool = False, patience: float = 0.0) -> None:
         """Begin a new segment where this one is long, or ``force``; remove those below the ``lowest`` number in memory.
 
-        ``lowest()`` is None where nothing is in memory alone. With ``patience`` this waits so many seconds at most for
-        an ``accept`` that is going on; otherwise the next time will do.
+        ``lowest()`` is None where nothing is in memory alone. With ``patience`` this waits at most that many seconds
+        for a running ``accept``; otherwise the next call does the work.
         """
         segment = self._segment
         wanted = segment is not None and segment.count > 0 and (force or segment.is_long)
@@ -150,7 +150,7 @@ class Journal:
             past.remove()
 
     def abandon(self) -> None:
-        """Close what is open and leave it alone: for a process that was forked off, whose parent goes on with it."""
+        """Close what is open and leave it alone: for a forked process, whose parent continues to use it."""
         for segment in [*self._past, *([self._segment] if self._segment is not None else [])]:
             segment.close()
 
@@ -176,7 +176,7 @@ class Journal:
 
 
 def packed(content: dict[str, Any]) -> bytes:
-    """Like a whole file, as bytes. Objects may raise what they like; an interrupt that is not theirs goes on."""
+    """Encode the content of a whole file. Objects may raise anything; an interrupt that is not theirs is passed on."""
     try:
         return _plainly(content)
     except BaseException as error:
@@ -211,7 +211,7 @@ def read_journal(path: Path, data: bytes, load: Callable[[bytes], Any]) -> dict[
     try:
         return _read(path, data, load)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise DumpError(f"{path} begins as a journal of requests and goes on as something else: {error!r}") from error
+        raise DumpError(f"{path} begins as a journal of requests but continues as something else: {error!r}") from error
 
 
 def _read(path: Path, data: bytes, load: Callable[[bytes], Any]) -> dict[str, Any]:

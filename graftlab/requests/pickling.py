@@ -165,7 +165,7 @@ def _salvaged(requests: list[tuple[Any, ...]], check: Check, dropped: list[Dropp
 
 
 class _Salvager:
-    """Takes one request apart as far as it must be to keep what can be kept."""
+    """Takes one request apart only as much as needed to keep the parts that can be kept."""
 
     def __init__(self, check: Check, dropped: list[Dropped]) -> None:
         self._check = check

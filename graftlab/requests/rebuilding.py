@@ -41,7 +41,7 @@ _OLD_NAMES["graftlab.requests.served.Finished"] = "graftlab.requests.served.Fini
 # process has imported.
 _OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, FinishedRequest)}
 
-# An expanded tensor has more elements than its file has numbers: so many, and whoever copies it has the memory.
+# An expanded tensor has more elements than its file has numbers; with at most this number, a copy fits in memory.
 _LARGEST_VIEW = 1 << 24
 
 _STORAGE_COUNT = struct.Struct("<q")
@@ -330,7 +330,7 @@ def _torch_storage(data: bytes) -> Any:
     dtype = getattr(torch, _STORAGE_DTYPES[name])
     numbers = bytearray(file.read())
     if not written == count == len(numbers) // dtype.itemsize or len(numbers) % dtype.itemsize:
-        raise ValueError("as many numbers as are there")
+        raise ValueError("not the number of elements that was announced")
     flat = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
     return flat._typed_storage()  # type: ignore[no-untyped-call]
 

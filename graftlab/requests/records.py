@@ -88,7 +88,7 @@ def recognised(item: Sequence[Any]) -> RecordedRequest:
             "the request; there are at most two, one and one"
         )
     if times != sorted(times):
-        raise ValueError(f"a tuple of {_kinds(item)} has the times {times}, of which the later comes first")
+        raise ValueError(f"a tuple of {_kinds(item)} has the times {times}, the later one first")
     created, finished = [*times, None, None][:2]
     record = RecordedRequest(request, responses[0] if responses else None, created, finished)
     return record if not ids or record.rid == ids[0] else record._replace(request=_named(request, ids[0], record.rid))

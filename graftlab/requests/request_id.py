@@ -1,4 +1,4 @@
-"""A request's id as a number, the same everywhere; without torch, which whoever only reads files need not have."""
+"""A request's id as a number, the same everywhere; without torch, which reading files does not need."""
 
 from __future__ import annotations
 

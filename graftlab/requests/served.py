@@ -11,7 +11,7 @@ from graftlab.errors import RequestError
 from graftlab.requests.request_id import request_id_to_int
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""A stop token came, all asked tokens are there, somebody ended it, or the engine could not go on."""
+"""A stop token was sampled, ``max_new_tokens`` were made, a client or a shutdown ended it, or the engine failed."""
 
 _INT64_MAX = 2**63 - 1
 _HOTTEST = 1e6
@@ -26,7 +26,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to go on from it.
+    """A prompt and how to continue it.
 
     ``temperature`` 0 is greedy; above it, tokens are drawn by ``seed`` and position alone, from the ``top_k`` likeliest
     (None: from all). ``text`` is what the prompt was made from, where it was text, and is only kept. A token of

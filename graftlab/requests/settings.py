@@ -141,7 +141,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# To Python a bool is an int; to whoever writes the settings it is not.
+# In Python a bool is an int; in these settings it is not.
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "log_requests": ("true or false", lambda value: isinstance(value, bool)),
     "log_requests_level": ("a whole number from 0 to 3", lambda value: type(value) is int and 0 <= value <= 3),

@@ -186,19 +186,19 @@ class DumpWriter:
         folder: Path | None = None,
         log_here: bool = True,
     ) -> _Order:
-        """Have the thread do this after all that was recorded before. With ``log_here`` nobody waits for its notes."""
+        """Queue an order behind all that was recorded before. With ``log_here`` the thread logs its notes itself."""
         order = _Order(kind, reason, folder or self.settings.folder, log_here)
         self.start()
         self._orders.put(order)
         return order
 
     def wait(self, order: _Order, timeout: float | None) -> Answer | None:
-        """The answer to an order; None when it does not come within so many seconds."""
+        """Return the answer to an order; None when it does not arrive within ``timeout`` seconds."""
         if threading.current_thread() is self._thread:
             return None  # from inside an object that is being pickled: the answer could never come
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            # A thread that has closed answers no more, and may do so at any moment.
+            # A closed thread does not answer, and the thread may close at any moment.
             ended = self._thread.ident is not None and not self._thread.is_alive()
             try:
                 return order.reply.get(timeout=0 if ended else min(left, 0.05))
@@ -226,7 +226,7 @@ class DumpWriter:
             if order is not None:
                 order.reply.put(Answer(not self._held, path, notes))
             if notes and (order is None or order.log_here):
-                # A thread of its own may wait for the log's lock, for as long as it takes.
+                # A separate thread, because it may have to wait for the log's lock.
                 with contextlib.suppress(RuntimeError):  # no thread can be started, and requests matter more than logs
                     threading.Thread(target=log, args=(notes,), name="graftlab-requests-log", daemon=True).start()
 
@@ -326,7 +326,7 @@ class DumpWriter:
                 self._held = deque(old)
         if self._held:
             self._write_all(folders[::-1], notes)
-        # An `add` that was interrupted may hold the journal, and cannot go on before this is over.
+        # An interrupted `add` may hold the journal, and cannot continue before this is over.
         self._journal.tidy(self._lowest, force=True, patience=0.1)
         return path
 
@@ -452,7 +452,7 @@ def write_whole(path: Path, fill: Callable[[IO[bytes]], T]) -> T:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    # The file is there; not every file system can make its name durable too.
+    # The file exists; not every file system can make its name durable too.
     with contextlib.suppress(OSError):
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:

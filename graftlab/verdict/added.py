@@ -20,10 +20,10 @@ from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
 
 COLUMNS = (
-    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "aligned_by"),
+    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "is_cast", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
-LABELS = ("culprit", "minor", "cancels", "inherited", "clean", "unmeasured")
+LABELS = ("culprit", "minor", "cancels", "rounds differently", "inherited", "clean", "unmeasured")
 """The most serious first."""
 NOT_NAMED = ("inherited", "clean", "unmeasured")
 
@@ -71,6 +71,7 @@ def added_frame(
                 "group": group,
                 "target_name": row.get("target_name") or row["name"],
                 "dtype": dtype,
+                "is_cast": row["cast"] is not None,
                 "aligned_by": row["aligned_by"],
                 "added": row["rel_l2"],
                 "floor": floor.rel_l2,
@@ -101,10 +102,15 @@ def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
     """
     if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2 or (row["numel"] or 0) < _FEWEST_NUMBERS:
         return group
-    if row["nonfinite_differ"] or not row["rel_l2"]:
-        return group
+    return own if row["rel_l2"] and is_spread(row) else group
+
+
+def is_spread(row: Mapping[str, Any]) -> bool:
+    """Whether a row's difference is in most of the tensor, and finite."""
+    if row["nonfinite_differ"]:
+        return False
     difference = row["rel_l2"] * math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
-    return own if row["mean_abs"] > _SPREAD * difference else group
+    return bool(row["mean_abs"] > _SPREAD * difference)
 
 
 def measured_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ _NEAR = 0.2
 _RESEMBLES = 0.2
 # A partial sum is added to a copy a few taps later.
 _LOOKED_BACK = 16
-_INFERRED = "inferred, since they are near"
+_INFERRED = "inferred from near values"
 FROM_WEIGHT = "inferred from its weight"
 FROM_GROUP = "inferred from other taps of its group"
 # Copies whose sums ran in different orders differ by some roundings.

@@ -13,17 +13,19 @@ from graftlab.base.tap_groups import is_data, kind_of
 from graftlab.diffs.results import ResultDifference, compare_results
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, times
+from graftlab.verdict.added import coarser_dtype, is_spread, measured_rows, ratio, times
 from graftlab.verdict.floor import Floor
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """What differs, in the words of a sentence, by how much, and how many times what rounding adds up to there."""
 
     what: str
     rel_l2: float
     times: float
+    is_spread: bool = True
+    """Whether it is in most of the tensor, not in a few rows whose choice (a router's) rounding may turn around."""
 
     @property
     def size(self) -> str:
@@ -75,16 +77,16 @@ class ReturnedValues:
     differences: tuple[ResultDifference, ...] = ()
     left: tuple[str, ...] = ()
 
-    def beyond(self, floors: AccumulatedFloors, threshold: float) -> list[Difference]:
+    def beyond(self, floors: AccumulatedFloors, threshold: float) -> list[ValueDifference]:
         """The values that differ by more than ``threshold`` times their floor, the farthest of each place."""
-        found: dict[str, Difference] = {}
+        found: dict[str, ValueDifference] = {}
         for path, rel_l2, dtypes in self.differences:
             if math.isnan(rel_l2):
                 continue
             over = times(rel_l2, floors.of_returned(path, dtypes))
             if over > threshold and (path not in found or over > found[path].times):
                 what = f"the returned value{f' {path}' if path else ''}"
-                found[path] = Difference(what, rel_l2, over)
+                found[path] = ValueDifference(what, rel_l2, over)
         return list(found.values())
 
     @property
@@ -118,19 +120,19 @@ def compare_returned(baseline: Sequence[object], target: Sequence[object]) -> Re
 
 def differing_taps(
     compared: pd.DataFrame, floors: AccumulatedFloors, threshold: float, leave: Collection[str] = ()
-) -> list[Difference]:
+) -> list[ValueDifference]:
     """The taps of a run without grafts that differ by more than rounding adds up to, in execution order.
 
     Weights and other data, and the taps of the names in ``leave``, are left out.
     """
-    found: dict[str, Difference] = {}
+    found: dict[str, ValueDifference] = {}
     for row in sorted(measured_rows(compared), key=lambda row: (row["in_run"], row["order"])):
         if is_data(row["tags"]) or row["name"] in leave:
             continue
         over = ratio(row, floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row)))
         if over > threshold and (row["name"] not in found or over > found[row["name"]].times):
             distance = math.inf if row["nonfinite_differ"] else row["rel_l2"]
-            found[row["name"]] = Difference(row["name"], distance, over)
+            found[row["name"]] = ValueDifference(row["name"], distance, over, is_spread(row))
     return list(found.values())
 
 
@@ -147,7 +149,7 @@ class UnexplainedDifferences:
     """
 
     compared: pd.DataFrame
-    taps: Sequence[Difference]
+    taps: Sequence[ValueDifference]
     returned: ReturnedValues | None
     returned_grafted: ReturnedValues | None
     floors: AccumulatedFloors
@@ -161,11 +163,11 @@ class UnexplainedDifferences:
         return str(max(rows, key=lambda row: (row["in_run"], row["order"]))["name"]) if rows else None
 
     @cached_property
-    def _returned(self) -> list[Difference]:
+    def _returned(self) -> list[ValueDifference]:
         return self.returned.beyond(self.floors, self.threshold) if self.returned else []
 
     @cached_property
-    def _after_last_tap(self) -> list[Difference]:
+    def _after_last_tap(self) -> list[ValueDifference]:
         """The returned values that differ although every tap has the baseline's value."""
         found = self.returned_grafted.beyond(self.floors, self.threshold) if self.returned_grafted else []
         # Grafts that change nothing may not reach the model, which then shows the error of its last tap.
@@ -193,8 +195,8 @@ class UnexplainedDifferences:
             said = f"{_capital(worst.what)} differs {worst.size}, and no tap explains it."
         elif output:
             said = f"The output {output.what} differs {output.size}, and no tap explains it."
-        elif self.taps:
-            first, *others = self.taps
+        elif spread := [each for each in self.taps if each.is_spread]:
+            first, *others = spread
             more = f" (and {len(others)} more)" if others else ""
             return [f"{first.what}{more} differs {first.size}, and no tap explains it; the output agrees."]
         else:
@@ -247,7 +249,7 @@ class UnexplainedDifferences:
         return str(last["name"]) if last["status"] in ("missing", "unmatched") else None
 
 
-def _times(difference: Difference) -> float:
+def _times(difference: ValueDifference) -> float:
     return difference.times
 
 

@@ -15,6 +15,7 @@ from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.rounds_differently import RoundsDifferently
 
 NOT_CHECKED = "Not checked: "
 """The beginning of a sentence on something that the verdict does not cover."""
@@ -64,6 +65,8 @@ class Findings:
     """Sentences on differences that no named group explains."""
     failed: Sequence[str] = ()
     """Sentences on stages of the verdict that failed."""
+    rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
+    """The groups that round differently. They are among the named ones."""
 
     @property
     def named(self) -> list[str]:
@@ -116,9 +119,9 @@ def _conclusion(findings: Findings) -> list[str]:
         return []
     if not len(frame):
         return ["Nothing was compared: no tap was measured on both sides. Add gl.tap or gl.watch to both functions."]
-    computed = [group for group in named if group not in findings.inputs]
+    computed = [group for group in named if group not in (*findings.inputs, *findings.rounding.groups)]
     if not computed:
-        lines = [_nothing_named(findings)]
+        lines = [*findings.rounding.sentences, _nothing_named(findings)]
     else:
         lines = []
         for groups in _sentence_groups(frame, computed):
@@ -127,6 +130,8 @@ def _conclusion(findings: Findings) -> list[str]:
             lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
+    if computed:
+        lines += findings.rounding.sentences
     if findings.following:
         lines.append(_following(findings.following))
     for output, causes in findings.causes.items():
@@ -152,6 +157,8 @@ def _nothing_named(findings: Findings) -> str:
         f"{_number(findings)}"
     )
     if coarse:
+        if findings.rounding.groups:
+            return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
         return (
             f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer look."
         )

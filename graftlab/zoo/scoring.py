@@ -39,8 +39,8 @@ class Scored:
 
     @property
     def blamed(self) -> set[str]:
-        """The named groups that are not labelled ``cancels``."""
-        return {group for group, label in self.labels.items() if label != "cancels"}
+        """The named groups that are not labelled ``cancels`` or ``rounds differently``."""
+        return {group for group, label in self.labels.items() if label not in ("cancels", "rounds differently")}
 
     @property
     def exact(self) -> bool:

@@ -81,19 +81,19 @@ def test_a_difference_only_without_a_tap_names_that_tap(session: gl.Session) -> 
     assert compared.untapped > 0.1
     assert compared.fused == "second"
     assert "They differ only without the tap 'second' in the graph" in compared.text
-    # Whatever was left out for it is there again.
+    # The taps left out for it are restored.
     run = session.run(model, model, args=(X,))
     assert run.frame["name"].tolist() == ["first", "second", "third", "out"]
 
 
 def test_a_function_without_a_comparable_result_is_reported(session: gl.Session) -> None:
     compared = session.compare_compiled(lambda x: [model(x), None][1], args=(X,), backend="eager")
-    assert "The function returns no tensor and no number, or none that is finite, so" in compared.text
+    assert "The function returns no finite tensor or number, so" in compared.text
 
 
 def test_a_result_without_a_finite_number_is_not_called_equal(session: gl.Session) -> None:
     compared = session.compare_compiled(lambda x: (model(x) * math.inf * 0, None), args=(X,), backend="eager")
-    assert compared.text.startswith("The function returns no tensor and no number, or none that is finite, so")
+    assert compared.text.startswith("The function returns no finite tensor or number, so")
     both = session.compare_compiled(lambda x: (model(x) * math.inf * 0, model(x)), args=(X,), backend="eager")
     assert both.text.startswith("Compiled, its result is equal to the eager one")
 
@@ -170,7 +170,7 @@ def sums_in_another_order(module: Any, inputs: Any) -> Callable[..., Any]:
 
 
 def in_small_steps(x: Tensor) -> Tensor:
-    """Of which bfloat16 keeps none, as each is below half a unit in the last place."""
+    """Adds in steps that bfloat16 drops, each below half a unit in the last place."""
     h = gl.tap("h", x * 1.5)
     for _ in range(120):
         h = h * 1.001

@@ -70,7 +70,7 @@ def processes(ranks: list[TalkingRank]) -> list[Any]:
     return [each.rank for each in ranks]
 
 
-# ---- works ----------------------------------------------------------------------------------------------------------
+# ---- work -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_callee_becomes_a_work_request_with_a_unique_file_name() -> None:
@@ -278,7 +278,7 @@ def test_each_answer_reaches_the_caller_that_asked(ranks: list[TalkingRank]) -> 
     for query in reversed(asked):
         queries.on_reply(Reply(query.number, KeptTags([{"failed": query.question.failed}])))
     assert [future.result(60).tags for future in asking] == [[{"failed": False}], [{"failed": True}]]
-    queries.on_reply(Reply(asked[0].number, Stacks("too late, and nobody waits for it")))
+    queries.on_reply(Reply(asked[0].number, Stacks("too late, and no call waits for it")))
 
 
 def test_a_refusal_or_a_wrong_answer_raises_an_error_that_names_the_rank(ranks: list[TalkingRank]) -> None:

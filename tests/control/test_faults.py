@@ -1,4 +1,4 @@
-"""What goes wrong on the ranks, on the disk or in the notebook: it is told at once, and costs no more than itself."""
+"""What goes wrong on the ranks, on the disk or in the notebook: it is reported at once, and does no further damage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_evaluation_in_inference_mode_leaves_later_taps_alone() -> None:
             assert frame[["status", "rel_l2"]].values.tolist() == [["compared", 0.0]] * 2
 
 
-# ---- one rank fails while others go on ------------------------------------------------------------------------------
+# ---- one rank fails while others continue ----------------------------------------------------------------------------
 
 
 def loop_forever() -> None:
@@ -211,7 +211,7 @@ def test_a_relative_folder_is_found_after_the_notebook_changed_its_own(
 
 
 def test_a_close_that_is_interrupted_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    gl.launch(1, 1).close()  # whatever lasts as long as the process is there by now
+    gl.launch(1, 1).close()  # everything that lasts as long as the process exists by now
     before = descriptors()
     session = gl.launch(1, 2)
     pids = watch(rank.pid for rank in session.ranks if rank.pid)
@@ -310,7 +310,7 @@ def test_programs_started_by_a_rank_end_with_it_unless_detached(own: gl.Session)
     ending = watch(own.run(target=start, args=(False,)).target)
     own.close()
     assert still_there(ending) == []
-    os.kill(stays, signal.SIGKILL)  # it is there: ProcessLookupError otherwise
+    os.kill(stays, signal.SIGKILL)  # it exists: ProcessLookupError otherwise
     assert still_there(staying) == []
 
 

@@ -22,7 +22,7 @@ from graftlab.rows.encoding import encode
 
 
 class RecordingSink:
-    """Notes what it is told, as ``(label, what)``; raises where ``fails`` says so."""
+    """Records what it receives, as ``(label, what)``; raises if ``fails(what)``."""
 
     def __init__(self, fails: Callable[[Any], bool] = lambda what: False) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -109,7 +109,7 @@ def test_rows_gather_until_the_wake_socket_is_written(ranks: list[TalkingRank]) 
         ranks[1].line.row(a_row(order=1))
         assert sink.next(1) == [row(1)]
         ranks[1].line.row(a_row(order=2))
-        ranks[2].line.send(Output("something that somebody may wait for"))
+        ranks[2].line.send(Output("something that a call may wait for"))
         told = sink.next(2)
         assert sorted(whose for whose, _ in told) == ["row", "target[1]"]
 
@@ -160,7 +160,7 @@ def test_stopping_reads_what_has_arrived(ranks: list[TalkingRank]) -> None:
             each.line.row(a_row(order=each.rank.place.world_rank + 10))
         hub.stop()
         new = [thread.name for thread in set(threading.enumerate()) - others]
-        assert "graftlab-hub" not in new, "it rests no more"
+        assert "graftlab-hub" not in new, "it no longer rests"
         assert sorted(sink.all()) == sorted([row(10), row(11), row(12)])
         hub.stop()
 

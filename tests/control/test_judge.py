@@ -131,7 +131,7 @@ def test_errors_after_the_culprit_are_inherited(session: gl.Session) -> None:
 
 
 def test_equal_sides_are_reported_to_add_only_rounding(session: gl.Session) -> None:
-    # Code of its own, whose floor no other test can have measured before.
+    # Separate code, whose floor no other test can have measured before.
     verdict = session.verdict(lambda: chain(), chain)
     assert verdict.named == []
     assert verdict.text == "No tap adds more than rounding (4 groups of taps, at most 0 x the floor, threshold 5)."
@@ -239,7 +239,7 @@ def test_differing_whole_numbers_are_named(session: gl.Session) -> None:
 
 
 def overflowing_chain(side: str) -> torch.Tensor:
-    """Like a chain in float16, whose numbers leave its range on the way; the target's is other before that."""
+    """Like a chain in float16, whose numbers leave its range on the way; the target's differs before that."""
     x = gl.tap("before", torch.ones(4) * (2.0 if gl.here().side == side else 1.0))
     return gl.tap("after", gl.tap("act", x * math.inf) - math.inf)
 
@@ -272,7 +272,7 @@ def test_a_target_that_does_not_repeat_itself_is_reported_first(session: gl.Sess
 
 
 def lonely() -> None:
-    """Each side has a tap that the other lacks, before one that is other."""
+    """Each side has a tap that the other lacks, before one that differs."""
     target = gl.here().side == "target"
     x = gl.tap("x", torch.linspace(1, 2, 16))
     if not target:
@@ -288,7 +288,7 @@ def test_a_one_sided_tap_does_not_block_a_swap(session: gl.Session) -> None:
     verdict = session.verdict(lonely, lonely)
     assert verdict.named == ["y"]
     assert "With the baseline's y the output out agrees (" in verdict.text
-    # In the swaps nobody waits for such a tap: a side that did could hold up the one that it waits for.
+    # In the swaps no side waits for such a tap: a side that did could block the one that it waits for.
     frame = session.frame.iloc[before:]
     _, grafted, *swaps = sorted(frame["plan_version"].unique())
     assert {"only the baseline's", "only the target's"} < set(frame.loc[frame["plan_version"] == grafted, "name"])
@@ -297,7 +297,7 @@ def test_a_one_sided_tap_does_not_block_a_swap(session: gl.Session) -> None:
 
 
 def stepping() -> None:
-    """The same taps in three steps, of which the second is other."""
+    """The same taps in three steps; the second differs."""
     for step in range(3):
         x = gl.tap("x", torch.linspace(1, 2, 16) + step)
         gl.tap("out", x * (1.5 if step == 1 and gl.here().side == "target" else 1))
@@ -427,7 +427,7 @@ def test_the_rank_with_the_differing_shard_is_named(one_and_two: gl.Session, wro
 
 
 def test_without_explanation_nothing_is_swapped(session: gl.Session) -> None:
-    # Code of its own, whose floor no other test can have measured before.
+    # Separate code, whose floor no other test can have measured before.
     verdict = session.verdict(lambda: chain("act"), lambda: chain("act"), explain=False)
     assert verdict.named == ["layers.*.act"]
     assert verdict.runs == 3
@@ -473,7 +473,7 @@ def test_a_group_after_the_output_is_not_called_harmless(session: gl.Session) ->
     verdict = session.verdict(chain, chain, args=("layer 2",), output="layers.1.h")
     assert verdict.labels["layers.*.act"] == "culprit"
     assert "without changing" not in verdict.text
-    assert "What layers.*.act does to the output was not measured" in verdict.text
+    assert "The effect of layers.*.act on the output was not measured" in verdict.text
 
 
 def test_expressions_and_notebook_functions_are_judged_too(session: gl.Session) -> None:

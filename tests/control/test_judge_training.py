@@ -1,4 +1,4 @@
-"""Verdicts on training: what was given is told first, and the update of a weight is blamed last."""
+"""Verdicts on training: differing inputs are reported first, and the update of a weight is blamed last."""
 
 from __future__ import annotations
 

@@ -166,3 +166,86 @@ def test_a_tap_is_judged_by_its_own_floor_where_its_groups_is_that_of_unlike_tap
     right = session.verdict(behind_an_ill_conditioned_norm, behind_an_ill_conditioned_norm, args=(1.0,))
     assert right.named == []
     assert "no tap explains" not in right.text
+
+
+# ---- low precision --------------------------------------------------------------------------------------------------
+
+
+def in_bfloat16(fault: str) -> torch.Tensor:
+    """Layers in bfloat16 whose norms, on the target, are rounded before they are multiplied by their weight."""
+    wrong = fault if gl.here().side == "target" else ""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 64, generator=generator).bfloat16()
+    weight = 1 + torch.randn(64, generator=generator) / 3
+    for i in range(4):
+        wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        norm = wide.bfloat16() * weight.bfloat16() if wrong == "norm" else (wide * weight.bfloat16()).bfloat16()
+        norm = gl.tap(f"layers.{i}.norm", norm)
+        matrix = (torch.randn(64, 64, generator=generator) / 8).bfloat16()
+        x = gl.tap(f"layers.{i}.out", x + gl.tap(f"layers.{i}.act", torch.tanh(gl.tap(f"layers.{i}.h", norm @ matrix))))
+    return gl.tap("logits", x * 2)
+
+
+def test_groups_that_round_differently_are_named_with_their_effect(session: gl.Session) -> None:
+    verdict = session.verdict(in_bfloat16, in_bfloat16, args=("norm",))
+    assert verdict.named == ["layers.*.norm"]
+    assert verdict.labels["layers.*.norm"] == "rounds differently"
+    assert verdict.text.startswith(
+        "layers.*.norm rounds differently: from equal inputs it is never bit-equal, and the other 4 groups of bfloat16 "
+        "taps always are. So it computes in another order or another precision. A run in float32 does not show that.\n"
+        "With the baseline's layers.*.norm the output logits is bit-equal; with the target's it is off by 0.0"
+    )
+    assert "run the target in float32" not in verdict.text
+
+
+def test_equal_low_precision_names_nothing(session: gl.Session) -> None:
+    verdict = session.verdict(in_bfloat16, in_bfloat16, args=("",))
+    assert verdict.named == []
+    assert verdict.text.startswith("Nothing above bfloat16 rounding (")
+
+
+# ---- stages that fail -----------------------------------------------------------------------------------------------
+
+
+def other_dtypes(factor: float) -> torch.Tensor:
+    target = gl.here().side == "target"
+    ids = gl.tap("ids", torch.arange(16, dtype=torch.int32 if target else torch.int64))
+    h = gl.tap("h", torch.linspace(-1, 1, 16)[ids.long()] * (factor if target else 1.0))
+    return gl.tap("out", h.tanh())
+
+
+def test_a_tap_with_other_dtypes_does_not_end_the_verdict(session: gl.Session) -> None:
+    verdict = session.verdict(other_dtypes, other_dtypes, args=(1.1,))
+    assert verdict.named == ["h"]
+    assert "With the baseline's h the output out agrees (" in verdict.text
+
+
+def refuses_t2b(given: Any) -> torch.Tensor:
+    if given.direction == "t2b":
+        raise ValueError("one way only")
+    return given.received_list[0]  # type: ignore[no-any-return]
+
+
+def test_a_stage_that_fails_is_reported_and_the_others_are_kept(session: gl.Session) -> None:
+    session.edit(transform=("True", refuses_t2b))
+    verdict = session.verdict(other_dtypes, other_dtypes, args=(1.1,))
+    assert verdict.named == ["h"]
+    assert first_line(verdict).startswith("The search for what moves out failed, so its results are missing: ")
+    assert "The effect of h on the output was not measured." in verdict.text
+
+
+def raises_when_grafted() -> torch.Tensor:
+    target = gl.here().side == "target"
+    h = gl.tap("h", torch.linspace(-1, 1, 16) * (1.1 if target else 1.0))
+    if target and float(h.max()) < 1.05:
+        raise ValueError("this target takes only its own values")
+    return gl.tap("out", h.tanh())
+
+
+def test_the_run_without_grafts_is_judged_where_no_other_run_succeeds(session: gl.Session) -> None:
+    verdict = session.verdict(raises_when_grafted, raises_when_grafted)
+    lines = verdict.text.splitlines()
+    assert lines[0].startswith("The returned value differs by 0.0")
+    assert ", and no tap explains it. The first tap that differs is h by 0.1 (" in lines[0]
+    assert lines[1].startswith("The run in which every tap was grafted failed, so its results are missing: ")
+    assert "Nothing was compared" not in verdict.text

@@ -117,7 +117,7 @@ def test_beyond_the_budget_values_of_candidates_are_fetched(session: gl.Session)
 
 
 def sharded(layers: int) -> list[float]:
-    """The target's q, k and v by two ranks, each of which has half of the columns and says so."""
+    """The target's q, k and v by two ranks, each with half of the columns and a declared layout."""
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99))
     me = gl.here()
     for n in range(layers):

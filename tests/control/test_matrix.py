@@ -57,7 +57,7 @@ CELLS = [
 
 
 def work(phase: str, label: str, end: Callable[[], object]) -> None:
-    """What every rank does; the one of this label ends, on a thread of its own where its main thread waits."""
+    """What every rank does; the one of this label ends, on another thread while its main thread waits."""
     import threading
 
     me = gl.here()

@@ -1,4 +1,4 @@
-"""Deaths during an edit, a close and a publish of 256 MiB: of ranks, and of whoever holds the session."""
+"""Deaths during an edit, a close and a publish of 256 MiB: of ranks, and of the session server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_restart_after_a_kill_during_edits_has_the_newest_plan(label: str, shm
             rows = session.row_count
             run = session.start(step_for_ever, step_for_ever)
             wait_until(lambda rows=rows: session.row_count > rows + 50, "rows")
-            # One edit after the other, of which one meets the death.
+            # Many edits, one of which meets the death.
             for index in itertools.count():
                 if index == 5 + 7 * round_:
                     rank.signal(signal.SIGKILL)
@@ -101,7 +101,7 @@ def test_a_restart_after_a_kill_during_edits_has_the_newest_plan(label: str, shm
 def test_a_rank_that_is_killed_while_the_session_is_closed_leaves_nothing(
     label: str, when: str, shm: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gl.launch(1, 1).close()  # whatever lasts as long as the process is there by now
+    gl.launch(1, 1).close()  # everything that lasts as long as the process exists by now
     before = len(descriptors())
     end_ranks = launcher.end_ranks
     for _ in range(3):
@@ -131,7 +131,7 @@ def test_a_rank_that_is_killed_while_the_session_is_closed_leaves_nothing(
     assert len(descriptors()) <= before
 
 
-# ---- whoever holds the session --------------------------------------------------------------------------------------
+# ---- the session server ---------------------------------------------------------------------------------------------
 
 HOLDS = """
 import itertools, json, os, sys
@@ -214,7 +214,7 @@ def test_a_driver_that_is_killed_leaves_its_rows_and_nothing_else(
     frame = gl.load_run(holder / "run")
     assert len(frame) > (5 if work is PUBLISHES else 99)
     assert_one_plan_a_step(frame)
-    # The folder is nobody's any more.
+    # No session has the folder now.
     with gl.launch(1, 1, folder=holder / "run", append=True) as session:
         session.run(lambda: gl.tap("a", torch.ones(3)), lambda: gl.tap("a", torch.ones(3)))
     assert len(gl.load_run(holder / "run")) == len(frame) + 1

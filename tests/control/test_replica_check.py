@@ -128,12 +128,12 @@ def test_declared_layouts_take_precedence(session: gl.Session) -> None:
 
 def dtensors(spoiled: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, RankShard, Replicate
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = init_device_mesh("cpu", (2,))
     own = torch.linspace(1, 2, 8) + (0.5 * rank() if spoiled else 0)
     gl.tap("replica", DTensor.from_local(own, mesh, [Replicate()]))
-    gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [RankShard(0)]))
+    gl.tap("shard", DTensor.from_local(torch.ones(4) + 0.01 * rank(), mesh, [Shard(0)]))
 
 
 def test_a_dtensors_placements_determine_its_copies(session: gl.Session) -> None:

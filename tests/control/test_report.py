@@ -29,7 +29,7 @@ def session() -> Iterator[gl.Session]:
 
 
 def model(off: float) -> None:
-    """1,500 taps, of which those of a layer with two digits are off, and the last has a NaN."""
+    """1,500 taps; those of a layer with two digits are off, and the last has a NaN."""
     for layer in range(LAYERS):
         for part in range(PARTS):
             gl.tap(f"model.layers.{layer}.part{part}", torch.full((4,), 3.14159) + off * (10 <= layer < 100))

@@ -1,4 +1,4 @@
-"""Sessions outlive their ranks: a lost group is told, a rank stuck in it is ended, a restart brings all back."""
+"""Sessions outlive their ranks: a lost group is reported, a rank stuck in it is ended, a restart brings all back."""
 
 from __future__ import annotations
 

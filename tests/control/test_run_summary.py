@@ -112,7 +112,7 @@ def test_summary_plots_report_and_dashboard_name_the_same_first_divergent_tap(
     board.close()
 
 
-def test_a_run_and_a_row_of_another_run_do_not_mix(session: gl.Session) -> None:
+def test_rows_of_different_runs_do_not_mix(session: gl.Session) -> None:
     first = session.run(lambda: model(False), lambda: model(True))
     session.run(lambda: model(False), lambda: model(False))
     assert "4 rows" in repr(first)

@@ -54,10 +54,10 @@ def tap_x(layer: int = 0, *, shift: float = 0.0) -> list[float]:
 
 
 def holds(folder: str) -> str:
-    """Says that it has begun, and stays until it is told to go on."""
+    """Report that it has begun, and wait for the file that lets it continue."""
     me = gl.here()
     Path(f"{folder}/{me.side}[{me.rank}] began").touch()
-    wait_for_file(f"{folder}/go on")
+    wait_for_file(f"{folder}/continue")
     return "went on"
 
 
@@ -135,7 +135,7 @@ def test_start_does_not_wait(session: gl.Session, tmp_path: Path) -> None:
         match=rf"run {run.number} is still running.*baseline\[0\]: .*wait\(\) waits for it again, session.interrupt",
     ):
         run.wait(timeout=0.01)
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     assert run.wait() is run
     assert run.done
     assert run.target == ["went on", "went on"]
@@ -148,7 +148,7 @@ def test_a_run_during_a_run_is_refused_and_the_first_continues(session: gl.Sessi
     for call in (lambda: session.run(tap_x, tap_x), lambda: session.start(tap_x), lambda: session.execute("1")):
         with pytest.raises(gl.SessionBusyError, match=rf"run {run.number} is still running.*session.interrupt"):
             call()
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     assert run.wait().target == ["went on", "went on"]
 
 
@@ -230,7 +230,7 @@ def test_edits_during_a_run_are_in_force_from_the_leaders_next_step_on_every_ran
     for pause, edit in zip(pauses, edits, strict=True):
         wait_for_file(tmp_path / f"at {pause}")
         plans[pause + 1] = four_ranks.edit(**edit)
-        four_ranks.stacks()  # what is sent later is answered later, so the plan is there now
+        four_ranks.stacks()  # what is sent later is answered later, so the plan has arrived now
         (tmp_path / f"after {pause}").touch()
     run.wait()
 
@@ -381,7 +381,7 @@ def test_tensors_can_be_asked_for_during_a_run(session: gl.Session, tmp_path: Pa
     run = session.start(taps_then_holds, taps_then_holds, args=(str(tmp_path),))
     wait_for_file(tmp_path / "target[0] began")
     assert session.tensors("during")[0].tolist() == [10.0, 10.0]
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     run.wait()
 
 
@@ -411,7 +411,7 @@ def test_status_shows_idle_computing_and_waiting_ranks(session: gl.Session, tmp_
     assert "awaits</th>" not in idle._repr_html_()  # type: ignore[operator]
     assert busy["last_tap"].tolist()[1:] == ["awaited", "awaited"]
     assert "waiting at tap 'awaited'" in run.where()
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     run.wait()
     wait_until(lambda: session.status()["state"].tolist() == ["idle"] * 3, "every rank idle again")
 
@@ -424,8 +424,8 @@ def test_stacks_show_the_users_line_on_every_rank(session: gl.Session, tmp_path:
     stacks = session.stacks()
     assert list(stacks) == ["baseline[0]", "target[0]", "target[1]"]
     for text in stacks.values():
-        assert 'wait_for_file(f"{folder}/go on")' in text
-    (tmp_path / "go on").touch()
+        assert 'wait_for_file(f"{folder}/continue")' in text
+    (tmp_path / "continue").touch()
     run.wait()
 
 
@@ -549,7 +549,7 @@ def test_the_stop_button_ends_the_wait_and_not_the_run(
             session.run(target=prints_then_holds, args=(str(tmp_path),))
     run = session.runs[-1]
     assert not run.done
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     assert run.wait().target == ["went on", "went on"]
 
 
@@ -633,7 +633,7 @@ def test_a_traceback_shows_the_cells_own_lines_and_none_of_graftlabs(session: gl
     assert "# the planted line" in text
     assert text.index("# the calling line") < text.index("# the planted line")
     assert "graftlab" not in text.split("Traceback")[1]
-    # What the others returned is there all the same.
+    # The results of the other ranks arrive.
     assert session.runs[-1].target == [0, None]
     assert "failed on target[1]" in repr(session.runs[-1])
 

@@ -97,7 +97,7 @@ def test_an_unusable_home_is_reported_with_the_variable_to_set(tmp_path: Path) -
 
 
 def with_mount(options: str, where: Path | str) -> list[str]:
-    """The command before a command that runs it with an empty file system there, which nobody else sees."""
+    """The command before a command that runs it with an empty file system there, which no other process sees."""
     tried = ["unshare", "--mount", "sh", "-ec", f'mount -t tmpfs -o {options} none "{where}"; exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*tried, "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount here")

@@ -46,7 +46,7 @@ def test_parts_of_one_value_are_listed_separately(session: gl.Session) -> None:
     assert sorted(tags["tp_rank"] for tags in seen(session, "parts")) == [0, 1]
 
 
-def test_tags_of_other_names_are_other_taps(session: gl.Session) -> None:
+def test_taps_with_different_tag_names_are_distinct(session: gl.Session) -> None:
     assert len(seen(session, "one tag")) == 2
 
 

@@ -60,7 +60,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     assert " x the floor, float32)." in verdict.text
     # Swapped, which needs that a step is repeated: the output is compared with that of another one.
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
-    assert "\nHint (layers.*.act): at layers.1.act, the target's are 1.01 times the baseline's" in verdict.text
+    assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
     assert [labels[name] for name in ("tokens", "layers.1.h", "layers.1.act", "layers.2.h", "out")] == [
         *("clean", "clean", "culprit", "inherited", "inherited")
@@ -88,15 +88,13 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
         session.verdict()
     assert filters_of(session.plan) == before
     on_look(session, monkeypatch, lambda: session.edit(keep=None))
-    with pytest.raises(gl.SessionError, match="the plan was edited while it ran"):
-        session.verdict()
-    assert session.plan.keep is None  # theirs stays
+    assert "results are missing: the plan was edited during the verdict" in session.verdict().text
+    assert session.plan.keep is None  # the user's edit stays
     before = filters_of(session.edit(**before))
 
     # A notebook that goes away in the middle of one leaves its jobs the plan from before.
     on_look(session, monkeypatch, session.close)
-    with pytest.raises(gl.SessionError):
-        session.verdict()
+    assert "results are missing" in session.verdict().text
     assert session.closed
     again = gl.listen(baseline=1, target=1, folder=tmp_path / "run", append=True, timeout=2 * DEADLINE)
     wait_until(lambda: again.status()["state"].isin(["running", "waiting"]).all(), "both ranks")
@@ -106,8 +104,9 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     target = again.ranks[1].pid
     assert target == jobs[1].pid
     on_look(again, monkeypatch, lambda: os.kill(jobs[1].pid, signal.SIGKILL))
-    with pytest.raises(gl.RunError, match=r"(?s)the verdict was abandoned, .* failed on target\[0\]"):
-        again.verdict()
+    text = again.verdict().text
+    assert "results are missing: the verdict was abandoned, and" in text
+    assert "failed on target[0]" in text
     assert filters_of(again.plan) == before
     with pytest.raises(gl.SessionError, match=r"target\[0\] is missing, and a verdict needs every rank"):
         again.verdict()
@@ -123,7 +122,7 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     session, jobs = listened(tmp_path / "run", stop, "trains.py")
     verdict = session.verdict()
     first = verdict.text.splitlines()[0]
-    assert first.startswith("The jobs do not repeat a step: from one to the next the baseline differs at input.x")
+    assert first.startswith("The jobs do not repeat a step: from one to the next, the baseline differs at input.x")
     assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in first
     assert "\nThe weights already differ: " in verdict.text
     assert (

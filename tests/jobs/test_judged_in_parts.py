@@ -85,14 +85,13 @@ def test_a_verdict_names_the_faulty_rank_and_ranks_that_end_meanwhile(
     assert (verdict.named, over) == (["layers.*.act"], {("layers.1.act", 1)})
     assert "layers.*.act is computed differently in layer 1 of 0-2 on rank 1 alone (added 0.01, " in verdict.text
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
-    assert "\nHint (layers.*.act): at layers.1.act, the target's are 1.01 times the baseline's" in verdict.text
+    assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
     # No rank of a side takes the taps of a step of which another does not.
     assert not {"failed", "timeout"} & set(session.frame["status"])
 
     # One that dies takes those with it that compute with it; the verdict says so, and the baseline goes on.
     on_look(session, monkeypatch, lambda: os.kill(one_and_two.jobs[2].pid, signal.SIGKILL))
-    with pytest.raises(gl.RunError, match=r"(?s)the verdict was abandoned, .* failed on target\[[01]\]"):
-        session.verdict()
+    assert re.search(r"the verdict was abandoned, .* failed on target\[[01]\]", session.verdict().text)
     assert (session.plan.b2t, session.plan.compare) == (before.b2t, before.compare)
     with pytest.raises(gl.SessionError, match=r"target\[1\] is missing, and a verdict needs every rank"):
         session.verdict()
@@ -138,8 +137,7 @@ def test_ranks_connected_by_tcp_are_judged_like_those_that_share_memory(
             assert f"With the baseline's layers.*.{tap} the output out agrees (" in verdict.text
         assert not {"failed", "timeout"} & set(session.frame["status"])
         on_look(session, monkeypatch, judged.stop.touch)
-        with pytest.raises(gl.SessionError, match=r"abandoned: .* ended before it was done"):
-            session.verdict()
+        assert re.search(r"abandoned: .* ended before it was done", session.verdict().text)
         for job in judged.jobs:
             code, out, err = end(job)
             assert (code, out) == (0, "went on True\n"), err

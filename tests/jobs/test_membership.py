@@ -62,7 +62,7 @@ class Jobs:
             rank = self.ranks[number]
             if rank.has_joined:
                 rank.renew()
-            rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
+            rank.assign_process(1000 + number, DeviceAssignment("cpu", "none"))
             line, wake = rank.take_ends()
             self._ends[number] = SocketChannel(line)
             wake.close()
@@ -216,7 +216,7 @@ def test_jobs_returning_from_different_runs_get_one_new_world(jobs: Jobs) -> Non
     """Some had moved when the notebook before this one went away, and some had not."""
     for number, run in ((0, 4), (1, 4), (2, 3)):
         rank = jobs.ranks[number]
-        rank.hand_over(number, DeviceAssignment("cpu", "none"))
+        rank.assign_process(number, DeviceAssignment("cpu", "none"))
         line, wake = rank.take_ends()
         jobs._ends[number] = SocketChannel(line)
         wake.close()

@@ -99,7 +99,7 @@ def test_sides_with_different_filters_are_refused(tmp_path: Path) -> None:
         second = start("engine_rank.py", **variables("target", 1, 1, run_dir=tmp_path, compare_filter="layer == 0"))
         code, _, err = end(second)
         assert code == 1
-        assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, but 'True' in the job that came" in err
+        assert "compare_filter (GRAFTLAB_COMPARE_FILTER) is 'layer == 0' here, but 'True' in the job that" in err
         assert len(gl.load_run(tmp_path)) == 0
     finally:
         first.kill()

@@ -122,7 +122,7 @@ def test_unrelated_models_have_no_pair_by_value(llama: Port) -> None:
 # ---- sketches -------------------------------------------------------------------------------------------------------
 
 
-def test_without_room_for_values_sketches_alone_find_most(llama: Port) -> None:
+def test_sketches_alone_find_most_pairs(llama: Port) -> None:
     recorders = [record_taps(model, llama.run, budget=0) for model in (llama.baseline, llama.target)]
     assert all(tap.value is None for recorder in recorders for tap in recorder.taps)
     proposal = match_taps(recorders[0].taps, recorders[1].taps)
@@ -130,7 +130,7 @@ def test_without_room_for_values_sketches_alone_find_most(llama: Port) -> None:
     assert all("only extreme values compared" in pair.note for pair in proposal.graftable)
 
 
-def test_values_are_fetched_of_candidates_only(gpt2: Port) -> None:
+def test_values_are_fetched_only_for_candidates(gpt2: Port) -> None:
     kept = [{tap.name: tap.value for tap in taps} for taps in taps_of(gpt2)]
     recorders = [record_taps(model, gpt2.run, budget=0) for model in (gpt2.baseline, gpt2.target)]
     asked: list[str] = []
@@ -151,7 +151,7 @@ def test_values_are_fetched_of_candidates_only(gpt2: Port) -> None:
     assert not any(pair.note for pair in proposal.graftable if "extreme" in pair.note)
 
 
-def test_a_recorder_keeps_copies_up_to_its_budget_and_tells_calls_apart() -> None:
+def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
     recorder = SketchRecorder({"a": "Linear"}, budget=24)
     value = torch.arange(4.0)
     assert recorder.tap("a", value, None, {}) is value
@@ -179,7 +179,7 @@ def values(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_between_equal_values_kind_name_and_order_choose() -> None:
+def test_kind_name_and_order_decide_between_equal_values() -> None:
     x, y = values(4, 8, seed=1), values(4, 8, seed=2)
     baseline = [tap("norm", x, 0, "LayerNorm"), tap("drop", x, 1, "Dropout"), tap("fc", y, 2, "Linear")]
     target = [tap("ln", x, 0, "LayerNorm"), tap("d", x, 1, "Dropout"), tap("again", x, 2, ""), tap("proj", y, 3)]
@@ -199,7 +199,7 @@ def layered(count: int, wrong: Sequence[int] = (), shift: int = 0) -> tuple[list
 
 
 @pytest.mark.parametrize("shift", [0, 2])
-def test_a_rule_needs_two_layers_and_says_how_far_the_values_are(shift: int) -> None:
+def test_a_rule_needs_two_layers_and_reports_the_distance(shift: int) -> None:
     proposal = match_taps(*layered(4, wrong=[3], shift=shift))
     (pair,) = proposal.of_target("layers.3.ffn")
     assert (pair.baseline, pair.sureness) == (f"h.{3 + shift}.mlp", "rule")
@@ -227,7 +227,7 @@ def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
     assert rules_of([Pair("h.3.mlp", "l.3.ffn")]) == []
 
 
-def test_a_rule_takes_names_that_have_a_number_sign() -> None:
+def test_a_rule_accepts_names_with_a_number_sign() -> None:
     pairs = [Pair(f"h.{layer}.norm#1", f"l.{layer}.norm#2") for layer in range(3)] + [Pair("h.#.x", "l.0.x")]
     (rule,) = rules_of(pairs)
     assert rule.seen == 3
@@ -243,7 +243,7 @@ def test_a_guess_is_marked_as_one_and_never_graftable() -> None:
     assert match_taps(baseline, target, guesses=False).pairs == ()
 
 
-def test_what_matches_in_another_layout_than_its_neighbours_is_a_problem() -> None:
+def test_a_layout_unlike_the_neighbours_is_a_problem() -> None:
     baseline = [tap(f"h.{n}.qkv", values(6, 24, seed=n), n) for n in range(4)]
     target = [
         tap(f"l.{n}.q", base.value.chunk(3, -1)[1 if n == 2 else 0], n)  # type: ignore[union-attr]
@@ -254,7 +254,7 @@ def test_what_matches_in_another_layout_than_its_neighbours_is_a_problem() -> No
     assert problem.startswith("l.2.q is h.2.qkv in the layout 'part(index=1, of=[1, 1, 1], dim=1)', where 3 others")
 
 
-def test_taps_that_say_nothing_are_not_matched_by_value() -> None:
+def test_taps_with_uninformative_values_are_not_matched_by_value() -> None:
     baseline = [tap("mask", torch.zeros(4, 8), 0), tap("nan", torch.full((3,), torch.nan), 1)]
     target = [tap("other", torch.zeros(4, 8), 0), tap("nans", torch.full((3,), torch.nan), 1)]
     proposal = match_taps(baseline, target, guesses=False)
@@ -263,7 +263,7 @@ def test_taps_that_say_nothing_are_not_matched_by_value() -> None:
     assert "it has no finite value" in proposal.unmatched_target["nans"]
 
 
-def test_numbers_that_belong_to_a_word_are_no_layers() -> None:
+def test_numbers_within_words_are_not_layers() -> None:
     """``drop1`` is no earlier layer of ``drop2``, neither for what is odd nor for what follows by rule."""
     baseline, target = [], []
     for n in range(5):
@@ -280,7 +280,7 @@ def test_numbers_that_belong_to_a_word_are_no_layers() -> None:
     assert match_taps(baseline, few, guesses=False).problems == ()
 
 
-def test_of_equal_values_each_layer_chooses_as_the_others_do() -> None:
+def test_layers_choose_alike_between_equal_values() -> None:
     baseline = []
     for n in range(4):
         same = values(4, 8, seed=n)
@@ -298,7 +298,7 @@ def test_of_equal_values_each_layer_chooses_as_the_others_do() -> None:
     assert proposal.problems == ()
 
 
-def test_a_fused_tap_has_all_its_parts_where_some_have_another_partner_too() -> None:
+def test_a_fused_tap_has_all_its_parts_even_if_some_match_elsewhere() -> None:
     q, k, v = (values(4, 8, seed=n) for n in range(3))
     baseline = [tap("q", q, 0), tap("k", k, 1), tap("v", v, 2)]
     target = [tap("qkv", torch.cat([q, k, v], 1), 0), tap("q_norm", q.unflatten(1, (2, 4)), 1)]
@@ -307,7 +307,7 @@ def test_a_fused_tap_has_all_its_parts_where_some_have_another_partner_too() -> 
     assert {pair.baseline for pair in proposal.of_target("qkv")} == {"q", "k", "v"}
 
 
-def test_what_only_hands_on_a_guess_does_not_confirm_it() -> None:
+def test_a_tap_that_passes_a_guess_on_does_not_confirm_it() -> None:
     """A dropout shows whatever was grafted before it, right or wrong."""
     baseline = [tap("x", values(4, 8, seed=1), 0), tap("end", values(4, 8, seed=2), 1)]
 
@@ -374,7 +374,7 @@ def test_behind_a_fault_grafts_bring_the_values_back(fault: str, llama: Port) ->
 
 
 @pytest.mark.slow
-def test_a_fault_in_every_layer_has_its_own_partner_and_says_how_it_was_found(llama: Port) -> None:
+def test_a_fault_in_every_layer_is_paired_and_notes_how(llama: Port) -> None:
     wrong = copy.deepcopy(llama.target)
     in_every_layer(wrong)
     proposal = match_in_rounds(grafting_runs(llama, wrong))
@@ -386,7 +386,7 @@ def test_a_fault_in_every_layer_has_its_own_partner_and_says_how_it_was_found(ll
         assert pair.rel > 0.1
 
 
-def test_a_tap_that_holds_what_another_should_is_a_problem(llama: Port) -> None:
+def test_a_tap_with_a_different_taps_values_is_a_problem(llama: Port) -> None:
     wrong = copy.deepcopy(llama.target)
     attention = wrong.blocks[1].attention  # type: ignore[union-attr,index]
     attention.k_proj.weight.data.copy_(attention.v_proj.weight.data.clone())  # type: ignore[union-attr]
@@ -400,7 +400,7 @@ def test_a_tap_that_holds_what_another_should_is_a_problem(llama: Port) -> None:
     ), proposal.problems
 
 
-def test_what_a_rule_said_and_the_values_say_later_is_confirmed() -> None:
+def test_a_pair_by_rule_is_confirmed_once_its_values_match() -> None:
     before = match_taps(*layered(4, wrong=[3]))
     after = match_taps(*layered(4), before=before)
     (pair,) = after.of_target("layers.3.ffn")
@@ -427,7 +427,7 @@ def test_a_proposal_is_exported_as_code_folded_over_its_layers() -> None:
     assert edits == [{"pairs": proposal.rules()}]
 
 
-def test_the_frame_has_pairs_first_and_then_what_has_no_partner_and_why() -> None:
+def test_the_frame_has_pairs_first_then_unmatched_taps_and_reasons() -> None:
     baseline, target = layered(3)
     target.append(tap("extra", values(5, 5, seed=50), 3))
     frame = match_taps(baseline, target).frame
@@ -454,7 +454,7 @@ def test_pairs_are_accepted_and_rejected() -> None:
     assert len(without) == 3
 
 
-def test_what_a_notebook_shows_folds_layers_and_escapes_names() -> None:
+def test_the_html_folds_layers_and_escapes_names() -> None:
     baseline, target = layered(3)
     target.append(tap("<b>", values(5, 5, seed=50), 3))
     shown = match_taps(baseline, target)._repr_mimebundle_()
@@ -474,7 +474,7 @@ def test_a_large_proposal_is_shown_in_tables_of_at_most_20_lines() -> None:
     assert "and 280 lines more" in rich
 
 
-def test_taps_without_a_partner_take_a_line_for_all_layers_with_their_reason() -> None:
+def test_unmatched_taps_of_all_layers_share_a_line_with_their_reason() -> None:
     left = {f"h.{n}.act": f"has the same values as h.{n}.mlp, which is paired" for n in range(12)}
     shown = Proposal((), {**left, "norm": "no target tap has its values"})
     assert shown.summary.endswith("; 13 baseline taps have none")
@@ -494,7 +494,7 @@ def test_rules_are_read_back_as_pairs() -> None:
         pairs_of([{"baseline": "a", "target": "b", "layout": "x y -> y"}])
 
 
-def test_notes_of_a_group_that_differ_by_numbers_alone_are_shown_once() -> None:
+def test_notes_that_differ_only_in_numbers_are_shown_once() -> None:
     pairs = tuple(
         Pair(f"a.{n}.h", f"b.{n}.h", sureness="rule", rel=0.5, note=f"as in 2 other layers; here they differ by 0.{n}")
         for n in range(1, 5)

@@ -53,14 +53,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
         ((4, 6), "a b -> a 1 b", "a b -> a 1 b"),
     ],
 )
-def test_a_layout_is_found_and_written_as_a_person_would(shape: tuple[int, ...], made: str, text: str) -> None:
+def test_a_layout_is_found_and_written_in_einops_notation(shape: tuple[int, ...], made: str, text: str) -> None:
     whole = random(*shape)
     assert fitted(whole, parse_layout(made).local(whole)) == text
 
 
 @examples(150)
 @given(st.data())
-def test_whatever_is_found_gives_the_tensor_again(data: st.DataObject) -> None:
+def test_every_found_layout_reproduces_the_tensor(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([2, 3, 4, 5]), min_size=3, max_size=5))
     whole = random(*sizes)
     order = data.draw(st.permutations(range(len(sizes))))
@@ -97,7 +97,7 @@ def test_unrelated_values_have_no_layout() -> None:
         ((6, 7, 8), "part(index=1, of=[1, 1, 1], dim=0)"),
     ],
 )
-def test_the_parts_that_are_tried_under_noise_hold_the_usual_ones(shape: tuple[int, ...], made: str) -> None:
+def test_the_parts_tried_under_noise_include_the_usual_ones(shape: tuple[int, ...], made: str) -> None:
     whole = random(*shape)
     part = parse_layout(made).local(whole)
     found = [
@@ -108,7 +108,7 @@ def test_the_parts_that_are_tried_under_noise_hold_the_usual_ones(shape: tuple[i
     assert all(each.fits(whole.numel()) for each in slices(shape, part.shape))
 
 
-def test_what_is_as_large_as_the_whole_is_no_part() -> None:
+def test_a_tensor_as_large_as_the_whole_is_not_a_part() -> None:
     assert list(slices((2, 6), (2, 6))) == []
 
 

@@ -29,7 +29,7 @@ def test_the_hand_written_conversions_are_right(port: Port) -> None:
     assert torch.allclose(one, other, atol=1e-4)
 
 
-def test_a_right_conversion_matches_completely_and_nothing_is_said_against_it(port: Port) -> None:
+def test_a_right_conversion_matches_completely_without_problems(port: Port) -> None:
     match = gl.match_weights(port.baseline, port.target)
     assert match.clean, match
     assert match.problems == ()
@@ -39,7 +39,7 @@ def test_a_right_conversion_matches_completely_and_nothing_is_said_against_it(po
     assert {pair.target for pair in match.pairs} == set(port.target.state_dict())
 
 
-def test_the_converter_that_is_written_makes_the_targets_state_bit_by_bit(port: Port) -> None:
+def test_the_written_converter_makes_the_targets_state_bit_by_bit(port: Port) -> None:
     source = gl.make_converter(gl.match_weights(port.baseline, port.target), "port")
     namespace: dict[str, Callable[[State], State]] = {}
     exec(source, namespace)
@@ -71,7 +71,7 @@ def test_transposed_parts_of_a_fused_matrix_are_written_as_such(gpt2: Port) -> N
     assert "new[f'stack.{n}.key.weight'] = state[f'h.{n}.attn.c_attn.weight'].chunk(3, dim=1)[1].T" in source
 
 
-def test_the_frame_has_the_columns_of_all_frames_and_whatever_has_no_partner(small_bert: Port) -> None:
+def test_the_frame_has_all_columns_and_the_unmatched_parameters(small_bert: Port) -> None:
     baseline, target = small_bert.states()
     target["extra.weight"] = torch.randn(3, 5)
     frame = gl.match_weights(baseline, target).frame
@@ -81,7 +81,7 @@ def test_the_frame_has_the_columns_of_all_frames_and_whatever_has_no_partner(sma
     assert "no baseline parameter has 15 elements" in row["note"]
 
 
-def test_fresh_models_whose_norms_are_ones_and_biases_zeros_are_paired_by_name_and_say_so() -> None:
+def test_constant_parameters_of_fresh_models_are_paired_by_name() -> None:
     from transformers import BertConfig, BertModel
 
     config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
@@ -284,7 +284,7 @@ def test_a_mistake_of_the_conversion_is_named(name: str, request: pytest.Fixture
     assert len(said & wrong) or len(match.problems)
 
 
-def test_rows_in_another_order_in_all_layers_are_a_notice_and_no_mistake(llama: Port) -> None:
+def test_rows_reordered_in_all_layers_are_a_notice_not_a_mistake(llama: Port) -> None:
     baseline, target = llama.states()
     for n in layers(target):
         change(target, f"blocks.{n}.attention.q_proj.weight", lambda w: permuted(w, 4))
@@ -298,7 +298,7 @@ def test_rows_in_another_order_in_all_layers_are_a_notice_and_no_mistake(llama: 
 # ---- what cannot be matched -----------------------------------------------------------------------------------------
 
 
-def test_what_is_no_state_is_refused() -> None:
+def test_arguments_that_are_not_states_are_refused() -> None:
     with pytest.raises(MatchError, match="the baseline must be a state dict or a module, not list"):
         gl.match_weights([1], {})  # type: ignore[arg-type]
     with pytest.raises(MatchError, match="the target has no tensors"):
@@ -307,7 +307,7 @@ def test_what_is_no_state_is_refused() -> None:
         gl.match_weights({"a": torch.ones(2, device="meta")}, {"b": torch.ones(2)})
 
 
-def test_no_converter_is_written_for_what_has_no_partner(llama: Port) -> None:
+def test_no_converter_is_written_for_unmatched_parameters(llama: Port) -> None:
     baseline, target = llama.states()
     target["extra.weight"] = torch.randn(3, 5)
     match = gl.match_weights(baseline, target)
@@ -317,7 +317,7 @@ def test_no_converter_is_written_for_what_has_no_partner(llama: Port) -> None:
         gl.make_converter(match, "class")
 
 
-def test_a_converter_says_the_problem_above_the_line_it_is_about(llama: Port) -> None:
+def test_a_converter_states_each_problem_above_its_line(llama: Port) -> None:
     baseline, target = llama.states()
     everywhere(target, "blocks.{n}.mlp.gate_proj.weight", "blocks.{n}.mlp.up_proj.weight")
     lines = gl.make_converter(gl.match_weights(baseline, target)).splitlines()

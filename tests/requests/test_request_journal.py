@@ -324,7 +324,7 @@ def test_a_journal_of_an_earlier_process_says_what_no_whole_file_has(tmp_path: P
         "files": [str(tmp_path / "elsewhere" / "whole.pkl")],
         "marks": [None, None],
     }
-    with pytest.raises(DumpError, match=r"a\.journal begins as a journal of requests and goes on as something else"):
+    with pytest.raises(DumpError, match=r"a\.journal begins as a journal of requests but continues as something else"):
         read_journal(path, frame(b"R", 1, 7), pickle.loads)
 
 

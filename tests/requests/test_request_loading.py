@@ -654,7 +654,7 @@ def test_the_id_beside_a_request_of_an_unknown_class_is_kept(tmp_path: Path) -> 
         ((12.5, REQUEST, RESPONSE), r"a tuple of \(float, dict, dict\) does not begin with a request"),
         ((REQUEST, RESPONSE, {"more": 1}, 12.5), "has 1 times, 0 ids and 2 responses"),
         ((REQUEST, 12.5, 13.0, 14.0), "has 3 times"),
-        ((REQUEST, 13.0, 12.5, RESPONSE), "of which the later comes first"),
+        ((REQUEST, 13.0, 12.5, RESPONSE), "the later one first"),
         ((REQUEST, 12.5, "a", "b"), "2 ids"),
         (({"rid": "x"}, 12.5, RESPONSE, "r1"), "own id is 'x', and the tuple says 'r1'"),
         ((), "does not begin"),

@@ -38,9 +38,7 @@ class CountingStore(RowStore):
     limit=st.integers(1, 20),
     parse_between=st.booleans(),
 )
-def test_every_tap_comes_to_show_its_newest_row_however_few_are_read_a_look(
-    batches: list[list[int]], limit: int, parse_between: bool
-) -> None:
+def test_every_tap_eventually_shows_its_newest_row(batches: list[list[int]], limit: int, parse_between: bool) -> None:
     with TemporaryDirectory() as folder:
         store = CountingStore(Path(folder))
         live = LiveTaps(store)
@@ -70,7 +68,7 @@ def test_every_tap_comes_to_show_its_newest_row_however_few_are_read_a_look(
         store.close()
 
 
-def test_the_newest_rows_come_first_so_that_a_flood_cannot_hide_them(tmp_path: Path) -> None:
+def test_the_newest_rows_are_read_first_during_a_flood(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(index % 3, index)) for index in range(500)])
     live = LiveTaps(store)

@@ -15,19 +15,19 @@ TAPS = {"gate": gate, "up": up, "norm": torch.randn(4, 6, 3)}
 
 
 @pytest.mark.parametrize(("ours", "theirs"), list(itertools.permutations(["silu", "gelu", "relu", "tanh", "elu"], 2)))
-def test_a_variant_is_told_with_the_tap_that_it_is_of(ours: str, theirs: str) -> None:
+def test_an_activation_is_named_with_its_input_tap(ours: str, theirs: str) -> None:
     hint = activation_hint(ACTIVATIONS[ours](gate), ACTIVATIONS[theirs](gate), TAPS)
     assert hint is not None
     assert hint.text == f"the target computes {theirs} of gate, the baseline {ours} of gate"
 
 
-def test_variants_of_gelu_are_told_apart() -> None:
+def test_variants_of_gelu_are_distinguished() -> None:
     hint = activation_hint(F.gelu(gate), F.gelu(gate, approximate="tanh"), TAPS)
     assert hint is not None
     assert hint.text == "the target computes gelu (tanh approximation) of gate, the baseline gelu of gate"
 
 
-def test_gate_and_up_that_are_swapped_are_told() -> None:
+def test_swapped_gate_and_up_are_reported() -> None:
     hint = activation_hint(F.silu(gate) * up, F.silu(up) * gate, TAPS)
     assert hint is not None
     assert hint.text == "the target computes silu of up, times gate, the baseline silu of gate, times up"
@@ -44,11 +44,11 @@ def test_gate_and_up_that_are_swapped_are_told() -> None:
         (torch.zeros(4, 6, 8), F.gelu(gate)),
     ],
 )
-def test_what_is_not_known_is_not_told(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def test_an_unknown_activation_has_no_hint(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert activation_hint(ours, theirs, TAPS) is None
 
 
-def test_a_target_in_bfloat16_is_told_too() -> None:
+def test_an_activation_is_found_in_a_bfloat16_target() -> None:
     hint = activation_hint(F.silu(gate), F.relu(gate.bfloat16()), TAPS)
     assert hint is not None
     assert "relu of gate" in hint.text

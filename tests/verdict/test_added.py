@@ -40,11 +40,11 @@ def test_a_floor_is_pooled_over_a_groups_taps_by_the_root_of_summed_squares() ->
     assert floors["k"] == Floor(pytest.approx(1e-7), 1e-7)
 
 
-def test_a_tap_that_was_not_finite_spoils_no_floor() -> None:
+def test_a_non_finite_tap_does_not_affect_a_floor() -> None:
     assert pool([("q", 1e-6, 1e-6, 1.0), ("q", math.nan, math.nan, 1.0), ("q", math.inf, 1.0, 1.0)])["q"].rel_l2 == 1e-6
 
 
-def test_a_group_is_named_where_some_tap_adds_more_than_the_threshold_times_its_floor() -> None:
+def test_a_group_is_named_if_a_tap_adds_more_than_the_threshold() -> None:
     rows = frame_of(row("l.0.q", 4e-6), row("l.1.q", 6e-6), row("l.0.k", 4.9e-6))
     frame = added_frame(rows, {"l.*.q": Floor(1e-6, 3e-6), "l.*.k": Floor(1e-6, 3e-6)})
     assert frame["ratio"].tolist() == pytest.approx([4.0, 6.0, 4.9])
@@ -75,7 +75,7 @@ def test_a_group_without_a_floor_takes_the_largest() -> None:
     assert frame["ratio"].item() == pytest.approx(1.0)
 
 
-def test_a_pair_of_which_one_side_is_not_finite_is_above_every_floor() -> None:
+def test_a_pair_with_one_non_finite_side_is_above_every_floor() -> None:
     frame = added_frame(frame_of(row("q", 0.0, nonfinite_differ=1)), {"q": Floor(1.0, 1.0)})
     assert named_groups(frame, 5) == ["q"]
 
@@ -90,7 +90,7 @@ def test_integers_that_differ_are_named_where_the_baseline_repeats_them() -> Non
     assert named_groups(frame, 5) == ["ids"]
 
 
-def test_the_error_without_grafts_stands_beside_what_was_added() -> None:
+def test_the_error_without_grafts_is_beside_the_added_error() -> None:
     grafted, compared = row("q", 1e-6, tags={"layer": 3}), row("q", 0.5, tags={"layer": 3}, status="compared")
     other = row("q", 0.7, tags={"layer": 4}, status="compared")
     frame = added_frame(frame_of(grafted), {"q": Floor(1e-6, 3e-6)}, compared=frame_of(other, compared))
@@ -113,13 +113,13 @@ def test_the_error_without_grafts_stands_beside_what_was_added() -> None:
         (row("q", 0.0, rows_unmatched=2), "1 tap (q) has rows without a partner on the other side"),
     ],
 )
-def test_what_was_not_measured_is_said(bad: Row, said: str) -> None:
+def test_unmeasured_taps_are_reported(bad: Row, said: str) -> None:
     (line,) = unseen_of(frame_of(row("fine"), bad))
     assert said in line
     assert unseen_of(frame_of(row("fine"))) == []
 
 
-def test_what_one_side_lacks_is_told_side_by_side_and_several_taps_are_many() -> None:
+def test_one_sided_taps_are_reported_for_each_side() -> None:
     lonely = [row(name, None, status="missing") for name in "ab"]
     assert unseen_of(frame_of(*lonely, row("c", None, status="unmatched", side="baseline"))) == [
         "2 taps (a, b) are on the target only.",
@@ -133,7 +133,7 @@ def test_values_are_named_before_gradients() -> None:
     assert named_groups(frame, 5) == ["z", "a", "b@grad"]
 
 
-def test_taps_that_one_side_lacks_have_a_filter_of_their_own() -> None:
+def test_one_sided_taps_have_their_own_filter() -> None:
     lonely = {"status": "unmatched", "rel_l2": None}
     rows = frame_of(row("layers.0.a"), row("layers.0.b", **lonely), row("layers.1.b", **lonely), row("c", **lonely))
     text = lonely_filter(rows)

@@ -39,7 +39,7 @@ def test_groups_that_move_it_alone_and_not_together_cancel() -> None:
 
 
 @pytest.mark.parametrize("others", ["qk", "qkv", "qkvo"])
-def test_a_culprit_beside_groups_that_cancel_is_told_from_them(others: str) -> None:
+def test_a_culprit_beside_cancelling_groups_is_distinguished(others: str) -> None:
     strength = dict.fromkeys(others, 100.0)
     strength[others[-1]] = -100.0 * (len(others) - 1)
     # Unlike for any of them alone, only all together cancel.
@@ -47,7 +47,7 @@ def test_a_culprit_beside_groups_that_cancel_is_told_from_them(others: str) -> N
     assert found.labels == {**dict.fromkeys(others, "cancels"), "x": "culprit"}
 
 
-def test_what_moves_it_only_together_is_blamed_all_the_same() -> None:
+def test_groups_that_move_it_only_together_are_blamed() -> None:
     def both(kept: frozenset[str]) -> float:
         return 1e3 if kept == frozenset("ab") else 0.0
 
@@ -55,13 +55,13 @@ def test_what_moves_it_only_together_is_blamed_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("left", [50.0, float("inf"), float("nan")])
-def test_where_the_swap_does_not_restore_nothing_is_acquitted(left: float) -> None:
+def test_a_swap_that_does_not_restore_clears_no_group(left: float) -> None:
     found = find_causes(["a", "b"], lambda kept: left if not kept else 1.0, T)
     assert found.labels == {"a": "culprit", "b": "culprit"}
     assert not found.restored <= T.threshold
 
 
-def test_the_search_is_bounded_and_says_so() -> None:
+def test_the_search_is_bounded_and_reports_it() -> None:
     asked: list[frozenset[str]] = []
 
     def effect(kept: frozenset[str]) -> float:
@@ -87,7 +87,7 @@ INF, NAN = float("inf"), float("nan")
         ([0.0, 0.0], [0.0, 0.0], 0.0),
     ],
 )
-def test_what_is_not_finite_in_both_alike_is_left_out_of_an_outputs_distance(
+def test_values_not_finite_on_both_sides_are_left_out_of_the_distance(
     record: list[float], value: list[float], expected: float
 ) -> None:
     assert distance([(torch.tensor(record), torch.tensor(value))]) == pytest.approx(expected)

@@ -115,7 +115,7 @@ def test_history_has_each_taps_worst_value_and_the_first_step_above_the_floor(ro
     assert {(each.name, each.rank): each.step for each in newest_rows(frame)} == newest
 
 
-def test_rows_of_a_frame_are_the_rows_that_it_was_made_of() -> None:
+def test_rows_read_from_a_frame_equal_the_original_rows() -> None:
     rows = [
         row("a", max_abs_index=(1, 2), shape=[3, 4], max_abs=0.5, note="odd"),
         row("b", 2, status="missing", rel_l2=None, nonfinite_differ=None, numel=None, error="not there"),
@@ -123,13 +123,13 @@ def test_rows_of_a_frame_are_the_rows_that_it_was_made_of() -> None:
     assert newest_rows(to_frame(rows)) == rows
 
 
-def test_taps_come_in_the_order_in_which_they_were_seen_and_others_last() -> None:
+def test_taps_are_in_the_order_seen_and_others_last() -> None:
     rows = [row("new"), row("b", rank=1), row("b"), row("a", step=1)]
     seen = [{"name": "a"}, {"name": "b"}]
     assert [(each.name, each.rank) for each in in_order_of(seen, rows)] == [("a", 0), ("b", 0), ("b", 1), ("new", 0)]
 
 
-def test_what_diverged_first_in_an_earlier_step_is_told() -> None:
+def test_the_first_divergence_in_an_earlier_step_is_reported() -> None:
     def run(*values: float) -> pd.DataFrame:
         return to_frame([row("a", step=step, rel_l2=value) for step, value in enumerate(values)])
 
@@ -173,7 +173,7 @@ def _values(found: conclusion.Conclusion) -> list[Any]:
     return [(line.name, line.row.step, line.worst, line.since) for line in found.lines]
 
 
-def test_a_display_shows_the_newest_rows_at_once_and_their_history_when_it_is_due(live: Live) -> None:
+def test_a_display_shows_new_rows_at_once_and_their_history_when_due(live: Live) -> None:
     live.come(row("a", step=0, rel_l2=1.0), row("a", step=1))
     assert _values(live.look()) == [("a", 1, 0.0, None)]
     assert live.display.behind == 2
@@ -188,7 +188,7 @@ def test_a_display_shows_the_newest_rows_at_once_and_their_history_when_it_is_du
     assert live.look() is live.look()
 
 
-def test_a_run_that_has_ended_is_concluded_from_all_its_rows_however_many_were_read(live: Live) -> None:
+def test_an_ended_run_is_concluded_from_all_its_rows(live: Live) -> None:
     live.come(*(row("a", step=step, rel_l2=1.0 if step == 3 else 0.0) for step in range(50)), row("b", step=49))
     live.has_ended = True
     found = live.look(limit=1)
@@ -199,7 +199,7 @@ def test_a_run_that_has_ended_is_concluded_from_all_its_rows_however_many_were_r
     assert live.look(limit=1, noise_floor=2.0).earlier == ""
 
 
-def test_the_display_follows_to_the_next_run_and_forgets_the_one_before(live: Live) -> None:
+def test_the_display_moves_on_to_the_next_run(live: Live) -> None:
     live.come(row("a", rel_l2=1.0))
     live.has_ended = True
     assert _values(live.look()) == [("a", 0, 1.0, 0)]

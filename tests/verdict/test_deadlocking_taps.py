@@ -14,24 +14,22 @@ def order(names: str) -> Order:
     return {(name, None): place for place, name in enumerate(names)}
 
 
-def test_what_both_reach_in_one_order_is_swapped() -> None:
+def test_taps_that_both_sides_reach_in_one_order_are_swapped() -> None:
     assert deadlocking_taps({("b", None)}, order("abc"), order("abc")) == set()
 
 
-def test_what_comes_before_on_the_baseline_and_after_on_the_target_is_left_alone() -> None:
+def test_taps_in_opposite_order_are_left_out_of_the_swap() -> None:
     assert deadlocking_taps({("b", None)}, order("abc"), order("bca")) == {("a", None)}
     # The other way about nobody waits: the baseline has sent it before it waits itself.
     assert deadlocking_taps({("b", None)}, order("bca"), order("abc")) == set()
 
 
-def test_a_tap_of_one_side_alone_holds_up_nobody() -> None:
+def test_a_one_sided_tap_blocks_no_swap() -> None:
     assert deadlocking_taps({("b", None)}, order("ab"), order("b")) == set()
 
 
 @given(st.permutations(NAMES), st.permutations(NAMES), st.sets(st.sampled_from(NAMES)))
-def test_with_what_is_left_alone_both_sides_come_to_their_end(
-    baseline: list[str], target: list[str], taken: set[str]
-) -> None:
+def test_both_sides_finish_if_these_taps_are_left_out(baseline: list[str], target: list[str], taken: set[str]) -> None:
     chosen = {(name, None) for name in taken}
     alone = deadlocking_taps(chosen, order("".join(baseline)), order("".join(target)))
     sides = [list(baseline), list(target)]

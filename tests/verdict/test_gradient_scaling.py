@@ -56,7 +56,7 @@ def evens_out(
     ("grad", "weights", "sizes"),
     [([2.0, 2.0], [0.5, 0.5], (1, 2)), ([2.004, 1.996], [0.501, 0.5], (1, 2)), ([0.5, 0.5], [2.0, 2.0], (4, 2))],
 )
-def test_the_factor_that_the_numbers_of_ranks_explain_evens_out(
+def test_the_factor_of_the_numbers_of_ranks_cancels_out(
     grad: list[float], weights: list[float], sizes: tuple[int, int]
 ) -> None:
     assert list(evens_out(grad, weights, *sizes).groups) == NAMED
@@ -83,7 +83,7 @@ def test_any_other_difference_stays_named(grad: list[float], weights: list[float
     assert evens_out(grad, weights, *sizes).groups == ()
 
 
-def test_a_loss_that_is_scaled_and_unscaled_evens_out_where_the_weights_gradients_agree() -> None:
+def test_a_scaled_loss_cancels_out_if_the_weights_gradients_agree() -> None:
     evened = evens_out([1024.0, 1024.0], [1 / 1024, 1 / 1024], 2, 2)
     assert list(evened.groups) == NAMED
     assert "values are 1024 times the baseline's; computed from the baseline's" in evened.text
@@ -92,7 +92,7 @@ def test_a_loss_that_is_scaled_and_unscaled_evens_out_where_the_weights_gradient
         assert evens_out([1024.0, 1024.0], [1.005 / 1024, 1.005 / 1024], 2, 2, others).groups == ()
 
 
-def test_it_is_told_with_the_factors() -> None:
+def test_the_sentence_states_both_factors() -> None:
     said = evens_out([0.5, 0.5], [2.0, 2.0], 4, 2).text
     assert (
         "2 ranks, gradients are 1/2 times the baseline's; computed from the baseline's, the gradients of weights are 2"

@@ -58,14 +58,14 @@ def interleaved(x: Tensor) -> Tensor:
         (changed((0, 3), lambda x: x * math.nan), "32 of 768 numbers are not finite on the target only"),
     ],
 )
-def test_a_mechanism_is_told(target: Tensor, said: str) -> None:
+def test_a_mechanism_is_named(target: Tensor, said: str) -> None:
     hint = hint_of(X, target)
     assert hint is not None
     assert said in str(hint)
     assert hint.fit >= 0.99
 
 
-def test_a_mechanism_is_told_through_rounding_and_its_fit_says_so() -> None:
+def test_a_mechanism_is_found_through_rounding_and_states_its_fit() -> None:
     noisy = 2 * X + 1e-3 * torch.randn_like(X)
     hint = hint_of(X, noisy)
     assert hint is not None
@@ -74,7 +74,7 @@ def test_a_mechanism_is_told_through_rounding_and_its_fit_says_so() -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_of_what_no_mechanism_explains_none_is_told(seed: int) -> None:
+def test_an_unexplained_difference_has_no_hint(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     other = torch.randn(X.shape, generator=generator)
     assert hint_of(X, other) is None
@@ -82,12 +82,12 @@ def test_of_what_no_mechanism_explains_none_is_told(seed: int) -> None:
 
 
 @pytest.mark.parametrize("pair", [(X, X), (X, X[0]), (X.long(), X.long() + 1), (X[:0], X[:0])])
-def test_where_there_is_nothing_to_tell_nothing_is_told(pair: tuple[Tensor, Tensor]) -> None:
+def test_equal_or_unsuitable_tensors_have_no_hint(pair: tuple[Tensor, Tensor]) -> None:
     assert hint_of(*pair) is None
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 0, 3), (2, 1, 3, 2)], ids=str)
-def test_tensors_of_any_shape_may_be_asked_about(shape: tuple[int, ...]) -> None:
+def test_tensors_of_any_shape_are_accepted(shape: tuple[int, ...]) -> None:
     values = torch.linspace(-1, 2, max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape)
     for other in (values.cos(), values.flip(0) if shape else values * 2):
         hint_of(values, other)

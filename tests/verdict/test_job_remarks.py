@@ -30,12 +30,12 @@ def remarks(rows: list[Row], **given: Any) -> JobRemarks:
     return remarks_on_jobs(frame, frame, **{**usual, **given})
 
 
-def test_of_jobs_that_repeat_and_show_what_they_were_given_nothing_is_to_be_said() -> None:
+def test_repeating_jobs_that_show_their_inputs_need_no_remark() -> None:
     assert remarks(WATCHED) == JobRemarks(None, "")
 
 
 @pytest.mark.parametrize(("dtype", "constant"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_where_the_baseline_moves_on_the_floor_is_assumed_and_the_text_says_so(dtype: str, constant: float) -> None:
+def test_a_baseline_that_does_not_repeat_gets_an_assumed_floor_and_a_remark(dtype: str, constant: float) -> None:
     job_remarks = remarks([*WATCHED, row(4, "z", dtype=dtype)], moved=["y", "z"])
     assert (job_remarks.constant, job_remarks.floor) == (constant, "assumed ")
     (said,) = job_remarks.first
@@ -44,7 +44,7 @@ def test_where_the_baseline_moves_on_the_floor_is_assumed_and_the_text_says_so(d
     assert "dropout or other random numbers would not be noticed" in said
 
 
-def test_a_floor_that_was_given_counts_whether_jobs_repeat_or_not() -> None:
+def test_a_given_floor_counts_whether_or_not_jobs_repeat() -> None:
     assert remarks(WATCHED, given=1e-3).constant == 1e-3
     moving = remarks(WATCHED, given=1e-3, moved=["y"], steps=4)
     assert (moving.constant, moving.floor) == (1e-3, "given ")
@@ -52,21 +52,21 @@ def test_a_floor_that_was_given_counts_whether_jobs_repeat_or_not() -> None:
     assert "the floor is the given one (rel_l2 0.001)" in moving.first[0]
 
 
-def test_a_target_that_moves_on_alone_is_said() -> None:
+def test_a_target_that_alone_does_not_repeat_is_reported() -> None:
     job_remarks = remarks(WATCHED, target_moved=["a", "b", "c", "d"])
     assert job_remarks.first[0].startswith("The baseline repeats a step and the target does not: ")
     assert "differs at a, b, c and 1 more. No code was swapped" in job_remarks.first[0]
     assert job_remarks.constant is None
 
 
-def test_what_no_tap_shows_of_inputs_and_weights_is_said_not_to_be_known() -> None:
+def test_inputs_and_weights_without_taps_are_reported_as_unknown() -> None:
     said = " ".join(remarks([row(1, "y")]).unseen)
     assert "whether both jobs have the same inputs, which no tap shows" in said
     assert "whether both jobs have the same weights, which no tap shows (gl.watch(params=True))." in said
     assert "so none was grafted" in " ".join(remarks([row(1, "y")], weights_grafted=0).unseen)
 
 
-def test_weights_that_differ_and_are_not_grafted_cast_doubt_on_whatever_is_named() -> None:
+def test_differing_weights_that_are_not_grafted_qualify_what_is_named() -> None:
     rows = [row(1, "w", 0.1, kind="param"), *WATCHED[1:]]
     assert "those that differ may explain what is named" in remarks(rows).of_named[0]
     grafted = remarks(rows, weights_grafted=3)
@@ -74,13 +74,13 @@ def test_weights_that_differ_and_are_not_grafted_cast_doubt_on_whatever_is_named
     assert remarks(WATCHED).of_named == ()
 
 
-def test_updates_of_weights_are_judged_only_where_they_are_grafted() -> None:
+def test_updates_of_weights_are_judged_only_if_grafted() -> None:
     rows = [*WATCHED, row(4, "w", kind="param", updated=True)]
     assert "how the optimizers' steps update the weights" in remarks(rows).unseen[0]
     assert remarks(rows, weights_grafted=1).unseen == ()
 
 
-def test_inputs_that_differ_in_the_grafted_steps_alone_are_said_too() -> None:
+def test_inputs_that_differ_only_in_grafted_steps_are_reported() -> None:
     same, other = to_frame(WATCHED), to_frame([*WATCHED[:1], row(2, "input.x", 0.5, kind="input")])
     assert data_of_jobs(same, same, 5.0) == []
     assert data_of_jobs(same, other, 5.0) == data_of_jobs(other, same, 5.0) == data_of_jobs(other, other, 5.0)
@@ -93,7 +93,7 @@ def text(rows: list[Row], job_remarks: JobRemarks, label: str) -> str:
     return text_of(Findings(frame, 5.0, 1, job_remarks.unseen, job_remarks=job_remarks))
 
 
-def test_over_a_floor_that_was_not_measured_nothing_is_ever_called_rounding() -> None:
+def test_nothing_is_called_rounding_over_an_unmeasured_floor() -> None:
     assert text([row(1, "y", 3e-5)], remarks(WATCHED, moved=["y"]), "culprit").splitlines()[1] == (
         "Nothing that was checked adds more than 5 x the assumed floor of 1e-05 (1 group of taps, at most 3 x "
         "the assumed floor, threshold 5)."

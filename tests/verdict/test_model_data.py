@@ -14,7 +14,7 @@ def row(order: int, name: str, dtype: str, rel_l2: float = 0.0, status: str = "c
     return made._replace(numel=2, rel_l2=rel_l2, max_abs=rel_l2, nonfinite_differ=0)
 
 
-def test_whole_numbers_before_all_computation_are_inputs_and_those_after_it_are_not() -> None:
+def test_only_whole_numbers_before_all_computation_are_inputs() -> None:
     frame = to_frame(
         [
             row(1, "embed.weight", "float32", kind="param"),
@@ -31,13 +31,13 @@ def test_whole_numbers_before_all_computation_are_inputs_and_those_after_it_are_
     assert said.startswith("The inputs already differ: tokens (rel_l2 0.5)")
 
 
-def test_what_one_side_alone_has_as_whole_numbers_is_no_input() -> None:
+def test_one_sided_whole_numbers_are_not_inputs() -> None:
     """A cast to integers is computed, and may be the fault."""
     cast = row(1, "hidden", "int32", 0.5)._replace(cast="float32 -> int32")
     assert input_names(to_frame([cast, row(2, "chosen", "int64", 0.5)])) == []
 
 
-def test_inputs_of_a_later_step_differ_where_they_do_from_the_baselines_values_too() -> None:
+def test_later_inputs_differ_only_if_they_do_so_with_grafts() -> None:
     def step(number: int, rel_l2: float, status: str = "grafted") -> Row:
         return row(1, "x", "float32", rel_l2, status, kind="input")._replace(step=7 + number)
 

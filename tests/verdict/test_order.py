@@ -51,7 +51,7 @@ some_rows = st.lists(
 
 @pytest.mark.slow
 @given(some_rows)
-def test_a_frame_and_the_newest_rows_tell_the_same_taps_apart(rows: list[Row]) -> None:
+def test_a_frame_and_the_newest_rows_distinguish_the_same_taps(rows: list[Row]) -> None:
     """Of one occurrence in one step; ranks of one tap are one tap, and have a newest row each."""
     frame = to_frame(rows)
     taps = group(frame, "rel_l2")
@@ -77,7 +77,7 @@ def test_an_original_and_a_recomputed_forward_are_two_taps() -> None:
     assert tag_columns(frame) == ["recompute_status"]
 
 
-def test_a_graft_the_other_way_is_a_newer_row_of_the_same_tap(tmp_path: Path) -> None:
+def test_a_graft_in_the_other_direction_is_a_newer_row_of_the_same_tap(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(order=1)), encode(row(order=2)._replace(direction="t2b", status="unmatched"))])
     assert [one.status for one in LiveTaps(store).look()] == ["unmatched"]
@@ -111,7 +111,7 @@ def test_a_frame_made_by_hand_is_read_by_the_same_tags() -> None:
     ),
     st.sampled_from([None, 1e-5]),
 )
-def test_taps_diverge_exactly_where_a_row_of_theirs_does(rows: list[Any], floor: float | None) -> None:
+def test_a_tap_diverges_exactly_if_one_of_its_rows_does(rows: list[Any], floor: float | None) -> None:
     made = [
         row(name, order=order, rel_l2=value, nonfinite_differ=odd)._replace(status=status)
         for order, (name, value, status, odd) in enumerate(rows)
@@ -138,7 +138,7 @@ def test_no_tap_is_named_because_it_casts(cast: str) -> None:
     assert first_divergent(to_frame([row("fp32", rel_l2=5e-3)]))["name"] == "fp32"  # type: ignore[index]
 
 
-def test_a_pair_of_which_one_alone_is_not_finite_diverges_whatever_the_value() -> None:
+def test_a_pair_with_only_one_finite_value_always_diverges() -> None:
     frame = to_frame([row("fine", rel_l2=0.0, nonfinite_differ=0), row("odd", order=2, rel_l2=0.0, nonfinite_differ=1)])
     found = first_divergent(frame)
     assert found is not None
@@ -150,7 +150,7 @@ def test_the_noise_floor_is_one_number(function: Any) -> None:
     assert inspect.signature(function).parameters["noise_floor"].default is DEFAULT_NOISE_FLOOR
 
 
-def test_a_tap_of_one_side_alone_stands_between_the_shared_ones_that_it_ran_between() -> None:
+def test_a_one_sided_tap_keeps_its_place_between_shared_taps() -> None:
     """What is sent has its row on the receiver, so of the baseline's own counting only its own taps have rows."""
 
     def one(name: str, order: int, side: str, status: str, **more: Any) -> Row:

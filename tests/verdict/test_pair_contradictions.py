@@ -36,14 +36,14 @@ def said_of(pairs: list[dict[str, Any]], shape: list[int] | None = None) -> list
     return contradicting_pairs(to_frame(rows), GraftPlan(pairs=rules_from(pairs)))
 
 
-def test_parts_under_another_parts_name_are_said() -> None:
+def test_parts_with_the_name_of_a_different_part_are_reported() -> None:
     pairs = split_from_fused({f"layers.1.{a}_proj": f"layers.1.{b}_proj" for a, b in ("kv", "vk")})
     (said,) = said_of(pairs)
     assert "layers.1.v_proj is the k of h.1.qkv, not its v; layers.1.k_proj is the v of h.1.qkv, not its k." in said
     assert "the code that reads them is named below instead" in said
 
 
-def test_a_layer_in_another_layout_than_the_others_is_said() -> None:
+def test_a_layer_whose_layout_differs_from_the_others_is_reported() -> None:
     pairs = [{"baseline": f"h.{n}.out", "target": f"l.{n}.out", "layout": "a b -> b a"} for n in range(3)]
     assert said_of(pairs) == []
     pairs[2] = {**pairs[2], "layout": "same"}
@@ -51,7 +51,7 @@ def test_a_layer_in_another_layout_than_the_others_is_said() -> None:
     assert "l.2.out is h.2.out in the layout 'same', where 2 others like it are in the layout 'a b -> b a'" in said
 
 
-def test_two_taps_that_each_take_another_part_of_one_tensor_are_said() -> None:
+def test_two_taps_that_take_different_parts_of_one_tensor_are_reported() -> None:
     first, last = (f"part(index={n}, of={[1] * 10}, dim=1)" for n in (0, 9))
     pairs = [
         {"baseline": "out", "target": "x"},
@@ -66,7 +66,7 @@ def test_two_taps_that_each_take_another_part_of_one_tensor_are_said() -> None:
     assert said_of([{"baseline": "other", "target": "x"}, *pairs[1:]]) == []
 
 
-def test_a_tensor_in_another_order_between_equal_shapes_is_said_where_it_is_the_only_one() -> None:
+def test_a_single_reordered_tensor_of_equal_shapes_is_reported() -> None:
     order = "a (b c) d -> a (c b) d, c=3"
     pairs = [{"baseline": "conv", "target": "patch", "layout": order}, {"baseline": "x", "target": "y"}]
     (said,) = said_of(pairs, [2, 9, 16])
@@ -78,9 +78,9 @@ def test_a_tensor_in_another_order_between_equal_shapes_is_said_where_it_is_the_
 
 
 @pytest.mark.parametrize("pairs", [[], split_from_fused({})])
-def test_pairs_that_agree_are_not_spoken_of(pairs: list[dict[str, Any]]) -> None:
+def test_consistent_pairs_are_not_reported(pairs: list[dict[str, Any]]) -> None:
     assert said_of(pairs) == []
 
 
-def test_rows_without_pairs_say_nothing() -> None:
+def test_rows_without_pairs_give_no_sentence() -> None:
     assert contradicting_pairs(pd.DataFrame(to_frame([])), GraftPlan()) == []

@@ -21,7 +21,7 @@ def run(target: list[str], baseline: list[str], status: str = "missing") -> pd.D
 LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in ("attn", "mlp")]
 
 
-def test_a_prefix_of_one_side() -> None:
+def test_a_prefix_on_one_side_is_suggested_away() -> None:
     said = suggested_rename(run([f"model.{name}" for name in LAYERS], [*LAYERS, "extra"]))
     assert said is not None
     assert said.startswith("24 missing, 25 unmatched: target names start with 'model.'.")
@@ -31,7 +31,7 @@ def test_a_prefix_of_one_side() -> None:
     assert "baseline names start with 'model.'" in other
 
 
-def test_one_word_for_another() -> None:
+def test_a_differing_word_is_suggested_as_a_rename() -> None:
     said = suggested_rename(run([name.replace("layers", "h") for name in LAYERS], LAYERS))
     assert said is not None
     assert "target names have 'h' for 'layers'" in said
@@ -49,5 +49,5 @@ def test_one_word_for_another() -> None:
     ],
     ids=["unlike", "one side", "something paired", "other numbers"],
 )
-def test_nothing_is_suggested_where_it_would_not_help(found: pd.DataFrame) -> None:
+def test_no_rename_is_suggested_if_it_would_not_help(found: pd.DataFrame) -> None:
     assert suggested_rename(found) is None

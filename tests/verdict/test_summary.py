@@ -35,7 +35,7 @@ def test_the_first_divergent_row_is_named_and_then_the_largest_difference() -> N
     ]
 
 
-def test_that_a_tap_is_in_compiled_code_is_no_part_of_its_name() -> None:
+def test_the_compiled_tag_is_not_part_of_a_taps_name() -> None:
     rows = frame({"name": "b", "rel_l2": 0.5, "tags": {"name": "b", "layer": 3, "compiled": True}})
     assert [line.partition("b ")[2] for line in differences(rows)] == [
         "layer=3 on target[0]: rel_l2 5.00e-01, 50,000 x the floor 1e-05, assumed for float32",
@@ -43,7 +43,7 @@ def test_that_a_tap_is_in_compiled_code_is_no_part_of_its_name() -> None:
     ]
 
 
-def test_where_the_sides_agree_that_is_said_with_the_last_row() -> None:
+def test_agreement_is_stated_with_the_last_row() -> None:
     rows = frame({"name": "a", "rel_l2": 3e-6}, {"name": "logits", "rel_l2": 1e-6})
     assert differences(rows) == [
         f"first divergent: none of 2 compared rows is above {FLOOR}; "
@@ -52,7 +52,7 @@ def test_where_the_sides_agree_that_is_said_with_the_last_row() -> None:
     ]
 
 
-def test_the_floor_is_that_of_the_coarsest_dtype_or_the_one_that_is_given() -> None:
+def test_the_floor_is_the_coarsest_dtypes_or_the_given_one() -> None:
     rows = frame({"name": "a", "rel_l2": 3e-3, "dtype": "bfloat16"}, {"name": "b", "rel_l2": 3e-3, "dtype": "float32"})
     assert "none of 2 compared rows is above the floor 0.02, assumed for bfloat16" in differences(rows)[0]
     assert differences(rows, 1e-3)[0] == "first divergent: a on target[0]: rel_l2 3.00e-03, 3.0 x the floor 0.001"
@@ -61,7 +61,7 @@ def test_the_floor_is_that_of_the_coarsest_dtype_or_the_one_that_is_given() -> N
     assert "is not above the floor 0.02, assumed for bfloat16" in differences(rows)[0]
 
 
-def test_where_all_is_in_float64_its_own_rounding_is_the_floor() -> None:
+def test_the_floor_of_float64_is_its_own_rounding() -> None:
     """A mistake of a millionth shows there, which the rounding of float32 would hide."""
     rows = frame({"name": "a", "rel_l2": 1e-15, "dtype": "float64"}, {"name": "b", "rel_l2": 1e-6, "dtype": "float64"})
     said = "first divergent: b on target[0]: rel_l2 1.00e-06, above the floor 2e-14, assumed for float64"
@@ -71,7 +71,7 @@ def test_where_all_is_in_float64_its_own_rounding_is_the_floor() -> None:
 
 
 @pytest.mark.parametrize("cast", [None, "int64 -> int32", "cuda:0 -> cpu", "int64 -> int32, cuda:0 -> cpu"])
-def test_whole_numbers_differ_however_little_they_are_apart(cast: str | None) -> None:
+def test_whole_numbers_differ_even_by_the_smallest_amount(cast: str | None) -> None:
     """One chosen token among a thousand, say, whose ids are large."""
     token = {"name": "token", "rel_l2": 3e-7, "max_abs": 1.0, "dtype": "int32" if cast else "int64", "cast": cast}
     rows = frame({"name": "a", "rel_l2": 1e-6, "dtype": "float32"}, token)
@@ -83,17 +83,17 @@ def test_whole_numbers_differ_however_little_they_are_apart(cast: str | None) ->
 
 
 @pytest.mark.parametrize(("dtype", "cast"), [("int8", None), ("uint8", None), ("int32", "float32 -> int32")])
-def test_whole_numbers_that_stand_for_fractions_may_round(dtype: str, cast: str | None) -> None:
+def test_whole_numbers_that_represent_fractions_may_round(dtype: str, cast: str | None) -> None:
     rows = frame({"name": "scaled", "rel_l2": 3e-7, "max_abs": 1.0, "dtype": dtype, "cast": cast})
     assert differences(rows)[0].startswith("first divergent: none; the only compared row, scaled")
 
 
-def test_the_step_is_told_where_there_are_several() -> None:
+def test_the_step_is_named_if_a_run_has_several() -> None:
     rows = frame({"name": "a", "step": 4}, {"name": "a", "step": 5, "rel_l2": 1.0})
     assert differences(rows)[0].startswith("first divergent: a on target[0] in step 5: rel_l2 1.00e+00")
 
 
-def test_what_was_grafted_is_not_divergent_again() -> None:
+def test_grafted_taps_are_not_divergent() -> None:
     rows = frame(
         {"name": "a", "rel_l2": 1e-7},
         {"name": "b", "rel_l2": 0.5, "status": "grafted"},
@@ -127,14 +127,14 @@ def test_a_nan_is_not_zero() -> None:
     ]
 
 
-def test_what_has_no_finite_value_is_not_called_equal() -> None:
+def test_values_without_a_finite_number_are_not_called_equal() -> None:
     said = differences(frame({"name": "a"}, {"name": "b", "rel_l2": math.nan}))
     assert "all finite values are equal" in said
     assert "every compared row is equal" not in said
     assert said[-1].startswith("not compared: 1 row without a finite value on either side")
 
 
-def test_a_nan_after_the_first_divergent_row_is_told_too() -> None:
+def test_a_nan_after_the_first_divergent_row_is_reported() -> None:
     rows = frame({"name": "a", "rel_l2": 0.5}, {"name": "logits", "nonfinite_differ": 12})
     assert differences(rows)[1] == (
         "non-finite values differ in 1 row, first at logits on target[0]: 12 of 64 elements are NaN or infinite on one "
@@ -142,7 +142,7 @@ def test_a_nan_after_the_first_divergent_row_is_told_too() -> None:
     )
 
 
-def test_rows_without_any_finite_pair_are_told_too() -> None:
+def test_rows_without_a_finite_pair_are_reported() -> None:
     rows = frame(
         {"name": "a", "rel_l2": math.nan, "nonfinite_differ": 64},
         {"name": "b", "rel_l2": None, "nonfinite_differ": 64},
@@ -154,7 +154,7 @@ def test_rows_without_any_finite_pair_are_told_too() -> None:
     assert more == []
 
 
-def test_where_both_sides_have_the_same_nans_and_nothing_else_that_is_said() -> None:
+def test_rows_of_equal_nans_are_reported_as_not_compared() -> None:
     rows = frame({"name": "mask", "rel_l2": math.nan}, {"name": "b", "rel_l2": 1e-7})
     assert differences(rows)[1:] == [
         "largest rel_l2 1.00e-07 at b on target[0]",
@@ -164,12 +164,12 @@ def test_where_both_sides_have_the_same_nans_and_nothing_else_that_is_said() -> 
 
 
 @pytest.mark.parametrize("status", ["missing", "timeout", "unmatched"])
-def test_what_was_not_measured_has_no_difference(status: str) -> None:
+def test_unmeasured_rows_have_no_difference(status: str) -> None:
     assert differences(frame({"name": "a", "rel_l2": None, "nonfinite_differ": None, "status": status})) == []
     assert differences(pd.DataFrame(columns=["name", "status", "rel_l2", "nonfinite_differ"])) == []
 
 
-def test_a_failed_transform_is_told_first_with_its_error() -> None:
+def test_a_failed_transform_comes_first_with_its_error() -> None:
     failed = {"rel_l2": None, "nonfinite_differ": None, "status": "failed", "error": "ValueError: no such dim\n  File"}
     rows = frame({"name": "a", "rel_l2": 0.5}, {"name": "b", **failed}, {"name": "c", **failed})
     assert differences(rows)[0] == ("the transform failed in 2 rows, first at b on target[0]: ValueError: no such dim")
@@ -183,7 +183,7 @@ def test_an_infinite_difference_is_the_largest() -> None:
     ]
 
 
-def test_of_distances_that_of_a_row_with_other_nans_is_infinite() -> None:
+def test_the_distance_of_a_row_with_differing_nans_is_infinite() -> None:
     rows = frame(
         {"name": "a", "rel_l2": 0.5},
         {"name": "b", "nonfinite_differ": 1},
@@ -195,13 +195,13 @@ def test_of_distances_that_of_a_row_with_other_nans_is_infinite() -> None:
 
 
 @pytest.mark.slow
-def test_a_filter_that_matches_nothing_is_named_however_many_rows_there_are() -> None:
+def test_a_filter_that_matches_nothing_is_named_among_many_rows() -> None:
     rows = (row(f"tap{number % 7}", step=number) for number in range(120_000))
     plan = gl.GraftPlan(b2t="name == 'other'", t2b="step == 119_999", compare="name == 'tap3'", keep="step == True")
     assert unmatched_filters([plan], to_frame(rows)) == {"b2t": "name == 'other'"}
 
 
-def test_a_filter_may_name_what_one_side_alone_calls_a_tap() -> None:
+def test_a_filter_may_use_one_sides_own_name_of_a_tap() -> None:
     run = to_frame([row("paired", baseline_name="ours", target_name="theirs"), row("other")])
     plan = gl.GraftPlan(b2t="baseline_name == 'ours'", t2b="target_name == 'ours'")
     assert unmatched_filters([plan], run) == {"t2b": "target_name == 'ours'"}

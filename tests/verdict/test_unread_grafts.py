@@ -38,7 +38,7 @@ def frame(*taps: tuple[str, float, float], rank: int = 0) -> pd.DataFrame:
         ([], []),
     ],
 )
-def test_a_graft_after_which_every_error_stays_did_not_reach_the_model(
+def test_a_graft_that_changes_no_later_error_did_not_reach_the_model(
     taps: list[tuple[str, float, float]], groups: list[str]
 ) -> None:
     made = frame(*taps) if taps else frame(("x", 0, 0)).iloc[:0]
@@ -47,13 +47,13 @@ def test_a_graft_after_which_every_error_stays_did_not_reach_the_model(
         assert unread_grafts(pd.concat([made, frame(*taps, rank=1)]), 5.0) == groups
 
 
-def test_gradients_go_the_other_way_and_are_left_out() -> None:
+def test_gradients_are_left_out_of_unread_grafts() -> None:
     made = frame(("l.0", 0.1, 0.1), ("l.1", 0.2, 0.2))
     made["group"] += "@grad"
     assert unread_grafts(made, 5.0) == []
 
 
-def test_the_sentence_names_the_first_groups_and_says_what_to_write() -> None:
+def test_the_sentence_names_the_first_groups_and_the_remedy() -> None:
     assert unread_grafts_text([]) == []
     (said,) = unread_grafts_text(["a", "b", "c", "d"])
     assert said.startswith("the effect of a, b, c and 1 more: grafting it changed no later tap.")

@@ -30,14 +30,14 @@ def said(*taps: dict[str, Any], hints: Mapping[str, str] | None = None) -> str:
     return text_of(Findings(pd.DataFrame(list(taps), columns=list(COLUMNS)), 5.0, 1, hints=hints or {}))
 
 
-def test_a_module_with_a_number_for_a_name_is_told_from_its_neighbours() -> None:
+def test_a_module_named_by_a_number_is_distinguished_from_its_neighbours() -> None:
     taps = [tap(f"h.{layer}.mlp.{n}", 900.0 if n == 2 else 1.0) for layer in range(3) for n in range(3)]
     assert "h.*.mlp.* is computed differently in layers 0-2 (mlp.2 alone, added " in said(*taps)
     every = [tap(f"h.{layer}.mlp.{n}", 900.0) for layer in range(3) for n in range(3)]
     assert "alone" not in said(*every)
 
 
-def test_the_steps_are_said_where_they_are_not_all() -> None:
+def test_the_steps_are_named_unless_all_differ() -> None:
     taps = [tap(f"l.{n}.act", 900.0 if (n, s) == (1, 2) else 1.0, step=s) for s in range(3) for n in range(2)]
     assert said(*taps).startswith("l.*.act is computed differently in layer 1 of 0-1 and step 2 of 0-2 (")
     assert said(*(tap("act", 900.0 if s else 1.0, step=s) for s in range(4))).startswith(
@@ -70,7 +70,7 @@ def test_many_weights_share_a_sentence(kind: str, words: str) -> None:
     assert len(few.splitlines()) == 3
 
 
-def test_where_no_number_is_finite_on_both_sides_nothing_is_said_to_be_clean() -> None:
+def test_without_a_finite_number_on_both_sides_nothing_is_clean() -> None:
     lost = [{**tap(name, math.nan), "label": "unmeasured"} for name in ("a", "b")]
     assert said(*lost) == "Nothing was compared: no tap has a number that is finite on both sides."
     # What was not measured is not counted among what was.
@@ -79,7 +79,7 @@ def test_where_no_number_is_finite_on_both_sides_nothing_is_said_to_be_clean() -
     )
 
 
-def test_hints_that_say_the_same_are_one() -> None:
+def test_equal_hints_share_a_line() -> None:
     hints = {"a": "at a, the target's are 2 times the baseline's (explains 100 % of the difference)"}
     hints["b"] = "at b, the target's are 2 times the baseline's (explains 99.99 % of the difference)"
     hints["c"] = "at c, the target's are 3 times the baseline's (explains 100 % of the difference)"
@@ -87,7 +87,7 @@ def test_hints_that_say_the_same_are_one() -> None:
     assert lines == [f"Hint (a, b): {hints['a']}.", f"Hint (c): {hints['c']}."]
 
 
-def test_one_cause_that_several_values_may_share_is_said_where_they_are_beside_each_other() -> None:
+def test_a_cause_that_neighbouring_values_may_share_is_mentioned() -> None:
     words = "If l.*.q and l.*.k read a tensor that no tap shows, such as a residual stream or positions, one mistake"
     assert words in said(tap("l.0.q", 9.0), tap("l.0.k", 9.0), tap("l.1.q", 1.0), tap("l.1.v", 9.0))
     # In other layers, in other steps, or of which one alone is a value.

@@ -40,7 +40,7 @@ class Jobs:
                 if rank.has_joined:
                     rank.renew()
                     internals_of(self.session).jobs.start_reading(rank)
-                rank.hand_over(1000 + number, DeviceAssignment("cpu", "none"))
+                rank.assign_process(1000 + number, DeviceAssignment("cpu", "none"))
                 line, wake = rank.take_ends()
                 self._ends[number] = SocketChannel(line)
                 wake.close()

@@ -23,7 +23,7 @@ SAMPLE = [
 ]
 
 
-def test_there_are_as_many_specimens_as_promised_each_under_a_name_of_its_own() -> None:
+def test_the_zoo_has_the_promised_number_of_uniquely_named_specimens() -> None:
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
     promised = re.search(r"on (\d+) planted mistakes .*?\sand\s(\d+) benign variants", readme, re.DOTALL)
     assert promised is not None

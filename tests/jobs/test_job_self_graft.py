@@ -65,17 +65,17 @@ def test_a_self_graft_takes_the_taps_under_its_plan_only(job: JobGrafter, post: 
     sent = post.sent
     step(job)
     assert len(sent) == 1
-    job.run_against_itself(RunSelfGraft(2, ("record", "repeat"), budget=1 << 20))
+    job.run_self_graft(RunSelfGraft(2, ("record", "repeat"), budget=1 << 20))
     # Ordered, and not yet: the plan is another one.
     step(job)
     assert len(sent) == 2
     job.offer_plan(GraftPlan(version=2))
     step(job)
     assert len(sent) == 3
-    assert job.against_itself() is None
+    assert job.self_graft_result() is None
     step(job)
     step(job, 2.0)
-    found = job.against_itself()
+    found = job.self_graft_result()
     assert found is not None
     assert found.not_repeated == ["x"]
     # Nobody asked for more, and the plan is still that one.
@@ -89,17 +89,17 @@ def test_a_self_graft_takes_the_taps_under_its_plan_only(job: JobGrafter, post: 
 
 def test_an_order_and_its_withdrawal_take_effect_only_with_a_plan(job: JobGrafter, post: Post) -> None:
     """They reach the ranks of a side at different times, and a step is to be one and the same on all of them."""
-    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
+    job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
     # For a plan that is not in force yet.
-    job.run_against_itself(RunSelfGraft(3, ("repeat",)))
+    job.run_self_graft(RunSelfGraft(3, ("repeat",)))
     step(job)
     step(job)
     assert not post.sent
     job.offer_plan(GraftPlan(version=3))
     job.step()
-    job.forget_itself(4)
+    job.forget_self_graft(4)
     step(job)
     step(job)
     assert not post.sent
@@ -110,10 +110,10 @@ def test_an_order_and_its_withdrawal_take_effect_only_with_a_plan(job: JobGrafte
 
 
 def test_an_order_whose_plan_was_superseded_is_dropped(job: JobGrafter, post: Post) -> None:
-    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
+    job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
-    job.forget_itself(2)
+    job.forget_self_graft(2)
     job.step()
     step(job)
     assert len(post.sent) == 1
@@ -132,12 +132,12 @@ def test_a_rank_waits_for_slower_ranks_only_if_it_keeps_step(job: JobGrafter) ->
 
 def test_a_self_graft_without_a_recording_is_refused(job: JobGrafter) -> None:
     with pytest.raises(SessionError, match="this rank has recorded nothing to run against"):
-        job.run_against_itself(RunSelfGraft(2, ("repeat",)))
-    job.run_against_itself(RunSelfGraft(2, ("record",)))
-    job.run_against_itself(RunSelfGraft(3, ("repeat",)))
-    job.forget_itself(4)
+        job.run_self_graft(RunSelfGraft(2, ("repeat",)))
+    job.run_self_graft(RunSelfGraft(2, ("record",)))
+    job.run_self_graft(RunSelfGraft(3, ("repeat",)))
+    job.forget_self_graft(4)
     with pytest.raises(SessionError, match="has recorded nothing"):
-        job.run_against_itself(RunSelfGraft(4, ("graft",)))
+        job.run_self_graft(RunSelfGraft(4, ("graft",)))
 
 
 def test_a_failure_in_a_self_graft_ends_graftlab_and_not_the_job(
@@ -145,7 +145,7 @@ def test_a_failure_in_a_self_graft_ends_graftlab_and_not_the_job(
 ) -> None:
     failures: list[Exception] = []
     job.on_failure = failures.append
-    job.run_against_itself(RunSelfGraft(2, ("record",), budget=1 << 20))
+    job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
     monkeypatch.setattr("graftlab.grafting.self_graft.plain_tensor", lambda shown: 1 / 0)

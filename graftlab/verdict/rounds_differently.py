@@ -1,0 +1,84 @@
+"""Groups that round differently: in low precision, the only ones that are not bit-equal from equal inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+
+LABEL = "rounds differently"
+_MOST_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class RoundsDifferently:
+    """The groups, and how many groups were always bit-equal.
+
+    ``restored`` is how far an output is with the baseline's code at these groups, ``total`` how far without (rel_l2);
+    NaN where that was not measured.
+    """
+
+    groups: tuple[str, ...] = ()
+    equal: int = 0
+    dtypes: tuple[str, ...] = ()
+    output: str = ""
+    restored: float = math.nan
+    total: float = math.nan
+
+    def with_effect(self, output: str, restored: float, total: float) -> RoundsDifferently:
+        """The same with what was measured at an output."""
+        return replace(self, output=output, restored=restored, total=total)
+
+    @property
+    def explains_output(self) -> bool:
+        """Whether the baseline's code at these groups brings the output at least half of the way back."""
+        return math.isnan(self.total) or self.restored <= self.total / 2
+
+    @property
+    def sentences(self) -> list[str]:
+        """What a verdict says of them."""
+        if not self.groups:
+            return []
+        left = len(self.groups) - _MOST_SHOWN
+        shown = ", ".join(self.groups[:_MOST_SHOWN]) + (f" and {left} more" if left > 0 else "")
+        several = len(self.groups) > 1
+        verb, are, compute = ("round", "they are", "they compute") if several else ("rounds", "it is", "it computes")
+        said = [
+            f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
+            f"of {' and '.join(self.dtypes)} taps always are. So {compute} in another order or another precision. A "
+            "run in float32 does not show that."
+        ]
+        if not math.isnan(self.total):
+            now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
+            said.append(
+                f"With the baseline's {shown} the output {self.output} is {now}; with the target's it is off by "
+                f"{self.total:.2g}."
+            )
+        return said
+
+
+def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundsDifferently:
+    """Find the groups of low precision that are never bit-equal from equal inputs, where most others always are.
+
+    ``frame`` is :func:`.added.added_frame`'s. Groups that are ``named`` already, and rows whose sides have different
+    dtypes, are left out: the latter cannot be bit-equal.
+    """
+    comparable = frame[frame["added"].notna() & ~frame["is_cast"].astype(bool)]
+    rows = comparable[comparable["dtype"].map(_is_coarse).astype(bool)]
+    rows = rows[~rows["group"].isin(list(named))]
+    if not len(rows):
+        return RoundsDifferently()
+    differs = (rows["added"] > 0).groupby(rows["group"], sort=False)
+    always, never = differs.all(), ~differs.any()
+    groups, equal = [str(g) for g in always.index[always]], int(never.sum())
+    if not groups or equal <= len(groups) or 2 * equal < len(always):
+        return RoundsDifferently()
+    return RoundsDifferently(tuple(groups), equal, tuple(dict.fromkeys(rows["dtype"])))
+
+
+def _is_coarse(name: object) -> bool:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 2
