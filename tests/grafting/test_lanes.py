@@ -80,7 +80,7 @@ def test_step_ends_after_the_taps_of_all_threads(ending: str) -> None:
     ]
 
 
-def test_a_function_called_by_a_tap_may_wait_in_a_different_tap() -> None:
+def test_function_called_by_a_tap_may_wait_in_its_own_tap() -> None:
     world = GrafterWorld(compare="True")
     world.baseline.tap("inner", 1.0)
     world.baseline.tap("outer", 1.0)

@@ -34,7 +34,7 @@ from graftlab.requests import (
     load_dump,
     writing,
 )
-from graftlab.requests.pickling import NotWritten, pickle_in_steps
+from graftlab.requests.pickling import RequestWriteError, pickle_in_steps
 
 
 @pytest.fixture
@@ -437,9 +437,9 @@ def test_containers_that_hold_themselves_are_kept(dumper: RequestDumper) -> None
     bad: dict[str, Any] = {"lock": threading.Lock()}
     bad["self"] = [bad, bad]
     add(dumper, "bad", loop=bad)
-    good, mended = only_dump(dumper)["requests"]
+    good, salvaged = only_dump(dumper)["requests"]
     assert good.request["loop"][1] is good.request["loop"]
-    found = mended.request["loop"]
+    found = salvaged.request["loop"]
     assert found["lock"].startswith("<unlocked")
     assert found["self"][0] is found
     assert found["self"][1] is found
@@ -602,7 +602,7 @@ class _FullOnce(io.BytesIO):
 
 def test_a_disk_that_was_full_for_a_moment_costs_no_part_of_a_request() -> None:
     content = {"server_args": {"model": "m"}, "requests": [({"rid": "a"}, None, 1.0, 2.0)], "dropped": []}
-    with pytest.raises(NotWritten, match="full"):
+    with pytest.raises(RequestWriteError, match="full"):
         pickle_in_steps(content, _FullOnce())
 
 
@@ -611,8 +611,8 @@ def test_a_part_of_a_buffer_that_waits_keeps_no_thread_busy(
 ) -> None:
     monkeypatch.setattr(writing, "_FIRST_RETRY", 0.001)
     looks = []
-    obey = writing.Writer._obey
-    monkeypatch.setattr(writing.Writer, "_obey", lambda *args: (looks.append(1), obey(*args))[1])
+    obey = writing.DumpWriter._obey
+    monkeypatch.setattr(writing.DumpWriter, "_obey", lambda *args: (looks.append(1), obey(*args))[1])
     folder(dumper).rmdir()
     folder(dumper).write_text("in the way")
     add(dumper, "a")
@@ -806,7 +806,7 @@ def test_long_messages_and_reprs_are_cut_visibly() -> None:
 def test_a_full_buffer_is_retried_with_growing_pauses_up_to_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = writing.Writer(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
+    writer = writing.DumpWriter(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
     monkeypatch.setattr(writing.time, "monotonic", lambda: 1000.0)
     writer._held.append(writing.QueuedRequest(RecordedRequest({"rid": "a"}, None, 0.0, 0.0), None, False, 1))
     pauses = []
@@ -826,7 +826,7 @@ def test_a_full_buffer_is_retried_with_growing_pauses_up_to_a_minute(
 
 
 def test_what_finished_within_the_crash_window_is_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = writing.Writer(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
+    writer = writing.DumpWriter(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
     monkeypatch.setattr(writing.time, "time", lambda: 1000.0)
     for finished, is_recent in ((1000.0, True), (700.0, True), (699.0, False), (None, True), ("x", True), (2e9, True)):
         record = RecordedRequest({"rid": "a"}, None, 0.0, finished)  # type: ignore[arg-type]
