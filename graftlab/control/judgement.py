@@ -39,6 +39,7 @@ from graftlab.verdict.hints import hint_of
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
 from graftlab.verdict.pair_contradictions import contradicting_pairs
+from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
 from graftlab.verdict.unexplained import (
@@ -158,6 +159,7 @@ class Judgement:
                 job_remarks=naming.job_remarks,
                 unexplained=unexplained,
                 failed=self._failed,
+                pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
                 rounding=rounding,
             ),
             self._runs.count,

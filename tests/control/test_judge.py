@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -326,6 +327,25 @@ def untapped() -> int:
 
 def test_a_verdict_without_taps_is_no_agreement(session: gl.Session) -> None:
     assert session.verdict(untapped, untapped).text.startswith("Nothing was compared")
+
+
+def named_otherwise(*names: str) -> None:
+    x = torch.linspace(1, 2, 16)
+    for name in names:
+        x = gl.tap(name, x * 1.5)
+
+
+def test_taps_whose_names_never_pair_lead_to_a_match(session: gl.Session) -> None:
+    baseline = partial(named_otherwise, "embed", "h.0", "norm")
+    text = session.verdict(baseline, partial(named_otherwise, "lookup", "mixing", "end")).text
+    assert "no tap was measured on both sides. Both sides have taps, and none of their names are equal" in text
+    assert "%graft match EXPR" in text
+    assert "session.match(" in text
+    assert "Add gl.tap" not in text
+    renamed = session.verdict(baseline, partial(named_otherwise, "model.embed", "model.h.0", "model.norm")).text
+    assert "%graft rename target '^model\\.' '' pairs 3 names" in renamed
+    # One side alone has taps: there is nothing to match.
+    assert "Add gl.tap or gl.watch to both functions" in session.verdict(baseline, untapped).text
 
 
 def failing_transform(graft_input: Any) -> Any:
