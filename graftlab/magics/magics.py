@@ -179,9 +179,9 @@ class GraftMagics(Magics):
         if rank is None:
             raise UsageError("%graft debug: nothing failed in the newest run")
         if arguments.command or not self._has_stdin():
-            said = session.post_mortem(rank, arguments.command)
+            answer = session.post_mortem(rank, arguments.command)
             hint = "" if arguments.command else f"\n`%graft debug {rank} p EXPR` shows a value; also w, u, d, l, a"
-            sys.stdout.write(f"{said}{hint}\n")
+            sys.stdout.write(f"{answer}{hint}\n")
             return
         prompt(rank, lambda command: session.post_mortem(rank, command), input, sys.stdout.write)
 

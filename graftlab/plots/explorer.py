@@ -68,9 +68,9 @@ def headline(found: Conclusion) -> str:
     plan = f"plan {plans[0]}" if len(plans) == 1 else f"plans {plans[0]} to {plans[-1]}"
     lost = not_compared(Counter(row.status for row in rows))
     unseen = f" Not compared: {lost}." if lost else ""
-    said = found.sentences[0] if found.sentences else "nothing was measured"
+    sentence = found.sentences[0] if found.sentences else "nothing was measured"
     earlier = f" {found.earlier[0].upper()}{found.earlier[1:]}." if found.earlier else ""
-    return f"Run {rows[0].run}, {when}, {plan}, {counted(len(rows), 'tap')}: {said}.{earlier}{unseen}"
+    return f"Run {rows[0].run}, {when}, {plan}, {counted(len(rows), 'tap')}: {sentence}.{earlier}{unseen}"
 
 
 def _number(value: float | None) -> float | None:

@@ -264,9 +264,9 @@ def _annotate_suspects(
         at_edge = failed and not above and not taps.nonfinite[at] > 0
         y = scale.top if at_edge else float(scale.place(_drawn_values(taps)[at : at + 1])[0])
         share = float(run.x[at] + 0.8) / (len(names.keys) + 0.6)
-        said = f"{who}first divergent: {name}  ({', '.join(reasons)})"
+        note = f"{who}first divergent: {name}  ({', '.join(reasons)})"
         at_point, color = (float(run.x[at]), y), run.color if len(runs) > 1 else None
-        style.point_out(ax, said, at_point, share=share, level=level, color=color)
+        style.point_out(ax, note, at_point, share=share, level=level, color=color)
         level += 1
 
 

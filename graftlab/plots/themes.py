@@ -46,11 +46,11 @@ body[data-jp-theme-light="false"] .graftlab-on-dark, .vscode-dark .graftlab-on-d
 
 def pictures(figure: Figure, alt: str = "", dpi: float = 110) -> str:
     """The figure as HTML: drawn twice, with a description in words. The page needs :data:`STYLE`."""
-    said = html.escape(alt or in_words(figure), quote=True)
+    alt_text = html.escape(alt or in_words(figure), quote=True)
     least = f' style="min-width: {_LEGIBLE * figure.get_size_inches()[0]:.0f}px"'
-    light = _img(_render(figure, dpi), said, "graftlab-on-light", least)
+    light = _img(_render(figure, dpi), alt_text, "graftlab-on-light", least)
     with on_dark(figure):
-        dark = _img(_render(figure, dpi), said, "graftlab-on-dark", f" hidden{least}")
+        dark = _img(_render(figure, dpi), alt_text, "graftlab-on-dark", f" hidden{least}")
     return f'<div class="graftlab-figure">{light}{dark}</div>'
 
 
@@ -67,10 +67,10 @@ def _render(figure: Figure, dpi: float) -> bytes:
 
 def save(figure: Figure, out: io.BytesIO, dpi: float) -> None:
     """Write the figure as PNG. Missing characters cause one warning that names the font, not one warning each."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         figure.savefig(out, format="png", dpi=dpi, facecolor=figure.get_facecolor())
-    lacking = [str(each.message) for each in told if " missing from font(s) " in str(each.message)]
+    lacking = [str(each.message) for each in caught if " missing from font(s) " in str(each.message)]
     if lacking:
         fonts = lacking[0].rpartition(" missing from font(s) ")[2].rstrip(".")
         count = len(set(lacking))
@@ -80,7 +80,7 @@ def save(figure: Figure, out: io.BytesIO, dpi: float) -> None:
             "['DejaVu Sans', 'Noto Sans CJK JP']",
             stacklevel=2,
         )
-    for each in told:
+    for each in caught:
         if str(each.message) not in lacking:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
@@ -149,15 +149,15 @@ def _axes(figure: Figure) -> list[Axes]:
 
 def in_words(figure: Figure) -> str:
     """Describe a figure: its titles, axis labels, long texts and legends."""
-    said = []
+    parts = []
     for axes in _axes(figure):
         if axes.get_label() == "<colorbar>":
-            said.append(f"colour: {axes.get_ylabel() or axes.get_xlabel()}")
+            parts.append(f"colour: {axes.get_ylabel() or axes.get_xlabel()}")
             continue
         titles = [axes.get_title(loc=where) for where in ("left", "center", "right")]
-        said += [title for title in titles if title]
-        said += [f"{name}: {label}" for name, label in (("x", axes.get_xlabel()), ("y", axes.get_ylabel())) if label]
-        said += [text.get_text() for text in axes.texts if len(text.get_text()) > 12]
+        parts += [title for title in titles if title]
+        parts += [f"{name}: {label}" for name, label in (("x", axes.get_xlabel()), ("y", axes.get_ylabel())) if label]
+        parts += [text.get_text() for text in axes.texts if len(text.get_text()) > 12]
         if (legend := axes.get_legend()) is not None:
-            said.append("legend: " + ", ".join(text.get_text().strip() for text in legend.get_texts()))
-    return ". ".join(" ".join(each.replace(r"\$", "$").split()) for each in said)
+            parts.append("legend: " + ", ".join(text.get_text().strip() for text in legend.get_texts()))
+    return ". ".join(" ".join(each.replace(r"\$", "$").split()) for each in parts)

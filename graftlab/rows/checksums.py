@@ -1,7 +1,7 @@
 """A checksum a line of the log, in a file beside it: a value that the disk has changed is no row.
 
-Line by line, so that what is damaged can be named; in a file of its own, so that ``rows.jsonl`` has rows alone. The
-file begins with the number of the log's first row: the log is rewritten when rows move into Parquet files, and
+One for each line, so that an error can name the damaged line; in a separate file, so that ``rows.jsonl`` has only rows.
+The file begins with the number of the log's first row: the log is rewritten when rows move into Parquet files, and
 checksums of another log say nothing about this one.
 """
 

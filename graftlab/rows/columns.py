@@ -1,4 +1,4 @@
-"""Rows by column: what frames are made of, in a fraction of the memory and time that an object a cell would take."""
+"""Rows by column, from which frames are made, in a fraction of the memory and time of one object per cell."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BECAME = "became"
 """A column of frames that follows from others: whose statistics in the row are those of the value that the model
 continued with. A graft is measured before it overwrites, so the receiver's own statistics are of a replaced value."""
 _ABSENT: Any = object()
-# Rows for which room is left, at the least.
+# The least number of rows to leave room for.
 _LEAST_ROOM = 1024
 _THEIR_OWN_KEYS = {str, type(None), object}
 
@@ -36,10 +36,10 @@ class Columns:
     """
 
     def __init__(self, *, grows: bool = False) -> None:
-        """``grows``: room is left behind what is merged, so that later rows are put there and nothing is copied."""
+        """``grows`` leaves room behind merged rows, so that later rows are written there and nothing is copied."""
         self._values: dict[str, DistinctValues] = {}
         self._grows = grows
-        # What the columns of merged blocks are the first part of, all of one length.
+        # Arrays of one length; the columns of merged blocks are their first parts.
         self._room = 0
         self._arrays: dict[str, Array] = {}
 
@@ -164,14 +164,14 @@ def repeats(name: str) -> bool:
 
 
 class DistinctValues:
-    """The distinct values of a column, each at its place; the first is that of rows that do not have this column."""
+    """The distinct values of a column, each at its place; the first is for rows that lack the column."""
 
     def __init__(self) -> None:
         self._values: list[Any] = [None]
         self._places: dict[Any, int] = {_ABSENT: 0}
 
     def places(self, cells: Sequence[Any], keys: Sequence[Any]) -> Array:
-        """Where these values are. The ``keys`` tell them apart."""
+        """The places of these values; their ``keys`` differ where they do."""
         new = set(keys).difference(self._places)
         if new:
             for key, value in zip(keys, cells, strict=True):
@@ -200,7 +200,7 @@ def _objects(values: Iterable[Any]) -> Array:
 
 
 def _keys(cells: Sequence[Any]) -> Sequence[Any]:
-    """What to tell values apart by: True, 1 and 1.0 are equal, and not the same value."""
+    """Keys that differ where values do: True, 1 and 1.0 are equal, but not the same value."""
     kinds = set(map(type, cells))
     if kinds <= _THEIR_OWN_KEYS:
         return cells
@@ -214,7 +214,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _is_sorted(by: Sequence[Array]) -> bool:
-    """Whether rows are in the order of these columns, the first of which counts most."""
+    """Whether rows are sorted by these columns, the most significant first."""
     before = np.ones(max(0, len(by[0]) - 1), bool)  # equal in all columns so far
     for column in by:
         if (before & (column[1:] < column[:-1])).any():

@@ -18,36 +18,36 @@ _TAGS = COLUMNS.index("tags")
 _INDICES = [COLUMNS.index(column.name) for column in TABLE if column.storage == "index"]
 _floats_of = itemgetter(*(COLUMNS.index(column.name) for column in TABLE if column.storage == "float"))
 
-# What msgspec writes as `json` would; of other values each says something else.
+# Types that msgspec and `json` write alike.
 _USUAL = frozenset({str, int, float, bool, type(None)})
 _quickly = msgspec.json.Encoder().encode
-# Made once, because making one takes as long as a short row. A value that holds itself is found by the recursion limit.
+# Made once, because making one takes as long as a short row. The recursion limit finds a value that contains itself.
 _to_json = json.JSONEncoder(default=plain, ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
 
 def encode(row: Row) -> bytes:
     """One line of JSON without the newline: the row's values in the order of :data:`COLUMNS`.
 
-    What JSON does not have is written as its repr. A line that orjson would read in another way than `json`, because it
-    has NaN, infinities, or integers of more than 64 bits, begins with a space.
+    Values without a JSON form are written as their repr. A line begins with a space if orjson and `json` read it
+    differently, because it has NaN, infinities, or integers of more than 64 bits.
     """
     if _is_usual(row):
         try:
             return _quickly(row)
         except (TypeError, OverflowError, UnicodeEncodeError):
-            pass  # half a character, or a name that is text of some class of the user's
+            pass  # half a character, or a name whose class the user derived from str
     values = list(row)
     try:
         line = _to_json(values)
     except (TypeError, ValueError, RecursionError):
-        # Only tags, being the caller's, have what cannot be written.
+        # Only the caller's tags can have values that JSON cannot.
         values[_TAGS] = {name: _writable(value) for name, value in row.tags.items()}
         line = _to_json(values)
     return b" " + line.encode("utf-8", "replace")
 
 
 def _is_usual(row: Row) -> bool:
-    # What has no measurement has no floats; nor can a zero make a sum infinite.
+    # Rows without a measurement have no floats, and zeros never make a sum infinite.
     if not math.isfinite(sum(filter(None, _floats_of(row)))):
         return False
     for value in row.tags.values():
@@ -61,7 +61,7 @@ def _is_usual(row: Row) -> bool:
 
 
 def _writable(value: object) -> object:
-    """The value itself, or its repr: of a dict whose keys are not text, say, or of a value that holds itself."""
+    """The value, or its repr if it has no JSON form: a dict whose keys are not text, a value that contains itself."""
     try:
         _to_json(value)
     except (TypeError, ValueError, RecursionError):

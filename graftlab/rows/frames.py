@@ -1,4 +1,4 @@
-"""Blocks of rows as pandas frames; a frame of more rows than the last one costs what is new in it."""
+"""Blocks of rows as pandas frames. A frame with more rows than the last one costs only the new rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def frame_of(columns: Columns, block: Block) -> pd.DataFrame:
 
 
 class GrowingFrame:
-    """Makes frames of blocks, each of which :meth:`Columns.merge` made of the one before and of more rows.
+    """Makes frames of successive blocks; :meth:`Columns.merge` made each from the one before and more rows.
 
     A frame's columns are the first part of arrays that are longer. Later rows are written behind what frames show.
     """
@@ -46,7 +46,7 @@ class GrowingFrame:
         self._arrays: list[Any] = []
 
     def of(self, block: Block) -> pd.DataFrame:
-        """The frame of a block, which is the caller's."""
+        """The frame of a block. The caller may change it."""
         if not _COPY_ON_WRITE or not self._columns.has_room(block):
             return frame_of(self._columns, block)
         steps: Any = block["step"].base
@@ -108,7 +108,7 @@ class _TextState(NamedTuple):
 
 def _numbers_or_objects(cells: Array) -> Any:
     """A column of numbers or objects, as a frame takes it."""
-    # pandas must not search objects for a type that they might have instead.
+    # Otherwise pandas searches all objects for a common type.
     return cells if cells.dtype != object else pd.arrays.NumpyExtensionArray(cells)
 
 

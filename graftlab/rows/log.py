@@ -34,12 +34,12 @@ _BLOCKS_FILE = "rows.blocks"
 VERSION = 1
 """The version of the files of rows. One with other columns is not another version: files name their columns."""
 
-# Bytes that are read at a time: so many that what a piece costs beside its rows does not count, and so few that no
-# other thread of the kernel waits long for its turn.
+# Bytes that are read at a time: enough that the fixed cost of a piece is small, and few enough that other threads of
+# the kernel do not wait long for the interpreter.
 _PIECE = 1 << 20
 _LONGEST_LINE = 64 << 20
 _SUM_KEY = b', "crc32": '
-# The place of every so many rows in the log is remembered.
+# The place of one row in this many is remembered.
 _STRIDE = 256
 
 
@@ -294,7 +294,7 @@ class RowLog:
         return found if place + len(found) < written else found[: written - place] + rest
 
     def lines(self, start: int, stop: int) -> tuple[int, list[bytes]]:
-        """The lines of rows ``start`` to ``stop - 1``, as far as they are in the log, and the number of the first.
+        """Those lines of rows ``start`` to ``stop - 1`` that are in the log, and the number of the first.
 
         Raises :class:`SessionError` when the file is gone.
         """

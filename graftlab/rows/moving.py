@@ -1,6 +1,6 @@
-"""When rows leave the log for Parquet files: once they are some thousand and no more come, or they are very many.
+"""When rows move from the log into Parquet files: a thousand rows once the stream pauses, or very many at any time.
 
-Not at once, because a file of many rows is smaller and is read faster than many files of few.
+Not at once, because one file of many rows is smaller and is read faster than many small files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DECODED_AT_ONCE = 4000
 # After this many seconds without a new row, none is expected.
 _QUIET = 0.5
 _RETRY = 5.0
-# No more are decoded at a time before rows move, because faster rows than these would be decoded without end.
+# At most this many pieces are decoded before rows move; a faster stream would otherwise be decoded without end.
 _PIECES = 32
 
 
@@ -37,7 +37,7 @@ class RowMover:
         undecoded: Callable[[], int],
         log_size: Callable[[], int],
     ) -> None:
-        """``decode`` decodes some rows, ``move`` moves up to so many bytes; both return whether there were any.
+        """``decode`` decodes some rows, ``move`` moves up to the given number of bytes; False means none were left.
 
         ``undecoded`` counts rows, ``log_size`` bytes.
         """
@@ -85,7 +85,7 @@ class RowMover:
                 return
 
     def _work(self) -> None:
-        """Decode what has come, and move it once no more comes, or it is much."""
+        """Decode the rows that have arrived, and move them when the stream pauses or the log is large."""
         before = -1
         while True:
             for _ in range(_PIECES):

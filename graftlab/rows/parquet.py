@@ -1,4 +1,4 @@
-"""The Parquet files of a run folder: its older rows, of which the log has the newest.
+"""The Parquet files of a run folder, which have its older rows; the log has the newest.
 
 A file is written under another name, forced to the disk and renamed before its lines leave the log. So a process may be
 killed at any moment: a file that is cut short has no name that counts, and lines that are in a file and in the log are
@@ -30,11 +30,11 @@ MOST_ROWS = 1 << 17
 _GROUP = 1 << 14
 _VERSION_KEY = b"graftlab.rows"
 
-# What is refused before anything is allocated for it: many times what a file of so many rows has.
+# Files that declare more are refused before anything is allocated for them; these are many times the usual sizes.
 _MOST_BYTES = 1 << 28
 _MOST_UNPACKED = 1 << 30
 _MOST_COLUMNS = 1000
-# What a row takes in a frame, about.
+# Bytes of a row in a frame, approximately.
 _ROW_IN_MEMORY = 500
 
 _FLOATS = [column.name for column in TABLE if column.storage == "float"]
@@ -85,7 +85,7 @@ def row_files(folder: Path) -> tuple[RowFile, ...]:
 
 
 def write(folder: Path, first: int, table: pa.Table) -> RowFile:
-    """Write these rows, the first of which has that number in the folder. Raises OSError."""
+    """Write these rows as a file; ``first`` is the number of the first one in the folder. Raises OSError."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
@@ -179,11 +179,12 @@ def _refuse_excess(found: pq.FileMetaData, file: RowFile, where: str) -> None:
         )
     if found.num_rows != file.count or file.count > MOST_ROWS or found.num_columns > _MOST_COLUMNS:
         raise SessionError(
-            f"{where} are said to be {found.num_rows:,} of {found.num_columns:,} columns; graftlab writes no more than "
+            f"{where} are said to be {found.num_rows:,} of {found.num_columns:,} columns; graftlab writes at most "
             f"{MOST_ROWS:,} rows into a file, and as many as its name has"
         )
     groups = [found.row_group(at) for at in range(found.num_row_groups)]
-    size = sum(group.column(at).total_uncompressed_size for group in groups for at in range(group.num_columns))
+    # Not the columns' own sizes: pyarrow ends the process where a made-up file has no such column.
+    size = sum(group.total_byte_size for group in groups)
     if size > _MOST_UNPACKED or sum(group.num_rows for group in groups) != file.count:
         raise SessionError(f"{where} are said to take {size >> 20} MiB, more than graftlab writes into a file")
 

@@ -1,4 +1,4 @@
-"""A frame of rows as a notebook shows it: the columns that answer first, and what says nothing folded."""
+"""A frame of rows as a notebook shows it: the most useful columns first, and columns without information folded."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SHOWN = 20
 _REPR_LINES, _REPR_CHARACTERS = 22, 2048
 
 _NEEDED = frozenset({"order", "name", "tags", "rel_l2", "status", "side", "rank", "nonfinite_differ"})
-# The decades that a bar tells apart: from rounding in float64 to what has nothing in common.
+# The range of a bar, in decades: from rounding in float64 to unrelated tensors.
 _LOW, _HIGH = -12.0, 0.0
 _WORDS = 80
 _COUNTS = frozenset(column.name for column in TABLE if column.storage == "integer")
-# Of more rows it is not looked which columns are the same in all.
+# In larger frames constant columns are not searched for.
 _FOLDED_ROWS = 50_000
 _UNMEASURED = frozenset({"failed", "timeout", "missing"})
 
 
 class RowsFrame(pd.DataFrame):
-    """A pandas frame in all it does; only what a notebook shows of it is made for rows. :meth:`full` shows all.
+    """A pandas frame whose display in a notebook is made for rows. :meth:`full` shows everything.
 
     >>> type(session.frame.full()).__name__
     'DataFrame'
@@ -42,7 +42,7 @@ class RowsFrame(pd.DataFrame):
         return RowsFrame
 
     def full(self) -> pd.DataFrame:
-        """The same rows as a plain frame, of which a notebook shows every column."""
+        """The same rows as a plain frame; a notebook shows all its columns."""
         return pd.DataFrame(self)
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""The row: what is recorded of one tap on one receiving rank. Everything people look at is a rendering of rows.
+"""The row: the record of one tap on one receiving rank. Frames, plots, tables and reports are all made of rows.
 
 :class:`Row` is the one table of columns. Its fields, in this order, are the columns of a frame and the values of a line
-in a run's file; their annotations say what each holds, and from these follows how it is encoded and stored. A new
+in a run's file; their annotations give its type, and how it is encoded, stored and shown. A new
 statistic is a field here and one of the same name in :class:`graftlab.diffs.measure.DiffStats`.
 """
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Status = Literal["compared", "grafted", "failed", "missing", "timeout", "unmatched", "recomputed"]
-"""What became of a tap: measured; measured and overwritten; the transform failed; nobody sent it; the wait for it took
-too long; (on the sender) nobody asked for it; or activation checkpointing runs a forward again on this side alone, so
-that nothing is absent."""
+"""The outcome of a tap: measured; measured and overwritten; the transform failed; no rank sent it; the wait for it took
+too long; (on the sender) no rank requested it; or activation checkpointing runs a forward again on this side alone, so
+nothing is absent."""
 
 MEASURED: tuple[Status, ...] = ("compared", "grafted")
 """The statuses of rows that have statistics."""
@@ -47,47 +47,47 @@ TENSOR_UNIT = "tensor's units"
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How a statistic that measures the distance of two tensors is shown, wherever statistics are shown."""
+class Presentation:
+    """How a statistic that measures the distance between two tensors is shown."""
 
     label: str
     """Its definition, for the axis of a plot."""
     unit: str
     format: str = ""
-    """How a value is written; empty for a few digits and an exponent."""
+    """A format specification for its values; empty for a few digits and an exponent."""
     in_tables: bool = False
-    """Whether the tables of taps have it: of a frame in a notebook and of the dashboard. Others have all."""
+    """Whether the short tables have it: a frame in a notebook and the dashboard. Other tables have all."""
 
 
 class Row(NamedTuple):
-    """One tap on one receiving rank, or on a sending rank to whose tensor nobody listened. Made once, and complete."""
+    """One tap on one receiving rank, or on a sending rank whose tensor no rank requested."""
 
     run: int
     step: int
     order: int
-    """Counts the taps of this rank in this step that some filter wanted, from 1 on, also those without a row here."""
+    """Counts the taps of this rank in this step that a filter matched, from 1, including those without a row."""
     name: str
-    """What both sides call the tap: its name, or that of its pair under the plan's pairs and rename."""
+    """The tap's name on both sides, or that of its pair under the plan's pairs and rename."""
     tags: dict[str, Any]
     direction: Direction | None
     side: Side
     rank: int
     status: Status
     senders: list[int]
-    """The ranks of the other side whose tensors came."""
+    """The ranks of the other side whose tensors arrived."""
     shape: list[int] | None = None
     dtype: str | None = None
 
     numel: Statistic[int] = None
-    rel_l2: Annotated[Statistic[float], Difference("rel_l2 = ‖x-y‖ / ‖baseline‖", "ratio", in_tables=True)] = None
-    rel_diff: Annotated[Statistic[float], Difference("rel_diff = Σ(x-y)² / Σ(x²+y²)", "ratio")] = None
-    max_abs: Annotated[Statistic[float], Difference("max_abs = max |x-y|", TENSOR_UNIT, in_tables=True)] = None
+    rel_l2: Annotated[Statistic[float], Presentation("rel_l2 = ‖x-y‖ / ‖baseline‖", "ratio", in_tables=True)] = None
+    rel_diff: Annotated[Statistic[float], Presentation("rel_diff = Σ(x-y)² / Σ(x²+y²)", "ratio")] = None
+    max_abs: Annotated[Statistic[float], Presentation("max_abs = max |x-y|", TENSOR_UNIT, in_tables=True)] = None
     max_abs_index: Statistic[tuple[int, ...]] = None
-    mean_abs: Annotated[Statistic[float], Difference("mean_abs = mean |x-y|", TENSOR_UNIT)] = None
-    cosine: Annotated[Statistic[float], Difference("cosine similarity", "ratio", ".8f")] = None
+    mean_abs: Annotated[Statistic[float], Presentation("mean_abs = mean |x-y|", TENSOR_UNIT)] = None
+    cosine: Annotated[Statistic[float], Presentation("cosine similarity", "ratio", ".8f")] = None
     nonfinite_baseline: Statistic[int] = None
     nonfinite_target: Statistic[int] = None
-    nonfinite_differ: Annotated[Statistic[int], Difference("pairs with one non-finite value", "count", ",")] = None
+    nonfinite_differ: Annotated[Statistic[int], Presentation("pairs with one non-finite value", "count", ",")] = None
     mean_baseline: Statistic[float] = None
     std_baseline: Statistic[float] = None
     min_baseline: Statistic[float] = None
@@ -98,34 +98,34 @@ class Row(NamedTuple):
     max_target: Statistic[float] = None
 
     baseline_name: str | None = None
-    """What the baseline itself calls the tap; None where it has no such tap, or this rank cannot know."""
+    """The tap's name on the baseline; None if the baseline has no such tap, or this rank cannot know."""
     target_name: str | None = None
-    """The same on the target."""
+    """The tap's name on the target, likewise."""
     transform: str | None = None
-    """Which of the plan's transforms made what the tap's own tensor was measured against; None: the default one."""
+    """The transform of the plan that was applied; None for the default one."""
     aligned_by: str | None = None
     layout: str | None = None
-    """How both tensors were brought to one layout: the pair's, and those of the ranks; ``inferred`` from shapes."""
+    """The layouts that made both tensors comparable, of the pair and of the ranks; ``inferred`` from shapes."""
     matched_by: str | None = None
-    """How the plan's pair was found: ``given``, or what ``session.match`` says."""
+    """How the plan's pair was found: ``given``, or the reason of ``session.match``."""
     match_rel: float | None = None
     """The relative L2 between the two when the pair was matched."""
     rows_matched: int | None = None
     rows_unmatched: int | None = None
     cast: str | None = None
     note: str | None = None
-    """What a reader should know of a row that is otherwise good."""
+    """A remark on a row that is otherwise good."""
     plan_version: int = 0
     occurrence: int = 0
     """How often this tap was reached before in this step."""
     seconds: float = 0.0
     """How long the model waited at this tap."""
     error: str | None = None
-    """Why there is no measurement."""
+    """The reason why the row has no measurement."""
 
 
 Storage = Literal["integer", "float", "text", "list", "index", "tags"]
-"""How a column is held: ``integer`` and ``float`` as numbers of 64 bits; ``text`` and ``list``, which repeat, as places
+"""How a column is stored: ``integer`` and ``float`` as 64-bit numbers; ``text`` and ``list``, which repeat, as places
 in a table of their values; ``index`` and ``tags``, which differ from row to row, as objects."""
 
 _STORAGES: dict[Any, Storage] = {
@@ -140,14 +140,14 @@ _STORAGES: dict[Any, Storage] = {
 
 @dataclass(frozen=True)
 class Column:
-    """What the table says of one column. ``type`` is what its values are an instance of, where they are not None."""
+    """One column of the table. ``type`` is the class of its values that are not None."""
 
     name: str
     type: type
     is_nullable: bool
     is_statistic: bool
     storage: Storage
-    difference: Difference | None = None
+    presentation: Presentation | None = None
 
 
 def _column(name: str, annotation: Any) -> Column:
@@ -161,27 +161,27 @@ def _column(name: str, annotation: Any) -> Column:
     if len(kinds) != 1 or kind not in _STORAGES:
         known = ", ".join(known.__name__ for known in _STORAGES)
         raise TypeError(f"Row.{name}: a column holds one of {known}, perhaps or None, and not {annotation}")
-    difference = next((each for each in get_args(annotation)[1:] if isinstance(each, Difference)), None)
-    return Column(name, kind, is_union, is_statistic, _STORAGES[kind], difference)
+    presentation = next((each for each in get_args(annotation)[1:] if isinstance(each, Presentation)), None)
+    return Column(name, kind, is_union, is_statistic, _STORAGES[kind], presentation)
 
 
 TABLE = tuple(_column(name, hint) for name, hint in get_type_hints(Row, include_extras=True).items())
 COLUMNS = Row._fields
 STATISTICS = tuple(column.name for column in TABLE if column.is_statistic)
-DIFFERENCES = {column.name: column.difference for column in TABLE if column.difference is not None}
+DIFFERENCES = {column.name: column.presentation for column in TABLE if column.presentation is not None}
 """The statistics that measure how far two tensors are apart. Plots, tables and reports show these."""
 
 
 def in_tables() -> list[str]:
-    """The names of the differences that the tables of taps have beside ``rel_l2``."""
+    """The differences that short tables have in addition to ``rel_l2``."""
     return [name for name, each in DIFFERENCES.items() if each.in_tables and name != "rel_l2"]
 
 
-# In this order rows stand in a frame: as they ran. Steps count on over the runs of a session.
+# The order of rows in a frame. Steps are counted over all runs of a session.
 EXECUTION_ORDER = ("step", "order", "side", "rank")
 
 statistics_of: Callable[[DiffStats], tuple[Any, ...]] = attrgetter(*STATISTICS)
-"""The statistics in the order in which a row has them, next to each other."""
+"""The statistics in a row's order."""
 
 
 _WHOLE = frozenset({"bool", "int32", "int64", "uint32", "uint64"})
@@ -189,10 +189,10 @@ _WHOLE = frozenset({"bool", "int32", "int64", "uint32", "uint64"})
 
 @functools.lru_cache(maxsize=256)
 def are_whole(dtype: object, cast: object) -> bool:
-    """Whether a row compares whole numbers: ids, positions and masks, of which any difference counts.
+    """Whether a row compares whole numbers: ids, positions and masks, where any difference counts.
 
-    They do not round, so no floor is above a difference of theirs. Integers of fewer bits stand for fractions where a
-    model is quantized, and those round. ``cast`` is the row's: what was converted, dtypes as well as devices.
+    They do not round, so no noise floor applies to them. Smaller integers represent fractions in quantized models, and
+    those round. ``cast`` is the row's column: the conversions of dtypes and devices.
     """
     if dtype not in _WHOLE:
         return False
@@ -202,5 +202,5 @@ def are_whole(dtype: object, cast: object) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def converted(cast: str) -> tuple[str, ...]:
-    """What a row's ``cast`` names: the dtypes of both sides, and devices."""
+    """The dtypes of both sides, and the devices, that a row's ``cast`` names."""
     return tuple(part for pair in cast.split(", ") for part in pair.split(" -> "))

@@ -43,15 +43,15 @@ class _DecodedPiece(NamedTuple):
     end: int
 
 
-class _Tail(NamedTuple):
-    """What was decoded of the log, and is in no Parquet file yet; decoding continues at a row and its place."""
+class _DecodedTail(NamedTuple):
+    """Decoded rows that are in no Parquet file yet; decoding continues at ``row``, which is at ``place``."""
 
     pieces: tuple[_DecodedPiece, ...]
     row: int
     place: int
 
 
-class _Framed(NamedTuple):
+class _FrameBlock(NamedTuple):
     """Rows as a block, up to that number."""
 
     block: Block
@@ -59,7 +59,7 @@ class _Framed(NamedTuple):
 
 
 class RowStore:
-    """All rows of a session: on disk before anything reads them, and in columns as far as frames needed them so far.
+    """All rows of a session: on disk before anything reads them, and in columns up to the last frame.
 
     Rows are appended to the log. A thread decodes them while they arrive, and moves them into Parquet files when they
     are many (:mod:`.moving`); a frame reads those files, and then what was decoded since.
@@ -87,12 +87,12 @@ class RowStore:
         self._appending = threading.Lock()
         # Held while a thread waits for a frame, and while rows are decoded, for that or ahead of it.
         self._framing, self._reading = threading.Lock(), threading.Lock()
-        self._tail = _Tail((), *self._log.end)
+        self._tail = _DecodedTail((), *self._log.end)
         self._columns = Columns(grows=True)
         self._frame = GrowingFrame(self._columns)
         # The first block is in order, the others are as they came. A list that only grows by whole items or is
         # replaced, because the stop button may interrupt a reader anywhere.
-        self._framed = [_Framed(self._columns.empty(), self._earlier)]
+        self._framed = [_FrameBlock(self._columns.empty(), self._earlier)]
         self._mover = RowMover(self._decode_ahead, self._move, self._undecoded, lambda: self._log.size)
 
     def _move_earlier_rows(self, append: bool) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class RowStore:
         refuse_old_format(folder)
         files = parquet.row_files(folder)
         if not files and self._log.path.stat().st_size <= len(header_line()) + 1:
-            # A launch that failed leaves no more than the first line.
+            # A launch that failed leaves only the first line.
             return 0, 0
         if not append:
             raise SessionError(
@@ -154,7 +154,7 @@ class RowStore:
             self._read_until(self._log.count)
             if len(self._framed) > 1:
                 ordered, *more = (framed.block for framed in self._framed)
-                self._framed = [_Framed(self._columns.merge(ordered, more), self._framed[-1].upto)]
+                self._framed = [_FrameBlock(self._columns.merge(ordered, more), self._framed[-1].upto)]
             block = self._framed[0].block
             if run is not None:
                 chosen: Any = np.flatnonzero(block["run"] == run)
@@ -196,7 +196,7 @@ class RowStore:
         """Make blocks of all rows up to this number, and of what is read with them."""
         while (upto := self._framed[-1].upto) < wanted:
             for table, stop in self._tables_from(upto):
-                self._framed.append(_Framed(self._columns.block(table), stop))
+                self._framed.append(_FrameBlock(self._columns.block(table), stop))
             if self._framed[-1].upto < wanted and not self._decode_more():
                 raise SessionError(f"{self._log.path} was cut off by another process after row {self._tail.row - 1}")
 
@@ -221,7 +221,7 @@ class RowStore:
         except RowError as error:
             raise SessionError(f"{self._log.path}: row {row + error.index} is damaged: {error}") from None
         piece = _DecodedPiece(row, table, row + len(table), place + len(lines))
-        self._tail = _Tail((*pieces, piece), piece.stop, piece.end)
+        self._tail = _DecodedTail((*pieces, piece), piece.stop, piece.end)
         return True
 
     # ---- on the thread that moves rows ------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ class Dashboard(Panel):
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
         self._taps.show()
         self._judged.refresh()
-        said = html.escape(explorer.headline(self._taps.found))
-        update(self._verdict, value=f'<b role="status">{said}</b>')
+        headline = html.escape(explorer.headline(self._taps.found))
+        update(self._verdict, value=f'<b role="status">{headline}</b>')
         [rank] = session.select(self._which_log.value)
         update(self._log_path, value=f'<div class="quiet">{html.escape(str(rank.log))}</div>')
         tail = html.escape(rank.log_tail(_LOG_LINES)) or "nothing yet"

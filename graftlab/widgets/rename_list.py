@@ -63,8 +63,8 @@ class RenameList(FoldableBox):
         drop = self._panel.button(
             "Remove", "drop-rule", f"Remove the rule {pattern} of the {side}", partial(self._drop, rule)
         )
-        said = f"{side}: <code>{html.escape(pattern)}</code> → <code>{html.escape(new) or '(nothing)'}</code>"
-        return row(drop, widgets.HTML(said))
+        markup = f"{side}: <code>{html.escape(pattern)}</code> → <code>{html.escape(new) or '(nothing)'}</code>"
+        return row(drop, widgets.HTML(markup))
 
     def _drop(self, rule: Rule) -> None:
         left = [each for each in self._panel.session.plan.rename if each != rule]
@@ -113,10 +113,10 @@ class RenameList(FoldableBox):
         pairs = len(set(changed.values()) & known)
         shown = ", ".join(f"{old} → {name or '(nothing)'}" for old, name in list(changed.items())[:_EXAMPLES])
         more = f" and {len(changed) - _EXAMPLES} more" if len(changed) > _EXAMPLES else ""
-        said = f"{len(matched)} names seen match; {pairs} of the new names exist on the {other}"
+        summary = f"{len(matched)} names seen match; {pairs} of the new names exist on the {other}"
         if len(changed) < len(matched):
-            said += f"; an earlier rule rewrites {len(matched) - len(changed)} first"
-        text = html.escape(f"{said}. {shown}{more}" if shown else said)
+            summary += f"; an earlier rule rewrites {len(matched) - len(changed)} first"
+        text = html.escape(f"{summary}. {shown}{more}" if shown else summary)
         update(self._found, value=f'<div class="{"good" if pairs else "quiet"}">{text}</div>')
 
     def _rules_without(self, side: Side, pattern: str) -> list[Rule]:

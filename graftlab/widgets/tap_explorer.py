@@ -141,8 +141,8 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         ]
         if not steps or max(steps) >= line.row.step:
             return ""
-        said = f"This pair is from step {max(steps)}. The table shows step {line.row.step}, but no pair of it is kept."
-        return f'<div class="bad">{said}</div>'
+        note = f"This pair is from step {max(steps)}. The table shows step {line.row.step}, but no pair of it is kept."
+        return f'<div class="bad">{note}</div>'
 
 
 _KEEP_IT = '<div class="quiet">“Keep this tap” keeps its tensors from the next step on.</div>'
@@ -150,19 +150,19 @@ _KEEP_IT = '<div class="quiet">“Keep this tap” keeps its tensors from the ne
 
 def static_html(found: Conclusion, with_figure: bool) -> str:
     """The taps as static HTML: the conclusion, an optional figure, and the worst taps."""
-    said = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
+    markup = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
     lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
     if not lines:
-        return said
+        return markup
     if with_figure:
         # In their present order, as if all were from one step.
         frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(found.rows)])
         figure = plots.divergence(frame, noise_floor=found.floor)
-        said += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
+        markup += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
     head = ("tap", "status", "rel_l2", *in_tables(), "non-finite", "worst on", "step", "direction", "")
     more = len(found.lines) - len(lines)
     rest = f"<p>and {more:,} more taps, none worse</p>" if more else ""
-    return said + table(head, [_line_html(line) for line in lines], in_tables()) + rest
+    return markup + table(head, [_line_html(line) for line in lines], in_tables()) + rest
 
 
 def _line_html(line: TapSummary) -> str:

@@ -118,13 +118,13 @@ def test_unwritten_rows_stay_in_the_frame_until_the_disk_has_room() -> None:
 
     with gl.launch(1, 1) as session:
         rows = session._rows
-        file = rows._file
-        with open("/dev/full", "wb", buffering=0) as rows._file:
+        file = rows._log._file
+        with open("/dev/full", "wb", buffering=0) as rows._log._file:
             with pytest.raises(gl.SessionError, match=r"run 0 has ended.* rows 0 to 299 are not on disk.*No space"):
                 session.run(many, many)
             assert session.runs[-1].target == ["ended"]
             assert len(session.frame) == len(session.runs[-1].frame) == 300
-        rows._file = file
+        rows._log._file = file
         assert session.run(many, many).target == ["ended"]
         assert len(session.frame) == 600
     assert len(gl.load_run(session.folder)) == 600

@@ -157,7 +157,7 @@ def test_a_shard_that_did_not_come_is_never_made_up(session: gl.Session) -> None
     session.edit(t2b="True")
     row = session.run(missing_a_shard, missing_a_shard).frame.iloc[0]
     assert row["status"] == "failed"
-    assert "[1] sent nothing" in row["error"]
+    assert "ranks [1] of [0, 1] sent nothing" in row["error"]
 
 
 def replicas_apart() -> None:

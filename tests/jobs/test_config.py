@@ -1,4 +1,4 @@
-"""What a job is told of joining: where it comes from, and what is refused with the field and its variable."""
+"""A job's settings for joining: where they are read from, and which are refused, with field and variable."""
 
 from __future__ import annotations
 

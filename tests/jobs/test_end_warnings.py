@@ -1,4 +1,4 @@
-"""Filters of the environment that match none of a job's taps are told when it ends."""
+"""A job's warnings at its end: filters that matched no tap, and nothing compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's line to one notebook after the other."""
+"""A job's connection to one session after another."""
 
 from __future__ import annotations
 

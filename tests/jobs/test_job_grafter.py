@@ -1,4 +1,4 @@
-"""A job's rank goes on with other peers: what was on its way from the old ones is never taken for theirs."""
+"""A job's rank moves to another world: tensors sent in the old world are never received in the new one."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Job:
     def adopted(self, version: int, step: int) -> None: ...
 
     def tap(self, value: float) -> float:
-        """What the model goes on with."""
+        """The value with which the model continues."""
         put = self.mailbox.put(torch.full((2,), value))
         taken = self.grafter.tap("x", put, None, {})
         return float(taken[0])
 
     def offer(self, mailbox: Mailbox, run: RunInfo) -> list[str]:
-        """WorldOffer to go on in another world; the list tells when that is closed instead."""
+        """Offer another world; the list notes when it is closed instead."""
         closed: list[str] = []
         self.grafter.offer(
             WorldOffer(mailbox.exchange, _page(), run, PLAN, self.moves.append, lambda: closed.append("closed"))

@@ -1,4 +1,4 @@
-"""A job's grafter: told to, it gives the taps of whole steps to what runs against itself, and takes them again."""
+"""A job's grafter passes the taps of whole steps to an ordered self-graft, and takes them again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graftlab.rows.schema import Row
 
 
 class Reports:
-    """What the job tells."""
+    """What the job reports."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -88,7 +88,7 @@ def test_a_self_graft_takes_the_taps_under_its_plan_only(job: JobGrafter, post: 
 
 
 def test_an_order_and_its_withdrawal_take_effect_only_with_a_plan(job: JobGrafter, post: Post) -> None:
-    """They reach the ranks of a side at different times, and a step is to be one and the same on all of them."""
+    """Orders reach the ranks of a side at different times, but all ranks must treat a step alike."""
     job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()

@@ -128,10 +128,10 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     assert (
         "layers.*.act is computed differently in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
     )
-    # These compute with weights that the fault has moved; which the text says of whatever is named.
+    # These compute with weights that the fault has changed; the text qualifies what is named.
     assert "layers.*.linear" in verdict.named
-    assert "\nWeights were not grafted, so what is named may be the doing of those that differ." in verdict.text
-    assert "what the optimizers' steps make of the weights: it would have to be grafted, for good" in verdict.text
+    assert "\nWeights were not grafted, so those that differ may explain what is named." in verdict.text
+    assert "how the optimizers' steps update the weights: that needs permanent grafts" in verdict.text
     assert "the output" not in verdict.text.replace("what moves the output", "")
     assert not session.plan.b2t
 
@@ -139,7 +139,7 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     assert verdict.named == ["layers.*.act"]
     assert "the floor is the given one (rel_l2 0.0001)" in verdict.text
     assert "in layer 1 of 0-2 (added 0.05, 5e+02 x the given floor, float32)." in verdict.text
-    assert "may be the doing" not in verdict.text
+    assert "may explain what is named" not in verdict.text
     assert "From now on the target has the baseline's weights" in verdict.text
     updates = verdict.frame[[tags.get("updated", False) for tags in verdict.frame["tags"]]]
     assert len(updates) == 12

@@ -1,4 +1,4 @@
-"""A verdict on jobs of several ranks: it names the tap and the rank, whoever is ahead of whom, and without an alarm."""
+"""A verdict on jobs of several ranks names the tap and the rank, in any order of arrival and without false alarm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Judged:
         self.jobs: list[warm.Running] = []
 
     def scripts(self, side: str) -> list[object]:
-        """What a job of this side runs; the target's are told where to be wrong."""
+        """The script of a job of this side; the target's gets the place of its fault."""
         return [self.stop, self._told if side == "target" else self._told.with_name("nothing")]
 
     def begin(self) -> None:
@@ -51,7 +51,7 @@ class Judged:
 
 
 def of_rank(side: str, rank: int, sizes: dict[str, int], folder: Path, **settings: object) -> dict[str, str]:
-    """What a rank of a side is told. The ranks of each meet at a file, as no port is sure to be free."""
+    """A rank's settings. The ranks of a side meet at a file, because no port is sure to be free."""
     told = variables(side, sizes["baseline"], sizes["target"], timeout=4 * DEADLINE, **settings)
     return {**told, "RANK": str(rank), "WORLD_SIZE": str(sizes[side]), "MEETING": f"file://{folder}/{side} meets"}
 

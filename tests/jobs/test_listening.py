@@ -1,4 +1,4 @@
-"""A session that listens: jobs join it, are steered while they go on, and outlive it."""
+"""A session that listens: jobs join it, are steered while they run, and outlive it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on several machines: network namespaces, each with an address of its own, joined by a switch."""
+"""Jobs on several machines: network namespaces with their own addresses, connected by a switch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PORT = 29500
 
 
 def told(first: Machine, folder: Path, **settings: object) -> dict[str, object]:
-    """What jobs are told of a session that the first machine's job holds; the token is in a file."""
+    """A job's settings for a session whose server runs on the first machine; the token is in a file."""
     token = folder / "token"
     if not token.exists():
         write_token(token, new_token())
@@ -142,7 +142,7 @@ def rows_of(folder: Path) -> int:
 
 
 def require_right_pairs(folder: Path) -> set[str]:
-    """The statuses that there are; whatever was compared was of one step."""
+    """Return the statuses; check that compared tensors are of the same step."""
     frame = gl.load_run(folder / "run")
     compared = frame[frame["status"].isin(["compared", "grafted"])]
     assert set(compared["rel_l2"]) == {0.5}
@@ -227,6 +227,6 @@ def test_a_rank_killed_on_another_machine_frees_the_others_and_can_rejoin(tmp_pa
 
 
 def joined_again(folder: Path) -> int:
-    """How many grafts there are of the second generation."""
+    """The number of grafts of the second generation."""
     lines = (folder / "run" / "rows.jsonl").read_bytes().splitlines()
     return sum(b"generation 2" in line and b'"grafted"' in line for line in lines)

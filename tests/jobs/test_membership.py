@@ -1,4 +1,4 @@
-"""Ranks that come, die and come again: when they assemble, who moves where, and with which step each begins."""
+"""Ranks that join, die and join again: when a world is set up, who switches to it, and where each begins."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Runs:
 
 
 class Jobs:
-    """One baseline rank and two of the target, for each of which the test speaks."""
+    """One baseline rank and two of the target; the test plays each."""
 
     def __init__(self, folder: Path) -> None:
         self.ranks = [AttachedRankHandle(place, folder) for place in Place("baseline", 0, 1, 2).everyone()]
@@ -70,7 +70,7 @@ class Jobs:
             self.membership.note_ready(rank)
 
     def heard(self, number: int) -> list[Any]:
-        """What this rank was told since the last time."""
+        """The messages to this rank since the last call."""
         messages = [unpack_to_rank(frame) for frame in self._ends[number].receive()]
         return [message for message in messages if not isinstance(message, PlanUpdate)]
 
@@ -213,7 +213,7 @@ def test_missing_ranks_are_named_to_those_that_wait(jobs: Jobs) -> None:
 
 
 def test_jobs_returning_from_different_runs_get_one_new_world(jobs: Jobs) -> None:
-    """Some had moved when the notebook before this one went away, and some had not."""
+    """Some ranks had switched when the last notebook died, and others had not."""
     for number, run in ((0, 4), (1, 4), (2, 3)):
         rank = jobs.ranks[number]
         rank.assign_process(number, DeviceAssignment("cpu", "none"))

@@ -1,4 +1,4 @@
-"""How ranks come to their connections: memory where it is proved to be shared, and TCP where not."""
+"""How ranks connect: by memory that is proved to be shared, otherwise by TCP."""
 
 from __future__ import annotations
 

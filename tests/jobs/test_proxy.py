@@ -1,4 +1,4 @@
-"""The thread that carries lines to other machines."""
+"""The proxy thread for connections to other machines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FarEnd(TcpChannel):
 
 
 def bundled(*frames: bytes) -> bytes:
-    """What is read at one end of a line when these were sent at the other."""
+    """The bundle read at one end of a channel when these frames were sent at the other."""
     ends = [SocketChannel(end) for end in socket.socketpair()]
     for frame in frames:
         ends[0].send(frame)
@@ -69,7 +69,7 @@ def unbundled(bundle: bytes) -> list[bytes]:
 
 
 class QuietRouter(FailingRouter):
-    """Has these connections; says that something came once somebody writes to ``wake``."""
+    """Has these connections; becomes readable when a test writes to ``wake``."""
 
     def __init__(self, *far: FarEnd) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Jobs that are started again: by torchrun, or by hand. The other side goes on, and pairs with nothing of before."""
+"""Jobs that are started again, by torchrun or by hand, while the other side continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The place where jobs meet is one user's alone, at either end."""
+"""Only one user's processes can use a rendezvous, at either end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_variables(tmp_path: Path
 
 
 def session_client(folder: Path, timeout: float = 60.0) -> SessionClient:
-    """Of a baseline's only rank."""
+    """The client of a baseline's only rank."""
     config = GraftConfig(
         role="baseline", baseline_world_size=1, target_world_size=1, address=str(folder), timeout=timeout
     )

@@ -1,4 +1,4 @@
-"""Two jobs that no notebook launched, told by environment variables alone, make rows in their run folder."""
+"""Two jobs without a notebook, configured by environment variables, make rows in their run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session of jobs from a terminal, and the token that lets jobs of other machines in."""
+"""The commands for a session of jobs, and the token with which jobs of other machines join."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class EditorScreen:
         return [event for event in self.events if event[0] != "changed"]
 
     def click(self, action: str) -> None:
-        """A click on a button of the caller's, which comes to the kernel without being held back."""
+        """Click a button of the caller; the browser does not hold clicks back."""
         self.browser.queue.append(lambda: self.editor.submit(action))
 
 

@@ -615,7 +615,7 @@ def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str
         ),
         ("%%graft transform\nx = 1", "TransformError: "),
         ("%graft plot --kind scatter nothing", "SessionError: no pair of tensors is kept for 'nothing'"),
-        ("%graft rename target ( x", "PlanError: rename '(' -> 'x' for target is not usable"),
+        ("%graft rename target ( x", "PlanError: rename '(' -> 'x' for target is invalid"),
         ("%graft run f(", "SessionError: the expression is not Python, so nothing was run"),
         ("%graft verdict f(", "SessionError: the expression is not Python, so nothing was run"),
         ("%graft match f(", "SessionError: the expression is not Python, so nothing was run"),

@@ -1,4 +1,4 @@
-"""The interactive figure of taps in a real browser, on a page of its own: its names, colours and columns."""
+"""The interactive figure of taps in a real browser, on a separate page: its names, colours and columns."""
 
 from __future__ import annotations
 

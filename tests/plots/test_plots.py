@@ -43,7 +43,7 @@ REAL_DTYPES = [
 
 
 def row(name: str = "h", value: float | None = 1e-6, /, status: str = "compared", **more: Any) -> Row:
-    """A row as a rank writes it; what is no column of its own becomes a tag."""
+    """A row as a rank writes it; keywords other than columns become tags."""
     own = {"run", "step", "order", "side", "rank", "senders", "nonfinite_differ", "occurrence", "max_abs", "cosine"}
     tags = {key: more.pop(key) for key in list(more) if key not in own}
     base = {"run": 1, "step": 0, "order": 0, "side": "target", "rank": 0, "senders": [0], "occurrence": 0, **more}

@@ -29,7 +29,7 @@ def test_the_first_line_that_is_not_what_was_written_is_named(changed: int, befo
     now = lines[before:]
     assert found.wrong(before, now) is None
     now[changed] = now[changed].upper()
-    # Another one after it does not matter.
+    # A later one does not matter.
     now[-1] = b"THREE"
     assert found.wrong(before, now) == before + changed + 1
 
@@ -47,12 +47,12 @@ def test_lines_beyond_the_checksums_are_accepted_as_they_are(tmp_path: Path) -> 
     assert Sums(tmp_path, 7).wrong(0, [b"any"]) is None
 
 
-def test_checksums_of_another_log_say_nothing_of_this_one(tmp_path: Path) -> None:
+def test_checksums_of_another_log_are_ignored(tmp_path: Path) -> None:
     found = sums(tmp_path, [b"zero"], first=6)
     assert found.wrong(0, [b"ZERO"]) is None
 
 
-def test_checksums_that_cannot_be_read_are_an_error_that_names_them(tmp_path: Path) -> None:
+def test_unreadable_checksums_raise_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / SUMS_FILE).mkdir()
     with pytest.raises(SessionError, match=r"the checksums in .*rows\.crc32 cannot be read: Is a directory"):
         Sums(tmp_path, 0)
@@ -75,7 +75,7 @@ def test_checksums_are_appended_replaced_and_continued_after_the_end(tmp_path: P
     assert path.read_bytes() == (4).to_bytes(8, "little") + sums_of([b"other", b"b", b"c", b"d"])
 
 
-def test_what_the_disk_does_not_take_is_written_with_what_comes_next(
+def test_checksums_refused_by_a_full_disk_are_written_with_the_next_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = SumsWriter(tmp_path)

@@ -81,7 +81,7 @@ def test_the_newest_rows_are_read_first_during_a_flood(tmp_path: Path) -> None:
     store.close()
 
 
-def test_ranks_of_one_tap_are_kept_apart(tmp_path: Path) -> None:
+def test_each_rank_of_a_tap_has_its_own_newest_row(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(0, 0, rank)) for rank in range(3)])
     assert [found.rank for found in LiveTaps(store).look()] == [0, 1, 2]

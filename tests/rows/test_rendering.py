@@ -29,7 +29,7 @@ def table(frame: pd.DataFrame) -> list[list[str]]:
     return [[html.unescape(cell) for cell in re.findall("<t[hd][^>]*>(.*?)</t[hd]>", line)] for line in lines]
 
 
-def test_the_columns_that_answer_come_first_and_the_others_are_named_below() -> None:
+def test_the_most_useful_columns_come_first_and_the_others_are_named_below() -> None:
     frame = to_frame(
         [row(0, 1e-7), row(1, 0.5, note="cast to float32"), row(2, None, status="missing", error="<late>")]
     )
@@ -70,7 +70,7 @@ def test_several_steps_have_a_column() -> None:
     assert head[0] == "step"
 
 
-def test_it_is_a_pandas_frame_and_what_is_no_frame_of_rows_any_more_looks_like_one() -> None:
+def test_a_frame_without_its_columns_is_shown_as_plain_pandas() -> None:
     frame = to_frame([row(0, 1e-7), row(1, 0.5)])
     assert isinstance(frame, RowsFrame)
     assert isinstance(frame[frame["rel_l2"] > 0.1], RowsFrame)
@@ -105,7 +105,7 @@ def test_a_notebook_shows_up_to_20_rows_whole_and_the_worst_20_of_more() -> None
     assert [int(line[0]) for line in table(frame)[1:]] == list(range(1, 21))
 
 
-def test_what_was_not_measured_or_not_finite_is_worse_than_any_number_and_of_equals_the_first_is_shown() -> None:
+def test_unmeasured_and_non_finite_rows_rank_as_worst() -> None:
     bad = {
         70: {"rel_l2": None, "status": "missing"},
         71: {"rel_l2": None, "status": "failed"},
@@ -125,7 +125,7 @@ def test_what_was_not_measured_or_not_finite_is_worse_than_any_number_and_of_equ
     ("value", "percent", "strength"),
     [(1e-13, 0, "0.12"), (1e-12, 0, "0.12"), (1e-6, 50, "0.31"), (1.0, 100, "0.50"), (7.0, 100, "0.50")],
 )
-def test_a_bar_reaches_from_rounding_in_float64_to_nothing_in_common(value: float, percent: int, strength: str) -> None:
+def test_a_bar_reaches_from_float64_rounding_to_unrelated_tensors(value: float, percent: int, strength: str) -> None:
     markup = str(to_frame([row(0, value)])._repr_html_())
     assert re.findall(r"rgba\(213, 94, 0, ([\d.]+)\) (\d+)%, transparent (\d+)%", markup) == [
         (strength, str(percent), str(percent))
@@ -133,7 +133,7 @@ def test_a_bar_reaches_from_rounding_in_float64_to_nothing_in_common(value: floa
     assert f">{value:.2e}</td>" in markup
 
 
-def test_what_is_no_number_has_no_bar() -> None:
+def test_values_that_are_no_numbers_have_no_bar() -> None:
     for value, said in ((0.0, "0.00e+00"), (None, "-"), (math.nan, "-")):
         markup = str(to_frame([row(0, value)])._repr_html_())
         assert "rgba" not in markup
@@ -141,7 +141,7 @@ def test_what_is_no_number_has_no_bar() -> None:
     assert "100%" in str(to_frame([row(0, math.inf)])._repr_html_())
 
 
-def test_the_note_of_a_row_is_the_first_line_of_what_is_wrong_or_of_what_there_is_to_say() -> None:
+def test_the_note_of_a_row_is_the_first_line_of_its_error_or_remark() -> None:
     for more, said in (
         ({"error": "late\nTraceback", "note": "n", "aligned_by": "a"}, "late"),
         ({"note": "n", "aligned_by": "a"}, "n"),
@@ -152,7 +152,7 @@ def test_the_note_of_a_row_is_the_first_line_of_what_is_wrong_or_of_what_there_i
         assert table(to_frame([row(0, 0.5, **more)]))[1][-1] == said
 
 
-def test_it_is_not_looked_through_many_rows_for_what_is_the_same_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_columns_are_not_searched_for_in_large_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "_FOLDED_ROWS", 3)
     few, many = (to_frame([row(order, 0.5, cast="y" * 90) for order in range(count)]) for count in (3, 4))
     assert f"cast={'y' * 75}," in str(few[["cast", "max_abs", *rendering._NEEDED]]._repr_html_())

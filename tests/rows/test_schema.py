@@ -29,7 +29,7 @@ from graftlab.rows.schema import (
     STATISTICS,
     TABLE,
     Column,
-    Difference,
+    Presentation,
     Row,
     Status,
     statistics_of,
@@ -41,7 +41,7 @@ from graftlab.widgets.tap_explorer import static_html
 from graftlab.widgets.trial_view import trial_html
 
 
-def test_the_statistics_are_what_a_measurement_has() -> None:
+def test_the_statistics_are_the_fields_of_diff_stats() -> None:
     """A new one is a field of each: nothing else names them all."""
     measured = get_type_hints(DiffStats)
     recorded = {column.name: get_type_hints(Row)[column.name] for column in TABLE if column.is_statistic}
@@ -51,13 +51,13 @@ def test_the_statistics_are_what_a_measurement_has() -> None:
         assert set(get_args(hint)) == {*nullable, type(None)}, name
 
 
-def test_statistics_stand_next_to_each_other_because_rows_are_made_so() -> None:
+def test_the_statistics_are_adjacent_columns() -> None:
     first = COLUMNS.index(STATISTICS[0])
     assert COLUMNS[first : first + len(STATISTICS)] == STATISTICS
     assert COLUMNS[first - 1] == "dtype"
 
 
-def test_every_statistic_gets_into_its_own_column() -> None:
+def test_every_statistic_is_stored_in_its_own_column() -> None:
     world = GrafterWorld()
     x, y = torch.randn(3, 5), torch.randn(3, 5)
     x[0, 0], y[0, 1] = torch.nan, torch.inf
@@ -66,14 +66,14 @@ def test_every_statistic_gets_into_its_own_column() -> None:
     (row,) = world.target.rows
     stats = measure(x, y)
     assert {name: getattr(row, name) for name in STATISTICS} == {name: getattr(stats, name) for name in STATISTICS}
-    assert len(set(map(repr, statistics_of(stats)))) >= 14, "so many differ that none can be taken for another"
+    assert len(set(map(repr, statistics_of(stats)))) >= 14, "enough of them differ that a swap would show"
 
 
 def holds(column: Column, value: Any) -> bool:
     return column.is_nullable if value is None else type(value) is column.type
 
 
-def test_what_rows_hold_is_of_the_columns_types_before_and_after_they_are_written() -> None:
+def test_values_have_their_columns_types_before_and_after_writing() -> None:
     world = GrafterWorld(b2t="name == 'grafted'", keep="True")
     for name in ("grafted", "compared", "unmatched"):
         world.baseline.tap(name, 1.0, layer=3)
@@ -96,20 +96,20 @@ def test_what_rows_hold_is_of_the_columns_types_before_and_after_they_are_writte
         assert (row.rel_l2 is not None) == (row.status in MEASURED)
 
 
-def test_the_first_line_of_a_file_and_a_frame_have_the_tables_columns() -> None:
+def test_the_log_header_and_frames_have_the_columns_of_the_table() -> None:
     assert tuple(json.loads(header_line())["columns"]) == tuple(column.name for column in TABLE) == COLUMNS
     # And one that follows from others.
     assert tuple(to_frame([]).columns) == (*COLUMNS, BECAME)
 
 
-def test_a_row_says_of_what_it_is_not_told_that_nothing_was_measured_matched_or_waited_for() -> None:
+def test_fields_that_are_not_given_have_neutral_defaults() -> None:
     row = Row(1, 4, 9, "h", {"name": "h"}, "b2t", "target", 1, "missing", [0])
     rest = dict(zip(COLUMNS[COLUMNS.index("senders") + 1 :], row[COLUMNS.index("senders") + 1 :], strict=True))
     said = {name: value for name, value in rest.items() if value is not None}
     assert said == {"plan_version": 0, "occurrence": 0, "seconds": 0.0}
 
 
-def test_a_column_of_a_type_that_nothing_can_store_is_refused() -> None:
+def test_a_column_of_an_unsupported_type_is_refused() -> None:
     class Wrong(NamedTuple):
         name: str
         when: complex
@@ -127,7 +127,7 @@ def test_a_statistic_measures_a_difference_or_one_side() -> None:
 
 
 def test_a_new_difference_is_shown_wherever_differences_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DIFFERENCES, "std_target", Difference("spread of y", "furlongs", ".3f", in_tables=True))
+    monkeypatch.setitem(DIFFERENCES, "std_target", Presentation("spread of y", "furlongs", ".3f", in_tables=True))
     stats = measure(torch.tensor([1.0, 6.0]), torch.tensor([2.0, 7.0]))
     made = rows.row("h", **{name: getattr(stats, name) for name in STATISTICS})
     found = conclude_from([made])
@@ -145,5 +145,5 @@ def test_a_new_difference_is_shown_wherever_differences_are(monkeypatch: pytest.
         assert ">2.500</td>" in str(table), table
 
 
-def test_values_of_the_room_cannot_be_changed() -> None:
-    assert_values(Column, Difference, RowFile)
+def test_values_are_immutable() -> None:
+    assert_values(Column, Presentation, RowFile)

@@ -112,7 +112,7 @@ def test_rows_without_a_measurement_have_no_numbers() -> None:
     assert frame["numel"].dtype == "float64"
 
 
-def test_what_every_row_has_is_an_integer_and_what_only_a_measurement_has_a_float() -> None:
+def test_required_counts_are_integers_and_measured_counts_are_floats() -> None:
     frame = to_frame([row(occurrence=3), row(status="missing", numel=None)])
     for name in ("run", "step", "order", "rank", "occurrence", "plan_version"):
         assert frame[name].dtype == np.int64, name
@@ -129,7 +129,7 @@ def test_counts_are_plain_numbers_that_can_be_divided_and_compared() -> None:
     assert share.isna().all()
 
 
-def test_frames_tell_what_a_value_became() -> None:
+def test_became_names_the_side_whose_value_the_model_continued_with() -> None:
     rows = [
         row(side="target", status="grafted", direction="b2t"),
         row(side="baseline", status="grafted", direction="t2b"),
@@ -141,7 +141,7 @@ def test_frames_tell_what_a_value_became() -> None:
     assert list(to_frame([]).columns).count("became") == 1
 
 
-def test_rows_stand_in_execution_order_whatever_order_they_came_in() -> None:
+def test_frames_are_in_execution_order_whatever_the_order_of_arrival() -> None:
     rows = [row(step=step, order=order, rank=rank) for rank in (1, 0) for step, order in ((1, 5), (0, 2), (0, 1))]
     frame = to_frame(rows)
     assert list(zip(frame["step"], frame["order"], frame["rank"], strict=True)) == [
@@ -204,7 +204,7 @@ def frames_are_the_same(rows: list[Row], batches: list[tuple[int, str]], piece: 
         patch.setattr(log, "_PIECE", piece)
         patch.setattr(log, "_STRIDE", 3)
         patch.setattr(parquet, "_GROUP", 5)
-        # What the thread that moves rows does is done here, when an example says so.
+        # The example decides when rows move, in place of the thread.
         patch.setattr(moving.RowMover, "look", lambda self: None)
         store = RowStore(Path(name))
         sent = 0
@@ -237,13 +237,13 @@ def frames_are_the_same(rows: list[Row], batches: list[tuple[int, str]], piece: 
 @pytest.mark.slow
 @given(some_rows, asked_when, st.integers(64, 4096))
 @examples(30)
-def test_a_frame_is_the_same_however_its_rows_came_and_whenever_it_was_asked_for(
+def test_a_frame_does_not_depend_on_how_rows_arrived_or_when_it_was_made(
     rows: list[Row], batches: list[tuple[int, str]], piece: int
 ) -> None:
     frames_are_the_same(rows, batches, piece)
 
 
-def test_a_frame_of_rows_that_differ_in_all_they_can_is_the_same_however_they_came() -> None:
+def test_a_frame_of_very_different_rows_does_not_depend_on_their_arrival() -> None:
     """One example of the test above, in the fast tests too."""
     numbers = random.Random(7)
     tags: list[dict[str, Any]] = [
@@ -284,7 +284,7 @@ def test_a_tag_that_appears_late_becomes_a_column_of_all_rows(tmp_path: Path) ->
     store.close()
 
 
-def test_what_is_done_to_a_frame_is_not_seen_in_another(tmp_path: Path) -> None:
+def test_changing_a_frame_does_not_change_another(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(tagged(layer=order)._replace(order=order)) for order in range(4)])
     before = to_frame(store.rows())
@@ -316,7 +316,7 @@ values = st.recursive(
 
 
 @given(st.dictionaries(texts, values, max_size=4))
-def test_what_json_has_survives_the_line_unchanged(tags: dict[str, Any]) -> None:
+def test_json_values_survive_the_line_unchanged(tags: dict[str, Any]) -> None:
     made = row(tags=tags, error="line one\nline two\x00\u2028")
     line = encode(made)
     assert b"\n" not in line
@@ -334,11 +334,11 @@ def test_what_json_has_survives_the_line_unchanged(tags: dict[str, Any]) -> None
     ],
     ids=str,
 )
-def test_what_json_does_not_have_is_written_as_its_repr(value: Any, expected: Any) -> None:
+def test_values_without_a_json_form_are_written_as_their_repr(value: Any, expected: Any) -> None:
     assert decode(encode(tagged(kind=value))).tags["kind"] == expected
 
 
-def test_a_tag_that_holds_itself_or_half_a_character_does_not_stop_the_model() -> None:
+def test_cyclic_tags_and_half_characters_do_not_stop_the_model() -> None:
     loop: list[Any] = []
     loop.append(loop)
     assert decode(encode(tagged(kind=loop))).tags["kind"] == "[[...]]"
@@ -346,19 +346,19 @@ def test_a_tag_that_holds_itself_or_half_a_character_does_not_stop_the_model() -
 
 
 @pytest.mark.parametrize("value", [2**62 + 1, 2**63 - 1, 2**63 + 1, 2**64 + 1, -(2**63), -(2**63) - 1, 10**40 + 1])
-def test_integers_of_any_length_come_back_to_the_last_digit(value: int) -> None:
+def test_integers_of_any_length_are_read_back_exactly(value: int) -> None:
     back = decode(encode(tagged(layer=value))).tags["layer"]
     assert (type(back), back) == (int, value)
 
 
-def test_numbers_of_other_libraries_stay_numbers() -> None:
+def test_numpy_numbers_stay_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     tags = decode(encode(tagged(layer=numpy.int64(3), scale=numpy.float32(0.5)))).tags
     assert (tags["layer"], tags["scale"]) == (3, 0.5)
 
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b"{}", b'{"name": "x"', b"\xff"], ids=str)
-def test_what_is_not_a_row_is_refused(line: bytes) -> None:
+def test_lines_that_are_not_rows_are_refused(line: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's own messages
         decode(line)
 
@@ -391,7 +391,7 @@ def test_rows_on_disk_are_the_rows_in_memory(
     same(gl.load_run(folder), to_frame(everything))
 
 
-def test_a_store_keeps_what_it_has_after_it_was_closed(tmp_path: Path) -> None:
+def test_a_closed_store_still_takes_and_returns_rows(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row())])
     store.close()
@@ -400,7 +400,7 @@ def test_a_store_keeps_what_it_has_after_it_was_closed(tmp_path: Path) -> None:
     assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 2]
 
 
-def test_rows_are_on_disk_before_anybody_looks(tmp_path: Path) -> None:
+def test_rows_are_on_disk_before_anything_reads_them(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row()), encode(row(order=2))])
     # The store is still open, as it is when its process is killed.
@@ -408,7 +408,7 @@ def test_rows_are_on_disk_before_anybody_looks(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_run_that_was_killed_while_writing_loses_only_the_line_it_was_writing(tmp_path: Path) -> None:
+def test_a_kill_while_writing_loses_only_the_line_being_written(tmp_path: Path) -> None:
     lines = [encode(row(order=order)) for order in range(1, 4)]
     whole = b"\n".join([header_line(), *lines]) + b"\n"
     file = tmp_path / ROWS_FILE
@@ -454,7 +454,7 @@ def test_a_damaged_line_far_down_is_named(tmp_path: Path, pieces: int) -> None:
 
 @given(st.data())
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_bit_that_flips_anywhere_in_a_file_is_noticed_and_its_line_named(
+def test_a_flipped_bit_anywhere_in_the_log_is_reported_with_its_line(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("flips")
@@ -472,9 +472,7 @@ def test_a_bit_that_flips_anywhere_in_a_file_is_noticed_and_its_line_named(
         gl.load_run(folder)
 
 
-def test_a_number_that_became_another_is_no_row_and_files_without_checksums_are_read_as_they_are(
-    tmp_path: Path, pieces: int
-) -> None:
+def test_a_changed_number_is_refused_and_a_log_without_checksums_is_read(tmp_path: Path, pieces: int) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(order=order, max_abs=0.5)) for order in range(1000)])
     store.close()
@@ -495,9 +493,7 @@ def test_a_number_that_became_another_is_no_row_and_files_without_checksums_are_
 
 @pytest.mark.parametrize("cut", [0, 1, 30])
 @pytest.mark.parametrize("sums", [0, 3, 5, 12, 16])
-def test_rows_are_appended_to_a_file_that_was_cut_off_and_are_checked_from_then_on(
-    tmp_path: Path, cut: int, sums: int
-) -> None:
+def test_rows_appended_to_a_truncated_log_are_checked(tmp_path: Path, cut: int, sums: int) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(order=order)) for order in range(3)])
     store.close()
@@ -582,9 +578,7 @@ def test_rows_that_come_later_change_no_frame_that_is_shown(tmp_path: Path) -> N
     store.close()
 
 
-def test_a_file_that_is_gone_does_not_stop_rows_from_being_appended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deleted_log_does_not_stop_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "DECODED_AT_ONCE", 10)
     store = RowStore(tmp_path)
     (tmp_path / ROWS_FILE).unlink()
@@ -600,9 +594,7 @@ def test_a_file_that_is_gone_does_not_stop_rows_from_being_appended(
     store.close()
 
 
-def test_a_reader_that_is_interrupted_anywhere_leaves_no_row_out_and_none_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_reader_skips_and_duplicates_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_PIECE", 1024)
     store = RowStore(tmp_path)
     store.append([encode(row(order=order)) for order in range(20)])
@@ -625,7 +617,7 @@ def test_a_reader_that_is_interrupted_anywhere_leaves_no_row_out_and_none_twice(
     store.close()
 
 
-def test_a_disk_that_was_full_does_not_damage_what_is_written_before_and_after(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_damage_rows_written_before_or_after(tmp_path: Path) -> None:
     class FullDisk:
         closed = False
 
@@ -675,7 +667,7 @@ def test_a_log_with_other_columns_is_read_by_their_names(tmp_path: Path) -> None
     same(gl.load_run(tmp_path), to_frame(rows))
 
 
-def test_a_log_of_a_later_format_or_of_old_blocks_is_refused_by_name(tmp_path: Path) -> None:
+def test_logs_in_later_or_old_formats_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / ROWS_FILE
     path.write_text(json.dumps({"columns": COLUMNS, "version": 2}) + "\n")
     with pytest.raises(gl.SessionError, match="rows in format 2, and this version of graftlab reads format 1"):
@@ -691,7 +683,7 @@ def test_a_log_of_a_later_format_or_of_old_blocks_is_refused_by_name(tmp_path: P
             read(tmp_path)
 
 
-def test_a_file_says_what_its_columns_are(tmp_path: Path) -> None:
+def test_the_log_names_its_columns(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(order=5))])
     store.close()
@@ -699,7 +691,7 @@ def test_a_file_says_what_its_columns_are(tmp_path: Path) -> None:
     assert dict(zip(header["columns"], line, strict=True)) == row(order=5)._asdict()
 
 
-def test_a_session_whose_file_was_deleted_says_which(tmp_path: Path) -> None:
+def test_a_deleted_log_is_named(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row())])
     (tmp_path / ROWS_FILE).unlink()
@@ -720,7 +712,7 @@ def test_a_folder_without_rows_is_named_with_what_to_pass(tmp_path: Path) -> Non
         *(("name", None), ("rank", 1 << 63), ("status", {})),
     ],
 )
-def test_a_value_that_no_row_has_is_named_with_its_row_and_column(tmp_path: Path, column: str, value: Any) -> None:
+def test_an_invalid_value_is_named_with_its_line_and_column(tmp_path: Path, column: str, value: Any) -> None:
     good = json.loads(encode(row()))
     bad = list(good)
     bad[COLUMNS.index(column)] = value
@@ -732,7 +724,7 @@ def test_a_value_that_no_row_has_is_named_with_its_row_and_column(tmp_path: Path
 
 
 @pytest.mark.parametrize("first", [0, 1, 1000])
-def test_tags_are_each_rows_own_with_its_step_and_neighbours_share_them(first: int) -> None:
+def test_tags_get_their_rows_step_and_neighbours_share_them(first: int) -> None:
     tags = [{"a": at, "step": None} for at in range(1500)] + [{"a": "whole"}]
     texts = ['{"a":0,"step":null}'] * 1500 + [' {"a":"whole"}']
     places = [first, first, first + 300, first + 300, first, first, 1500, 1500]

@@ -267,7 +267,7 @@ def test_graft_of_an_overlapping_tensor_is_only_in_the_result_and_warns(
 
     handler.tap = graft  # type: ignore[method-assign]
     function = torch.compile(lambda x: (gl.tap("wide", make(x)) * 2, x + 0), fullgraph=True, backend="aot_eager")
-    with pytest.warns(gl.GraftWarning, match=r"'wide'.*overlaps itself.* only what gl\.tap returned"):
+    with pytest.warns(gl.GraftWarning, match=r"'wide'.*overlaps itself.* only gl\.tap's result"):
         result, untouched = function(X)
     torch.testing.assert_close(result, torch.arange(float(result.numel())).reshape(result.shape) * 2)
     torch.testing.assert_close(untouched, X)
@@ -608,7 +608,7 @@ def test_aot_inductor_refuses_a_program_with_taps_with_instructions(model: nn.Mo
     with gl.export_taps():
         program = torch.export.export(model, (X,), strict=False)
     assert own_operators(program) > 0
-    with pytest.raises(gl.GraphError, match=r"has taps \(graftlab\.\w+\).*take them out with gl\.strip\(program\)"):
+    with pytest.raises(gl.GraphError, match=r"has taps \(graftlab\.\w+\).*remove them with gl\.strip\(program\)"):
         torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "tapped.pt2"))
 
 

@@ -10,7 +10,7 @@ from kit.pages import Browser
 
 @pytest.fixture(params=["main thread", "another thread"])
 def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Browser:
-    """A browser whose messages the main thread takes, or another one: which it is differs between ipykernels."""
+    """A browser whose messages arrive on the main thread or on another; releases of ipykernel differ."""
     browser = Browser(in_a_thread=request.param == "another thread")
     monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
     return browser

@@ -105,7 +105,7 @@ def all_are_named_and_reached(lab: Lab, tab: int) -> None:
         "() => window.wanted.filter(each => !window.reached.has(each)).map(each => each.outerHTML.slice(0, 200))"
     )
     assert missed == []
-    # Tabs are one stop, as a menu is: arrows go on from one to the next.
+    # All tabs are one stop, like a menu; arrow keys move between them.
     tabs = board.get_by_role("tab")
     tabs.first.focus()
     for number in range(1, 4):

@@ -149,7 +149,7 @@ def test_keys_that_mean_something_to_jupyterlab_stay_in_the_editor(screen: Scree
     before = screen.lab.execution_counts()
     screen.typing.click()
     screen.press("Shift+Enter")
-    # This comes to the kernel after a run of the cell would have.
+    # By now a run of the cell would have reached the kernel.
     screen.saw(["ready"], ["lines", 1])
     screen.press("Alt+Enter")  # in a notebook: run the cell, and insert one below it
     screen.press("Control+b")  # hide the side bar

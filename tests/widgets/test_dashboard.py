@@ -158,7 +158,7 @@ def test_graft_this_adds_the_tap_to_the_b2t_filter_without_publishing(session: g
 
 
 def test_a_kept_pair_opens_and_others_can_be_kept(session: gl.Session, board: BoardScreen) -> None:
-    name = f"tap{session.row_count}"  # of which no earlier test kept anything
+    name = f"tap{session.row_count}"  # a name that no earlier test kept
 
     def own() -> None:
         gl.tap("first", torch.ones(4))

@@ -26,7 +26,7 @@ class Jobs:
     def __init__(self, session: gl.Session) -> None:
         self.session = session
         self.ranks = cast("list[AttachedRankHandle]", session.ranks)
-        # The session knows of it no more than how to end it.
+        # The session only has the method that closes it.
         closes: Any = internals_of(session).close_first
         self.server: SessionServer = closes.__self__
         self._ends: dict[int, SocketChannel] = {}
@@ -52,7 +52,7 @@ class Jobs:
                 membership.note_linked(rank, LinkReport(membership._world, (1 - number,), ()))
 
     def move(self, number: int, step: int) -> None:
-        """One that stayed goes on with the new ones, after this step."""
+        """Move a remaining rank to the new world after this step."""
         with self.server._lock:
             self.server._membership.note_moved(self.ranks[number], WorldSwitch(self.server._membership._world, step))
 

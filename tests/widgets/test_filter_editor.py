@@ -1,6 +1,6 @@
 """The filter editor without a browser: what it shows of a text, what it applies, and how it follows the plan.
 
-What is typed and clicked comes as messages, as from a browser, taken by the main thread or by another one.
+Typing and clicking arrive as messages, as from a browser, on the main thread or on another.
 """
 
 from __future__ import annotations
@@ -695,13 +695,13 @@ def one_and_one() -> Iterator[gl.Session]:
 
 
 def loops(folder: str, pause: int) -> None:
-    """Steps through a loop until it is told to stop; the leader waits in one step until it is told to go on."""
+    """Take steps until the file `stop` exists; the leader waits in one step for the file `continue`."""
     me = gl.here()
     assert me is not None
     for step in itertools.count():
         if step == pause and me.side == "baseline":
             Path(f"{folder}/there").touch()
-            wait_for_file(f"{folder}/go on")
+            wait_for_file(f"{folder}/continue")
         for name in ("a", "b"):
             gl.tap(name, torch.full((2,), own_value()))
         gl.step()
@@ -726,9 +726,9 @@ def test_apply_changes_a_loop_that_is_running_from_one_step_on(
     assert screen.message == f"Published version {before + 1}, which changes b2t."
     assert screen.adopted == f"Plan {before + 1} : not yet used by baseline[0], target[0]."
     assert not run.done
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     wait_until(lambda: len(session.adopted(before + 1)) == 2, "the report that the plan is in use")
-    # A whole step of both sides under the new plan, before either is told to stop.
+    # Both sides take a whole step under the new plan before either stops.
     run.wait_steps(max(session.adopted(before + 1).values()) - run.first_step + 1)
     (tmp_path / "stop").touch()
     run.wait()
@@ -738,7 +738,7 @@ def test_apply_changes_a_loop_that_is_running_from_one_step_on(
     assert set(old["plan_version"]) == {before}
     assert set(old["status"]) == {"compared"}
     assert set(new["plan_version"]) == {before + 1}
-    # The sides are told to stop in steps that may differ, and then one of them is alone.
+    # The sides may stop in different steps, so that one of them takes steps alone.
     both = new[~new["status"].isin(("missing", "unmatched"))]
     assert {(row["name"], row["status"]) for _, row in both.iterrows()} == {("a", "compared"), ("b", "grafted")}
     screen.editor.refresh()

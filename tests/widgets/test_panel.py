@@ -28,7 +28,7 @@ class FakeSession:
 
 
 class Part(Panel):
-    """A panel within another one, with a button of its own."""
+    """A panel inside another panel, with its own button."""
 
     def __init__(self, parent: Panel) -> None:
         super().__init__(parent.session, parent=parent)
@@ -95,7 +95,7 @@ def page(panel: Example, simulated: Browser) -> TextAreaPage:
 
 
 def press(screen: Screen, action: str) -> None:
-    """A click on a button, which comes to the kernel without being held back."""
+    """Click a button; the browser does not hold clicks back."""
     screen.browser.queue.append(lambda: screen.panel.submit(action))
 
 

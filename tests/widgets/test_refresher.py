@@ -1,4 +1,4 @@
-"""The refresher: widgets are kept up to date by one thread, which shows what fails and ends when nobody needs it."""
+"""The refresher: widgets are kept up to date by one thread, which shows what fails and ends with the last widget."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_graftlab_errors_show_their_message_and_other_errors_their_location() ->
 
 
 class ClosedWhenCollected(FakeWidget):
-    """Like ipywidgets' widgets: what nobody holds any more is closed once again."""
+    """Closed again when it is collected, like the widgets of ipywidgets."""
 
     def __init__(self, refresher: Refresher, closed: list[str]) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_the_garbage_collector_may_close_a_widget_during_a_refresh(
     ClosedWhenCollected(refresher, closed)
     one, other = CollectsWhenCompared(), CollectsWhenCompared()
     refresher.add(one)
-    # In a thread of its own, which would wait for itself for ever.
+    # In a separate thread, since it may deadlock.
     adding = threading.Thread(target=refresher.add, args=(other,), daemon=True)
     adding.start()
     adding.join(30)

@@ -82,7 +82,7 @@ def test_rules_are_added_listed_and_removed(session: gl.Session, screen: Screen)
     assert [rule[0] for rule in session.plan.rename] == ["baseline"]
     version = session.plan.version
     for pattern, new, said in (
-        ("(", "", "is not usable"),
+        ("(", "", "is invalid"),
         ("", "x", "enter the regular"),
         ("mlp", "ffn", "Nothing to"),
     ):

@@ -51,7 +51,7 @@ def test_the_newest_state_stays_in_the_notebook(simulated: Browser, monkeypatch:
             board.refresh()
         assert len(published) == count, "nothing has ended since"
         assert all(more["transient"] == name and more["update"] for _, more in published[2:])
-        # Another one would not be due for long: the last is made all the same.
+        # The next snapshot is not due for a long time; the last one is taken regardless.
         board._next_snapshot = math.inf
     wait_until(lambda: "closed" in published[-1][0].get("text/html", ""), "the closed session")
     board.close()

@@ -1,6 +1,6 @@
 """The transform editor without a browser: what it tries, applies, follows and restores, on real ranks.
 
-What is typed and clicked comes as messages, as from a browser, taken by the main thread or by another one.
+Typing and clicking arrive as messages, as from a browser, on the main thread or on another.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def one_and_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gl.Session
 
 @pytest.fixture
 def session(one_and_one: gl.Session) -> gl.Session:
-    """Grafts and keeps `x`, of which a pair is kept: 10 from the baseline, and 20 on the target."""
+    """A session that grafts and keeps `x`, with a kept pair: 10 from the baseline and 20 on the target."""
     reset(one_and_one).edit(b2t="name == 'x'", keep="name == 'x'")
     one_and_one.run(tap_x, tap_x)
     return one_and_one
@@ -61,7 +61,7 @@ def tap_x(layer: int = 4) -> list[float]:
 
 
 def runs_on(folder: str) -> None:
-    """Steps through a loop until it is told to stop."""
+    """Take steps until the file `stop` exists."""
     while not Path(f"{folder}/stop").exists():
         tap_x()
         gl.step()
@@ -663,7 +663,7 @@ def test_the_filter_of_a_tap_matches_it_and_no_other_name(
         name.encode(), other.encode(), repr(tags).encode()
     except UnicodeEncodeError:
         return
-    # What is kept is told in plain values, of which NaN is none.
+    # Kept tags arrive as plain values, and NaN is not one.
     tags = {tag: plain(value) for tag, value in tags.items() if tag not in ("name", "step", "side", "rank")}
     [choice] = kept_options([{"name": name, "step": 3, "side": "target", "rank": 1, **tags}])
     mine, its = {"name": name, "step": 0, **tags}, {"name": other, "step": 0, **tags}
@@ -951,7 +951,7 @@ def test_versions_are_listed_compared_loaded_and_restored(session: gl.Session, s
     screen.settle()
     assert "- return 2 * graft_input" in screen.shown("difference")
     assert "+ return 4 * graft_input" in screen.shown("difference")
-    # And it stays the difference of what is there.
+    # The difference follows the text in the editor.
     screen.type(triples.replace("3 *", "5 *"))
     screen.settle()
     assert "+ return 5 * graft_input" in screen.shown("difference")
@@ -1038,7 +1038,7 @@ def test_closing_it_ends_its_thread_and_leaves_nothing_in_the_browser(session: g
     assert not worker.is_alive()
     left = {screen.browser.models[comm_id]["_model_name"] for comm_id in screen.browser.comms}
     assert {name for name in left if not re.search("Layout|Style", name)} == set()
-    # What comes too late is nobody's.
+    # Late events have no effect.
     screen.editor.refresh()
     screen.editor.show_error("late")
     assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]

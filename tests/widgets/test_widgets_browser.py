@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["kit.browser"]
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
-# A loop that goes on until the test has seen enough; the target's second layer is off by one.
+# A loop that runs until the test ends it; the target's second layer is off by one.
 RANKS = """
 import pathlib
 import graftlab as gl
@@ -295,7 +295,7 @@ def test_closed_sessions_and_saved_notebooks_show_that_they_are_not_live(screen:
     assert "Not live" in live.evaluate(before, None)
     assert live.evaluate(before, ".jupyter-widgets-disconnected") == "none", "a broken link at every part"
 
-    # Nor does what is there when the kernel is shut down, of which JupyterLab tells no widget.
+    # The same holds when the kernel is shut down, which JupyterLab does not report to widgets.
     page.evaluate(
         """() => {
             for (const each of document.querySelectorAll(".jupyter-widgets-disconnected"))
