@@ -502,7 +502,7 @@ def test_history_draws_one_line_per_rank() -> None:
     assert title(figure) == "attn_out layer=2"
 
 
-def test_history_takes_the_largest_of_what_matches_and_says_so() -> None:
+def test_history_takes_the_largest_match_and_names_the_varying_tags() -> None:
     figure = plots.history(model_frame(steps=2, ranks=1), "attn_out")
     assert points(figure, "target rank 0: compared") == near([(0, 3e-7), (1, 3e-7)])
     assert title(figure) == "attn_out  (largest over layer)"
@@ -792,7 +792,7 @@ def test_equal_all_nan_and_unusually_shaped_pairs_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("draw", PAIR_FIGURES.values(), ids=PAIR_FIGURES)
-def test_pairs_without_elements_say_so_and_unlike_pairs_are_refused(draw: Callable[..., Figure]) -> None:
+def test_empty_pairs_give_a_message_and_unlike_pairs_are_refused(draw: Callable[..., Figure]) -> None:
     figure = draw(torch.zeros(3, 0), torch.zeros(3, 0))
     assert "the tensors have no elements:\nshape [3, 0]" in texts(figure)
     assert plots.to_png(figure)

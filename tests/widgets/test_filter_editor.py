@@ -666,7 +666,7 @@ def test_a_refresher_error_is_shown_until_it_is_cleared(screen: FilterScreen) ->
     assert screen.message == "Published version 1, which changes b2t."
 
 
-def test_a_closed_editor_leaves_no_widget_behind_and_gets_no_more_events(
+def test_a_closed_editor_leaves_no_widget_behind_and_gets_no_events(
     screen: FilterScreen, session: FakeSession, simulated: Browser
 ) -> None:
     session.edit(b2t="layer == 0")
