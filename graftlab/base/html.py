@@ -34,7 +34,7 @@ def bundle(plain: str, rich: str) -> dict[str, str]:
 def table(head: tuple[str, ...], lines: list[str], numbers: Container[str] = ()) -> str:
     """Return a table of these rows; it has a header only if some title is not empty.
 
-    Columns in ``numbers`` have numbers, as those have whose title says so everywhere.
+    Columns in ``numbers``, and those whose title is always numeric, are right-aligned.
     """
     titles = "".join(_cell("th", title, "number" if title in _NUMBERS or title in numbers else "") for title in head)
     above = f"<thead><tr>{titles}</tr></thead>" if any(head) else ""

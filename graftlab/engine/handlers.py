@@ -16,7 +16,7 @@ from tornado.web import RequestHandler
 from graftlab.engine.engine_thread import DuplicateRequestError, EngineStoppedError, EngineThread
 from graftlab.errors import RequestError
 from graftlab.requests import RequestLogging, configure
-from graftlab.requests.served import Encoder, Finished, Request
+from graftlab.requests.served import Encoder, FinishedRequest, Request
 
 
 class Serving(Protocol):
@@ -31,7 +31,7 @@ class Serving(Protocol):
     answering: set[asyncio.Task[Any]]
     status: Callable[[], dict[str, Any]]
 
-    def submit(self, request: Request) -> Future[Finished]:
+    def submit(self, request: Request) -> Future[FinishedRequest]:
         """What will come of a request."""
 
 
@@ -81,7 +81,7 @@ class NotFound(Handler):
 class Generate(Handler):
     """Answers with the response once the request is over; who does not wait for it aborts it."""
 
-    _future: Future[Finished] | None = None
+    _future: Future[FinishedRequest] | None = None
     _rid = ""
 
     async def post(self) -> None:

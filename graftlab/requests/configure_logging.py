@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 """Where ``python -m graftlab.engine.serve`` listens unless told otherwise."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -34,7 +34,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class _Refused(Exception):
+class _PostError(Exception):
     """The server cannot be reached, or did not do as it was told."""
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes = {name: value for name, value in given.items() if value is not None}
     try:
         settings = post(f"{url}/configure_logging", changes, token)
-    except _Refused as error:
+    except _PostError as error:
         sys.stderr.write(f"{parser.prog}: {_one_line(str(error))}\n")
         return 1
     sys.stdout.write(f"{settings}\n")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def post(url: str, changes: dict[str, Any], token: str | None = None) -> str:
-    """The server's answer to these changes. Raises :class:`_Refused`."""
+    """The server's answer to these changes. Raises :class:`_PostError`."""
     headers = {"Content-Type": "application/json"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
@@ -66,9 +66,9 @@ def post(url: str, changes: dict[str, Any], token: str | None = None) -> str:
             return str(answer.read().decode("utf-8", "replace")).strip()
     except urllib.error.HTTPError as error:
         with error:
-            raise _Refused(f"{url} refused: {error.code} {error.reason}: {_reason(error)}") from None
+            raise _PostError(f"{url} refused: {error.code} {error.reason}: {_reason(error)}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise _Refused(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from None
+        raise _PostError(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from None
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
@@ -83,7 +83,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _OneLineParser(
         prog="configure_logging",
         description="Change what a running server records and logs of its requests. What is not given stays as it is; "
         "the settings then in force are printed.",

@@ -15,7 +15,7 @@ from typing import Any
 from graftlab.errors import DumpError
 from graftlab.requests.crash import CrashWatch
 from graftlab.requests.records import RecordedRequest
-from graftlab.requests.writing import Answer, Begun, DumpSettings, Writer, log
+from graftlab.requests.writing import Answer, DumpSettings, DumpWriter, OpenRequest, log
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class RequestDumper:
         settings = _checked(DumpSettings(_path(folder), threshold, tuple(exclude_meta_keys)))
         self._for_crashes = _made(_path(crash_folder))
         self._rest = (self._for_crashes, crash_window, server_args, max_waiting)
-        self._writer = Writer(settings, *self._rest)
+        self._writer = DumpWriter(settings, *self._rest)
         self._closed = False
         self._watch = CrashWatch(self._last_act, self._went_on) if catch_crashes else None
         self._writer.start()
@@ -108,14 +108,14 @@ class RequestDumper:
         Returns whether it is acknowledged. Never raises.
         """
         writer = self._writer
-        if self._is_off(writer) or len(writer.begun) >= writer.limit:
+        if self._is_off(writer) or len(writer.open_requests) >= writer.limit:
             return False
-        writer.begun[id(request)] = Begun(RecordedRequest(request, None, created, None))
+        writer.open_requests[id(request)] = OpenRequest(RecordedRequest(request, None, created, None))
         return not (self._closed or writer.dying)
 
     def forget(self, request: Any) -> None:
         """A request that was begun will not be recorded after all."""
-        self._writer.begun.pop(id(request), None)
+        self._writer.open_requests.pop(id(request), None)
 
     def add(self, request: Any, response: Any, created: float, finished: float) -> bool:
         """Record a finished request; times are seconds since the epoch. Returns whether it is acknowledged.
@@ -189,12 +189,12 @@ class RequestDumper:
             writer.call()
             return False
         settings = writer.settings
-        begun = writer.begun.get(id(request))
+        open_request = writer.open_requests.get(id(request))
         record = RecordedRequest(request, _without(settings.exclude_meta_keys, response), created, finished)
-        writer.accept(record, begun)
+        writer.accept(record, open_request)
         # Only now, so that a crash in between finds it in one of the two places.
-        if begun is not None:
-            writer.begun.pop(id(request), None)
+        if open_request is not None:
+            writer.open_requests.pop(id(request), None)
         if writer.waiting >= settings.threshold:
             writer.call()
         # Read after the record was put down: a crash that began later takes it in.
@@ -208,13 +208,13 @@ class RequestDumper:
     def _went_on(self) -> None:
         self._writer.dying -= 1
 
-    def _is_off(self, writer: Writer) -> bool:
+    def _is_off(self, writer: DumpWriter) -> bool:
         return self._closed or (writer.settings.folder is None and self._for_crashes is None)
 
     def _start_over(self) -> None:
         """In a process that was forked off: what waits is the parent's, and so is the thread."""
         before = self._writer
-        self._writer = Writer(before.settings, *self._rest)
+        self._writer = DumpWriter(before.settings, *self._rest)
         before.abandon()
 
 

@@ -12,7 +12,7 @@ from graftlab.errors import DumpError
 from graftlab.requests.budget import BudgetExceeded
 from graftlab.requests.journal import is_journal, read_journal
 from graftlab.requests.records import Dump, RecordedRequest, recognised
-from graftlab.requests.unpickling import Reader, Unreadable
+from graftlab.requests.unpickling import PickleReader, PickleReadError
 
 
 def load_dump(path: str | Path, trusted: bool = False) -> Dump:
@@ -70,13 +70,13 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
 
 def _read(path: str | Path, data: bytes) -> Any:
     try:
-        reader = Reader()
+        reader = PickleReader()
         found = reader.read(data)
         reader.budget.require_shallow(found)
         return found
     except BudgetExceeded as error:
         raise DumpError(f"{path} is readable to its end, but not accepted: {error}") from None
-    except Unreadable as error:
+    except PickleReadError as error:
         requests, _ = _records([item for item in error.reader.list_under("requests") if isinstance(item, tuple)])
         raise DumpError(
             f"{path} is readable up to byte {error.offset} of {len(data)}, with {len(requests)} whole requests before "

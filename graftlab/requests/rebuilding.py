@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import logging
 import math
+import pickletools
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from graftlab.requests.pickling import tensor_from_bytes
 from graftlab.requests.records import Opaque, RecordedRequest
-from graftlab.requests.served import Finished, Request
-from graftlab.requests.torch_storage import storage_of
+from graftlab.requests.served import FinishedRequest, Request
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +35,39 @@ _OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins
 
 # Files written before these classes moved.
 _OLD_MODULES["graftlab.engine.request"] = "graftlab.requests.served"
+_OLD_NAMES["graftlab.requests.served.Finished"] = "graftlab.requests.served.FinishedRequest"
 
 # The dataclasses of the kit that a file may hold: these alone, so that what a file gives is no matter of what else the
 # process has imported.
-_OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, Finished)}
+_OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, FinishedRequest)}
 
 # An expanded tensor has more elements than its file has numbers; with at most this number, a copy fits in memory.
 _LARGEST_VIEW = 1 << 24
+
+_STORAGE_COUNT = struct.Struct("<q")
+_STORAGE_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}
+# Bookkeeping of a pickle, which is not part of what it says.
+_BOOKKEEPING = frozenset({"PROTO", "FRAME", "MARK", "STOP", "NONE", "TUPLE", "BINPERSID", "EMPTY_LIST", "APPEND"})
+_BOOKKEEPING |= {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
 
 # Tells an Opaque of the file, whose state comes later, from one that stands for something else of the file.
 _YET_TO_COME = "an Opaque without its state"
 
 
-class _Array:
+class _PendingArray:
     """A numpy array whose shape and contents come later."""
 
 
@@ -87,7 +109,7 @@ def new(kind: Any, args: Sequence[Any]) -> Any:
 
 def waits_for_state(value: Any) -> bool:
     """Whether :func:`with_state` will give another object."""
-    return isinstance(value, _Array) or _is_numpy_dtype(value)
+    return isinstance(value, _PendingArray) or _is_numpy_dtype(value)
 
 
 def with_state(value: Any, state: Any) -> Any:
@@ -98,7 +120,7 @@ def with_state(value: Any, state: Any) -> Any:
         else:
             value.state = state
         return value
-    if isinstance(value, _Array):
+    if isinstance(value, _PendingArray):
         return _or_opaque(_array_of_state, state, "numpy.ndarray")
     if _is_numpy_dtype(value):
         return _or_opaque(functools.partial(_dtype_of_state, value), state, "numpy.dtype")
@@ -230,10 +252,10 @@ def _dtype_of_state(dtype: Any, state: tuple[Any, ...]) -> Any:
     return dtype if order == "|" else dtype.newbyteorder(order)
 
 
-def _empty_array(kind: Any, shape: Any, typecode: Any) -> _Array:
+def _empty_array(kind: Any, shape: Any, typecode: Any) -> _PendingArray:
     if not isinstance(kind, Opaque) or kind.class_name != "numpy.ndarray":
         raise TypeError("a subclass of numpy.ndarray")
-    return _Array()
+    return _PendingArray()
 
 
 def _array_of_state(state: tuple[Any, ...]) -> Any:
@@ -285,8 +307,44 @@ def _torch_size(shape: tuple[int, ...] = ()) -> Any:
 
 
 def _torch_storage(data: bytes) -> Any:
-    """torch.save's bytes of a storage, which plain pickle puts into a tensor."""
-    return storage_of(_expect(data, bytes))
+    """A CPU storage with its dtype, from the bytes of a torch.save in its old format, read without torch.load.
+
+    Plain pickle writes a tensor's storage that way: five small pickles, then the numbers. It never writes the newer
+    format, a zip archive, which may be compressed. Raises ValueError for anything that torch did not write as a single
+    storage.
+    """
+    import torch
+
+    file = io.BytesIO(_expect(data, bytes))
+    for _ in range(3):  # a magic number, the version, and facts of the machine
+        for _ in pickletools.genops(file):
+            pass
+    parts = _constants(file)
+    if len(parts) != 5 or parts[0] != "storage":
+        raise ValueError("not one storage")
+    _, kind, key, _, count = parts
+    name = str(kind).removeprefix("torch ").removesuffix("Storage")
+    if _constants(file) != [key]:
+        raise ValueError("not the storage that was announced")
+    (written,) = _STORAGE_COUNT.unpack(file.read(_STORAGE_COUNT.size))
+    dtype = getattr(torch, _STORAGE_DTYPES[name])
+    numbers = bytearray(file.read())
+    if not written == count == len(numbers) // dtype.itemsize or len(numbers) % dtype.itemsize:
+        raise ValueError("not the number of elements that was announced")
+    flat = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
+    return flat._typed_storage()  # type: ignore[no-untyped-call]
+
+
+def _constants(file: io.BytesIO) -> list[Any]:
+    """What the next pickle says, one by one. Raises ValueError where it does more than say something."""
+    found = []
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name in _BOOKKEEPING:
+            continue
+        if argument is None or not (opcode.name == "GLOBAL" or opcode.stack_before == []):
+            raise ValueError(f"{opcode.name} was not expected")
+        found.append(argument)
+    return found
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: Any, hooks: Any, more: Any = None) -> Any:

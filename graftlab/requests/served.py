@@ -107,7 +107,7 @@ class Response(TypedDict):
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRequest:
     """A request that is over; ``created`` and ``finished`` are seconds since the epoch."""
 
     request: Request

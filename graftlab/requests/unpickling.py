@@ -27,17 +27,17 @@ _CONSTANTS = frozenset({
 _IGNORED = frozenset({"PROTO", "FRAME", "READONLY_BUFFER"})
 
 
-class Unreadable(Exception):
+class PickleReadError(Exception):
     """The bytes end too early or make no sense; ``offset`` says where, ``reader`` holds what was read so far."""
 
-    def __init__(self, reason: str, offset: int, reader: Reader) -> None:
+    def __init__(self, reason: str, offset: int, reader: PickleReader) -> None:
         super().__init__(reason, offset)
         self.reason = reason
         self.offset = offset
         self.reader = reader
 
 
-class Reader:
+class PickleReader:
     """Reads one pickle. A reader is used once."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Reader:
         self.budget = Budget(0)
 
     def read(self, data: bytes) -> Any:
-        """The object that was pickled. Raises :class:`Unreadable`."""
+        """The object that was pickled. Raises :class:`PickleReadError`."""
         operations = self._operations()
         self.budget = Budget(len(data))
         file = io.BytesIO(data)
@@ -67,12 +67,12 @@ class Reader:
                     operations[name](argument)
                 good = file.tell()
         except IndexError:
-            raise Unreadable("it takes more than was put down", good, self) from None
+            raise PickleReadError("it takes more than was put down", good, self) from None
         except KeyError as error:
-            raise Unreadable(f"it refers to {error}, which was not there", good, self) from None
+            raise PickleReadError(f"it refers to {error}, which was not there", good, self) from None
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
-            raise Unreadable(str(error), good, self) from None
-        raise Unreadable("it does not end", good, self)
+            raise PickleReadError(str(error), good, self) from None
+        raise PickleReadError("it does not end", good, self)
 
     def list_under(self, key: str) -> list[Any]:
         """What was read of the list that is the value of this key in the outermost dict, while it was being read."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 from graftlab.requests.journal import Journal, packed
-from graftlab.requests.pickling import NotWritten, pickle_in_steps
+from graftlab.requests.pickling import RequestWriteError, pickle_in_steps
 from graftlab.requests.records import Dropped, RecordedRequest
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class DumpSettings:
 
 
 @dataclass(eq=False)
-class Begun:
+class OpenRequest:
     """A request that is being served. ``over`` once it is recorded as finished, or written as unfinished."""
 
     record: RecordedRequest
@@ -65,7 +65,7 @@ class QueuedRequest:
     """
 
     record: RecordedRequest
-    begun: Begun | None
+    open_request: OpenRequest | None
     for_crash: bool
     number: int
 
@@ -88,7 +88,7 @@ class _Order:
     reply: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
 
 
-class Writer:
+class DumpWriter:
     """Takes from ``inbox`` what serving threads put there and writes it: a full buffer at a time, or as ordered."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Writer:
     ) -> None:
         self.settings = settings
         self.inbox: deque[QueuedRequest] = deque()
-        self.begun: dict[int, Begun] = {}
+        self.open_requests: dict[int, OpenRequest] = {}
         self.refused: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts without a lock
         self.written = 0
         self.dying = 0  # how many ends of the process are under way
@@ -153,7 +153,7 @@ class Writer:
             self.start()
             self._orders.put(None)
 
-    def accept(self, record: RecordedRequest, begun: Begun | None) -> None:
+    def accept(self, record: RecordedRequest, open_request: OpenRequest | None) -> None:
         """Take in a finished request, and write it into the journal first."""
         for_crash = self.settings.folder is None
         folder = self._crash_folder or self.settings.folder
@@ -161,7 +161,7 @@ class Writer:
         payload = _packed(record)
 
         def put(number: int) -> None:
-            self.inbox.append(QueuedRequest(record, begun, for_crash, number))
+            self.inbox.append(QueuedRequest(record, open_request, for_crash, number))
 
         if self.dying:
             # Not acknowledged, and the crash's file may have it as unfinished.
@@ -265,10 +265,10 @@ class Writer:
     def _take_in(self) -> None:
         while self.inbox:
             finished = self.inbox.popleft()
-            if finished.begun is not None:
-                if finished.begun.over and self.dying:
+            if finished.open_request is not None:
+                if finished.open_request.over and self.dying:
                     continue  # the crash's file has it as unfinished
-                finished.begun.over = True
+                finished.open_request.over = True
             (self._passing if finished.for_crash else self._held).append(finished)
         while not self.refused.empty():
             self.refused.get()
@@ -306,21 +306,21 @@ class Writer:
     def _crash(self, order: _Order, notes: list[Note]) -> Path | None:
         recent = [*self._passing, *(finished for finished in self._held if self._is_recent(finished))]
         old = [finished for finished in self._held if not self._is_recent(finished)]
-        open_ones = self._open_ones()
+        still_open = self._still_open()
         folders = [self._crash_folder, order.folder]
         path = None
-        if recent or open_ones or self._recent:
+        if recent or still_open or self._recent:
             # A crash is read on its own, so what is in a file already is in this one too, and marked.
             again = list(self._recent)
-            marks = [*(name for _, name in again), *[None] * len(recent), *["unfinished"] * len(open_ones)]
+            marks = [*(name for _, name in again), *[None] * len(recent), *["unfinished"] * len(still_open)]
             since = time.time() - self._crash_window
             before = [str(name) for written, name in self._paths if written >= since]
             crash = {"crash": {"reason": order.reason, "files": before, "marks": marks}}
-            in_flight = [QueuedRequest(begun.record, begun, True, 0) for begun in open_ones]
+            in_flight = [QueuedRequest(open_request.record, open_request, True, 0) for open_request in still_open]
             path = self._write("crash_", folders, [*recent, *in_flight], crash, notes, [each for each, _ in again])
             if path is not None:
-                for begun in open_ones:
-                    begun.over = True
+                for open_request in still_open:
+                    open_request.over = True
                 self._passing.clear()
                 self._recent.clear()
                 self._held = deque(old)
@@ -332,9 +332,9 @@ class Writer:
 
     def _close(self, order: _Order, notes: list[Note]) -> None:
         if order.folder is not None:
-            for begun in self._open_ones():
-                begun.over = True
-                self._held.append(QueuedRequest(begun.record, begun, False, 0))
+            for open_request in self._still_open():
+                open_request.over = True
+                self._held.append(QueuedRequest(open_request.record, open_request, False, 0))
         self._write_all([order.folder, self._crash_folder], notes)
         # What was kept for a crash alone has served.
         self._passing.clear()
@@ -359,8 +359,8 @@ class Writer:
                 notes.append((logging.WARNING, f"the journal cannot be written: {error}"))
                 return
 
-    def _open_ones(self) -> list[Begun]:
-        return [begun for begun in self.begun.copy().values() if not begun.over]
+    def _still_open(self) -> list[OpenRequest]:
+        return [open_request for open_request in self.open_requests.copy().values() if not open_request.over]
 
     def _write(
         self,
@@ -384,7 +384,7 @@ class Writer:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._journal.mark(folder / name, [finished.number for finished in written])
                 gone, failures = write_whole(folder / name, lambda file: pickle_in_steps(content, file))
-            except (OSError, NotWritten) as error:
+            except (OSError, RequestWriteError) as error:
                 more_refused = f"; {refusals} more were refused" if refusals else ""
                 text = (
                     f"cannot write {len(written)} requests into {folder}: {error}; {self.waiting} wait in memory, "

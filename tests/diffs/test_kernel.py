@@ -229,7 +229,7 @@ busy.start()
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("meanwhile", ["", BUSY], ids=["idle threads", "threads at work"])
-def test_a_forked_child_measures_with_threads_of_its_own(meanwhile: str) -> None:
+def test_forked_child_measures_with_its_own_threads(meanwhile: str) -> None:
     code = FORK.format(meanwhile=meanwhile, afterwards="stop.set(); busy.join()" if meanwhile else "")
     assert run_python(code) == "0"
 

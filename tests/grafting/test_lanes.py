@@ -80,7 +80,7 @@ def test_step_ends_after_the_taps_of_all_threads(ending: str) -> None:
     ]
 
 
-def test_a_function_that_a_tap_calls_may_wait_in_a_tap_of_its_own() -> None:
+def test_function_called_by_a_tap_may_wait_in_its_own_tap() -> None:
     world = GrafterWorld(compare="True")
     world.baseline.tap("inner", 1.0)
     world.baseline.tap("outer", 1.0)

@@ -18,7 +18,7 @@ from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.graphs.tap_sites import WantedTaps
 from graftlab.taps import calls
 
-ways = pytest.mark.parametrize("grafts", ["gates", "breaks"])
+ways = pytest.mark.parametrize("grafts", ["switches", "breaks"])
 
 
 def rank_of(monkeypatch: pytest.MonkeyPatch, **plan: Any) -> GrafterWorld:
@@ -36,7 +36,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch, **plan: Any) -> GrafterWorld:
 
 
 def captured(
-    function: Callable[[Tensor], Tensor], buffer: Tensor, grafts: Any = "gates", wanted: WantedTaps | None = None
+    function: Callable[[Tensor], Tensor], buffer: Tensor, grafts: Any = "switches", wanted: WantedTaps | None = None
 ) -> CapturedFunction:
     graph = CapturedFunction(sizes(len(buffer)), wanted or WantedTaps(grafts), CpuCapturer())
     graph.capture(lambda: (function(buffer),))
@@ -56,7 +56,7 @@ def on(buffer: Tensor, graph: CapturedFunction, *values: float) -> tuple[list[fl
 
 
 @ways
-def test_a_graft_goes_on_in_the_graph_and_rows_are_those_of_the_batch_without_its_padding(
+def test_a_graft_continues_in_the_graph_and_rows_leave_out_the_padding(
     grafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = rank_of(monkeypatch, b2t="name == 'doubled'", compare="name == 'out'")
@@ -76,7 +76,7 @@ def test_a_graft_goes_on_in_the_graph_and_rows_are_those_of_the_batch_without_it
         world.baseline.tap("doubled", torch.full((len(values),), 100.0 + step), layer=3)
         world.baseline.tap("out", torch.full((len(values),), 101.0 + step))
         assert graph.suits()
-        assert on(buffer, graph, *values) == ([101.0 + step] * len(values), 2 if grafts == "gates" else 1)
+        assert on(buffer, graph, *values) == ([101.0 + step] * len(values), 2 if grafts == "switches" else 1)
         world.step()
     world.end()
     assert [(row.name, row.status, row.step, row.shape, row.max_abs) for row in world.target.rows] == [
@@ -85,7 +85,7 @@ def test_a_graft_goes_on_in_the_graph_and_rows_are_those_of_the_batch_without_it
         ("doubled", "grafted", 1, [1], 91.0),
         ("out", "compared", 1, [1], 0.0),
     ]
-    assert not any(site.slot.gate.any() for site in graph.sites if site.slot is not None)
+    assert not any(site.slot.switch.any() for site in graph.sites if site.slot is not None)
 
 
 def test_a_tap_that_no_plan_wants_leaves_nothing_behind_until_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_tap_that_no_plan_wants_leaves_nothing_behind_until_one_does(monkeypat
     def function(x: Tensor) -> Tensor:
         return gl.tap("b", gl.tap("a", x * 2) + 1)
 
-    buffer, wanted = torch.zeros(2), WantedTaps("gates")
+    buffer, wanted = torch.zeros(2), WantedTaps("switches")
     graph = captured(function, buffer, wanted=wanted)
     assert [site.is_left_out for site in graph.sites] == [False, True]
     assert graph.suits()
@@ -109,7 +109,7 @@ def test_a_tap_that_no_plan_wants_leaves_nothing_behind_until_one_does(monkeypat
     assert graph.sites == []
 
 
-def test_a_tap_without_a_tensor_takes_no_slot_and_does_not_keep_the_graph_from_suiting(
+def test_a_tap_without_a_tensor_takes_no_slot_and_keeps_the_graph_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = rank_of(monkeypatch, b2t="True")
@@ -250,7 +250,7 @@ def test_what_the_host_runs_in_between_reaches_its_taps_once_and_in_order(
     ran.clear()
     for name, value, tags in (("before", 5.0, {}), ("host", 50.0, {"layer": 1}), ("after", 60.0, {})):
         world.baseline.tap(name, torch.tensor([value]), **tags)
-    assert on(buffer, graph, 1.0) == ([60.0], 3 if grafts == "gates" else 1)
+    assert on(buffer, graph, 1.0) == ([60.0], 3 if grafts == "switches" else 1)
     world.step()
     world.end()
     assert [(row.name, row.status, row.tags.get("layer")) for row in world.target.rows] == [

@@ -10,7 +10,7 @@ from kit.values import assert_values
 import graftlab.requests
 from graftlab.errors import RequestError
 from graftlab.requests import DumpSettings, LoggingSettings
-from graftlab.requests.served import Finished, Request
+from graftlab.requests.served import FinishedRequest, Request
 
 MOST = 2**63 - 1
 
@@ -120,4 +120,4 @@ def test_the_room_names_what_needs_torch_when_it_is_asked_for() -> None:
 
 
 def test_values_of_the_room_cannot_be_changed() -> None:
-    assert_values(Request, Finished, DumpSettings, LoggingSettings)
+    assert_values(Request, FinishedRequest, DumpSettings, LoggingSettings)

@@ -48,7 +48,7 @@ class GraphRunner:
     batch itself: what is right then and wrong otherwise is wrong because of the padding or the capture.
     """
 
-    grafts: ClassVar[Grafts] = "gates"
+    grafts: ClassVar[Grafts] = "switches"
 
     def __init__(
         self, model: Transformer, cache: KVCache, registry: CudaGraphBufferRegistry, attention: AttentionBackend
