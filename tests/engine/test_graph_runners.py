@@ -607,13 +607,13 @@ def expected_halved(count: int, *names: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_what_the_host_makes_of_a_modules_output_goes_on_through_the_next_graph(device: str) -> None:
+def test_the_hosts_output_continues_through_the_next_graph(device: str) -> None:
     names = ("blocks.0.attention.q_proj", "blocks.1.mlp", "final_norm")
     engine = Engine(model(device), runner=partial(BreakableGraphRunner, breaks=dict.fromkeys(names, halved)))
     assert served(engine, workload(20)) == expected_halved(20, *names) != expected(20)
 
 
-def test_a_break_sees_the_values_of_its_own_batch(device: str) -> None:
+def test_a_break_sees_the_values_of_its_batch(device: str) -> None:
     seen: list[Tensor] = []
     wanted: list[Tensor] = []
 
@@ -736,7 +736,7 @@ def test_some_guesses_of_a_smaller_model_come_true() -> None:
 
 
 @pytest.mark.slow
-def test_guesses_go_on_to_the_end_of_the_longest_request() -> None:
+def test_guesses_continue_to_the_end_of_the_longest_request() -> None:
     engine, _ = drafting(draft(), ahead=5)
     requests = [Request(f"r{i}", (i,), CONFIG.max_positions - 1) for i in range(3)]
     assert served(engine, requests) == served(Engine(model()), requests)

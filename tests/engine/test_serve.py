@@ -161,7 +161,7 @@ def test_many_at_a_time_get_what_each_gets_alone(server: Process) -> None:
         ({"text": "\ud800"}, "cannot be written in UTF-8"),
     ],
 )
-def test_a_bad_request_is_told_why(server: Process, body: object, reason: str) -> None:
+def test_a_bad_request_gets_the_reason(server: Process, body: object, reason: str) -> None:
     status, answer = ask(f"{server.url}/generate", body)
     assert status == 400
     assert reason in answer["error"]
@@ -476,7 +476,7 @@ def test_a_client_that_leaves_ends_its_request_and_no_other(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_step_that_fails_ends_its_requests_and_the_server_goes_on(local: Callable[..., Local]) -> None:
+def test_a_failing_step_ends_its_requests_and_the_server_continues(local: Callable[..., Local]) -> None:
     server = local()
     server.gate.permits.release(100)
     server.gate.failure = ArithmeticError("an overflow somewhere")

@@ -56,7 +56,7 @@ def on(buffer: Tensor, graph: CapturedFunction, *values: float) -> tuple[list[fl
 
 
 @ways
-def test_a_graft_goes_on_in_the_graph_and_rows_are_those_of_the_batch_without_its_padding(
+def test_a_graft_continues_in_the_graph_and_rows_leave_out_the_padding(
     grafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = rank_of(monkeypatch, b2t="name == 'doubled'", compare="name == 'out'")
@@ -109,7 +109,7 @@ def test_a_tap_that_no_plan_wants_leaves_nothing_behind_until_one_does(monkeypat
     assert graph.sites == []
 
 
-def test_a_tap_without_a_tensor_takes_no_slot_and_does_not_keep_the_graph_from_suiting(
+def test_a_tap_without_a_tensor_takes_no_slot_and_keeps_the_graph_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = rank_of(monkeypatch, b2t="True")

@@ -161,7 +161,7 @@ def test_the_time_of_a_file_grows_with_its_size_and_ends_where_it_is_said(monkey
             looks()
 
 
-def test_the_time_is_looked_at_every_so_many_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_is_checked_at_a_fixed_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "_SECONDS", -1.0)
     budget = budgets.Budget(0)
     with pytest.raises(budgets.BudgetExceeded):
@@ -175,7 +175,7 @@ def test_what_is_taken_in_pieces_is_whole_and_in_order(count: int) -> None:
     assert all(0 < len(piece) <= 256 for piece in pieces)
 
 
-def test_keys_are_as_deep_and_as_heavy_as_is_said_and_no_more() -> None:
+def test_keys_are_limited_in_depth_and_weight() -> None:
     budget = budgets.Budget(0)
     budget.require_light([nested(100), 1 << 99_999, -(1 << 99_999), "text", (1,) * 49_999, None])
     for key, said in (

@@ -78,7 +78,7 @@ def wait_until_written(dumper: RequestDumper, count: int) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_buffer_becomes_a_file_of_its_own_accord(tmp_path: Path) -> None:
+def test_a_full_buffer_becomes_a_file_automatically(tmp_path: Path) -> None:
     dumper = RequestDumper(tmp_path, threshold=5, server_args={"model": "m"})
     for index in range(12):
         assert add(dumper, f"r{index}", {"text": "x"})
@@ -622,7 +622,7 @@ def test_a_part_of_a_buffer_that_waits_keeps_no_thread_busy(
     folder(dumper).unlink()
 
 
-def test_no_more_than_the_bound_wait_and_the_next_file_says_what_was_refused(
+def test_waiting_requests_are_bounded_and_the_next_file_counts_the_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dumper = RequestDumper(tmp_path / "dumps", threshold=100, max_waiting=250)
@@ -766,7 +766,7 @@ def test_the_log_says_where_requests_went(dumper: RequestDumper, caplog: pytest.
     assert f"wrote 1 requests to {files(folder(dumper))[0]}" in caplog.text
 
 
-def test_long_messages_and_reprs_are_cut_and_say_so() -> None:
+def test_long_messages_and_reprs_are_cut_visibly() -> None:
     def dropped(content: Any) -> tuple[Any, Any]:
         found, _ = pickle_in_steps({"server_args": None, "requests": [(content, None, 0.0, 0.0)], "dropped": []}, file)
         file.seek(0)
@@ -803,7 +803,7 @@ def test_long_messages_and_reprs_are_cut_and_say_so() -> None:
 # ---- when it is tried again, and what is recent ---------------------------------------------------------------------
 
 
-def test_a_full_buffer_is_tried_again_after_a_second_then_two_and_at_last_each_minute(
+def test_a_full_buffer_is_retried_with_growing_pauses_up_to_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = writing.DumpWriter(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
@@ -833,7 +833,7 @@ def test_what_finished_within_the_crash_window_is_recent(tmp_path: Path, monkeyp
         assert writer._is_recent(writing.QueuedRequest(record, None, True, 1)) == is_recent
 
 
-def test_who_waits_for_a_writer_that_has_ended_is_told_at_once(dumper: RequestDumper) -> None:
+def test_a_wait_for_an_ended_writer_ends_at_once(dumper: RequestDumper) -> None:
     writer = dumper._writer
     assert dumper.close()
     answer = writer.wait(writing._Order("flush", "", None, False), None)
@@ -854,7 +854,7 @@ def test_a_file_that_cannot_be_filled_leaves_nothing_behind(tmp_path: Path) -> N
     assert (tmp_path / "a.pkl").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_dumper_that_is_told_nothing_else_has_the_sizes_that_its_page_says(tmp_path: Path) -> None:
+def test_a_dumpers_default_sizes_are_those_of_its_page(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     dumper = RequestDumper(tmp_path)
     assert signal.getsignal(signal.SIGTERM) == before
