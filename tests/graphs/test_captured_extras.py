@@ -152,7 +152,7 @@ def test_callable_extras_are_called_on_the_host_once_for_each_replay(
     assert found == [[101.0, 101.0], [202.0], [303.0, 303.0]]
 
 
-def test_a_callable_that_nobody_wants_is_not_called(session: gl.Session) -> None:
+def test_an_extras_callable_is_not_called_unless_a_plan_wants_the_tap(session: gl.Session) -> None:
     session.edit(compare=None, b2t="name == 'other'")
 
     def function() -> bool:
@@ -212,7 +212,7 @@ def test_what_is_the_same_each_time_needs_no_tensor(session: gl.Session) -> None
 # ---- what the host prepares -----------------------------------------------------------------------------------------
 
 
-def test_what_layers_share_is_prepared_before_each_of_the_replays_that_switches_need(session: gl.Session) -> None:
+def test_shared_inputs_are_prepared_before_each_replay_that_switches_need(session: gl.Session) -> None:
     def used_up(captured: bool) -> tuple[list[list[float]], int]:
         shared, prepared = torch.ones(1), []
 

@@ -198,7 +198,7 @@ def test_rows_and_tokens_are_those_of_an_eager_target(
 @captures
 @kinds
 @pytest.mark.parametrize("plan", PLANS)
-def test_rows_and_tokens_are_those_of_an_eager_target_under_every_plan_in_every_runner(
+def test_every_runner_gives_the_eager_rows_and_tokens_under_every_plan(
     session: gl.Session, eager: Any, plan: str, kind: str, device: str
 ) -> None:
     rows_and_tokens_are_those_of_an_eager_target(session, eager, plan, kind, device)
@@ -213,7 +213,7 @@ def test_both_sides_may_be_captured(session: gl.Session, eager: Any, kind: str) 
     pd.testing.assert_frame_equal(rows_of(run), rows, rtol=1e-6, atol=1e-9)
 
 
-def test_that_the_planted_fault_is_there_and_grafted_away(eager: Any) -> None:
+def test_the_planted_fault_shows_and_a_graft_removes_it(eager: Any) -> None:
     (baseline, target), rows = eager("compare")
     assert baseline != target
     first = rows[rows["rel_l2"] > 1e-9].iloc[0]
@@ -637,7 +637,7 @@ def tap_inside_of_mlps(engine: Engine, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("b2t", [None, "name == 'after'"])
-def test_taps_of_compiled_code_inside_of_a_captured_decode_are_those_of_an_eager_model(
+def test_compiled_code_in_a_captured_decode_shows_the_taps_of_an_eager_model(
     session: gl.Session, b2t: str | None
 ) -> None:
     session.edit(b2t=b2t)
@@ -825,7 +825,7 @@ def test_an_eager_runner_over_the_same_buffers_gives_the_same(session: gl.Sessio
     assert run.frame["rel_l2"].max() < 1e-12
 
 
-def test_a_drafts_taps_are_told_from_the_models(session: gl.Session) -> None:
+def test_a_drafts_taps_are_distinguished_from_the_models(session: gl.Session) -> None:
     def drafted() -> None:
         from graftlab.engine import DraftGraphRunner
 

@@ -82,7 +82,7 @@ def test_a_value_that_the_dtype_holds_up_to_rounding_is_taken(value: float, dtyp
         ({"copy_from_batch": False, "source_fn": lambda batch, ctx: None}, "source_fn would never be asked"),
     ],
 )
-def test_what_contradicts_itself_is_refused(options: dict[str, Any], fault: str) -> None:
+def test_contradictory_slot_options_are_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(GraphError, match=f"slot 'x': .*{fault}"):
         make(**options)
 
@@ -362,7 +362,7 @@ def test_rows_are_those_of_tokens_where_both_axes_are_padded_alike(
     assert len(cut(tensor, rows_of(tensor, ctx), ctx)) == left
 
 
-def test_what_a_registry_remembers_of_a_slot_cannot_be_changed_behind_its_back() -> None:
+def test_a_registered_slots_fields_cannot_be_changed() -> None:
     slot = make(padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-1)
     registry_of(slot)
     with pytest.raises(AttributeError, match="slot 'x': pad_value stays as it was made"):

@@ -156,7 +156,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("index", range(len(BAD)))
-def test_what_is_unknown_or_wrong_gets_400_with_the_reason_and_changes_nothing(
+def test_an_unknown_or_wrong_setting_gets_400_with_the_reason(
     recording: RequestLogging, tmp_path: Path, index: int
 ) -> None:
     body, text = BAD[index]
