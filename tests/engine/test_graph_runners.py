@@ -522,7 +522,7 @@ def test_a_decode_larger_than_any_graph_goes_to_the_other_runner() -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0], [9], [-1, 2]])
 def test_sizes_without_room_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(GraphError, match=r"batch_sizes=.*allowed are sizes from 1 to 8"):
+    with pytest.raises(GraphError, match=r"batch_sizes=.*sizes must be from 1 to 8"):
         Engine(model(), runner=partial(DecodeGraphRunner, batch_sizes=sizes))
 
 
@@ -572,7 +572,7 @@ def test_a_prefill_larger_than_any_graph_is_eager() -> None:
 @pytest.mark.parametrize("runner", [PrefillGraphRunner, BreakableGraphRunner])
 def test_token_sizes_without_room_are_refused(runner: Any) -> None:
     registry = build_prefill_registry("cpu", 8, 16)
-    with pytest.raises(GraphError, match=r"token_sizes=\[4, 17\]; allowed are sizes from 1 to 16"):
+    with pytest.raises(GraphError, match=r"token_sizes=\[4, 17\]; sizes must be from 1 to 16"):
         Engine(model(), runner=partial(runner, registry=registry, token_sizes=[4, 17]))
 
 
@@ -795,7 +795,7 @@ def test_engines_that_share_buffers_take_turns_without_harm() -> None:
 
 def test_a_draft_that_cannot_guess_for_the_model_is_refused() -> None:
     other = Transformer(dataclasses.replace(CONFIG, vocab_size=60))
-    with pytest.raises(GraphError, match="a vocabulary of 60 tokens, and the model one of 61"):
+    with pytest.raises(GraphError, match="a vocabulary of 60 tokens, and the model has 61"):
         drafting(other)
     with pytest.raises(GraphError, match="ahead=0; guess at least one"):
         drafting(draft(), ahead=0)

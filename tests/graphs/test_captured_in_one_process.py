@@ -213,7 +213,7 @@ def test_a_function_that_reaches_other_taps_or_shapes_later_is_refused(monkeypat
         on(buffer, named, 1.0, 2.0)
     lengths = iter((2, 1))
     shorter = captured(lambda x: gl.tap("a", x[: next(lengths)]), buffer)
-    with pytest.raises(gl.GraphError, match=r"another value at tap 'a' this time: a tensor of shape \[1\]"):
+    with pytest.raises(gl.GraphError, match=r"a different value at tap 'a' this time: a tensor of shape \[1\]"):
         on(buffer, shorter, 1.0, 2.0)
     counts = iter((2, 1))
 

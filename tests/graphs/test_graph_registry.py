@@ -326,8 +326,8 @@ def test_impossible_sizes_are_refused(change: dict[str, int], match: str) -> Non
         (ones(3).view(3, 1), r"shape \[3, 1\]; allowed is \[3\]"),
         (ones(3), "torch.int64, which would lose data as torch.int32"),
         (torch.ones(3), "torch.float32, which would lose data as torch.int32"),
-        ([1, 2, 3], "got list from the batch; allowed is a tensor"),
-        (0, "got int from the batch; allowed is a tensor"),
+        ([1, 2, 3], "got list from the batch; it must be a tensor"),
+        (0, "got int from the batch; it must be a tensor"),
     ],
 )
 def test_a_source_that_does_not_fit_its_slot_is_refused(source: object, match: str) -> None:

@@ -89,7 +89,9 @@ def test_a_parameter_is_read_where_it_lies_and_must_be_the_same() -> None:
     static.update(None, {"w": weight})
     static.update(None, {"w": weight.detach()})
     assert static.given(BATCH)["w"] is weight
-    with pytest.raises(GraphError, match=r"tap 'x' in a captured function: extras\['w'\] is on cpu and was made anew"):
+    with pytest.raises(
+        GraphError, match=r"tap 'x' in a captured function: extras\['w'\] is on cpu and was created again"
+    ):
         static.update(None, {"w": torch.nn.Parameter(torch.ones(3))})
 
 
