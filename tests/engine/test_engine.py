@@ -132,7 +132,7 @@ def test_other_dtypes_serve_too(dtype: str) -> None:
     assert engine.cache.keys.dtype == tiny.embedding.weight.dtype
 
 
-def test_content_of_free_slots_is_never_read() -> None:
+def test_unused_slots_are_never_read() -> None:
     engine = Engine(model(5), max_requests=4)
     engine.cache.keys.fill_(torch.nan)
     engine.cache.values.fill_(torch.nan)

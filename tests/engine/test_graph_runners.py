@@ -607,13 +607,13 @@ def expected_halved(count: int, *names: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_the_hosts_change_of_a_modules_output_enters_the_next_graph(device: str) -> None:
+def test_the_hosts_output_continues_through_the_next_graph(device: str) -> None:
     names = ("blocks.0.attention.q_proj", "blocks.1.mlp", "final_norm")
     engine = Engine(model(device), runner=partial(BreakableGraphRunner, breaks=dict.fromkeys(names, halved)))
     assert served(engine, workload(20)) == expected_halved(20, *names) != expected(20)
 
 
-def test_a_break_sees_the_values_of_the_current_batch(device: str) -> None:
+def test_a_break_sees_the_values_of_its_batch(device: str) -> None:
     seen: list[Tensor] = []
     wanted: list[Tensor] = []
 

@@ -476,7 +476,7 @@ def test_a_client_that_leaves_ends_its_request_and_no_other(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_failing_step_ends_its_requests_and_the_server_keeps_serving(local: Callable[..., Local]) -> None:
+def test_a_failing_step_ends_its_requests_and_the_server_continues(local: Callable[..., Local]) -> None:
     server = local()
     server.gate.permits.release(100)
     server.gate.failure = ArithmeticError("an overflow somewhere")

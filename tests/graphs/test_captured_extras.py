@@ -152,7 +152,7 @@ def test_callable_extras_are_called_on_the_host_once_for_each_replay(
     assert found == [[101.0, 101.0], [202.0], [303.0, 303.0]]
 
 
-def test_an_extras_callable_is_not_called_unless_a_plan_wants_the_tap(session: gl.Session) -> None:
+def test_a_callable_of_an_unmatched_tap_is_not_called(session: gl.Session) -> None:
     session.edit(compare=None, b2t="name == 'other'")
 
     def function() -> bool:

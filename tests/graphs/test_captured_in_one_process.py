@@ -109,7 +109,7 @@ def test_a_tap_that_no_plan_wants_leaves_nothing_behind_until_one_does(monkeypat
     assert graph.sites == []
 
 
-def test_a_tap_without_a_tensor_takes_no_slot_and_forces_no_new_capture(
+def test_a_tap_without_a_tensor_takes_no_slot_and_keeps_the_graph_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = rank_of(monkeypatch, b2t="True")

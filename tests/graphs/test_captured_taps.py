@@ -198,7 +198,7 @@ def test_rows_and_tokens_are_those_of_an_eager_target(
 @captures
 @kinds
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_runner_gives_the_eager_rows_and_tokens_under_every_plan(
+def test_rows_and_tokens_equal_an_eager_targets_in_every_runner(
     session: gl.Session, eager: Any, plan: str, kind: str, device: str
 ) -> None:
     rows_and_tokens_are_those_of_an_eager_target(session, eager, plan, kind, device)
@@ -637,9 +637,7 @@ def tap_inside_of_mlps(engine: Engine, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("b2t", [None, "name == 'after'"])
-def test_compiled_code_in_a_captured_decode_shows_the_taps_of_an_eager_model(
-    session: gl.Session, b2t: str | None
-) -> None:
+def test_compiled_taps_in_a_captured_decode_equal_an_eager_models(session: gl.Session, b2t: str | None) -> None:
     session.edit(b2t=b2t)
     uncompiled = partial(tap_inside_of_mlps, compiled=False)
     runs = [

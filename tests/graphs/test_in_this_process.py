@@ -166,7 +166,7 @@ def test_a_taps_slot_is_like_its_value_and_switched_off(has_rows: bool) -> None:
     assert not slot.value.is_inference()
 
 
-def test_rows_are_recognised_by_the_first_dimension_and_cut_to_the_batch() -> None:
+def test_rows_are_recognized_by_the_first_dimension_and_cut_to_the_batch() -> None:
     sizes = FillContext(raw_bs=2, padded_bs=4, raw_num_tokens=5, padded_num_tokens=8)
     for shape, rows, left in (((4, 8), "requests", 2), ((8, 4), "tokens", 5), ((3,), None, 3)):
         value = torch.zeros(shape)

@@ -254,7 +254,7 @@ def test_taps_come_in_order_with_their_layer():
 
 
 @pytest.mark.parametrize("name", ["embed", *IN_LAYER, "final_norm", "logits"])
-def test_the_model_continues_with_the_value_a_tap_returns(name):
+def test_the_model_continues_with_a_taps_result(name):
     model = Transformer(CONFIG)
     with recorded_taps(lambda tapped, x: x * 0.5 + 1 if tapped == name else x):
         replaced = model(token_ids())

@@ -38,7 +38,7 @@ def raised(error: Exception) -> None:
     sys.excepthook(type(error), error, None)
 
 
-def test_the_last_act_precedes_the_previous_handler_and_survival_is_reported(log: list[Any]) -> None:
+def test_the_last_act_precedes_the_previous_handler_and_is_cancelled_after(log: list[Any]) -> None:
     watched = watch(log)
     signal.raise_signal(TERM)
     assert log == ["signal SIGTERM", "handled 15", "went on"]
@@ -55,7 +55,7 @@ def test_an_ignored_signal_is_not_watched(log: list[Any]) -> None:
     assert signal.getsignal(QUIT) is signal.SIG_IGN
 
 
-def test_survival_is_reported_when_the_previous_handler_raises(log: list[Any]) -> None:
+def test_a_raising_handler_leaves_the_process_running(log: list[Any]) -> None:
     def fails(number: int, frame: object) -> None:
         raise KeyError("handler")
 
@@ -68,9 +68,7 @@ def test_survival_is_reported_when_the_previous_handler_raises(log: list[Any]) -
     assert signal.getsignal(TERM) is fails
 
 
-def test_without_a_previous_handler_a_signal_has_its_default_effect(
-    log: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_without_a_handler_has_its_default_effect(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(TERM, signal.SIG_DFL)
     watched = watch(log)
     handler: Any = signal.getsignal(TERM)
@@ -90,7 +88,7 @@ def test_an_uncaught_exception_is_shown_before_the_last_act(log: list[Any]) -> N
     assert log == ["shown later"]
 
 
-def test_the_last_act_runs_even_if_showing_the_exception_fails(log: list[Any]) -> None:
+def test_an_exception_is_reported_though_showing_it_fails(log: list[Any]) -> None:
     def fails(*given: Any) -> None:
         raise OSError("no terminal")
 
@@ -102,7 +100,7 @@ def test_the_last_act_runs_even_if_showing_the_exception_fails(log: list[Any]) -
     watched.stop()
 
 
-def test_a_stopped_watch_still_forwards_to_a_handler_installed_over_it(log: list[Any]) -> None:
+def test_a_handler_over_a_stopped_watch_stays_and_still_gets_signals(log: list[Any]) -> None:
     watched = watch(log)
     beneath: Any = signal.getsignal(TERM)
     hook = sys.excepthook
@@ -130,9 +128,7 @@ def rids(paths: Iterator[Path]) -> list[str | None]:
     return [record.rid for path in sorted(paths) for record in load_dump(path)["requests"]]
 
 
-def test_a_dumper_acknowledges_nothing_while_a_signal_is_handled_and_resumes_after(
-    log: list[Any], tmp_path: Path
-) -> None:
+def test_a_dumper_acknowledges_nothing_while_the_process_seems_to_end(log: list[Any], tmp_path: Path) -> None:
     def handler(number: int, frame: object) -> None:
         log.append(rids(tmp_path.glob("crash/*.pkl")))
         log.append(dumper.add({"rid": "late"}, None, 0.0, 0.0))

@@ -78,7 +78,7 @@ def wait_until_written(dumper: RequestDumper, count: int) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_buffer_is_written_to_a_file_without_a_flush(tmp_path: Path) -> None:
+def test_a_full_buffer_becomes_a_file_automatically(tmp_path: Path) -> None:
     dumper = RequestDumper(tmp_path, threshold=5, server_args={"model": "m"})
     for index in range(12):
         assert add(dumper, f"r{index}", {"text": "x"})
@@ -766,7 +766,7 @@ def test_the_log_says_where_requests_went(dumper: RequestDumper, caplog: pytest.
     assert f"wrote 1 requests to {files(folder(dumper))[0]}" in caplog.text
 
 
-def test_long_messages_and_reprs_are_cut_and_marked() -> None:
+def test_long_messages_and_reprs_are_cut_visibly() -> None:
     def dropped(content: Any) -> tuple[Any, Any]:
         found, _ = pickle_in_steps({"server_args": None, "requests": [(content, None, 0.0, 0.0)], "dropped": []}, file)
         file.seek(0)
@@ -803,7 +803,7 @@ def test_long_messages_and_reprs_are_cut_and_marked() -> None:
 # ---- when it is tried again, and what is recent ---------------------------------------------------------------------
 
 
-def test_a_failed_write_is_retried_with_growing_pauses_up_to_a_minute(
+def test_a_full_buffer_is_retried_with_growing_pauses_up_to_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = writing.DumpWriter(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
@@ -833,7 +833,7 @@ def test_requests_finished_within_the_crash_window_are_recent(tmp_path: Path, mo
         assert writer._is_recent(writing.QueuedRequest(record, None, True, 1)) == is_recent
 
 
-def test_waiting_for_a_writer_that_has_ended_returns_at_once(dumper: RequestDumper) -> None:
+def test_a_wait_for_an_ended_writer_ends_at_once(dumper: RequestDumper) -> None:
     writer = dumper._writer
     assert dumper.close()
     answer = writer.wait(writing._Order("flush", "", None, False), None)
