@@ -551,6 +551,7 @@ def test_a_match_continues_past_a_tap_that_only_one_side_has_in_each_layer() -> 
             recorder.tap(name, value, None, {})
             return grafts.get(name, value)
 
+        own, factor = ("mixing", 1.3) if side == "target" else ("attn", 1.0)
         x = start
         for n, weight in enumerate(weights[:6]):
             if side == "target":
@@ -558,9 +559,7 @@ def test_a_match_continues_past_a_tap_that_only_one_side_has_in_each_layer() -> 
             x = tap(f"first.{n}.out", x + (x @ weight).tanh())
         for n, weight in enumerate(weights[6:]):
             mixed = (x @ weight).tanh()
-            mixed = tap(
-                f"second.{n}.{'mixing' if side == 'target' else 'attn'}", mixed * (1.3 if side == "target" else 1)
-            )
+            mixed = tap(f"second.{n}.{own}", factor * mixed)
             x = tap(f"second.{n}.out", x + mixed)
         return recorder.taps
 
