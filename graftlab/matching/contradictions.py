@@ -18,7 +18,24 @@ from graftlab.matching.rules import rules_of
 def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
     """Targets whose name and values have different roles, such as k in place of v: their names and sentences."""
     parts = fused_parts(pairs)
-    return [(pair.target, said) for pair in pairs if (said := _other_role(pair, parts)) is not None]
+    of_whole: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for pair in pairs:
+        if pair.layout.leaves_out:
+            outer, inner = (pair.baseline, pair.target) if pair.whole == "baseline" else (pair.target, pair.baseline)
+            of_whole[pair.whole, outer].add(inner)
+
+    def is_part(pair: Pair) -> bool:
+        """Whether the pair's whole has several parts, so that its name is the role of one of them at most."""
+        outer = pair.baseline if pair.whole == "baseline" else pair.target
+        return (
+            bool(pair.layout.leaves_out)
+            and (pair.baseline, pair.target) not in parts
+            and len(of_whole[pair.whole, outer]) > 1
+        )
+
+    return [
+        (pair.target, said) for pair in pairs if not is_part(pair) and (said := _other_role(pair, parts)) is not None
+    ]
 
 
 def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:
