@@ -119,7 +119,8 @@ class Engine:
         if asked > self.cache.max_context:
             raise RequestError(
                 f"{len(request.input_ids)} prompt tokens and max_new_tokens={request.max_new_tokens} are {asked} "
-                f"tokens, more than a request may have ({self.cache.max_context}); shorten the prompt or ask for less"
+                f"tokens, more than a request may have ({self.cache.max_context}); shorten the prompt "
+                "or lower max_new_tokens"
             )
         if (needed := self._scheduler.tokens_needed(request)) > self.cache.max_tokens:
             raise RequestError(f"{needed} tokens would be in the cache, which has room for {self.cache.max_tokens}")
@@ -127,12 +128,12 @@ class Engine:
     def add(self, request: Request) -> None:
         """Put a request into the queue.
 
-        Raises :class:`RequestError` where it can never be served, or another of its id is not over yet.
+        Raises :class:`RequestError` if it can never be served, or if its id is in use.
         """
         self.check(request)
         if request.rid in self._live:
             raise RequestError(
-                f"a request with the id {request.rid!r} is not over yet; ids must be unique while they live"
+                f"a request with the id {request.rid!r} is still in progress; ids of unfinished requests must be unique"
             )
         live = LiveRequest(request, created=time.time(), arrived=time.monotonic())
         self._live[request.rid] = live
@@ -209,7 +210,7 @@ class Engine:
         """
         if self._live:
             raise RuntimeError(
-                f"generate() needs the engine for itself, and {len(self._live)} requests are not over; "
+                f"generate() needs the engine to itself, and {len(self._live)} requests are unfinished; "
                 "finish them with step(), or abort() them"
             )
         requests = [self._request(prompt, max_new_tokens, options) for prompt in prompts]

@@ -20,7 +20,7 @@ class EngineStoppedError(RuntimeError):
 
 
 class DuplicateRequestError(RequestError):
-    """A request of this id is not over yet."""
+    """A request with this id is still in progress."""
 
 
 class EngineThread:
@@ -52,10 +52,10 @@ class EngineThread:
         return len(self._futures)
 
     def submit(self, request: Request) -> Future[FinishedRequest]:
-        """What will come of the request; its future cannot be cancelled, see :meth:`abort`.
+        """Queue a request and return its future, which cannot be cancelled; see :meth:`abort`.
 
-        Raises :class:`RequestError` where it can never be served, :class:`DuplicateRequestError` where one of its id is
-        not over yet, and :class:`EngineStoppedError`.
+        Raises :class:`RequestError` if it can never be served, :class:`DuplicateRequestError` if its id is in use,
+        and :class:`EngineStoppedError`.
         """
         self._engine.check(request)
         future: Future[FinishedRequest] = Future()
@@ -64,7 +64,9 @@ class EngineThread:
             if self._stopped:
                 raise EngineStoppedError("the engine has stopped, and refuses requests")
             if request.rid in self._futures:
-                raise DuplicateRequestError(f"a request with the id {request.rid!r} is not over yet; use another id")
+                raise DuplicateRequestError(
+                    f"a request with the id {request.rid!r} is still in progress; use another id"
+                )
             self._futures[request.rid] = future
             self._orders.put(lambda: self._engine.add(request))
         return future
@@ -123,7 +125,7 @@ class EngineThread:
         try:
             self._on_finished(finished)
         except Exception:
-            logger.exception("what is done with the finished request %r failed", finished.request.rid)
+            logger.exception("the callback for the finished request %r failed", finished.request.rid)
         with self._lock:
             future = self._futures.pop(finished.request.rid)
         future.set_result(finished)

@@ -47,7 +47,7 @@ class Handler(RequestHandler):
             await self.answer(403, {"error": "requests from pages in a browser are not served"})
         elif not self._may_come():
             self.set_header("WWW-Authenticate", "Bearer")
-            await self.answer(401, {"error": "this server wants its token: Authorization: Bearer TOKEN"})
+            await self.answer(401, {"error": "this server requires its token: Authorization: Bearer TOKEN"})
 
     def _may_come(self) -> bool:
         if self.server.token is None:
@@ -75,7 +75,7 @@ class NotFound(Handler):
     async def prepare(self) -> None:
         await super().prepare()
         if not self._finished:
-            await self.answer(404, {"error": f"there is only {', '.join(path for path, _ in ROUTES)}"})
+            await self.answer(404, {"error": f"the only paths are {', '.join(path for path, _ in ROUTES)}"})
 
 
 class Generate(Handler):
@@ -88,7 +88,7 @@ class Generate(Handler):
         try:
             request = Request.from_dict(_json_object(self.request.body), self.server.tokenizer)
             if self.server.draining or self.server.engine.live >= self.server.max_live:
-                why = "the server is ending" if self.server.draining else "too many requests wait"
+                why = "the server is shutting down" if self.server.draining else "too many requests are waiting"
                 return await self.answer(503, {"error": f"{why}; try again later"})
             self._rid, self._future = request.rid, self.server.submit(request)
         except DuplicateRequestError as error:

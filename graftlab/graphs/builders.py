@@ -174,7 +174,7 @@ def _registered(
 ) -> CudaGraphBufferRegistry:
     known = {slot.name for slot in slots}
     if unknown := sorted(dtypes.keys() - known):
-        raise GraphError(f"dtypes are given for {unknown}, which are no slots here; there are {sorted(known)}")
+        raise GraphError(f"dtypes are given for {unknown}, which are not slots here; the slots are {sorted(known)}")
     for slot in slots:
         slot = replace(
             slot, dtype=dtypes.get(slot.name, slot.dtype), enabled=request_ids or slot.name not in IDENTITIES

@@ -107,7 +107,7 @@ class CapturedFunction:
             with handled_by(self), _ambient(()):
                 outputs = function()
             if self._is_known and self._next < len(self.sites):
-                raise self._error(f"ran past {self._next} taps this time")
+                raise self._error(f"reached only {self._next} taps this time")
             self._is_known = True
             self._runs += 1
             return outputs
@@ -169,7 +169,7 @@ class CapturedFunction:
             return value
         shown, own = self._tensor_in(name, value)
         if own is None or (site.slot is not None and site.slot.value.shape != own.shape):
-            raise self._error(f"had another value at tap {name!r} this time: {_described(shown)}")
+            raise self._error(f"had a different value at tap {name!r} this time: {_described(shown)}")
         if index in self._extras:
             self._extras[index].update(carried(), extras)
         takes_another = own is value and (replace or may_overlap(own))

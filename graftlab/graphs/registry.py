@@ -90,7 +90,7 @@ class CudaGraphBufferRegistry:
         shape, dtype and device, and for a shape that has no room for the registry's largest sizes.
         """
         if slot.name in self._slots:
-            raise slot.error("there is a slot of this name already")
+            raise slot.error("a slot of this name already exists")
         if slot.is_registered:
             slot = dataclasses.replace(slot, buffer=None)
         if slot.enabled:
@@ -127,7 +127,7 @@ class CudaGraphBufferRegistry:
         try:
             return self._slots[name]
         except KeyError:
-            raise GraphError(f"no slot {name!r}; there are {self.slot_names()}") from None
+            raise GraphError(f"no slot {name!r}; the slots are {self.slot_names()}") from None
 
     def enable_slot(self, name: str) -> GraphSlot:
         """Give a slot that is registered and not enabled its buffer; one that has it stays as it is.
@@ -399,11 +399,13 @@ class ForwardInputBuffers:
     def __getattr__(self, name: str) -> Tensor | None:
         registry: CudaGraphBufferRegistry = object.__getattribute__(self, "_registry")
         if not registry.has_slot(name):
-            raise AttributeError(f"there is no buffer {name!r}; there are {registry.slot_names()}")
+            raise AttributeError(f"there is no buffer {name!r}; the buffers are {registry.slot_names()}")
         return registry.get_slot(name).buffer
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"buffer {name!r} cannot be another tensor: graphs read this one. Write into it")
+        raise AttributeError(
+            f"buffer {name!r} cannot be replaced by another tensor, because graphs read this one. Copy into it"
+        )
 
     def __dir__(self) -> list[str]:
         return self._registry.slot_names()  # type: ignore[union-attr, no-any-return]

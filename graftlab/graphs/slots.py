@@ -94,7 +94,9 @@ class GraphSlot:
     def __setattr__(self, name: str, value: object) -> None:
         # Registries remember how each slot is filled, so a change would go unnoticed there.
         if name in self.__dict__ and name not in ("buffer", "is_registered"):
-            raise AttributeError(f"slot {self.name!r}: {name} stays as it was made; make another slot")
+            raise AttributeError(
+                f"slot {self.name!r}: {name} cannot be changed once the slot exists; create another slot"
+            )
         super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
@@ -107,14 +109,14 @@ class GraphSlot:
         if self.axis == "none" and policy.resets:
             raise self.error(f"axis='none' has no tail for {policy} to reset; choose KEEP_PAD or FILL_ONCE")
         if self.axis == "none" and self.slice_fn is not None:
-            raise self.error("axis='none' is always taken whole, so a slice_fn would never be asked")
+            raise self.error("axis='none' is always taken whole, so a slice_fn would never be called")
         if policy.needs_value:
             if self.pad_value is None:
                 raise self.error(f"{policy} needs a pad_value")
             if not _fits(self.pad_value, self.dtype):
                 raise self.error(f"pad_value={self.pad_value!r} cannot be written as {self.dtype}")
         if self.source_fn is not None and not self.copy_from_batch:
-            raise self.error("copy_from_batch=False copies nothing, so a source_fn would never be asked")
+            raise self.error("copy_from_batch=False copies nothing, so a source_fn would never be called")
 
     def _check_types(self) -> None:
         expected: dict[str, tuple[type, ...]] = {
@@ -152,7 +154,7 @@ class GraphSlot:
         """
         buffer = self.buffer
         if buffer is None:
-            raise self.error("no buffer yet; register the slot first, and enabled")
+            raise self.error("no buffer yet; register the slot first, and leave it enabled")
         size = self.size_of(padded_bs, padded_num_tokens)
         if size is None:
             return buffer

@@ -40,18 +40,22 @@ class Budget:
         self._objects += 1
         if self._objects % _STEP == 0:
             if self._objects > _OBJECTS:
-                raise BudgetExceeded(f"more than {_OBJECTS:,} objects, which is the budget of a file")
+                raise BudgetExceeded(f"more than {_OBJECTS:,} objects, the budget for a file")
             self.check_time()
 
     def check_time(self) -> None:
         if time.monotonic() > self._end:
-            raise BudgetExceeded(f"reading it takes more than {self._seconds:.0f} s, the time budget of its size")
+            raise BudgetExceeded(
+                f"reading it takes more than {self._seconds:.0f} s, the time budget for a file of its size"
+            )
 
     def take(self, size: int) -> None:
         """Count bytes that are about to be allocated."""
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise BudgetExceeded(f"it stands for more than {self._bytes:,} bytes, the memory budget of its size")
+            raise BudgetExceeded(
+                f"it would take more than {self._bytes:,} bytes, the memory budget for a file of its size"
+            )
 
     def take_copies(self, values: Iterable[Any]) -> None:
         """What is made of these values copies them, and what is right in them."""
@@ -86,7 +90,7 @@ class Budget:
             self.check_time()
             levels.append(inner)
             if len(levels) > _DEEPEST_KEY:
-                raise BudgetExceeded(f"a key of more than {_DEEPEST_KEY} tuples in each other")
+                raise BudgetExceeded(f"a key of more than {_DEEPEST_KEY} nested tuples")
         weights: dict[int, int] = {}
         for each in itertools.chain.from_iterable(level.values() for level in reversed(levels)):
             weights[id(each)] = 1 + sum(
@@ -106,7 +110,7 @@ class Budget:
         while level:
             depth += 1
             if depth > _DEEPEST:
-                raise BudgetExceeded(f"lists, tuples and dicts more than {_DEEPEST} deep in each other")
+                raise BudgetExceeded(f"lists, tuples and dicts nested more than {_DEEPEST} deep")
             self.check_time()
             inner: dict[int, Collection[Any]] = {}
             for each in level:

@@ -85,31 +85,30 @@ def _reason(error: urllib.error.HTTPError) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(
         prog="configure_logging",
-        description="Change what a running server records and logs of its requests. What is not given stays as it is; "
-        "the settings then in force are printed.",
+        description="Change what a running server records and logs of its requests. Settings that are not given stay "
+        "unchanged; the resulting settings are printed.",
         allow_abbrev=False,
     )
-    parser.add_argument("--url", type=_url, default=DEFAULT_URL, help=f"of the server; {DEFAULT_URL} unless given")
+    parser.add_argument("--url", type=_url, default=DEFAULT_URL, help=f"address of the server (default: {DEFAULT_URL})")
     parser.add_argument(
         "--token",
         default=os.environ.get(TOKEN_VARIABLE),
-        help=f"that the server asks for and has printed; ${TOKEN_VARIABLE} unless given",
+        help=f"token that the server printed (default: ${TOKEN_VARIABLE})",
     )
-    parser.add_argument("--dump-requests-folder", metavar="D", help='on the server; "" ends dumping')
-    parser.add_argument("--dump-requests-threshold", metavar="N", type=_count, help="requests in a file")
+    parser.add_argument("--dump-requests-folder", metavar="D", help='folder on the server; "" stops recording')
+    parser.add_argument("--dump-requests-threshold", metavar="N", type=_count, help="requests per file")
     parser.add_argument(
         "--dump-requests-exclude-meta-keys",
         metavar="A,B",
         type=_names,
-        help='keys of meta_info that are left out; "" keeps every key',
+        help='keys of meta_info to leave out; "" keeps every key',
     )
     parser.add_argument("--log-requests", action=argparse.BooleanOptionalAction, help="log each request")
     parser.add_argument(
         "--log-requests-level",
         metavar="N",
         type=_level,
-        help="0 ids and durations, 1 metadata too, 2 what came in and went out, shortened, 3 all of it; unchanged "
-        "unless given",
+        help="0: ids and durations; 1: also metadata; 2: also inputs and outputs, shortened; 3: the same in full",
     )
     return parser
 
@@ -127,13 +126,13 @@ def _url(text: str) -> str:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
     return int(text)
 
 
 def _level(text: str) -> int:
     if text not in ("0", "1", "2", "3"):
-        raise argparse.ArgumentTypeError(f"a whole number from 0 to 3 is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 3, not {text!r}")
     return int(text)
 
 

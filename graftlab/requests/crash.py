@@ -28,8 +28,8 @@ class CrashWatch:
     def __init__(self, last_act: Callable[[str], object], went_on: Callable[[], object]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise DumpError(
-                "signals can only be watched from the main thread: make the dumper there, or call its "
-                "dump_before_crash() from handlers of your own"
+                "signals can only be watched from the main thread: create the dumper there, or call its "
+                "dump_before_crash() from your own handlers"
             )
         self._last_act = last_act
         self._went_on = went_on

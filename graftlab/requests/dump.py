@@ -258,7 +258,7 @@ def _made(folder: Path | None) -> Path | None:
 
 def _checked(settings: DumpSettings, before: DumpSettings | None = None) -> DumpSettings:
     if settings.threshold < 1:
-        raise ValueError(f"threshold is the number of requests in a file, at least 1, not {settings.threshold}")
+        raise ValueError(f"threshold, the number of requests in a file, must be at least 1, not {settings.threshold}")
     folder = _path(settings.folder)
     # One that has vanished since is made again when there is something to write.
     if before is None or folder != before.folder:

@@ -38,7 +38,9 @@ def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = 
         for number, each in zip(numbers, request_ids, strict=True):
             named.setdefault(number, set()).add(each)
         shared = [sorted(ids) for ids in named.values() if len(ids) > 1]
-        raise RequestError(f"request ids {shared} share a number; rows could not be told apart: rename one of each")
+        raise RequestError(
+            f"request ids {shared} have the same number, so their rows cannot be told apart: rename one of each"
+        )
     if PADDING_ID in numbers:
         raise RequestError(
             f"the request id {request_ids[numbers.index(PADDING_ID)]!r} has the padding's number; rename it"

@@ -240,7 +240,7 @@ def _dtype_of_state(dtype: Any, state: tuple[Any, ...]) -> Any:
     if names is not None:
         formats = [fields[name][0] for name in names]
         if not all(_is_numpy_dtype(kind) and not kind.hasobject for kind in formats):
-            raise ValueError("fields that are no numbers")
+            raise ValueError("fields that are not numbers")
         offsets = [_expect(fields[name][1], int) for name in names]
         return numpy.dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
     if dtype.kind in "mM":
@@ -276,7 +276,7 @@ def _array(data: bytes | bytearray, dtype: Any, shape: tuple[int, ...], order: s
 
     _expect(data, bytes, bytearray)
     if not _is_numpy_dtype(dtype) or dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError("bytes, dtype and shape do not belong together")
+        raise ValueError("bytes, dtype and shape do not match")
     return numpy.ndarray(shape, dtype, bytearray(data), order="F" if order == "F" else "C")
 
 

@@ -96,13 +96,13 @@ def recognised(item: Sequence[Any]) -> RecordedRequest:
 
 def _named(request: Any, rid: str, known: str | None) -> Any:
     if known is not None:
-        raise ValueError(f"the request's own id is {known!r}, and the tuple says {rid!r}")
+        raise ValueError(f"the request's own id is {known!r}, but the tuple has {rid!r}")
     if isinstance(request, Mapping):
         return {**request, "rid": rid}
     if isinstance(request, Opaque) and isinstance(request.state, dict):
         request.state["rid"] = rid
         return request
-    raise ValueError(f"the tuple says the id {rid!r}, and a {type(request).__name__} has no room for it")
+    raise ValueError(f"the tuple has the id {rid!r}, and a {type(request).__name__} has no field for it")
 
 
 def _is_time(value: Any) -> bool:

@@ -74,7 +74,8 @@ class Request:
         """
         if unknown := fields.keys() - cls.__dataclass_fields__.keys():
             raise RequestError(
-                f"there is no field {_shown(min(unknown, key=str))}; there are {', '.join(cls.__dataclass_fields__)}"
+                f"there is no field {_shown(min(unknown, key=str))}; the fields are "
+                f"{', '.join(cls.__dataclass_fields__)}"
             )
         given = {name: value for name, value in fields.items() if value is not None}
         if ("text" in given) == ("input_ids" in given):

@@ -125,7 +125,7 @@ def _changes(body: bytes | str | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body, Mapping):
         raise ValueError(f"the body is a JSON object of settings, not {_shown(body)}")
     if unknown := [name for name in body if name not in _RULES]:
-        raise ValueError(f"there is no setting {_shown(unknown[0])}; there are {', '.join(_RULES)}")
+        raise ValueError(f"unknown setting {_shown(unknown[0])}; the settings are {', '.join(_RULES)}")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         expected, is_right = _RULES[name]
@@ -137,7 +137,7 @@ def _changes(body: bytes | str | Mapping[str, Any]) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"a name comes twice in {_shown([name for name, _ in pairs])}")
+        raise ValueError(f"a name occurs twice in {_shown([name for name, _ in pairs])}")
     return found
 
 
@@ -146,7 +146,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "log_requests": ("true or false", lambda value: isinstance(value, bool)),
     "log_requests_level": ("a whole number from 0 to 3", lambda value: type(value) is int and 0 <= value <= 3),
     "dump_requests_folder": ("the path of a folder", lambda value: isinstance(value, str) and "\0" not in value),
-    "dump_requests_threshold": ("a whole number from 1 on", lambda value: type(value) is int and value >= 1),
+    "dump_requests_threshold": ("a whole number of at least 1", lambda value: type(value) is int and value >= 1),
     "dump_requests_exclude_meta_keys": (
         "a list of names",
         lambda value: isinstance(value, list) and all(isinstance(key, str) for key in value),

@@ -67,9 +67,9 @@ class PickleReader:
                     operations[name](argument)
                 good = file.tell()
         except IndexError:
-            raise PickleReadError("it takes more than was put down", good, self) from None
+            raise PickleReadError("it pops more than was pushed", good, self) from None
         except KeyError as error:
-            raise PickleReadError(f"it refers to {error}, which was not there", good, self) from None
+            raise PickleReadError(f"it refers to {error}, which does not exist", good, self) from None
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
             raise PickleReadError(str(error), good, self) from None
         raise PickleReadError("it does not end", good, self)

@@ -222,7 +222,7 @@ class DumpWriter:
             try:
                 path = self._obey(order, notes)
             except BaseException as error:  # of recorded objects, which may raise what they like wherever they are used
-                notes.append((logging.ERROR, f"requests wait, as the writer failed: {type(error).__name__}"))
+                notes.append((logging.ERROR, f"requests are waiting because the writer failed: {type(error).__name__}"))
             if order is not None:
                 order.reply.put(Answer(not self._held, path, notes))
             if notes and (order is None or order.log_here):
@@ -341,7 +341,7 @@ class DumpWriter:
         self._journal.tidy(self._lowest, force=True, patience=1.0)
         if self._held:
             where = ", ".join(str(path) for path in self._journal.paths if path.exists())
-            fate = f"are in no file but the journal {where}" if where else "are lost: they could not be written"
+            fate = f"are only in the journal {where}" if where else "are lost: they could not be written"
             notes.append((logging.ERROR, f"{len(self._held)} recorded requests {fate}"))
 
     def _lowest(self) -> int | None:
@@ -375,7 +375,7 @@ class DumpWriter:
         refusals = self._refusals
         dropped: list[Dropped] = []
         if refusals:
-            dropped = [{"where": f"{refusals} requests", "reason": f"refused, as {self.limit} were waiting"}]
+            dropped = [{"where": f"{refusals} requests", "reason": f"refused, because {self.limit} were waiting"}]
         content = self._content([*again, *written], dropped, more)
         for folder in dict.fromkeys(folder for folder in folders if folder is not None):
             name = f"{prefix}{time.strftime('%Y-%m-%d_%H-%M-%S')}_{self._token}_{next(self._numbers):06d}.pkl"

@@ -508,7 +508,7 @@ def test_a_recorded_request_is_served_again_as_it_was() -> None:
         ({"text": "x", "bootstrap_room": "7"}, "bootstrap_room must be an int"),
         ({"text": "x", "stop_token_ids": [None]}, r"stop_token_ids\[0\] must be an int"),
         ({"text": "x", "rid": 5}, "a request id is a string"),
-        ({"text": "x", "temprature": 1}, "no field 'temprature'; there are rid, input_ids"),
+        ({"text": "x", "temprature": 1}, "no field 'temprature'; the fields are rid, input_ids"),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_by_field(fields: dict[str, Any], reason: str) -> None:
@@ -525,9 +525,9 @@ def test_what_can_never_be_served_is_refused_at_once() -> None:
     with pytest.raises(RequestError, match="21 tokens would be in the cache, which has room for 20"):
         engine.add(Request("a", (1, 2), 20))
     engine.add(Request("a", (1,), 20))
-    with pytest.raises(RequestError, match="the id 'a' is not over yet"):
+    with pytest.raises(RequestError, match="the id 'a' is still in progress"):
         engine.add(Request("a", (1,)))
-    with pytest.raises(RuntimeError, match="1 requests are not over"):
+    with pytest.raises(RuntimeError, match="1 requests are unfinished"):
         engine.generate([[1]])
     assert engine.live == ["a"]
 
@@ -565,7 +565,7 @@ def test_tokens_that_are_no_text_decode_to_the_replacement_character() -> None:
 def test_models_are_known_by_name() -> None:
     assert build_model("tiny", sliding_window=7).config.sliding_window == 7
     assert build_model("tiny", dtype="bfloat16").embedding.weight.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="no model 'huge'; there are tiny, small"):
+    with pytest.raises(ValueError, match="no model 'huge'; the models are tiny, small"):
         build_model("huge")
     with pytest.raises(ValueError, match="no dtype 'int8'"):
         build_model(dtype="int8")

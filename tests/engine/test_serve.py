@@ -436,7 +436,7 @@ def test_an_id_may_be_used_again_only_once_its_request_is_over(local: Callable[.
         first = pool.submit(ask, f"{server.url}/generate", body)
         assert server.gate.waiting.wait(DEADLINE)
         status, answer = ask(f"{server.url}/generate", body)
-        assert (status, "'same' is not over yet" in answer["error"]) == (409, True)
+        assert (status, "'same' is still in progress" in answer["error"]) == (409, True)
         server.gate.permits.release(2)
         assert first.result(DEADLINE)[0] == 200
     assert ask(f"{server.url}/generate", body)[0] == 200

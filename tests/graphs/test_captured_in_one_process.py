@@ -222,7 +222,7 @@ def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeyp
             gl.tap("a", x)
         return x + 1
 
-    with pytest.raises(gl.GraphError, match="ran past 1 taps this time"):
+    with pytest.raises(gl.GraphError, match="reached only 1 taps this time"):
         on(buffer, captured(fewer, buffer), 1.0, 2.0)
 
 

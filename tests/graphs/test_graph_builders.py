@@ -433,7 +433,7 @@ def test_dtypes_are_those_that_are_chosen(kind: str) -> None:
         registry.fill_from(
             SimpleNamespace(seq_lens=ones(1)), raw_bs=1, padded_bs=1, raw_num_tokens=1, padded_num_tokens=1
         )
-    with pytest.raises(GraphError, match=r"dtypes are given for \['lens'\], which are no slots here"):
+    with pytest.raises(GraphError, match=r"dtypes are given for \['lens'\], which are not slots here"):
         build(kind, dtypes={"lens": torch.int32})
 
 
@@ -500,7 +500,7 @@ def test_buffers_are_had_by_name_as_graphs_read_them() -> None:
     registry.enable_slot("rids_int")
     assert buffers.rids_int is buffer_of(registry, "rids_int")
     assert dir(buffers) == sorted(registry.slot_names())
-    with pytest.raises(AttributeError, match="there is no buffer 'lens'; there are"):
+    with pytest.raises(AttributeError, match="there is no buffer 'lens'; the buffers are"):
         _ = buffers.lens
     with pytest.raises(AttributeError, match="graphs read this one"):
         buffers.seq_lens = ones(2)

@@ -56,13 +56,13 @@ def test_what_registering_returns_is_the_slot_with_its_buffer() -> None:
 def test_a_second_slot_of_a_name_is_refused_and_the_first_stays() -> None:
     registry = registry_of(make())
     first = registry.get_slot("x")
-    with pytest.raises(GraphError, match="slot 'x': there is a slot of this name already"):
+    with pytest.raises(GraphError, match="slot 'x': a slot of this name already exists"):
         registry.register_slot(make())
     assert registry.get_slot("x") is first
 
 
 def test_a_slot_that_is_not_there_is_answered_with_those_that_are() -> None:
-    with pytest.raises(GraphError, match=r"no slot 'z'; there are \['a', 'b'\]"):
+    with pytest.raises(GraphError, match=r"no slot 'z'; the slots are \['a', 'b'\]"):
         registry_of(make("a"), make("b")).get_slot("z")
 
 
@@ -129,7 +129,7 @@ def test_a_slot_that_is_off_has_a_name_and_nothing_else() -> None:
     # As long as it is off, nobody minds what its field is.
     batch = fill(registry, 2, x="no tensor", y=ones(2))
     assert extract(registry, batch).x == "no tensor"
-    with pytest.raises(GraphError, match="slot 'x': there is a slot of this name already"):
+    with pytest.raises(GraphError, match="slot 'x': a slot of this name already exists"):
         registry.register_slot(make())
 
 

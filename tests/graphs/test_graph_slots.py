@@ -78,8 +78,8 @@ def test_a_value_that_the_dtype_holds_up_to_rounding_is_taken(value: float, dtyp
     ("options", "fault"),
     [
         ({"padding_policy": "zero"}, "padding_policy='zero'; it takes one of .*PaddingPolicy.KEEP_PAD"),
-        ({"axis": "none", "slice_fn": lambda buffer, n: buffer}, "slice_fn would never be asked"),
-        ({"copy_from_batch": False, "source_fn": lambda batch, ctx: None}, "source_fn would never be asked"),
+        ({"axis": "none", "slice_fn": lambda buffer, n: buffer}, "slice_fn would never be called"),
+        ({"copy_from_batch": False, "source_fn": lambda batch, ctx: None}, "source_fn would never be called"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options: dict[str, Any], fault: str) -> None:
@@ -365,7 +365,7 @@ def test_rows_are_those_of_tokens_where_both_axes_are_padded_alike(
 def test_what_a_registry_remembers_of_a_slot_cannot_be_changed_behind_its_back() -> None:
     slot = make(padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-1)
     registry_of(slot)
-    with pytest.raises(AttributeError, match="slot 'x': pad_value stays as it was made"):
+    with pytest.raises(AttributeError, match="slot 'x': pad_value cannot be changed once the slot exists"):
         slot.pad_value = 3
     assert slot.pad_value == -1
 

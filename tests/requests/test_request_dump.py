@@ -637,7 +637,7 @@ def test_waiting_requests_are_bounded_and_the_next_file_counts_the_refused(
     assert dumper.flush()
     assert rids(tmp_path / "dumps") == [str(index) for index in range(250)]
     dropped = [item for path in files(tmp_path / "dumps") for item in load_dump(path)["dropped"]]
-    assert dropped == [{"where": "50 requests", "reason": "refused, as 250 were waiting"}]
+    assert dropped == [{"where": "50 requests", "reason": "refused, because 250 were waiting"}]
     assert add(dumper, "again")
     dumper.close()
 
@@ -695,7 +695,7 @@ def test_what_only_the_journal_has_is_said(
     monkeypatch.setattr(writing, "write_whole", _full_disk)
     assert not dumper.close()
     (left,) = tmp_path.iterdir()
-    assert f"1 recorded requests are in no file but the journal {left}" in caplog.text
+    assert f"1 recorded requests are only in the journal {left}" in caplog.text
     assert [each.rid for each in load_dump(left)["requests"]] == ["a"]
 
 

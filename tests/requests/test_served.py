@@ -95,7 +95,10 @@ def test_a_prompt_is_text_or_tokens() -> None:
     for fields, said in (
         ({"text": 5}, "text must be a string, got 5"),
         ({"text": "\ud800"}, "the text cannot be written in UTF-8: surrogates not allowed"),
-        ({"text": "a", "zeta": 1, "beta": 2}, "there is no field 'beta'; there are rid, input_ids, max_new_tokens"),
+        (
+            {"text": "a", "zeta": 1, "beta": 2},
+            "there is no field 'beta'; the fields are rid, input_ids, max_new_tokens",
+        ),
     ):
         with pytest.raises(RequestError, match=said):
             Request.from_dict(fields, Letters())
