@@ -90,7 +90,7 @@ def test_each_callee_becomes_a_work_request_with_a_unique_file_name() -> None:
         ("text", None, "not str"),
         ({"x": 1}, None, "not dict"),
         ((), [1], r"kwargs= must be a dict of all arguments by name, not \[1\]"),
-        ((), {1: 2}, "kwargs= is a dict"),
+        ((), {1: 2}, "kwargs= must be a dict"),
     ],
     ids=repr,
 )
