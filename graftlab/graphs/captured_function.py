@@ -24,6 +24,7 @@ from torch import Tensor
 
 from graftlab.base.tags import TagItems, is_no_tag, plain
 from graftlab.base.tensor_bytes import copyable
+from graftlab.base.text import counted
 from graftlab.errors import GraphError
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
@@ -107,7 +108,7 @@ class CapturedFunction:
             with handled_by(self), _ambient(()):
                 outputs = function()
             if self._is_known and self._next < len(self.sites):
-                raise self._error(f"reached only {self._next} taps this time")
+                raise self._error(f"reached only {counted(self._next, 'tap')} this time")
             self._is_known = True
             self._runs += 1
             return outputs

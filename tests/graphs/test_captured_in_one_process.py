@@ -213,7 +213,7 @@ def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeyp
         on(buffer, named, 1.0, 2.0)
     lengths = iter((2, 1))
     shorter = captured(lambda x: gl.tap("a", x[: next(lengths)]), buffer)
-    with pytest.raises(gl.GraphError, match=r"another value at tap 'a' this time: a tensor of shape \[1\]"):
+    with pytest.raises(gl.GraphError, match=r"different value at tap 'a' this time: a tensor of shape \[1\]"):
         on(buffer, shorter, 1.0, 2.0)
     counts = iter((2, 1))
 
@@ -222,7 +222,7 @@ def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeyp
             gl.tap("a", x)
         return x + 1
 
-    with pytest.raises(gl.GraphError, match="reached only 1 taps this time"):
+    with pytest.raises(gl.GraphError, match="reached only 1 tap this time"):
         on(buffer, captured(fewer, buffer), 1.0, 2.0)
 
 

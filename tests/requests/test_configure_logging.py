@@ -351,8 +351,8 @@ def test_the_help_says_that_a_missing_level_stays(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "3 all of it; unchanged unless given" in text
-    assert "http://127.0.0.1:30000 unless given" in text
+    assert "Settings that are not given stay unchanged" in text
+    assert "(default: http://127.0.0.1:30000)" in text
 
 
 def test_null_means_unchanged(tmp_path: Path) -> None:
