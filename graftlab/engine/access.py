@@ -56,10 +56,10 @@ class ListeningSocket(socket.socket):
         if now - self._said >= _QUIET:
             self._said = now
             logger.warning(
-                "too many connections: this process has no file descriptors left, so new connections are closed"
+                "too many connections: this process has no file descriptors left, so it closes new connections"
             )
         # The caller treats this as no connection.
-        raise BlockingIOError(errno.EAGAIN, "closed the connection of a client")
+        raise BlockingIOError(errno.EAGAIN, "closed a client's connection")
 
     def close(self) -> None:
         if self.fileno() >= 0:

@@ -119,8 +119,7 @@ class Engine:
         if asked > self.cache.max_context:
             raise RequestError(
                 f"{len(request.input_ids)} prompt tokens and max_new_tokens={request.max_new_tokens} are {asked} "
-                f"tokens, more than a request may have ({self.cache.max_context}); shorten the prompt "
-                "or lower max_new_tokens"
+                f"tokens, more than a request may have ({self.cache.max_context}); shorten the prompt or ask for less"
             )
         if (needed := self._scheduler.tokens_needed(request)) > self.cache.max_tokens:
             raise RequestError(f"{needed} tokens would be in the cache, which has room for {self.cache.max_tokens}")
@@ -128,12 +127,12 @@ class Engine:
     def add(self, request: Request) -> None:
         """Put a request into the queue.
 
-        Raises :class:`RequestError` if it can never be served, or if its id is in use.
+        Raises :class:`RequestError` where it can never be served, or another of its id is not over yet.
         """
         self.check(request)
         if request.rid in self._live:
             raise RequestError(
-                f"a request with the id {request.rid!r} is still in progress; ids of unfinished requests must be unique"
+                f"a request with the id {request.rid!r} is not over yet; ids of live requests must be unique"
             )
         live = LiveRequest(request, created=time.time(), arrived=time.monotonic())
         self._live[request.rid] = live
@@ -210,7 +209,7 @@ class Engine:
         """
         if self._live:
             raise RuntimeError(
-                f"generate() needs the engine to itself, and {len(self._live)} requests are unfinished; "
+                f"generate() needs the engine for itself, and {len(self._live)} requests are still live; "
                 "finish them with step(), or abort() them"
             )
         requests = [self._request(prompt, max_new_tokens, options) for prompt in prompts]

@@ -20,7 +20,7 @@ class EngineStoppedError(RuntimeError):
 
 
 class DuplicateRequestError(RequestError):
-    """A request with this id is still in progress."""
+    """A request of this id is not over yet."""
 
 
 class EngineThread:
@@ -52,21 +52,19 @@ class EngineThread:
         return len(self._futures)
 
     def submit(self, request: Request) -> Future[FinishedRequest]:
-        """Queue a request and return its future, which cannot be cancelled; see :meth:`abort`.
+        """What will come of the request; its future cannot be cancelled, see :meth:`abort`.
 
-        Raises :class:`RequestError` if it can never be served, :class:`DuplicateRequestError` if its id is in use,
-        and :class:`EngineStoppedError`.
+        Raises :class:`RequestError` where it can never be served, :class:`DuplicateRequestError` where one of its id is
+        not over yet, and :class:`EngineStoppedError`.
         """
         self._engine.check(request)
         future: Future[FinishedRequest] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
             if self._stopped:
-                raise EngineStoppedError("the engine has stopped, and refuses requests")
+                raise EngineStoppedError("the engine has stopped and refuses requests")
             if request.rid in self._futures:
-                raise DuplicateRequestError(
-                    f"a request with the id {request.rid!r} is still in progress; use another id"
-                )
+                raise DuplicateRequestError(f"a request with the id {request.rid!r} is not over yet; use another id")
             self._futures[request.rid] = future
             self._orders.put(lambda: self._engine.add(request))
         return future

@@ -75,7 +75,7 @@ class NotFound(Handler):
     async def prepare(self) -> None:
         await super().prepare()
         if not self._finished:
-            await self.answer(404, {"error": f"the only paths are {', '.join(path for path, _ in ROUTES)}"})
+            await self.answer(404, {"error": f"the paths of this server are {', '.join(path for path, _ in ROUTES)}"})
 
 
 class Generate(Handler):
@@ -88,7 +88,7 @@ class Generate(Handler):
         try:
             request = Request.from_dict(_json_object(self.request.body), self.server.tokenizer)
             if self.server.draining or self.server.engine.live >= self.server.max_live:
-                why = "the server is shutting down" if self.server.draining else "too many requests are waiting"
+                why = "the server is ending" if self.server.draining else "too many requests wait"
                 return await self.answer(503, {"error": f"{why}; try again later"})
             self._rid, self._future = request.rid, self.server.submit(request)
         except DuplicateRequestError as error:

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     token = options.token or os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        parser.error("a token is sent in an HTTP header: use printable ASCII without spaces")
+        parser.error("a token is sent in an HTTP header; use printable ASCII without spaces")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("tornado.access").setLevel(logging.ERROR)  # what is logged of requests is the settings' matter
     if token is not None:
@@ -132,40 +132,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     where = parser.add_argument_group("where")
     where.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    where.add_argument("--port", type=int, default=30000, help="0 chooses a free port and prints it")
-    where.add_argument("--token", help=f"bearer token that clients must send; better set as {TOKEN_VARIABLE}")
-    where.add_argument(
-        "--no-token", action="store_true", help="serve every client; otherwise a token is made and printed"
-    )
+    where.add_argument("--port", type=int, default=30000, help="0 takes a free port and prints it")
+    where.add_argument("--token", help=f"bearer token that clients must send; better given as {TOKEN_VARIABLE}")
+    where.add_argument("--no-token", action="store_true", help="serve every client; else a token is made and printed")
     model = parser.add_argument_group("model")
-    model.add_argument("--model", choices=PRESETS, default="tiny", help="the model, with random weights")
-    model.add_argument("--seed", type=int, default=0, help="seed of the weights")
-    model.add_argument(
-        "--sliding-window", type=_count, metavar="N", help="tokens that each token attends to, itself included"
-    )
-    model.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of weights and cache")
+    model.add_argument("--model", choices=PRESETS, default="tiny", help="its weights are random")
+    model.add_argument("--seed", type=int, default=0, help="of the weights")
+    model.add_argument("--sliding-window", type=_count, metavar="N", help="tokens that attention looks back over")
+    model.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
     model.add_argument("--device", default="cpu", help="such as cuda:0")
-    model.add_argument(
-        "--threads", type=_count, metavar="N", help="torch's threads on the CPU; None for its own choice"
-    )
+    model.add_argument("--threads", type=_count, metavar="N", help="torch's CPU threads; None for torch's default")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--max-requests", type=_count, default=8, metavar="N", help="requests in the cache at once")
+    engine.add_argument("--max-requests", type=_count, default=8, metavar="N", help="requests in the cache at a time")
     engine.add_argument("--max-tokens", type=_count, default=4096, metavar="N", help="tokens in the cache")
-    engine.add_argument(
-        "--max-prefill-tokens", type=_count, default=512, metavar="N", help="prompt tokens per forward pass"
-    )
-    engine.add_argument("--max-live", type=_count, default=1000, metavar="N", help="requests waiting or running")
+    engine.add_argument("--max-prefill-tokens", type=_count, default=512, metavar="N", help="prompt tokens a forward")
+    engine.add_argument("--max-live", type=_count, default=1000, metavar="N", help="requests that wait or run")
     engine.add_argument("--request-ids", action="store_true", help="put the requests' identities into batches")
-    engine.add_argument(
-        "--drain-seconds", type=float, default=10.0, metavar="S", help="time for unfinished requests at shutdown"
-    )
+    engine.add_argument("--drain-seconds", type=float, default=10.0, metavar="S", help="for live requests, at the end")
     record = parser.add_argument_group("recording", "changed later by python -m graftlab.requests.configure_logging")
-    record.add_argument("--dump-requests-folder", metavar="D", help="folder for recorded requests")
-    record.add_argument("--dump-requests-threshold", type=_count, default=1000, metavar="N", help="requests per file")
-    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders only below this one")
-    record.add_argument("--crash-dump-folder", metavar="D", help="folder for the requests of a crash")
+    record.add_argument("--dump-requests-folder", metavar="D", help="where requests are dumped")
+    record.add_argument("--dump-requests-threshold", type=_count, default=1000, metavar="N", help="requests in a file")
+    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders below this one alone")
+    record.add_argument("--crash-dump-folder", metavar="D", help="where a crash writes its requests")
     record.add_argument("--log-requests", action="store_true", help="log each request")
-    record.add_argument("--log-requests-level", type=int, choices=range(4), default=0, help="detail of these logs")
+    record.add_argument("--log-requests-level", type=int, choices=range(4), default=0, help="how much of it")
     return parser
 
 

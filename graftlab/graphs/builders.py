@@ -54,7 +54,7 @@ def build_decode_registry(
     Raises :class:`GraphError` for a buffer to adopt that is too small, on another device or of no integers.
     """
     if num_tokens_per_bs < 1:
-        raise GraphError(f"num_tokens_per_bs={num_tokens_per_bs}; each request has at least one token")
+        raise GraphError(f"num_tokens_per_bs={num_tokens_per_bs}; each request needs at least one token")
     largest = max_bs * num_tokens_per_bs if max_num_tokens is None else max_num_tokens
     registry = CudaGraphBufferRegistry(device, max_bs, largest, share_pool)
     encoder_len = encoder_len_fill_value if is_encoder_decoder else None

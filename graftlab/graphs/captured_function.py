@@ -24,7 +24,6 @@ from torch import Tensor
 
 from graftlab.base.tags import TagItems, is_no_tag, plain
 from graftlab.base.tensor_bytes import copyable
-from graftlab.base.text import counted
 from graftlab.errors import GraphError
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
@@ -108,7 +107,7 @@ class CapturedFunction:
             with handled_by(self), _ambient(()):
                 outputs = function()
             if self._is_known and self._next < len(self.sites):
-                raise self._error(f"reached only {counted(self._next, 'tap')} this time")
+                raise self._error(f"ran past {self._next} taps this time")
             self._is_known = True
             self._runs += 1
             return outputs
@@ -251,7 +250,7 @@ class CapturedFunction:
     def replay(self, prepare: Callable[[], object], ctx: FillContext) -> tuple[Outputs, int]:
         """The outputs, and how many replays it took. `prepare` is called before each; `ctx` has the batch's sizes."""
         graph, grafter = self._graph, active.grafter()
-        assert graph is not None, "captured before it is replayed"
+        assert graph is not None, "a function must be captured before it is replayed"
         self._outer = taps.ambient.get()
         self._ctx = ctx
 
@@ -344,7 +343,7 @@ class CapturedFunction:
 
 def _grafter() -> Grafter:
     grafter = active.grafter()
-    assert grafter is not None, "taps come here only inside of a session"
+    assert grafter is not None, "taps arrive here only inside a session"
     return grafter
 
 

@@ -90,7 +90,7 @@ class CudaGraphBufferRegistry:
         shape, dtype and device, and for a shape that has no room for the registry's largest sizes.
         """
         if slot.name in self._slots:
-            raise slot.error("a slot of this name already exists")
+            raise slot.error("there is a slot of this name already")
         if slot.is_registered:
             slot = dataclasses.replace(slot, buffer=None)
         if slot.enabled:
@@ -356,7 +356,7 @@ def _kind(source: object) -> object:
 
 def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContext) -> None:
     if not isinstance(source, Tensor):
-        raise slot.error(f"got {type(source).__name__} from the batch; allowed is a tensor, or None")
+        raise slot.error(f"got {type(source).__name__} from the batch; it must be a tensor or None")
     if source.shape != head.shape:
         assert slot.buffer is not None
         size = {"bs": f" with raw_bs={ctx.raw_bs}", "tokens": f" with raw_num_tokens={ctx.raw_num_tokens}", "none": ""}
@@ -366,8 +366,8 @@ def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContex
         )
     if not is_lossless(source.dtype, slot.dtype):
         raise slot.error(
-            f"got a source of {source.dtype}, which would lose data as {slot.dtype}; allowed is what fits into it "
-            "whatever the numbers are. Where they do fit, convert them in a source_fn"
+            f"got a source of {source.dtype}, which would lose data as {slot.dtype}; it must hold every "
+            "value without loss. If the values do fit, convert them in a source_fn"
         )
 
 
@@ -403,9 +403,7 @@ class ForwardInputBuffers:
         return registry.get_slot(name).buffer
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(
-            f"buffer {name!r} cannot be replaced by another tensor, because graphs read this one. Copy into it"
-        )
+        raise AttributeError(f"buffer {name!r} cannot be another tensor: graphs read this one. Write into it")
 
     def __dir__(self) -> list[str]:
         return self._registry.slot_names()  # type: ignore[union-attr, no-any-return]

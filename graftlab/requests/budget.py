@@ -1,7 +1,7 @@
-"""What reading one file may cost, so that no small file takes the memory or the time of a large one.
+"""Limits on reading one file, so that no small file takes the memory or the time of a large one.
 
-Almost all that a pickle makes takes a byte of it. What does not: to put the same large thing in many places, keys whose
-comparison or hash is slow, what is packed, and tensors that show one number many times.
+Almost every object of a pickle takes at least a byte of the file. The exceptions: one large object in many places, keys
+that are slow to compare or hash, compressed data, and tensors that show one number many times.
 """
 
 from __future__ import annotations
@@ -40,25 +40,21 @@ class Budget:
         self._objects += 1
         if self._objects % _STEP == 0:
             if self._objects > _OBJECTS:
-                raise BudgetExceeded(f"more than {_OBJECTS:,} objects, the budget for a file")
+                raise BudgetExceeded(f"more than {_OBJECTS:,} objects, which is the budget of a file")
             self.check_time()
 
     def check_time(self) -> None:
         if time.monotonic() > self._end:
-            raise BudgetExceeded(
-                f"reading it takes more than {self._seconds:.0f} s, the time budget for a file of its size"
-            )
+            raise BudgetExceeded(f"reading it takes more than {self._seconds:.0f} s, the time budget of its size")
 
     def take(self, size: int) -> None:
         """Count bytes that are about to be allocated."""
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise BudgetExceeded(
-                f"it would take more than {self._bytes:,} bytes, the memory budget for a file of its size"
-            )
+            raise BudgetExceeded(f"it expands to more than {self._bytes:,} bytes, the memory budget of its size")
 
     def take_copies(self, values: Iterable[Any]) -> None:
-        """What is made of these values copies them, and what is right in them."""
+        """Count copies of these values and of the text and bytes directly in them."""
         for value in values:
             if isinstance(value, (str, bytes, bytearray)):
                 self.take(len(value))
@@ -68,15 +64,15 @@ class Budget:
                 self.take(sum(len(part) for part in parts if isinstance(part, (str, bytes, bytearray))))
 
     def pieces(self, items: list[T]) -> Iterator[list[T]]:
-        """A few at a time, and the time is looked at between: equal hashes make the insertion of each key slower."""
+        """Yield a few items at a time and check the time in between: equal hashes slow each insertion down."""
         for start in range(0, len(items), _STEP):
             self.check_time()
             yield items[start : start + _STEP]
 
     def require_light(self, keys: Iterable[Any]) -> None:
-        """Keys whose hash takes long are refused.
+        """Refuse keys that are slow to hash.
 
-        A hash looks into the tuples of a tuple each time anew, and however often one and the same is in them.
+        Hashing a tuple hashes each tuple in it again, as often as it occurs.
         """
         for key in keys:
             if type(key) is tuple:

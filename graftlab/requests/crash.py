@@ -1,4 +1,4 @@
-"""The moments before a process ends by a signal or an uncaught exception: what is still to be done is done then."""
+"""A last action before a signal or an uncaught exception ends the process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CrashWatch:
     def __init__(self, last_act: Callable[[str], object], went_on: Callable[[], object]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise DumpError(
-                "signals can only be watched from the main thread: create the dumper there, or call its "
+                "signals can only be watched from the main thread: make the dumper there, or call its "
                 "dump_before_crash() from your own handlers"
             )
         self._last_act = last_act

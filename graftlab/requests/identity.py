@@ -1,4 +1,4 @@
-"""Which request is which, as int64 tensors: strings go neither onto a device nor through a captured graph."""
+"""Request ids and bootstrap rooms as int64 tensors: a device and a captured graph take no strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_ROOM = -1
 """In place of a bootstrap room, for a request that has none."""
 
 IDENTITIES = ("rids_int", "bootstrap_room_ids_int")
-"""What batches call the tensors that are made here."""
+"""The names of these tensors in batches."""
 
 _INT64 = torch.iinfo(torch.int64)
 
@@ -26,7 +26,7 @@ def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = 
 
     A request that is sampled several times has as many rows, which their order distinguishes.
 
-    Raises :class:`RequestError` for two ids that share a number (one in 2**64), and for one that has the padding's.
+    Raises :class:`RequestError` for two ids that share a number (one in 2**64), and for an id with the padding's.
 
     >>> from graftlab.requests import request_ids_tensor
     >>> request_ids_tensor(["req-0", "req-1"]).shape
@@ -38,9 +38,7 @@ def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = 
         for number, each in zip(numbers, request_ids, strict=True):
             named.setdefault(number, set()).add(each)
         shared = [sorted(ids) for ids in named.values() if len(ids) > 1]
-        raise RequestError(
-            f"request ids {shared} have the same number, so their rows cannot be told apart: rename one of each"
-        )
+        raise RequestError(f"request ids {shared} share a number; rows could not be told apart: rename one of each")
     if PADDING_ID in numbers:
         raise RequestError(
             f"the request id {request_ids[numbers.index(PADDING_ID)]!r} has the padding's number; rename it"

@@ -68,7 +68,7 @@ def test_a_request_may_be_in_a_batch_several_times() -> None:
 
 def test_two_ids_of_one_number_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftlab.requests.identity.request_id_to_int", len)
-    with pytest.raises(RequestError, match=r"request ids \[\['b', 'c'\]\] have the same number"):
+    with pytest.raises(RequestError, match=r"request ids \[\['b', 'c'\]\] share a number"):
         request_ids_tensor(["b", "aa", "c", "b"])
 
 

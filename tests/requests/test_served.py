@@ -69,7 +69,7 @@ def test_the_least_and_the_largest_values_are_taken(field: str, good: Any) -> No
         ("seed", "x" * 58, f"seed must be an int, got '{'x' * 58}'"),
     ],
 )
-def test_a_value_that_cannot_be_is_named_with_its_field(field: str, bad: Any, said: str) -> None:
+def test_an_impossible_value_is_named_with_its_field(field: str, bad: Any, said: str) -> None:
     with pytest.raises(RequestError) as refused:
         request(**{field: bad})
     assert str(refused.value) == said

@@ -74,21 +74,20 @@ class DraftGraphRunner(GraphRunner):
     ) -> None:
         if draft.config.vocab_size != model.config.vocab_size:
             raise GraphError(
-                f"the draft has a vocabulary of {draft.config.vocab_size} tokens, and the model one of "
-                f"{model.config.vocab_size}; a guess would mean a different token to each"
+                f"the draft has a vocabulary of {draft.config.vocab_size} tokens, and the model has "
+                f"{model.config.vocab_size}; a guess would be another token to each"
             )
         if isinstance(draft, CrossAttentionTransformer):
             raise GraphError(
-                "the draft has cross-attention, but its cache gets no encoder states; use a draft model "
-                "without it, or a DecodeGraphRunner"
+                "the draft has cross-attention, but its cache gets no encoder states; use a draft without, "
+                "or a DecodeGraphRunner"
             )
         if isinstance(draft, MultimodalTransformer) and not isinstance(model, MultimodalTransformer):
             raise GraphError(
-                "the draft has multimodal rotary positions, and batches of this model carry none; use a "
-                "draft model without them"
+                "the draft has multimodal rotary positions, and batches of this model carry none; take a draft without"
             )
         if ahead < 1:
-            raise GraphError(f"ahead={ahead}; guess at least one token ahead, or use a DecodeGraphRunner")
+            raise GraphError(f"ahead={ahead}; guess at least one token ahead, or take a DecodeGraphRunner")
         depth, most = ahead + 1, cache.max_requests
         registry = build_decode_registry(
             cache.table.device, most, share_pool=True, padding_slot=PADDING_SLOT, num_tokens_per_bs=depth
