@@ -501,9 +501,11 @@ def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
     if not left:
         return []
     if not shown:
-        return ["exact=, which shows none of the baseline's taps: the floor is the same as without it."]
+        return ["exact=, which reaches none of the baseline's taps: the floor is the same as without it."]
     more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-    return [f"{', '.join(left[:4])}{more} of exact=, which does not show them; their floor is as without it."]
+    return [
+        f"{', '.join(left[:4])}{more} with exact=, which does not reach them; their floor is the same as without it."
+    ]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:

@@ -480,9 +480,9 @@ def test_a_twin_with_other_taps_is_reported_as_useless(session: gl.Session) -> N
         gl.tap("input", torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double())
 
     partly = session.verdict(chain, chain, args=("",), exact=of_the_first, explain=False).text
-    assert partly.startswith("Not checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
+    assert partly.startswith("Not checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more with exact=, ")
     other = session.verdict(chain, chain, args=("",), exact=untapped_with, explain=False).text
-    assert other.startswith("Not checked: exact=, which shows none of the baseline's taps")
+    assert other.startswith("Not checked: exact=, which reaches none of the baseline's taps")
 
 
 def untapped_with(fault: str) -> None:
@@ -531,7 +531,7 @@ def test_renamed_taps_are_one_group(session: gl.Session) -> None:
 )
 def test_invalid_options_are_refused(session: gl.Session, options: dict[str, Any]) -> None:
     runs = len(session.runs)
-    with pytest.raises(SessionError, match=r"verdict: |is not Python, so nothing was run"):
+    with pytest.raises(SessionError, match=r"verdict: |is not valid Python, so nothing was run"):
         session.verdict(chain, chain, **options)
     assert len(session.runs) == runs
 
