@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -34,6 +35,7 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
     said += [odd for odd in odd_layouts(sure, [*baseline]) if odd.partition(" ")[0] not in misplaced]
     said += _odd_transpositions(sure, baseline)
     said += _odd_biases(sure)
+    said += _odd_heads(sure)
     said += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in misplaced]
     for pair in pairs:
         said += _changed_values(pair, baseline, target)
@@ -180,6 +182,39 @@ def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
                 f"layout {weight.layout.text!r}"
             )
     return said
+
+
+def _odd_heads(pairs: Sequence[Pair]) -> list[str]:
+    """A q and a k whose rows are reordered within heads of different sizes: one attention has one size of head."""
+    modules: dict[tuple[str, str], dict[str, tuple[Pair, int]]] = defaultdict(dict)
+    for pair in pairs:
+        role, size = role_of(pair.target, "attention"), _head_size(pair)
+        if role is not None and size is not None:
+            modules[module_of(module_of(pair.target)), last_role(pair.target) or ""][role[1]] = pair, size
+    said = []
+    for roles in modules.values():
+        if "q" in roles and "k" in roles and roles["q"][1] != roles["k"][1]:
+            (q, wide), (k, narrow) = roles["q"], roles["k"]
+            said.append(
+                f"{k.target} is {k.baseline} reordered in heads of {narrow} rows, and {q.target} is {q.baseline} "
+                f"reordered in heads of {wide}: one attention has heads of one size"
+            )
+    return said
+
+
+def _head_size(pair: Pair) -> int | None:
+    """The number of rows in each head, where a layout only reorders the rows within heads; else None."""
+    steps = pair.layout.steps
+    if len(steps) != 1 or not isinstance(steps[0], Rearrange):
+        return None
+    found = re.match(r"\((\w) (\w) (\w)\)(.*) -> \((\w) (\w) (\w)\)(.*)", steps[0].pattern)
+    if found is None or found.group(4) != found.group(8):
+        return None
+    heads, one, other = found.group(1, 2, 3)
+    sizes = dict(steps[0].sizes)
+    if found.group(5, 6, 7) != (heads, other, one) or one not in sizes or other not in sizes:
+        return None
+    return sizes[one] * sizes[other]
 
 
 def _columns(layout: Layout) -> bool:

@@ -335,3 +335,21 @@ def test_a_correct_fused_gate_and_up_is_clean_whatever_its_name(fused: str) -> N
     }
     match = gl.match_weights(baseline, target)
     assert match.clean, match.problems
+
+
+def test_q_and_k_are_reordered_in_heads_of_one_size() -> None:
+    torch.manual_seed(0)
+    baseline = {f"h.{n}.{role}_proj.weight": torch.randn(rows, 24) for n in range(2) for role, rows in ROWS.items()}
+
+    def reordered(weight: torch.Tensor, head: int) -> torch.Tensor:
+        return weight.reshape(-1, 2, head // 2, 24).transpose(1, 2).reshape(-1, 24)
+
+    right = {name: reordered(value, 16) if "v_" not in name else value for name, value in baseline.items()}
+    assert gl.match_weights(baseline, right).clean
+    wrong = {name: reordered(value, 8) if "k_" in name else right[name] for name, value in baseline.items()}
+    match = gl.match_weights(baseline, wrong)
+    assert len(match.problems) == 2
+    assert match.problems[0].startswith("h.0.k_proj.weight is h.0.k_proj.weight reordered in heads of 8 rows, and")
+
+
+ROWS = {"q": 64, "k": 32, "v": 32}
