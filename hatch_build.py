@@ -275,7 +275,6 @@ def compile_kernel(sources: Path, library: Path, compiler: Compiler, made: str, 
         }
         parts["kernel"] = [str(sources / "kernel.c"), f'-DMADE="{made}"']
         parts["threads"] = [str(sources / "threads.c")]
-        parts["lines"] = [str(sources / "lines.c")]
 
         def compile_part(part: str) -> None:
             compiler.run([*options, *parts[part], "-c", "-o", f"{part}.o"], folder)

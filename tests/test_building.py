@@ -40,7 +40,7 @@ esac
 
 
 @pytest.mark.ranks
-def test_a_build_without_npm_warns_in_one_line_and_goes_on(project: Project) -> None:
+def test_a_build_without_npm_warns_in_one_line_and_continues(project: Project) -> None:
     (warning,) = project.build()
     assert "npm was not found" in warning
     assert "python hatch_build.py" in warning
@@ -50,7 +50,7 @@ def test_a_build_without_npm_warns_in_one_line_and_goes_on(project: Project) -> 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", ["ci", "run"])
-def test_a_build_with_a_failing_npm_warns_with_what_npm_said_and_goes_on(project: Project, command: str) -> None:
+def test_a_build_warns_with_a_failing_npms_output_and_continues(project: Project, command: str) -> None:
     project.program("npm", f'[ "$1" = {command} ] && echo "npm error ENETUNREACH" >&2 && exit 7; exit 0')
     project.bundle.parent.mkdir()
     project.bundle.write_text("/* made from other sources */")
@@ -62,7 +62,7 @@ def test_a_build_with_a_failing_npm_warns_with_what_npm_said_and_goes_on(project
 
 
 @pytest.mark.ranks
-def test_a_build_whose_npm_cannot_be_started_or_makes_nothing_goes_on(project: Project) -> None:
+def test_a_build_with_an_unusable_npm_continues(project: Project) -> None:
     project.program("npm", "exit 0")
     (warning,) = project.build()
     assert "made no bundle" in warning
@@ -72,7 +72,7 @@ def test_a_build_whose_npm_cannot_be_started_or_makes_nothing_goes_on(project: P
 
 
 @pytest.mark.ranks
-def test_a_build_that_cannot_write_goes_on(project: Project) -> None:
+def test_a_build_that_cannot_write_continues(project: Project) -> None:
     project.program("npm", GOOD_NPM)
     project.bundle.parent.write_text("a file where the folder should be")
     (warning,) = project.build()
@@ -183,7 +183,7 @@ def kernel_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 @pytest.mark.ranks
 @needs_a_level
-def test_without_a_compiler_the_build_asks_for_one_and_goes_on_where_it_gets_none(kernel_project: Project) -> None:
+def test_a_build_without_a_compiler_asks_for_one_and_continues(kernel_project: Project) -> None:
     assert kernel_project.asked_for() == [hook.ZIG]
     (warning,) = kernel_project.build()
     assert "no C compiler was found" in warning
@@ -226,7 +226,7 @@ def test_the_compiler_can_be_named(kernel_project: Project, monkeypatch: pytest.
 
 @pytest.mark.ranks
 @needs_a_level
-def test_a_build_with_a_failing_compiler_warns_with_what_it_said_and_goes_on(kernel_project: Project) -> None:
+def test_a_build_warns_with_a_failing_compilers_output_and_continues(kernel_project: Project) -> None:
     kernel_project.program(
         "cc", 'case "$*" in *LEVEL*) echo "loops.c: error: no such level" >&2; exit 1;; esac' + GOOD_CC
     )
@@ -249,7 +249,7 @@ def test_the_variable_leaves_the_kernel_as_it_is(kernel_project: Project, monkey
 
 @pytest.mark.ranks
 @needs_a_level
-def test_the_kernel_is_made_again_only_when_its_sources_or_the_processor_have_changed(
+def test_the_kernel_is_rebuilt_only_for_new_sources_or_processors(
     kernel_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel_project.program("cc", GOOD_CC)
@@ -327,7 +327,7 @@ def test_a_package_without_the_kernel_is_for_any_platform(
 
 @pytest.mark.ranks
 @needs_a_level
-def test_the_command_makes_what_it_is_told_to(kernel_project: Project) -> None:
+def test_the_command_makes_what_its_arguments_name(kernel_project: Project) -> None:
     kernel_project.program("cc", GOOD_CC)
     done = kernel_project.command("kernel")
     assert done.returncode == 0

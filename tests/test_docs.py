@@ -95,7 +95,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.ranks
-def test_commands_of_the_pages_are_there() -> None:
+def test_commands_of_the_pages_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     pyproject = (ROOT / "pyproject.toml").read_text()
     helps: dict[str, str] = {}
@@ -181,7 +181,7 @@ def test_the_picture_of_the_layout_has_every_room_in_the_order_of_imports() -> N
     assert set(drawn) == rooms()
 
 
-def test_files_that_pages_name_are_there() -> None:
+def test_files_that_pages_name_exist() -> None:
     wrong = []
     for page in PAGES:
         for name in set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|ipynb|md))`", page.read_text(encoding="utf-8"))):
@@ -211,7 +211,7 @@ def promises() -> dict[str, list[tuple[str, list[str]]]]:
     return {link: [(promise, re.findall(r"`(.+?)`", tests)) for promise, tests in each] for link, each in rows.items()}
 
 
-def test_every_promise_stands_on_its_page_and_its_test_is_there() -> None:
+def test_every_promise_is_on_its_page_and_its_test_exists() -> None:
     def words(text: str) -> str:
         return " ".join(text.split())
 

@@ -140,7 +140,7 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
-def test_cuda_graphs_finds_the_stale_tail_of_a_static_buffer_and_its_graft_repairs_the_tokens(tmp_path: Path) -> None:
+def test_cuda_graphs_finds_a_stale_buffer_tail_and_repairs_the_tokens(tmp_path: Path) -> None:
     outputs = execute("cuda_graphs.ipynb", tmp_path)
     text = texts(outputs)
     assert not any(output.output_type == "error" for output in outputs)

@@ -77,7 +77,7 @@ def test_all_lists_exactly_the_public_names() -> None:
     assert set(gl.__all__) >= PROMISED
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in gl.__all__:
         assert getattr(gl, name) is not None, name
     with pytest.raises(AttributeError, match="no_such_name"):
@@ -182,7 +182,7 @@ def test_make_help_lists_every_target() -> None:
 
 
 @pytest.mark.ranks
-def test_make_says_so_when_there_is_no_python(tmp_path: Path) -> None:
+def test_make_reports_a_missing_python(tmp_path: Path) -> None:
     refused = make(f"VENV={tmp_path}/venv", "PYTHON=", "demo")
     assert refused.returncode != 0
     assert "Python 3.10 or newer" in refused.stderr
@@ -190,7 +190,7 @@ def test_make_says_so_when_there_is_no_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_make_says_so_when_python_is_too_old(tmp_path: Path) -> None:
+def test_make_reports_a_python_that_is_too_old(tmp_path: Path) -> None:
     old = tmp_path / "python3.9"
     old.write_text(
         "#!/bin/sh\n"
@@ -260,7 +260,7 @@ def test_a_nan_is_no_agreement() -> None:
     assert "1 of 2 rows above the noise floor; tap1 differs by inf." in text
 
 
-def test_rows_of_no_run_are_an_error_that_says_so() -> None:
+def test_rows_without_a_run_are_a_clear_error() -> None:
     with pytest.raises(RunError, match="the notebook's runs left no rows"):
         demo.report(rows())
 
@@ -292,7 +292,7 @@ def test_the_demo_names_the_missing_package_and_the_command_that_brings_it(
 
 
 @pytest.mark.ranks
-def test_a_notebook_that_fails_is_kept_as_far_as_it_got(tmp_path: Path) -> None:
+def test_a_failing_notebook_is_kept_with_its_outputs_so_far(tmp_path: Path) -> None:
     broken = tmp_path / "broken.ipynb"
     notebooks.write(broken, "21 * 2", "1 / 0")
     with pytest.raises(RunError, match="ZeroDivisionError"):

@@ -73,7 +73,7 @@ def test_every_name_of_the_package_is_documented_below_it() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_public_modules_names_are_there_and_on_its_page(module: str) -> None:
+def test_a_public_modules_names_exist_and_are_on_its_page(module: str) -> None:
     found = importlib.import_module(module)
     assert len(found.__all__) == len(set(found.__all__))
     text = (API / MODULES[module]).read_text(encoding="utf-8")

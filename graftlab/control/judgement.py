@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pandas as pd
 import torch
 
-from graftlab.base.tap_groups import filter_of, group_of, kind_of, place_in_blame
+from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
@@ -328,7 +328,17 @@ class Judgement:
         if changed:
             # The swaps were measured against a baseline that has changed.
             return {}, [_changed(changed)]
-        return causes, _not_measured(named, causes, swaps.not_swapped)
+        alone = self._without_dependents(causes)
+        causes = {group: each.with_unknown(alone) for group, each in causes.items()}
+        return causes, _not_measured(named, causes, swaps.not_swapped) + _outputs_themselves(alone)
+
+    def _without_dependents(self, causes: Mapping[str, Causes]) -> list[str]:
+        """The minor groups of values that nothing else depends on: they are outputs themselves."""
+        labels = (item for each in causes.values() for item in each.labels.items())
+        minor = [group for group, label in labels if label == "minor" and not (kind_of_group(group) or group in causes)]
+        if not minor:
+            return []
+        return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
 
     def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundsDifferently:
         """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
@@ -421,6 +431,16 @@ _JUDGED_LAST = place_in_blame("@grad")
 def _judged_at(group: str) -> int:
     """The output at which a group's effect is measured, as a place in blame: the last value for inputs."""
     return max(place_in_blame(group), place_in_blame(""))
+
+
+def _outputs_themselves(groups: Sequence[str]) -> list[str]:
+    if not groups:
+        return []
+    if len(groups) == 1:
+        what = "it is an output itself, or its tap shows a copy. A swap cannot show its effect."
+    else:
+        what = "they are outputs themselves, or their taps show copies. A swap cannot show their effect."
+    return [f"No later tap depends on {', '.join(groups)}: {what}"]
 
 
 def _changed(taps: Sequence[str]) -> str:

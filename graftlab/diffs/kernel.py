@@ -103,10 +103,6 @@ class Kernel:
     memory: _Memory
     call: Callable[[int], int]
     call_without_gil: Callable[[int], int]
-    read_lines: Callable[[int], int]
-    """Reads lines of rows, without the GIL: see `rows/parsing.py`."""
-    sum_lines: Callable[[bytes, int, int, int], int]
-    """The checksums of lines, without the GIL: see `rows/checksums.py`."""
 
     def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER) -> DiffStats:
         """Measure ``numel`` elements, at least one, at each of two addresses.
@@ -142,8 +138,7 @@ def load() -> Kernel | None:
         return open_library(LIBRARY, os.environ.get(CHOICE, ""))
     except KernelError as error:
         logger.warning(
-            "tensors are measured by torch operations, and rows read by Python, several times slower than by "
-            "graftlab's own kernel: %s",
+            "tensors are measured by torch operations, several times slower than by graftlab's own kernel: %s",
             error,
         )
         return None
@@ -177,12 +172,8 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     except AttributeError:
         known = "neon" if platform.machine() == "aarch64" else ", ".join(X86_LEVELS)
         raise KernelError(f"there is no level {level!r} in {path}; {CHOICE} can be {known} or {FALLBACK}") from None
-    read_lines = letting_go["graftlab_read_lines"]
-    for call in (*calls, read_lines):
+    for call in calls:
         call.argtypes = (ctypes.c_void_p,)
-    sum_lines = letting_go["graftlab_sum_lines"]
-    sum_lines.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-    sum_lines.restype = ctypes.c_int64
     numbers = {name: number for number, name in enumerate(_text(keeping, "graftlab_types").split())}
     types = {
         (one, other): numbers[_C_TYPES[one]] * len(numbers) + numbers[_C_TYPES[other]]
@@ -193,9 +184,7 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     if names != NAMES:
         raise KernelError(f"{path} returns {', '.join(names)}, but DiffStats has {', '.join(NAMES)}")
     results = struct.Struct("=" + "".join(codes))
-    return Kernel(
-        level, types, results, _Memory(_REQUEST.size + results.size), calls[0], calls[1], read_lines, sum_lines
-    )
+    return Kernel(level, types, results, _Memory(_REQUEST.size + results.size), calls[0], calls[1])
 
 
 def processor_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

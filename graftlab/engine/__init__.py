@@ -15,7 +15,7 @@ from graftlab.engine.runners.eager import EagerRunner, Runner, RunnerFactory
 from graftlab.engine.runners.prefill import PrefillGraphRunner
 from graftlab.engine.sampling import gumbel_noise, sample
 from graftlab.engine.tokenizer import ByteTokenizer
-from graftlab.requests.served import Finished, Request, Response
+from graftlab.requests.served import FinishedRequest, Request, Response
 
 __all__ = [
     "PADDING_SLOT",
@@ -28,7 +28,7 @@ __all__ = [
     "DraftGraphRunner",
     "EagerRunner",
     "Engine",
-    "Finished",
+    "FinishedRequest",
     "ForwardBatch",
     "GraphAttention",
     "KVCache",

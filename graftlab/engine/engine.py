@@ -18,7 +18,7 @@ from graftlab.engine.tokenizer import ByteTokenizer
 from graftlab.errors import RequestError
 from graftlab.models import CrossAttentionTransformer, Transformer
 from graftlab.models.transformer import Attention
-from graftlab.requests.served import Finished, FinishReason, Request, Response
+from graftlab.requests.served import FinishedRequest, FinishReason, Request, Response
 
 Prompt = str | Sequence[int] | Request | Mapping[str, Any]
 
@@ -132,13 +132,13 @@ class Engine:
         self.check(request)
         if request.rid in self._live:
             raise RequestError(
-                f"a request with the id {request.rid!r} is not over yet; ids must be unique while they live"
+                f"a request with the id {request.rid!r} is not over yet; ids of live requests must be unique"
             )
         live = LiveRequest(request, created=time.time(), arrived=time.monotonic())
         self._live[request.rid] = live
         self._scheduler.waiting.append(live)
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[FinishedRequest]:
         """One forward, where there is something to do; returns the requests that it finished."""
         work = self._scheduler.plan()
         if work is None:
@@ -165,7 +165,7 @@ class Engine:
             return "stop"
         return "length" if len(live.output_ids) == live.request.max_new_tokens else None
 
-    def abort(self, rid: str, error: str | None = None) -> Finished | None:
+    def abort(self, rid: str, error: str | None = None) -> FinishedRequest | None:
         """End a request with what it has so far; None where no such request lives.
 
         Its finish reason is ``abort``, or ``error`` where one is given, in words, for ``meta_info``.
@@ -173,7 +173,7 @@ class Engine:
         live = self._live.get(rid)
         return None if live is None else self._end(live, "abort" if error is None else "error", error)
 
-    def _end(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> Finished:
+    def _end(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> FinishedRequest:
         self._scheduler.remove(live)
         del self._live[live.request.rid]
         ended = time.monotonic()
@@ -197,7 +197,7 @@ class Engine:
             "output_ids": live.output_ids,
             "meta_info": meta_info,
         }
-        return Finished(live.request, response, live.created, live.created + ended - live.arrived)
+        return FinishedRequest(live.request, response, live.created, live.created + ended - live.arrived)
 
     def generate(self, prompts: Iterable[Prompt], max_new_tokens: int = 16, **options: Any) -> list[Response]:
         """Serve a whole workload to its end; responses in the order of `prompts`.
@@ -209,7 +209,7 @@ class Engine:
         """
         if self._live:
             raise RuntimeError(
-                f"generate() needs the engine for itself, and {len(self._live)} requests are not over; "
+                f"generate() needs the engine for itself, and {len(self._live)} requests are still live; "
                 "finish them with step(), or abort() them"
             )
         requests = [self._request(prompt, max_new_tokens, options) for prompt in prompts]

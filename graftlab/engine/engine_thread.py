@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from graftlab.engine.engine import Engine
 from graftlab.errors import RequestError
-from graftlab.requests.served import Finished, Request
+from graftlab.requests.served import FinishedRequest, Request
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ class EngineThread:
     continues with the next.
     """
 
-    def __init__(self, engine: Engine, on_finished: Callable[[Finished], object]) -> None:
+    def __init__(self, engine: Engine, on_finished: Callable[[FinishedRequest], object]) -> None:
         self._engine = engine
         self._on_finished = on_finished
         self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._futures: dict[str, Future[Finished]] = {}
+        self._futures: dict[str, Future[FinishedRequest]] = {}
         self._lock = threading.Lock()
         self._stopped = False
         # A daemon, so that a forward that hangs cannot keep the process from ending.
@@ -51,25 +51,25 @@ class EngineThread:
         """How many requests are not over."""
         return len(self._futures)
 
-    def submit(self, request: Request) -> Future[Finished]:
+    def submit(self, request: Request) -> Future[FinishedRequest]:
         """What will come of the request; its future cannot be cancelled, see :meth:`abort`.
 
         Raises :class:`RequestError` where it can never be served, :class:`DuplicateRequestError` where one of its id is
         not over yet, and :class:`EngineStoppedError`.
         """
         self._engine.check(request)
-        future: Future[Finished] = Future()
+        future: Future[FinishedRequest] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
             if self._stopped:
-                raise EngineStoppedError("the engine has stopped, and refuses requests")
+                raise EngineStoppedError("the engine has stopped and refuses requests")
             if request.rid in self._futures:
                 raise DuplicateRequestError(f"a request with the id {request.rid!r} is not over yet; use another id")
             self._futures[request.rid] = future
             self._orders.put(lambda: self._engine.add(request))
         return future
 
-    def abort(self, rid: str, future: Future[Finished]) -> None:
+    def abort(self, rid: str, future: Future[FinishedRequest]) -> None:
         """End the request that `future` is of, before the next step; it finishes with what it has. Does not wait."""
         self._orders.put(lambda: self._abort(rid, future))
 
@@ -109,7 +109,7 @@ class EngineThread:
             order()
             wait = False
 
-    def _abort(self, rid: str, future: Future[Finished]) -> None:
+    def _abort(self, rid: str, future: Future[FinishedRequest]) -> None:
         # By now it may be over, and another request may have its id.
         if self._futures.get(rid) is future and (finished := self._engine.abort(rid)) is not None:
             self._settle(finished)
@@ -119,11 +119,11 @@ class EngineThread:
             if (finished := self._engine.abort(rid, error)) is not None:
                 self._settle(finished)
 
-    def _settle(self, finished: Finished) -> None:
+    def _settle(self, finished: FinishedRequest) -> None:
         try:
             self._on_finished(finished)
         except Exception:
-            logger.exception("what is done with the finished request %r failed", finished.request.rid)
+            logger.exception("the callback for the finished request %r failed", finished.request.rid)
         with self._lock:
             future = self._futures.pop(finished.request.rid)
         future.set_result(finished)

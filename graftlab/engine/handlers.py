@@ -16,7 +16,7 @@ from tornado.web import RequestHandler
 from graftlab.engine.engine_thread import DuplicateRequestError, EngineStoppedError, EngineThread
 from graftlab.errors import RequestError
 from graftlab.requests import RequestLogging, configure
-from graftlab.requests.served import Encoder, Finished, Request
+from graftlab.requests.served import Encoder, FinishedRequest, Request
 
 
 class Serving(Protocol):
@@ -31,7 +31,7 @@ class Serving(Protocol):
     answering: set[asyncio.Task[Any]]
     status: Callable[[], dict[str, Any]]
 
-    def submit(self, request: Request) -> Future[Finished]:
+    def submit(self, request: Request) -> Future[FinishedRequest]:
         """What will come of a request."""
 
 
@@ -47,7 +47,7 @@ class Handler(RequestHandler):
             await self.answer(403, {"error": "requests from pages in a browser are not served"})
         elif not self._may_come():
             self.set_header("WWW-Authenticate", "Bearer")
-            await self.answer(401, {"error": "this server wants its token: Authorization: Bearer TOKEN"})
+            await self.answer(401, {"error": "this server requires its token: Authorization: Bearer TOKEN"})
 
     def _may_come(self) -> bool:
         if self.server.token is None:
@@ -75,13 +75,13 @@ class NotFound(Handler):
     async def prepare(self) -> None:
         await super().prepare()
         if not self._finished:
-            await self.answer(404, {"error": f"there is only {', '.join(path for path, _ in ROUTES)}"})
+            await self.answer(404, {"error": f"the paths of this server are {', '.join(path for path, _ in ROUTES)}"})
 
 
 class Generate(Handler):
     """Answers with the response once the request is over; who does not wait for it aborts it."""
 
-    _future: Future[Finished] | None = None
+    _future: Future[FinishedRequest] | None = None
     _rid = ""
 
     async def post(self) -> None:

@@ -16,7 +16,7 @@ from graftlab.engine.engine import Engine
 from graftlab.engine.engine_thread import EngineThread
 from graftlab.engine.handlers import ROUTES, NotFound
 from graftlab.requests import RequestLogging
-from graftlab.requests.served import Encoder, Finished, Request
+from graftlab.requests.served import Encoder, FinishedRequest, Request
 
 _MAX_BODY = 8 * 2**20  # bytes
 # Seconds for the step that is under way, and then for the last answers to go out.
@@ -69,7 +69,7 @@ class Server:
         self._http.add_sockets(sockets)
         return int(sockets[0].getsockname()[1])
 
-    def submit(self, request: Request) -> Future[Finished]:
+    def submit(self, request: Request) -> Future[FinishedRequest]:
         """What will come of a request. Raises as :meth:`EngineThread.submit` does."""
         fields = request.as_dict()
         self._begun[id(request)] = fields
@@ -81,7 +81,7 @@ class Server:
             del self._begun[id(request)]
             raise
 
-    def _record(self, finished: Finished) -> None:
+    def _record(self, finished: FinishedRequest) -> None:
         fields = self._begun.pop(id(finished.request))
         self.requests.finished(fields, finished.response, finished.created, finished.finished)
 

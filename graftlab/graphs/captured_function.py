@@ -1,9 +1,9 @@
 """Taps in a captured function, where no host code runs at replay.
 
 A tap that a plan has matched is captured as kernels: its value is copied into a static slot, and the function continues
-with the slot's graft where a gate is open, and with the value where not. After a replay the host passes the slots'
+with the slot's graft where a switch is on, and with the value where not. After a replay the host passes the slots'
 contents to the grafter, in the order in which the function reaches its taps, and the grafter does what the plan asks.
-At a tap that is grafted with a gate, the replay is repeated with the gate open, because everything after the tap
+At a tap that is grafted with a switch, the replay is repeated with the switch on, because everything after the tap
 depends on it. At a tap that is grafted with a break, which is captured for it, the host grafts in the middle of the one
 replay. Either way rows, transforms and waits are those of a function that is not captured.
 
@@ -33,13 +33,13 @@ from graftlab.graphs.slots import FillContext
 from graftlab.graphs.static_extras import StaticExtras
 from graftlab.graphs.tap_sites import (
     Identity,
-    Judged,
     Site,
     Slot,
+    TapDecision,
     WantedTaps,
     copy_bits,
     cut,
-    judge,
+    decide,
     new_slot,
     rows_of,
     write_through,
@@ -49,14 +49,14 @@ from graftlab.taps.extras import carried
 from graftlab.taps.routing import handled_by
 
 
-class _Mute:
+class _SilentTaps:
     """Takes what taps show while the function is captured or replayed."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         return value
 
 
-_MUTE = _Mute()
+_SILENT_TAPS = _SilentTaps()
 
 
 class CapturedFunction:
@@ -88,8 +88,8 @@ class CapturedFunction:
         self._ctx = padded
         # The host's results of this batch's replays, except the last, which is not repeated.
         self._host_results: dict[int, Tensor] = {}
-        self._judged: list[Judged] = []
-        self._judged_in: tuple[object, TagItems] | None = None
+        self._decisions: list[TapDecision] = []
+        self._decided_in: tuple[object, TagItems] | None = None
 
     @property
     def broken_at(self) -> frozenset[int]:
@@ -139,14 +139,14 @@ class CapturedFunction:
             if self._capturing:
                 if not self._is_known:
                     self._host_parts.append((self._next, taps.ambient.get()))
-                with handled_by(_MUTE):
+                with handled_by(_SILENT_TAPS):
                     return function(*args)
             if number in self._host_results:
                 return self._host_results[number].clone()
             place, inner = self._host_parts[number]
             first, last = self._window or (0, len(self.sites))
             if not first <= place <= last:
-                with handled_by(_MUTE):
+                with handled_by(_SILENT_TAPS):
                     return function(*args)
             self._hand_over(place)
             with handled_by(None), _ambient(_merged(self._outer, inner)):
@@ -169,7 +169,7 @@ class CapturedFunction:
             return value
         shown, own = self._tensor_in(name, value)
         if own is None or (site.slot is not None and site.slot.value.shape != own.shape):
-            raise self._error(f"had another value at tap {name!r} this time: {_described(shown)}")
+            raise self._error(f"had a different value at tap {name!r} this time: {_described(shown)}")
         if index in self._extras:
             self._extras[index].update(carried(), extras)
         takes_another = own is value and (replace or may_overlap(own))
@@ -179,7 +179,7 @@ class CapturedFunction:
         else:
             slot = _slot_of(site)
             copy_bits(slot.value, own)
-            chosen = torch.where(slot.gate, copyable(slot.graft), copyable(own)).view(own.dtype)
+            chosen = torch.where(slot.switch, copyable(slot.graft), copyable(own)).view(own.dtype)
         if takes_another:
             if not replace:
                 write_through(own, chosen)
@@ -207,8 +207,8 @@ class CapturedFunction:
         identity = (name, *sorted((key, plain(each)) for key, each in inner.items() if not is_no_tag(key, each)))
         site = Site(name, inner, identity)
         with _ambient(self._outer):
-            judged = judge(grafter, site)
-        if judged.is_wanted:
+            decision = decide(grafter, site)
+        if decision.is_wanted:
             self._wanted.identities.add(identity)
         if identity not in self._wanted.identities:
             return site
@@ -219,7 +219,7 @@ class CapturedFunction:
         site.rows = rows_of(own, self._padded)
         if extras is not None or carried():
             self._extras[len(self.sites)] = self._new_extras(identity, name, extras, own)
-        if self._wanted.grafts == "breaks" and judged.is_received:
+        if self._wanted.grafts == "breaks" and decision.is_received:
             site.breaks = True
         else:
             site.slot = new_slot(own, site.rows is not None)
@@ -239,18 +239,18 @@ class CapturedFunction:
         grafter = active.grafter()
         if grafter is None or grafter.decision_epoch is None:
             return True
-        judged = self._judge(grafter)
-        pairs = list(zip(self.sites, judged, strict=True))
+        decisions = self._decide(grafter)
+        pairs = list(zip(self.sites, decisions, strict=True))
         self._wanted.identities |= {site.identity for site, each in pairs if each.is_wanted}
         fit = [(site, each) for site, each in pairs if not site.is_unfit]
         if any(site.is_left_out and site.identity in self._wanted.identities for site, _ in fit):
             return False
-        return self._wanted.grafts == "gates" or all(site.breaks == each.is_received for site, each in fit)
+        return self._wanted.grafts == "switches" or all(site.breaks == each.is_received for site, each in fit)
 
     def replay(self, prepare: Callable[[], object], ctx: FillContext) -> tuple[Outputs, int]:
         """The outputs, and how many replays it took. `prepare` is called before each; `ctx` has the batch's sizes."""
         graph, grafter = self._graph, active.grafter()
-        assert graph is not None, "captured before it is replayed"
+        assert graph is not None, "a function must be captured before it is replayed"
         self._outer = taps.ambient.get()
         self._ctx = ctx
 
@@ -261,14 +261,14 @@ class CapturedFunction:
 
         if grafter is None or grafter.decision_epoch is None:
             return once(), 1
-        gated = [
+        switched = [
             index
-            for index, (site, judged) in enumerate(zip(self.sites, self._judge(grafter), strict=True))
-            if site.slot is not None and judged.is_received
+            for index, (site, decision) in enumerate(zip(self.sites, self._decide(grafter), strict=True))
+            if site.slot is not None and decision.is_received
         ]
         self._handed_over = 0
         try:
-            for index in gated:
+            for index in switched:
                 self._window = (self._handed_over, index)
                 once()
                 self._hand_over(index)
@@ -280,21 +280,21 @@ class CapturedFunction:
         finally:
             self._window = None
             self._host_results.clear()
-            for index in gated:
-                _slot_of(self.sites[index]).gate.fill_(False)
-        return outputs, len(gated) + 1
+            for index in switched:
+                _slot_of(self.sites[index]).switch.fill_(False)
+        return outputs, len(switched) + 1
 
-    def _judge(self, grafter: Grafter) -> list[Judged]:
+    def _decide(self, grafter: Grafter) -> list[TapDecision]:
         """What the plan says of all sites, asked for again only when it may have changed."""
         decision_epoch, outer = grafter.decision_epoch, taps.ambient.get()
         if (
-            self._judged_in is None
-            or self._judged_in[0] is not decision_epoch
-            or not _are_equal(self._judged_in[1], outer)
+            self._decided_in is None
+            or self._decided_in[0] is not decision_epoch
+            or not _are_equal(self._decided_in[1], outer)
         ):
-            self._judged = [judge(grafter, site) for site in self.sites]
-            self._judged_in = (decision_epoch, outer)
-        return self._judged
+            self._decisions = [decide(grafter, site) for site in self.sites]
+            self._decided_in = (decision_epoch, outer)
+        return self._decisions
 
     def _hand_over(self, until: int) -> None:
         """Give the grafter the values of the sites before this one, which are final."""
@@ -302,19 +302,19 @@ class CapturedFunction:
             return
         for index in range(self._handed_over, until):
             site = self.sites[index]
-            if self._judged[index].action is not None:
+            if self._decisions[index].action is not None:
                 self._tap(index, site.stand_in if site.slot is None else self._head(site, site.slot.value))
         self._handed_over = until
 
     def _graft(self, index: int) -> None:
         """Where nothing comes, it is the value itself, so that the number of replays depends only on the plan."""
         site = self.sites[index]
-        slot, action = _slot_of(site), self._judged[index].action
+        slot, action = _slot_of(site), self._decisions[index].action
         if action is not None:
             result = self._tap(index, self._head(site, slot.value))
             if action.graft:
                 copy_bits(self._head(site, slot.graft), result)
-                self._head(site, slot.gate).fill_(True)
+                self._head(site, slot.switch).fill_(True)
 
     def _at_break(self, index: int, own: Tensor) -> Tensor:
         if self._capturing or self._window is None:
@@ -322,7 +322,7 @@ class CapturedFunction:
         self._hand_over(index)
         site = self.sites[index]
         head = self._head(site, own)
-        if self._judged[index].action is not None:
+        if self._decisions[index].action is not None:
             result = self._tap(index, head)
             if result is not head:
                 copy_bits(head, result)
@@ -343,7 +343,7 @@ class CapturedFunction:
 
 def _grafter() -> Grafter:
     grafter = active.grafter()
-    assert grafter is not None, "taps come here only inside of a session"
+    assert grafter is not None, "taps arrive here only inside a session"
     return grafter
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import GraphError
-from graftlab.graphs.buffers import ForwardInputBuffers
 from graftlab.graphs.copies import copy_all, is_lossless
 from graftlab.graphs.pool import share_input_buffer
 from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
@@ -33,7 +32,7 @@ _MOST_PLANS = 256
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _FillPlan:
     """What a fill of given sizes, from sources of given shapes, dtypes and devices, writes where: checked before."""
 
     resets: list[tuple[Tensor, float | int | bool]]
@@ -43,10 +42,10 @@ class _Plan:
     absent: frozenset[str]
 
 
-class _Watched:
+class _BufferWatch:
     """Slots that are tapped after each fill, under these names, for as long as it is among the ``others``."""
 
-    def __init__(self, slots: list[tuple[str, GraphSlot]], others: list[_Watched]) -> None:
+    def __init__(self, slots: list[tuple[str, GraphSlot]], others: list[_BufferWatch]) -> None:
         self._slots, self._others = slots, others
 
     def tap(self, ctx: FillContext, absent: frozenset[str]) -> None:
@@ -75,7 +74,7 @@ class CudaGraphBufferRegistry:
         self.max_bs, self.max_num_tokens, self.share_pool = max_bs, max_num_tokens, share_pool
         self._slots: dict[str, GraphSlot] = {}
         self._absent: frozenset[str] = frozenset()
-        self._watched: list[_Watched] = []
+        self._watched: list[_BufferWatch] = []
         self._forget_plans()
 
     # ---- slots ----------------------------------------------------------------------------------------------------
@@ -257,14 +256,14 @@ class CudaGraphBufferRegistry:
                 f"include={include!r} and exclude={exclude!r} leave no slot to watch; they are expressions over "
                 f"`name`, one of {[name for name, _ in named]}, and `type`, the slot's axis"
             )
-        watched = _Watched(chosen, self._watched)
+        watched = _BufferWatch(chosen, self._watched)
         self._watched.append(watched)
         return Watch([watched], [name for name, _ in chosen])
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
     def _forget_plans(self) -> None:
-        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._plans: dict[tuple[object, ...], _FillPlan] = {}
         self._views: dict[tuple[int, int], list[tuple[GraphSlot, Tensor]]] = {}
         self._enabled = [slot for slot in self._slots.values() if slot.enabled]
         self._copied = [slot for slot in self._enabled if slot.copy_from_batch]
@@ -274,7 +273,7 @@ class CudaGraphBufferRegistry:
         ends = sorted({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages})
         self._starts, self._ends = [start for start, _ in ends], [end for _, end in ends]
 
-    def _make_plan(self, ctx: FillContext, sources: Sequence[Any]) -> _Plan:
+    def _make_plan(self, ctx: FillContext, sources: Sequence[Any]) -> _FillPlan:
         self._check_sizes(ctx)
         resets: list[tuple[Tensor, float | int | bool]] = []
         grouped: defaultdict[tuple[object, ...], tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
@@ -296,7 +295,7 @@ class CudaGraphBufferRegistry:
                     heads.append(head)
             if slot.padding_policy.resets and part is not None:
                 resets.append((part, slot.fill_value))
-        return _Plan(resets, list(grouped.values()), heads, frozenset(absent))
+        return _FillPlan(resets, list(grouped.values()), heads, frozenset(absent))
 
     def _make_views(self, padded_bs: int, padded_num_tokens: int) -> list[tuple[GraphSlot, Tensor]]:
         self._check_sizes(FillContext(padded_bs, padded_bs, padded_num_tokens, padded_num_tokens))
@@ -357,7 +356,7 @@ def _kind(source: object) -> object:
 
 def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContext) -> None:
     if not isinstance(source, Tensor):
-        raise slot.error(f"got {type(source).__name__} from the batch; allowed is a tensor, or None")
+        raise slot.error(f"got {type(source).__name__} from the batch; it must be a tensor or None")
     if source.shape != head.shape:
         assert slot.buffer is not None
         size = {"bs": f" with raw_bs={ctx.raw_bs}", "tokens": f" with raw_num_tokens={ctx.raw_num_tokens}", "none": ""}
@@ -367,8 +366,8 @@ def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContex
         )
     if not is_lossless(source.dtype, slot.dtype):
         raise slot.error(
-            f"got a source of {source.dtype}, which would lose data as {slot.dtype}; allowed is what fits into it "
-            "whatever the numbers are. Where they do fit, convert them in a source_fn"
+            f"got a source of {source.dtype}, which would lose data as {slot.dtype}; it must hold every "
+            "value without loss. If the values do fit, convert them in a source_fn"
         )
 
 
@@ -383,3 +382,31 @@ def _with_fields(template: Batch, fields: dict[str, Any]) -> Batch:
 
 def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"a tensor of shape {list(shape)}, {dtype}, on {device}"
+
+
+class ForwardInputBuffers:
+    """A view of a registry's whole buffers by slot name; None for a slot that is not enabled.
+
+    ``buffers.seq_lens`` is the very tensor that graphs read, in its largest size, so its content changes with every
+    batch. Slots registered or enabled later appear too. The view is read-only.
+    """
+
+    __slots__ = ("_registry",)
+
+    def __init__(self, registry: CudaGraphBufferRegistry) -> None:
+        object.__setattr__(self, "_registry", registry)
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        registry: CudaGraphBufferRegistry = object.__getattribute__(self, "_registry")
+        if not registry.has_slot(name):
+            raise AttributeError(f"there is no buffer {name!r}; there are {registry.slot_names()}")
+        return registry.get_slot(name).buffer
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"buffer {name!r} cannot be another tensor: graphs read this one. Write into it")
+
+    def __dir__(self) -> list[str]:
+        return self._registry.slot_names()  # type: ignore[union-attr, no-any-return]
+
+    def __repr__(self) -> str:
+        return f"<ForwardInputBuffers {dir(self)}>"

@@ -17,8 +17,8 @@ from graftlab.graphs.slots import FillContext
 from graftlab.plan.plan import Action
 from graftlab.taps import calls as taps
 
-Grafts = Literal["gates", "breaks"]
-"""How a graft gets into a captured function: past a gate at its tap, or in a break of the graph there."""
+Grafts = Literal["switches", "breaks"]
+"""How a graft gets into a captured function: past a switch at its tap, or in a break of the graph there."""
 
 Rows = Literal["tokens", "requests"]
 """What has a row each in a tap's value."""
@@ -28,11 +28,11 @@ Identity = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Static memory of a tap. ``gate`` is bool, and of one row each where rows of the value are padding."""
+    """Static memory of a tap. ``switch`` is bool, and of one row each where rows of the value are padding."""
 
     value: Tensor
     graft: Tensor
-    gate: Tensor
+    switch: Tensor
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Judged:
+class TapDecision:
     """What the plan in force says of a site: here, and on any rank of this side."""
 
     action: Action | None
@@ -77,7 +77,7 @@ class WantedTaps:
 
 
 def new_slot(own: Tensor, has_rows: bool) -> Slot:
-    """Memory for values like this one, its gate closed; with ``has_rows`` it opens row by row."""
+    """Memory for values like this one, its switch off; with ``has_rows`` it has one switch per row."""
     rows = own.shape[:1] if has_rows else [1] * own.dim()
     # Outside inference mode, where a tensor that was made inside it could not be written.
     with torch.inference_mode(False), torch.no_grad():
@@ -103,16 +103,16 @@ def cut(tensor: Tensor, rows: Rows | None, ctx: FillContext) -> Tensor:
     return tensor[: ctx.raw_num_tokens if rows == "tokens" else ctx.raw_bs]
 
 
-def judge(grafter: Grafter, site: Site) -> Judged:
+def decide(grafter: Grafter, site: Site) -> TapDecision:
     """Ask the plan about a site.
 
     Raises :class:`GraphError` where other ranks of this side decide by what this one cannot know.
     """
     action = grafter.action(site.name, site.tags)
     if action is None:
-        return Judged(None, False, False)
+        return TapDecision(None, False, False)
     if grafter.place.world_size == 1 or not grafter.plan.rank_dependent:
-        return Judged(action, _is_wanted(action), _is_received(grafter, action))
+        return TapDecision(action, _is_wanted(action), _is_received(grafter, action))
     given = {**dict(taps.ambient.get()), **site.tags}
     private = sorted(tag for tag in grafter.plan.mentions & given.keys() if tag.endswith("_rank"))
     if private:
@@ -122,7 +122,7 @@ def judge(grafter: Grafter, site: Site) -> Judged:
             "all ranks of a side share, or set `eager` on the runner"
         )
     everywhere = grafter.actions_of_side(site.name, site.tags)
-    return Judged(
+    return TapDecision(
         action,
         any(_is_wanted(each) for each in everywhere),
         any(_is_received(grafter, each) for each in everywhere),

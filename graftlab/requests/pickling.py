@@ -1,4 +1,4 @@
-"""Requests into bytes, whatever is in them: what cannot be pickled is replaced, step by step, and nothing else is."""
+"""Pickle requests whatever they contain: only objects that cannot be pickled are replaced, step by step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from graftlab.requests.records import Dropped, Opaque, RecordedRequest
 # How many containers inside each other are taken apart before the rest is replaced by its repr.
 _DEEPEST = 32
 _LONGEST_REPR = 10_000
-# What pickles without fail, and without running code of anybody's.
+# These always pickle, and run no code of the request's classes.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
-class NotWritten(Exception):
+class RequestWriteError(Exception):
     """Requests could not be written this time; the message says why."""
 
 
 class _Sink:
-    """A file whose own errors can be told from those of the objects that are pickled into it."""
+    """A file that distinguishes its own errors from those of the objects pickled into it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -41,7 +41,7 @@ class _Sink:
         self._file.truncate()
 
 
-class _Nowhere(io.RawIOBase):
+class _DiscardingFile(io.RawIOBase):
     """A file that discards what is written: for finding out whether something can be pickled."""
 
     def write(self, data: Any) -> int:
@@ -65,11 +65,11 @@ class Pickler(pickle.Pickler):
 
 
 def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
-    """The CPU tensor of these elements, row by row in this machine's byte order; ``dtype`` is named as in ``torch``.
+    """Make the CPU tensor of these elements, row by row in this machine's byte order; ``dtype`` is torch's name.
 
-    Raises ValueError where the three do not belong together.
+    Raises ValueError if size, dtype and shape contradict each other.
     """
-    # Requests are recorded and read in processes too that have no use for torch.
+    # Imported late: some processes that record or read requests never use torch.
     from graftlab.base.tensor_bytes import dtype_named, from_bytes
 
     kind = dtype_named(dtype)
@@ -82,31 +82,32 @@ def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
 def pickle_in_steps(content: dict[str, Any], file: IO[bytes]) -> tuple[list[Dropped], list[str]]:
     """Pickle ``{"server_args", "requests", "dropped", ...}`` into an empty file.
 
-    Returns what had to be replaced, and for each step that failed the reason.
+    Returns the objects that were replaced, and the reason for each failed step.
 
-    First whole; then without ``server_args``; then with each request that cannot be pickled taken apart, field by
-    field, and what cannot be pickled in it replaced by its repr. All other requests are kept as they are. The file's
-    own ``dropped`` ends with what is returned. Raises :class:`NotWritten` where the file or the memory is full.
+    The first step pickles everything; the second leaves out ``server_args``; the third takes each request that cannot
+    be pickled apart, field by field, and replaces what fails in it by its repr. All other requests stay as they are.
+    The file's own ``dropped`` ends with the returned list. Raises :class:`RequestWriteError` if the disk or the memory
+    is full.
     """
     dropped: list[Dropped] = []
     failures: list[str] = []
     sink = _Sink(file)
-    for step, mend in _STEPS.items():
+    for step, salvage in _STEPS.items():
         sink.start_over()
-        content = mend(content, dropped)
+        content = salvage(content, dropped)
         whole = {**content, "dropped": [*content["dropped"], *dropped]}
         error = _pickle(whole, cast(IO[bytes], sink))
         if sink.error is not None:
-            raise NotWritten(str(sink.error)) from sink.error
+            raise RequestWriteError(str(sink.error)) from sink.error
         if error is None:
             return dropped, failures
         failures.append(f"{step} they cannot be pickled: {describe(error)}")
     # Only builtin values were left, so memory must have run out.
-    raise NotWritten(failures[-1])
+    raise RequestWriteError(failures[-1])
 
 
 def _pickle(value: Any, file: IO[bytes]) -> BaseException | None:
-    """Why this cannot be pickled; None where it can. Objects may raise what they like here, SystemExit too."""
+    """Return the error of pickling this, or None. Objects may raise anything here, SystemExit included."""
     try:
         Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     except BaseException as error:
@@ -115,7 +116,7 @@ def _pickle(value: Any, file: IO[bytes]) -> BaseException | None:
 
 
 def _whether_it_pickles(value: Any) -> BaseException | None:
-    return _pickle(value, cast(IO[bytes], _Nowhere()))
+    return _pickle(value, cast(IO[bytes], _DiscardingFile()))
 
 
 def _without_server_args(content: dict[str, Any], dropped: list[Dropped]) -> dict[str, Any]:
@@ -126,14 +127,14 @@ def _without_server_args(content: dict[str, Any], dropped: list[Dropped]) -> dic
     return {**content, "server_args": None}
 
 
-def _with_mended_requests(content: dict[str, Any], dropped: list[Dropped]) -> dict[str, Any]:
-    return {**content, "requests": _mended(content["requests"], _whether_it_pickles, dropped)}
+def _with_salvaged_requests(content: dict[str, Any], dropped: list[Dropped]) -> dict[str, Any]:
+    return {**content, "requests": _salvaged(content["requests"], _whether_it_pickles, dropped)}
 
 
 def _with_plain_requests(content: dict[str, Any], dropped: list[Dropped]) -> dict[str, Any]:
-    """The last step, for objects that can be pickled at one time and not at another."""
+    """Keep only builtin values: the last step, for objects that pickle at one time and not at another."""
     content = {**content, "server_args": None}
-    return {**content, "requests": _mended(content["requests"], _whether_it_is_plain, dropped)}
+    return {**content, "requests": _salvaged(content["requests"], _whether_it_is_plain, dropped)}
 
 
 def _whether_it_is_plain(value: Any) -> BaseException | None:
@@ -145,35 +146,35 @@ def _whether_it_is_plain(value: Any) -> BaseException | None:
 _STEPS: dict[str, Callable[[dict[str, Any], list[Dropped]], dict[str, Any]]] = {
     "whole": lambda content, dropped: content,
     "without server_args": _without_server_args,
-    "with every request that fails taken apart": _with_mended_requests,
+    "with every request that fails taken apart": _with_salvaged_requests,
     "with builtin values alone": _with_plain_requests,
 }
 
 Check = Callable[[Any], "BaseException | None"]
 
 
-def _mended(requests: list[tuple[Any, ...]], check: Check, dropped: list[Dropped]) -> list[tuple[Any, ...]]:
-    mended = []
+def _salvaged(requests: list[tuple[Any, ...]], check: Check, dropped: list[Dropped]) -> list[tuple[Any, ...]]:
+    salvaged = []
     for index, record in enumerate(requests):
         if check(record) is None:
-            mended.append(record)
+            salvaged.append(record)
             continue
-        mender = _Mender(check, dropped)
+        salvager = _Salvager(check, dropped)
         fields = zip(RecordedRequest._fields, record, strict=True)
-        mended.append(tuple(mender.mend(value, f"requests[{index}].{name}", top=True) for name, value in fields))
-    return mended
+        salvaged.append(tuple(salvager.salvage(value, f"requests[{index}].{name}", top=True) for name, value in fields))
+    return salvaged
 
 
-class _Mender:
+class _Salvager:
     """Takes one request apart only as much as needed to keep the parts that can be kept."""
 
     def __init__(self, check: Check, dropped: list[Dropped]) -> None:
         self._check = check
         self._dropped = dropped
-        # What stands for a container, for the next time that it is met; it may hold itself.
+        # The replacement of each container met so far: a container may hold itself.
         self._known: dict[int, Any] = {}
 
-    def mend(self, value: Any, where: str, top: bool = False, depth: int = 0) -> Any:
+    def salvage(self, value: Any, where: str, top: bool = False, depth: int = 0) -> Any:
         error = self._check(value)
         if error is None:
             return value
@@ -186,34 +187,34 @@ class _Mender:
         if kind is dict:
             new: Any = {}
             self._known[id(value)] = new
-            self._mend_items(value, new, depth, lambda key: f"{where}[{_repr(key)[:100]}]")
+            self._salvage_items(value, new, depth, lambda key: f"{where}[{_repr(key)[:100]}]")
         elif kind is list:
             new = self._known[id(value)] = []
-            new += [self.mend(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(list(value))]
+            new += [self.salvage(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(list(value))]
         elif kind is tuple:
-            new = tuple(self.mend(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value))
+            new = tuple(self.salvage(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value))
         elif top and (attributes := _attributes(value)):
             # Keep a request's attributes, which are its fields, rather than its repr.
             self._dropped.append({"where": where, "reason": f"kept by its attributes: {describe(error)}"})
             new = self._known[id(value)] = Opaque(f"{kind.__module__}.{kind.__qualname__}", (), {})
-            self._mend_items(attributes, new.state, depth, lambda key: f"{where}.{key}")
+            self._salvage_items(attributes, new.state, depth, lambda key: f"{where}.{key}")
         else:
             self._dropped.append({"where": where, "reason": describe(error)})
             new = _repr(value)
         self._known[id(value)] = new
         return new
 
-    def _mend_items(self, old: dict[Any, Any], new: dict[Any, Any], depth: int, name: Callable[[Any], str]) -> None:
+    def _salvage_items(self, old: dict[Any, Any], new: dict[Any, Any], depth: int, name: Callable[[Any], str]) -> None:
         for key, item in list(old.items()):
             where = name(key)
             if (error := self._check(key)) is not None:
                 self._dropped.append({"where": f"the key of {where}", "reason": describe(error)})
                 key = _repr(key)
-            new[key] = self.mend(item, where, depth=depth + 1)
+            new[key] = self.salvage(item, where, depth=depth + 1)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """An object's attributes by name. Not those of modules and classes, which lead everywhere."""
+    """Return an object's attributes by name; None for modules and classes, whose attributes lead everywhere."""
     if isinstance(value, type) or type(value) is type(sys):
         return None
     try:
@@ -232,7 +233,7 @@ def _repr(value: Any) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The error's class and message, even where its str() raises."""
+    """Return the error's class and message, even if its str() raises."""
     try:
         text = str(error)
     except BaseException:

@@ -1,26 +1,28 @@
-"""What a file of requests may name and get: builtin data, tensors, arrays and the kit's own requests.
+"""Rebuild the objects that a file of requests may name: builtin data, tensors, arrays and the kit's own requests.
 
-Every function here takes what any file may hold; what does not fit becomes an :class:`Opaque` as well.
+Every function here accepts arbitrary content of a file; whatever does not fit becomes an :class:`Opaque`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import logging
 import math
+import pickletools
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from graftlab.requests.pickling import tensor_from_bytes
 from graftlab.requests.records import Opaque, RecordedRequest
-from graftlab.requests.served import Finished, Request
-from graftlab.requests.torch_storage import storage_of
+from graftlab.requests.served import FinishedRequest, Request
 
 logger = logging.getLogger(__name__)
 
-# Types that may stand in the data themselves, as in {"dtype": float}.
+# Types that may be part of the data themselves, as in {"dtype": float}.
 _TYPES = {
     f"builtins.{kind.__name__}": kind
     for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice)
@@ -33,24 +35,44 @@ _OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins
 
 # Files written before these classes moved.
 _OLD_MODULES["graftlab.engine.request"] = "graftlab.requests.served"
+_OLD_NAMES["graftlab.requests.served.Finished"] = "graftlab.requests.served.FinishedRequest"
 
-# The dataclasses of the kit that a file may hold: these alone, so that what a file gives is no matter of what else the
-# process has imported.
-_OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, Finished)}
+# The dataclasses of the kit that a file may hold: only these, so that the result does not depend on the
+# other imports of the process.
+_OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, FinishedRequest)}
 
 # An expanded tensor has more elements than its file has numbers; with at most this number, a copy fits in memory.
 _LARGEST_VIEW = 1 << 24
 
-# Tells an Opaque of the file, whose state comes later, from one that stands for something else of the file.
+_STORAGE_COUNT = struct.Struct("<q")
+_STORAGE_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}
+# Opcodes of a pickle that carry no content.
+_BOOKKEEPING = frozenset({"PROTO", "FRAME", "MARK", "STOP", "NONE", "TUPLE", "BINPERSID", "EMPTY_LIST", "APPEND"})
+_BOOKKEEPING |= {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
+
+# Marks an Opaque that the file itself holds and whose state follows; others stand for foreign objects of the file.
 _YET_TO_COME = "an Opaque without its state"
 
 
-class _Array:
+class _PendingArray:
     """A numpy array whose shape and contents come later."""
 
 
 def named(module: str, name: str) -> Any:
-    """What stands for a class, a function or another global of this name."""
+    """Return the stand-in for a class, a function or another global of this name."""
     module = _OLD_MODULES.get(module, module)
     full = f"{module}.{name}"
     full = _OLD_NAMES.get(full, full)
@@ -64,20 +86,20 @@ def named(module: str, name: str) -> Any:
 
 
 def call(function: Any, args: tuple[Any, ...]) -> Any:
-    """What the call of a global gives, where that is known; it is never called."""
+    """Return the result of a global's call, if known, without calling it."""
     name = _name(function)
     maker = _MAKERS.get(name)
     if maker is not None:
         try:
             return maker(*args)
         except Exception as error:
-            # Of another version, or made up.
+            # The arguments are of another version, or forged.
             logger.debug("%s with arguments that were not expected: %s", name, error)
     return Opaque(name, tuple(args))
 
 
 def new(kind: Any, args: Sequence[Any]) -> Any:
-    """An object of a class, before it gets its state."""
+    """Make an object of a class, without its state."""
     if kind is Opaque and not args:
         return Opaque(_YET_TO_COME)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not args:
@@ -86,19 +108,19 @@ def new(kind: Any, args: Sequence[Any]) -> Any:
 
 
 def waits_for_state(value: Any) -> bool:
-    """Whether :func:`with_state` will give another object."""
-    return isinstance(value, _Array) or _is_numpy_dtype(value)
+    """Whether :func:`with_state` will return a different object."""
+    return isinstance(value, _PendingArray) or _is_numpy_dtype(value)
 
 
 def with_state(value: Any, state: Any) -> Any:
-    """The object with its state; the same one where it can be changed. Raises TypeError where it has none."""
+    """Return the object with its state, the same one if it is mutable. Raises TypeError if it takes no state."""
     if isinstance(value, Opaque):
         if value.class_name is _YET_TO_COME:
             _fill_opaque(value, state)
         else:
             value.state = state
         return value
-    if isinstance(value, _Array):
+    if isinstance(value, _PendingArray):
         return _or_opaque(_array_of_state, state, "numpy.ndarray")
     if _is_numpy_dtype(value):
         return _or_opaque(functools.partial(_dtype_of_state, value), state, "numpy.dtype")
@@ -209,7 +231,7 @@ def _numpy_dtype(text: str, align: Any = False, copy: Any = True) -> Any:
 
 
 def _dtype_of_state(dtype: Any, state: tuple[Any, ...]) -> Any:
-    """The dtype in the byte order, with the unit or with the fields that its state tells."""
+    """Return the dtype with the byte order, unit or fields of its state."""
     import numpy
 
     _, order, subdtype, names, fields, itemsize, *_ = state
@@ -218,7 +240,7 @@ def _dtype_of_state(dtype: Any, state: tuple[Any, ...]) -> Any:
     if names is not None:
         formats = [fields[name][0] for name in names]
         if not all(_is_numpy_dtype(kind) and not kind.hasobject for kind in formats):
-            raise ValueError("fields that are no numbers")
+            raise ValueError("fields that are not numbers")
         offsets = [_expect(fields[name][1], int) for name in names]
         return numpy.dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
     if dtype.kind in "mM":
@@ -230,10 +252,10 @@ def _dtype_of_state(dtype: Any, state: tuple[Any, ...]) -> Any:
     return dtype if order == "|" else dtype.newbyteorder(order)
 
 
-def _empty_array(kind: Any, shape: Any, typecode: Any) -> _Array:
+def _empty_array(kind: Any, shape: Any, typecode: Any) -> _PendingArray:
     if not isinstance(kind, Opaque) or kind.class_name != "numpy.ndarray":
         raise TypeError("a subclass of numpy.ndarray")
-    return _Array()
+    return _PendingArray()
 
 
 def _array_of_state(state: tuple[Any, ...]) -> Any:
@@ -254,7 +276,7 @@ def _array(data: bytes | bytearray, dtype: Any, shape: tuple[int, ...], order: s
 
     _expect(data, bytes, bytearray)
     if not _is_numpy_dtype(dtype) or dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError("bytes, dtype and shape do not belong together")
+        raise ValueError("bytes, dtype and shape contradict each other")
     return numpy.ndarray(shape, dtype, bytearray(data), order="F" if order == "F" else "C")
 
 
@@ -285,8 +307,44 @@ def _torch_size(shape: tuple[int, ...] = ()) -> Any:
 
 
 def _torch_storage(data: bytes) -> Any:
-    """torch.save's bytes of a storage, which plain pickle puts into a tensor."""
-    return storage_of(_expect(data, bytes))
+    """A CPU storage with its dtype, from the bytes of a torch.save in its old format, read without torch.load.
+
+    Plain pickle writes a tensor's storage that way: five small pickles, then the numbers. It never writes the newer
+    format, a zip archive, which may be compressed. Raises ValueError for anything that torch did not write as a single
+    storage.
+    """
+    import torch
+
+    file = io.BytesIO(_expect(data, bytes))
+    for _ in range(3):  # a magic number, the version, and facts of the machine
+        for _ in pickletools.genops(file):
+            pass
+    parts = _constants(file)
+    if len(parts) != 5 or parts[0] != "storage":
+        raise ValueError("not one storage")
+    _, kind, key, _, count = parts
+    name = str(kind).removeprefix("torch ").removesuffix("Storage")
+    if _constants(file) != [key]:
+        raise ValueError("not the storage that was announced")
+    (written,) = _STORAGE_COUNT.unpack(file.read(_STORAGE_COUNT.size))
+    dtype = getattr(torch, _STORAGE_DTYPES[name])
+    numbers = bytearray(file.read())
+    if not written == count == len(numbers) // dtype.itemsize or len(numbers) % dtype.itemsize:
+        raise ValueError("not the number of elements that was announced")
+    flat = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
+    return flat._typed_storage()  # type: ignore[no-untyped-call]
+
+
+def _constants(file: io.BytesIO) -> list[Any]:
+    """Return the constants of the next pickle. Raises ValueError if it has any other opcode."""
+    found = []
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name in _BOOKKEEPING:
+            continue
+        if argument is None or not (opcode.name == "GLOBAL" or opcode.stack_before == []):
+            raise ValueError(f"{opcode.name} was not expected")
+        found.append(argument)
+    return found
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: Any, hooks: Any, more: Any = None) -> Any:
@@ -297,7 +355,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: An
     flat = torch.empty(0, dtype=storage.dtype).set_(storage)
     if math.prod(_expect(number, int) for number in size) > max(_LARGEST_VIEW, flat.numel()):
         raise ValueError("a tensor that shows one number many times")
-    # as_strided refuses what would lie outside of the storage.
+    # as_strided refuses a view beyond the storage.
     return flat.as_strided(size, stride, offset)
 
 

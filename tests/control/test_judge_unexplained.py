@@ -249,3 +249,25 @@ def test_the_run_without_grafts_is_judged_where_no_other_run_succeeds(session: g
     assert ", and no tap explains it. The first tap that differs is h by 0.1 (" in lines[0]
     assert lines[1].startswith("The run in which every tap was grafted failed, so its results are missing: ")
     assert "Nothing was compared" not in verdict.text
+
+
+# ---- groups that are outputs themselves -----------------------------------------------------------------------------
+
+
+def loss_tapped_last(returns: bool) -> torch.Tensor | None:
+    """The logits are wrong; the last tap is an auxiliary loss that does not depend on them."""
+    h = gl.tap("h", torch.linspace(-1, 1, 64).tanh())
+    logits = gl.tap("logits", h * (1.1 if gl.here().side == "target" else 1.0))
+    gl.tap("aux", h.square().mean() + 1)
+    return logits if returns else None
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_wrong_group_that_nothing_depends_on_is_no_minor_one(session: gl.Session, returns: bool) -> None:
+    verdict = session.verdict(loss_tapped_last, loss_tapped_last, args=(returns,))
+    assert verdict.named == ["logits"]
+    assert verdict.labels["logits"] == "culprit"
+    assert (
+        "No later tap depends on logits: it is an output itself, or its tap shows a copy. A swap cannot show its "
+        "effect."
+    ) in verdict.text

@@ -116,7 +116,7 @@ def over(source: Sequence[int], built: CrossAttentionTransformer) -> CrossAttend
 # ---- the models -----------------------------------------------------------------------------------------------------
 
 
-def test_patches_of_an_image_stand_in_a_grid_and_text_goes_on_after_it() -> None:
+def test_patches_have_grid_positions_and_text_continues_after_them() -> None:
     built = model("mrope")
     assert isinstance(built, MultimodalTransformer)
     prompt = [1, *[IMAGE] * 5, 2, 3, IMAGE, 4]

@@ -395,7 +395,7 @@ def test_extras_arrive_with_their_tensor_and_are_none_without(world: World) -> N
     assert world.target.receive(key("without")).contributions[0].extras is None
 
 
-def test_each_receiver_has_extras_of_its_own(a_world: MakeWorld) -> None:
+def test_each_receiver_gets_its_own_extras(a_world: MakeWorld) -> None:
     with a_world(1, 2) as world:
         world.begin().baseline.publish(key(), 1.0, extras=[0])
         one, other = (mailbox.receive(key()).contributions[0].extras for mailbox in world.side("target"))

@@ -453,7 +453,7 @@ def processes(request: pytest.FixtureRequest) -> MakeProcesses:
 
 
 @pytest.mark.ranks
-def test_a_thousand_tensors_need_no_more_memory_than_the_budget(processes: MakeProcesses) -> None:
+def test_a_thousand_tensors_stay_within_the_memory_budget(processes: MakeProcesses) -> None:
     with processes(sends_many, receives_many, budget=4 * MIB) as world:
         assert world.hear(TARGET) == MANY
         assert world.hear(BASELINE) == 0  # bytes that came to what was there at first

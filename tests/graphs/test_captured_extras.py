@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks
 TESTS = str(Path(__file__).resolve().parents[1])
 # Where only kernels are captured, whatever Python does at a replay is not done.
 captures = pytest.mark.parametrize("device", ["cpu", "kernels"])
-ways = pytest.mark.parametrize("grafts", ["gates", "breaks"])
+ways = pytest.mark.parametrize("grafts", ["switches", "breaks"])
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def replayed(
 
 def refusal(function: Callable[[Tensor], Tensor], device: str, inputs: list[list[float]]) -> str:
     try:
-        replayed(function, device, "gates", inputs)
+        replayed(function, device, "switches", inputs)
     except gl.GraphError as error:
         return str(error)
     return "nothing was raised"
@@ -152,7 +152,7 @@ def test_callable_extras_are_called_on_the_host_once_for_each_replay(
     assert found == [[101.0, 101.0], [202.0], [303.0, 303.0]]
 
 
-def test_a_callable_that_nobody_wants_is_not_called(session: gl.Session) -> None:
+def test_a_callable_of_an_unmatched_tap_is_not_called(session: gl.Session) -> None:
     session.edit(compare=None, b2t="name == 'other'")
 
     def function() -> bool:
@@ -184,7 +184,7 @@ def test_a_plain_object_that_changes_is_refused_when_the_tap_is_wanted_first(
 @captures
 def test_a_plain_object_that_differs_between_two_captures_is_refused(session: gl.Session, device: str) -> None:
     def refused() -> str:
-        wanted, said = WantedTaps("gates"), ""
+        wanted, said = WantedTaps("switches"), ""
         with capturing(device):
             for scale in (1.5, 1.5, 2.5):
                 graph = CapturedFunction(FillContext(2, 2, 0, 0), wanted, CpuCapturer())
@@ -205,14 +205,14 @@ def test_what_is_the_same_each_time_needs_no_tensor(session: gl.Session) -> None
         return gl.tap("x", x, extras={"names": ("a", None), "limits": torch.Size([2]), "nan": float("nan")}) + 1
 
     session.edit(b2t="name == 'x'", transform=lambda g: g.target + len(g.received_extras_list[0]["names"]))
-    run = session.run(*[partial(replayed, function, "cpu", "gates", INPUTS)] * 2)
+    run = session.run(*[partial(replayed, function, "cpu", "switches", INPUTS)] * 2)
     assert run.target[0] == [[4.0, 5.0], [8.0], [6.0, 10.0]]
 
 
 # ---- what the host prepares -----------------------------------------------------------------------------------------
 
 
-def test_what_layers_share_is_prepared_before_each_of_the_replays_that_gates_need(session: gl.Session) -> None:
+def test_shared_inputs_are_prepared_before_each_replay_that_switches_need(session: gl.Session) -> None:
     def used_up(captured: bool) -> tuple[list[list[float]], int]:
         shared, prepared = torch.ones(1), []
 
@@ -227,14 +227,14 @@ def test_what_layers_share_is_prepared_before_each_of_the_replays_that_gates_nee
             return second
 
         prepare()
-        outputs = replayed(function, "cpu", "gates" if captured else None, [[1.0, 2.0]], prepare=prepare)
+        outputs = replayed(function, "cpu", "switches" if captured else None, [[1.0, 2.0]], prepare=prepare)
         return outputs, len(prepared) - 1
 
     session.edit(b2t="name in ('x', 'y')")
     run = session.run(partial(used_up, False), partial(used_up, True))
     (outputs, prepared), (expected, _) = run.target[0], run.baseline[0]
     assert outputs == expected
-    # One for each gate, and the last one; without a graft there is one alone.
+    # One for each switch, and the last one; without a graft there is one alone.
     assert prepared == 3
     session.edit(b2t=None)
     assert session.run(partial(used_up, False), partial(used_up, True)).target[0][1] == 1
@@ -281,7 +281,7 @@ def test_watched_taps_have_the_extras_that_watch_was_given(session: gl.Session) 
 
         with gl.watch(module, extras=lambda module, inputs, output: {"rids_int": ids[: len(inputs[0])]}):
             inputs = [[own_value() + each for each in order]]
-            return replayed(function, "cpu", "gates" if captured else None, inputs, padded=4)
+            return replayed(function, "cpu", "switches" if captured else None, inputs, padded=4)
 
     session.edit(b2t="True", transform="graftlab.transforms.align_by_request")
     run = session.run(partial(watched, False, [7, 8, 9]), partial(watched, True, [9, 7]))

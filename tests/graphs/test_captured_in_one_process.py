@@ -18,7 +18,7 @@ from graftlab.graphs.captured_function import CapturedFunction
 from graftlab.graphs.tap_sites import WantedTaps
 from graftlab.taps import calls
 
-ways = pytest.mark.parametrize("grafts", ["gates", "breaks"])
+ways = pytest.mark.parametrize("grafts", ["switches", "breaks"])
 
 
 def rank_of(monkeypatch: pytest.MonkeyPatch, **plan: Any) -> GrafterWorld:
@@ -36,7 +36,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch, **plan: Any) -> GrafterWorld:
 
 
 def captured(
-    function: Callable[[Tensor], Tensor], buffer: Tensor, grafts: Any = "gates", wanted: WantedTaps | None = None
+    function: Callable[[Tensor], Tensor], buffer: Tensor, grafts: Any = "switches", wanted: WantedTaps | None = None
 ) -> CapturedFunction:
     graph = CapturedFunction(sizes(len(buffer)), wanted or WantedTaps(grafts), CpuCapturer())
     graph.capture(lambda: (function(buffer),))
@@ -56,7 +56,7 @@ def on(buffer: Tensor, graph: CapturedFunction, *values: float) -> tuple[list[fl
 
 
 @ways
-def test_a_graft_goes_on_in_the_graph_and_rows_are_those_of_the_batch_without_its_padding(
+def test_a_graft_continues_in_the_graph_and_rows_leave_out_the_padding(
     grafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = rank_of(monkeypatch, b2t="name == 'doubled'", compare="name == 'out'")
@@ -76,7 +76,7 @@ def test_a_graft_goes_on_in_the_graph_and_rows_are_those_of_the_batch_without_it
         world.baseline.tap("doubled", torch.full((len(values),), 100.0 + step), layer=3)
         world.baseline.tap("out", torch.full((len(values),), 101.0 + step))
         assert graph.suits()
-        assert on(buffer, graph, *values) == ([101.0 + step] * len(values), 2 if grafts == "gates" else 1)
+        assert on(buffer, graph, *values) == ([101.0 + step] * len(values), 2 if grafts == "switches" else 1)
         world.step()
     world.end()
     assert [(row.name, row.status, row.step, row.shape, row.max_abs) for row in world.target.rows] == [
@@ -85,7 +85,7 @@ def test_a_graft_goes_on_in_the_graph_and_rows_are_those_of_the_batch_without_it
         ("doubled", "grafted", 1, [1], 91.0),
         ("out", "compared", 1, [1], 0.0),
     ]
-    assert not any(site.slot.gate.any() for site in graph.sites if site.slot is not None)
+    assert not any(site.slot.switch.any() for site in graph.sites if site.slot is not None)
 
 
 def test_a_tap_that_no_plan_wants_leaves_nothing_behind_until_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_tap_that_no_plan_wants_leaves_nothing_behind_until_one_does(monkeypat
     def function(x: Tensor) -> Tensor:
         return gl.tap("b", gl.tap("a", x * 2) + 1)
 
-    buffer, wanted = torch.zeros(2), WantedTaps("gates")
+    buffer, wanted = torch.zeros(2), WantedTaps("switches")
     graph = captured(function, buffer, wanted=wanted)
     assert [site.is_left_out for site in graph.sites] == [False, True]
     assert graph.suits()
@@ -109,7 +109,7 @@ def test_a_tap_that_no_plan_wants_leaves_nothing_behind_until_one_does(monkeypat
     assert graph.sites == []
 
 
-def test_a_tap_without_a_tensor_takes_no_slot_and_does_not_keep_the_graph_from_suiting(
+def test_a_tap_without_a_tensor_takes_no_slot_and_keeps_the_graph_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = rank_of(monkeypatch, b2t="True")
@@ -205,7 +205,7 @@ def test_extras_of_another_form_are_refused(extras: Any, said: str, monkeypatch:
     world.end()
 
 
-def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_reaches_other_taps_or_shapes_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_of(monkeypatch, compare="True")
     times = iter(range(9))
     named = captured(lambda x: gl.tap("ab"[next(times)], x), buffer := torch.zeros(2))
@@ -213,7 +213,7 @@ def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeyp
         on(buffer, named, 1.0, 2.0)
     lengths = iter((2, 1))
     shorter = captured(lambda x: gl.tap("a", x[: next(lengths)]), buffer)
-    with pytest.raises(gl.GraphError, match=r"another value at tap 'a' this time: a tensor of shape \[1\]"):
+    with pytest.raises(gl.GraphError, match=r"a different value at tap 'a' this time: a tensor of shape \[1\]"):
         on(buffer, shorter, 1.0, 2.0)
     counts = iter((2, 1))
 
@@ -227,7 +227,7 @@ def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeyp
 
 
 @ways
-def test_what_the_host_runs_in_between_reaches_its_taps_once_and_in_order(
+def test_host_parts_between_graphs_reach_their_taps_once_and_in_order(
     grafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = rank_of(monkeypatch, b2t="name in ('before', 'after')", compare="name == 'host'")
@@ -250,7 +250,7 @@ def test_what_the_host_runs_in_between_reaches_its_taps_once_and_in_order(
     ran.clear()
     for name, value, tags in (("before", 5.0, {}), ("host", 50.0, {"layer": 1}), ("after", 60.0, {})):
         world.baseline.tap(name, torch.tensor([value]), **tags)
-    assert on(buffer, graph, 1.0) == ([60.0], 3 if grafts == "gates" else 1)
+    assert on(buffer, graph, 1.0) == ([60.0], 3 if grafts == "switches" else 1)
     world.step()
     world.end()
     assert [(row.name, row.status, row.tags.get("layer")) for row in world.target.rows] == [
@@ -286,7 +286,7 @@ def test_outside_a_session_a_replay_is_the_function(monkeypatch: pytest.MonkeyPa
 
 
 @ways
-def test_what_the_host_does_in_between_keeps_its_place_however_often_that_is(
+def test_host_parts_between_graphs_keep_their_places_at_every_replay(
     grafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = rank_of(monkeypatch, b2t="name == 'mid'", compare="search('host', name)")

@@ -178,12 +178,12 @@ def rows_and_tokens_are_those_of_an_eager_target(
     pd.testing.assert_frame_equal(rows_of(run), rows, rtol=1e-6, atol=1e-9)
     status = run.target[0][1]
     assert status["captures"] < status["replays"]
-    assert status["grafts"] == ("breaks" if kind == "breakable" else "gates")
+    assert status["grafts"] == ("breaks" if kind == "breakable" else "switches")
 
 
-WITH_GATES = KINDS[:-1]
-# Each plan with one of the runners that have gates, and with the one that has breaks; with all of them in soak.
-PAIRS = [(plan, kind) for n, plan in enumerate(PLANS) for kind in (WITH_GATES[n % len(WITH_GATES)], "breakable")]
+WITH_SWITCHES = KINDS[:-1]
+# Each plan with one of the runners that have switches, and with the one that has breaks; with all of them in soak.
+PAIRS = [(plan, kind) for n, plan in enumerate(PLANS) for kind in (WITH_SWITCHES[n % len(WITH_SWITCHES)], "breakable")]
 
 
 @captures
@@ -198,7 +198,7 @@ def test_rows_and_tokens_are_those_of_an_eager_target(
 @captures
 @kinds
 @pytest.mark.parametrize("plan", PLANS)
-def test_rows_and_tokens_are_those_of_an_eager_target_under_every_plan_in_every_runner(
+def test_rows_and_tokens_equal_an_eager_targets_in_every_runner(
     session: gl.Session, eager: Any, plan: str, kind: str, device: str
 ) -> None:
     rows_and_tokens_are_those_of_an_eager_target(session, eager, plan, kind, device)
@@ -213,7 +213,7 @@ def test_both_sides_may_be_captured(session: gl.Session, eager: Any, kind: str) 
     pd.testing.assert_frame_equal(rows_of(run), rows, rtol=1e-6, atol=1e-9)
 
 
-def test_that_the_planted_fault_is_there_and_grafted_away(eager: Any) -> None:
+def test_the_planted_fault_shows_and_a_graft_removes_it(eager: Any) -> None:
     (baseline, target), rows = eager("compare")
     assert baseline != target
     first = rows[rows["rel_l2"] > 1e-9].iloc[0]
@@ -272,7 +272,7 @@ def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Ses
     assert status["taps_broken_at"] == {}
 
 
-def test_a_plan_that_grafts_both_ways_at_once_is_refused_and_leaves_all_gates_closed(session: gl.Session) -> None:
+def test_a_plan_that_grafts_both_ways_at_once_is_refused_and_leaves_all_switches_off(session: gl.Session) -> None:
     def overlapping() -> str:
         try:
             serve("decode", fault=IN_MLP)
@@ -285,7 +285,7 @@ def test_a_plan_that_grafts_both_ways_at_once_is_refused_and_leaves_all_gates_cl
     assert "tap 'v' matches both b2t and t2b" in run.target[0]
     session.edit(b2t=None, t2b=None)
 
-    def gates_and_tokens() -> tuple[bool, Any]:
+    def switches_and_tokens() -> tuple[bool, Any]:
         me = gl.here()
         assert me is not None
         engine = me.vars["engine"]
@@ -293,9 +293,9 @@ def test_a_plan_that_grafts_both_ways_at_once_is_refused_and_leaves_all_gates_cl
             engine.abort(rid)
         tokens, _ = serve_again()
         functions = [each for variants in engine.runner._captured.values() for each in variants]
-        return any(site.slot.gate.any() for each in functions for site in each.sites if site.slot), tokens
+        return any(site.slot.switch.any() for each in functions for site in each.sites if site.slot), tokens
 
-    run = session.run(baseline=gates_and_tokens, target=gates_and_tokens)
+    run = session.run(baseline=switches_and_tokens, target=switches_and_tokens)
     assert run.baseline == run.target
     assert run.target[0][0] is False
 
@@ -510,7 +510,7 @@ def odd_taps(x: Tensor) -> Tensor:
 
 
 @captures
-@pytest.mark.parametrize("grafts", ["gates", "breaks"])
+@pytest.mark.parametrize("grafts", ["switches", "breaks"])
 @pytest.mark.filterwarnings("ignore:.*not a tensor")
 @pytest.mark.parametrize(
     "b2t",
@@ -545,7 +545,7 @@ def test_a_function_that_reaches_other_taps_when_it_runs_again_is_refused(sessio
     def other_taps() -> str:
         names = iter("ab")
         try:
-            call(lambda x: gl.tap(next(names), x), "kernels", "gates", [[1.0]])
+            call(lambda x: gl.tap(next(names), x), "kernels", "switches", [[1.0]])
         except gl.GraphError as error:
             return str(error)
         return "nothing was raised"
@@ -559,7 +559,7 @@ def test_a_function_that_reaches_other_taps_when_it_runs_again_is_refused(sessio
 def test_fewer_taps_or_other_shapes_than_at_first_are_refused(session: gl.Session) -> None:
     def said(function: Callable[[Tensor], Tensor]) -> str:
         try:
-            call(function, "cpu", "gates", [[1.0, 2.0]])
+            call(function, "cpu", "switches", [[1.0, 2.0]])
         except gl.GraphError as error:
             return str(error)
         return "nothing was raised"
@@ -579,7 +579,7 @@ def test_fewer_taps_or_other_shapes_than_at_first_are_refused(session: gl.Sessio
 
     fewer, shorter = session.run(baseline=int, target=refused).target[0]
     assert "a captured function ran past 1 taps this time; when it ran first, its taps were ['a', 'a']" in fewer
-    assert "had another value at tap 'a' this time: a tensor of shape [1]" in shorter
+    assert "had a different value at tap 'a' this time: a tensor of shape [1]" in shorter
 
 
 def test_a_parameter_is_never_taken_for_rows_of_a_batch(session: gl.Session) -> None:
@@ -616,7 +616,7 @@ def test_compiled_code_inside_of_a_capture_is_compiled_as_outside(session: gl.Se
 
     runs = [
         session.run(baseline=partial(compiled_ops, None), target=partial(compiled_ops, grafts)).target[0]
-        for grafts in (None, "gates")
+        for grafts in (None, "switches")
     ]
     assert runs[0] == runs[1]
 
@@ -637,9 +637,7 @@ def tap_inside_of_mlps(engine: Engine, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("b2t", [None, "name == 'after'"])
-def test_taps_of_compiled_code_inside_of_a_captured_decode_are_those_of_an_eager_model(
-    session: gl.Session, b2t: str | None
-) -> None:
+def test_compiled_taps_in_a_captured_decode_equal_an_eager_models(session: gl.Session, b2t: str | None) -> None:
     session.edit(b2t=b2t)
     uncompiled = partial(tap_inside_of_mlps, compiled=False)
     runs = [
@@ -670,7 +668,7 @@ def add_up(x: Tensor) -> Tensor:
     return gl.tap("b", total * 2)
 
 
-@pytest.mark.parametrize("grafts", ["gates", "breaks"])
+@pytest.mark.parametrize("grafts", ["switches", "breaks"])
 def test_ranks_that_a_plan_tells_apart_capture_and_replay_equally_often(grafts: str) -> None:
     # Eight steps a run, so that each begins with a step of the same parity.
     inputs = [[float(i), 1.0] for i in range(7)]
@@ -718,7 +716,7 @@ def test_taps_of_other_threads_are_not_those_of_a_capture(session: gl.Session) -
             other.join()
             return gl.tap("here", x + 1)
 
-        call(function, "cpu", "gates", [[1.0]])
+        call(function, "cpu", "switches", [[1.0]])
 
     def one_thread() -> None:
         for _ in range(2):
@@ -825,7 +823,7 @@ def test_an_eager_runner_over_the_same_buffers_gives_the_same(session: gl.Sessio
     assert run.frame["rel_l2"].max() < 1e-12
 
 
-def test_a_drafts_taps_are_told_from_the_models(session: gl.Session) -> None:
+def test_a_drafts_taps_are_distinguished_from_the_models(session: gl.Session) -> None:
     def drafted() -> None:
         from graftlab.engine import DraftGraphRunner
 

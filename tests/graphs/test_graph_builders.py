@@ -212,7 +212,7 @@ def test_registries_built_in_any_order_share_what_they_should_and_nothing_else(
             assert (memory[one] == memory[other]) == (keys[one] == keys[other])
 
 
-def test_memory_from_the_pool_is_filled_once_for_a_slot_that_says_so_and_kept_for_others() -> None:
+def test_pool_memory_is_filled_once_only_for_fill_once_slots() -> None:
     once: dict[str, Any] = {"padding_policy": PaddingPolicy.FILL_ONCE, "pad_value": 7}
     first = registry_of(make(), share_pool=True)
     fill(first, 3, x=ones(3, 5))
@@ -380,7 +380,7 @@ def test_the_lengths_of_padding_requests_can_be_others(kind: str) -> None:
 
 
 @kinds
-def test_slots_that_few_models_have_are_there_where_they_are_asked_for(kind: str) -> None:
+def test_slots_that_few_models_have_exist_on_request(kind: str) -> None:
     assert not build(kind, is_encoder_decoder=False).has_slot("encoder_lens")
     asked = build(kind, enable_mamba_track=True, enable_num_token_non_padded=True, require_gathered_buffer=True)
     new = set(asked.slot_names()) - set(build(kind).slot_names())
@@ -433,7 +433,7 @@ def test_dtypes_are_those_that_are_chosen(kind: str) -> None:
         registry.fill_from(
             SimpleNamespace(seq_lens=ones(1)), raw_bs=1, padded_bs=1, raw_num_tokens=1, padded_num_tokens=1
         )
-    with pytest.raises(GraphError, match=r"dtypes are given for \['lens'\], which are no slots here"):
+    with pytest.raises(GraphError, match=r"dtypes are given for \['lens'\], which are not slots here"):
         build(kind, dtypes={"lens": torch.int32})
 
 

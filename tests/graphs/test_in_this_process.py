@@ -1,4 +1,4 @@
-"""What graphs show of their slots, judge for all ranks of a side, and capture, before grafters in this process."""
+"""What graphs show of their slots, decide for all ranks of a side, and capture, before grafters in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import graftlab as gl
 from graftlab.errors import FilterError, GraphError
 from graftlab.graphs import FillContext, ForwardInputBuffers
 from graftlab.graphs.capture import CpuCapturer, CudaCapturer, capturer_for
-from graftlab.graphs.tap_sites import Judged, Site, Slot, cut, judge, new_slot, rows_of, write_through
+from graftlab.graphs.tap_sites import Site, Slot, TapDecision, cut, decide, new_slot, rows_of, write_through
 from graftlab.taps import calls
 
 
@@ -107,19 +107,19 @@ def test_an_enabled_slot_takes_its_old_place_and_is_in_the_next_batch() -> None:
 # ---- what the plan says of a tap, for all ranks of a side -----------------------------------------------------------
 
 
-def judged(world: GrafterWorld, name: str = "x", rank: int = 0, **tags: Any) -> Judged:
-    return judge(world.targets[rank].grafter, Site(name, tags, (name,)))
+def decided(world: GrafterWorld, name: str = "x", rank: int = 0, **tags: Any) -> TapDecision:
+    return decide(world.targets[rank].grafter, Site(name, tags, (name,)))
 
 
-def test_a_tap_that_no_filter_wants_is_not_judged() -> None:
-    assert judged(GrafterWorld(1, 1, compare="name == 'other'")) == Judged(None, False, False)
-    assert judged(GrafterWorld(1, 2, compare="name == 'other'")) == Judged(None, False, False)
+def test_a_tap_that_no_filter_wants_is_left_out() -> None:
+    assert decided(GrafterWorld(1, 1, compare="name == 'other'")) == TapDecision(None, False, False)
+    assert decided(GrafterWorld(1, 2, compare="name == 'other'")) == TapDecision(None, False, False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_all_ranks_do_alike_each_knows_for_itself(ranks: int) -> None:
+def test_each_rank_decides_alone_what_all_ranks_decide_alike(ranks: int) -> None:
     for plan, is_received in (({"compare": "True"}, False), ({"b2t": "True"}, True), ({"t2b": "True"}, False)):
-        found = judged(GrafterWorld(1, ranks, **plan))
+        found = decided(GrafterWorld(1, ranks, **plan))
         assert (found.is_wanted, found.is_received) == (True, is_received), plan
         assert found.action is not None
 
@@ -127,30 +127,30 @@ def test_what_all_ranks_do_alike_each_knows_for_itself(ranks: int) -> None:
 def test_what_another_rank_does_counts_for_all_of_its_side() -> None:
     world = GrafterWorld(1, 2, b2t="name == 'x' and rank == 1", compare=None)
     for rank in (0, 1):
-        found = judged(world, rank=rank)
+        found = decided(world, rank=rank)
         assert (found.is_wanted, found.is_received) == (True, True)
         assert found.action is not None
         assert found.action.graft == (rank == 1)
-    assert not judged(world, "y").is_wanted
+    assert not decided(world, "y").is_wanted
     sends = GrafterWorld(1, 2, t2b="rank == 1", compare=None)
-    assert (judged(sends).is_wanted, judged(sends).is_received) == (True, False)
+    assert (decided(sends).is_wanted, decided(sends).is_received) == (True, False)
 
 
-def test_what_only_the_other_ranks_know_is_refused() -> None:
+def test_a_decision_that_only_other_ranks_can_make_is_refused() -> None:
     world = GrafterWorld(1, 2, compare="tp_rank == 0")
     with pytest.raises(
         GraphError, match=r"look at \['tp_rank'\] of tap 'x' on target\[0\], and other ranks have other"
     ):
-        judged(world, tp_rank=0)
+        decided(world, tp_rank=0)
     # A single rank is all there is.
-    assert judged(GrafterWorld(1, 1, compare="tp_rank == 0"), tp_rank=0).is_wanted
+    assert decided(GrafterWorld(1, 1, compare="tp_rank == 0"), tp_rank=0).is_wanted
 
 
 # ---- memory of a tap ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_rows", [True, False])
-def test_a_slot_of_a_tap_is_like_its_value_and_closed(has_rows: bool) -> None:
+def test_a_taps_slot_is_like_its_value_and_switched_off(has_rows: bool) -> None:
     own = torch.ones(3, 2, dtype=torch.bfloat16)
     with torch.inference_mode():
         slot = new_slot(own, has_rows)
@@ -158,7 +158,7 @@ def test_a_slot_of_a_tap_is_like_its_value_and_closed(has_rows: bool) -> None:
         *[own.shape] * 2,
         *[own.dtype] * 2,
     )
-    assert (slot.gate.shape, slot.gate.dtype, slot.gate.any().item()) == (
+    assert (slot.switch.shape, slot.switch.dtype, slot.switch.any().item()) == (
         (3, 1) if has_rows else (1, 1),
         torch.bool,
         False,
@@ -166,7 +166,7 @@ def test_a_slot_of_a_tap_is_like_its_value_and_closed(has_rows: bool) -> None:
     assert not slot.value.is_inference()
 
 
-def test_rows_are_told_by_the_first_dimension_alone_and_cut_to_the_batch() -> None:
+def test_rows_are_recognized_by_the_first_dimension_and_cut_to_the_batch() -> None:
     sizes = FillContext(raw_bs=2, padded_bs=4, raw_num_tokens=5, padded_num_tokens=8)
     for shape, rows, left in (((4, 8), "requests", 2), ((8, 4), "tokens", 5), ((3,), None, 3)):
         value = torch.zeros(shape)
@@ -261,7 +261,7 @@ def test_a_capture_that_fails_leaves_the_next_one_possible(monkeypatch: pytest.M
 
 
 def test_values_of_the_room_cannot_be_changed() -> None:
-    assert_values(FillContext, Slot, Judged)
+    assert_values(FillContext, Slot, TapDecision)
     assert Slot(torch.ones(2), torch.ones(2), torch.ones(2)) != Slot(torch.ones(2), torch.ones(2), torch.ones(2))
 
 

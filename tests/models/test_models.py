@@ -254,7 +254,7 @@ def test_taps_come_in_order_with_their_layer():
 
 
 @pytest.mark.parametrize("name", ["embed", *IN_LAYER, "final_norm", "logits"])
-def test_the_model_goes_on_with_what_a_tap_returns(name):
+def test_the_model_continues_with_a_taps_result(name):
     model = Transformer(CONFIG)
     with recorded_taps(lambda tapped, x: x * 0.5 + 1 if tapped == name else x):
         replaced = model(token_ids())
@@ -303,7 +303,7 @@ def test_one_far_position_turns_the_whole_batch_to_the_long_factor():
         ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused_by_field(change, message):
+def test_an_impossible_config_is_refused_by_field(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
 

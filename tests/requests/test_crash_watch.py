@@ -38,7 +38,7 @@ def raised(error: Exception) -> None:
     sys.excepthook(type(error), error, None)
 
 
-def test_the_last_act_comes_before_whoever_handled_the_signal_and_is_called_off_after(log: list[Any]) -> None:
+def test_the_last_act_precedes_the_previous_handler_and_is_cancelled_after(log: list[Any]) -> None:
     watched = watch(log)
     signal.raise_signal(TERM)
     assert log == ["signal SIGTERM", "handled 15", "went on"]
@@ -48,14 +48,14 @@ def test_the_last_act_comes_before_whoever_handled_the_signal_and_is_called_off_
     assert log == ["handled 15"]
 
 
-def test_what_was_ignored_is_not_watched(log: list[Any]) -> None:
+def test_an_ignored_signal_is_not_watched(log: list[Any]) -> None:
     watched = watch(log)
     assert signal.getsignal(QUIT) is signal.SIG_IGN
     watched.stop()
     assert signal.getsignal(QUIT) is signal.SIG_IGN
 
 
-def test_a_handler_that_raises_still_goes_on(log: list[Any]) -> None:
+def test_a_raising_handler_leaves_the_process_running(log: list[Any]) -> None:
     def fails(number: int, frame: object) -> None:
         raise KeyError("handler")
 
@@ -68,9 +68,7 @@ def test_a_handler_that_raises_still_goes_on(log: list[Any]) -> None:
     assert signal.getsignal(TERM) is fails
 
 
-def test_where_nobody_handled_it_a_signal_does_what_it_does_by_default(
-    log: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_without_a_handler_has_its_default_effect(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(TERM, signal.SIG_DFL)
     watched = watch(log)
     handler: Any = signal.getsignal(TERM)
@@ -80,7 +78,7 @@ def test_where_nobody_handled_it_a_signal_does_what_it_does_by_default(
     watched.stop()
 
 
-def test_an_uncaught_exception_is_shown_and_then_told_of(log: list[Any]) -> None:
+def test_an_uncaught_exception_is_shown_before_the_last_act(log: list[Any]) -> None:
     watched = watch(log)
     raised(ValueError("bad weights"))
     assert log == ["shown bad weights", "uncaught ValueError: bad weights"]
@@ -90,7 +88,7 @@ def test_an_uncaught_exception_is_shown_and_then_told_of(log: list[Any]) -> None
     assert log == ["shown later"]
 
 
-def test_it_is_told_of_though_showing_it_fails(log: list[Any]) -> None:
+def test_an_exception_is_reported_though_showing_it_fails(log: list[Any]) -> None:
     def fails(*given: Any) -> None:
         raise OSError("no terminal")
 
@@ -102,7 +100,7 @@ def test_it_is_told_of_though_showing_it_fails(log: list[Any]) -> None:
     watched.stop()
 
 
-def test_whoever_built_on_a_watch_that_has_stopped_is_left_alone_and_hears_what_comes(log: list[Any]) -> None:
+def test_a_handler_over_a_stopped_watch_stays_and_still_gets_signals(log: list[Any]) -> None:
     watched = watch(log)
     beneath: Any = signal.getsignal(TERM)
     hook = sys.excepthook
@@ -130,9 +128,7 @@ def rids(paths: Iterator[Path]) -> list[str | None]:
     return [record.rid for path in sorted(paths) for record in load_dump(path)["requests"]]
 
 
-def test_a_dumper_acknowledges_nothing_while_the_process_seems_to_end_and_again_when_it_goes_on(
-    log: list[Any], tmp_path: Path
-) -> None:
+def test_a_dumper_acknowledges_nothing_while_the_process_seems_to_end(log: list[Any], tmp_path: Path) -> None:
     def handler(number: int, frame: object) -> None:
         log.append(rids(tmp_path.glob("crash/*.pkl")))
         log.append(dumper.add({"rid": "late"}, None, 0.0, 0.0))

@@ -188,7 +188,7 @@ def test_watching_outside_of_the_main_thread_is_a_clear_error(tmp_path: Path) ->
 
 
 @pytest.mark.ranks
-def test_whoever_handled_the_signal_before_does_so_after_the_dump_and_serving_goes_on(tmp_path: Path) -> None:
+def test_the_previous_handler_runs_after_the_dump_and_serving_continues(tmp_path: Path) -> None:
     body = """
 def graceful(number, frame):
     assert list(folder.glob("crash/*.pkl"))

@@ -34,7 +34,7 @@ from graftlab.requests import (
     load_dump,
     writing,
 )
-from graftlab.requests.pickling import NotWritten, pickle_in_steps
+from graftlab.requests.pickling import RequestWriteError, pickle_in_steps
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def wait_until_written(dumper: RequestDumper, count: int) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_buffer_becomes_a_file_of_its_own_accord(tmp_path: Path) -> None:
+def test_a_full_buffer_becomes_a_file_automatically(tmp_path: Path) -> None:
     dumper = RequestDumper(tmp_path, threshold=5, server_args={"model": "m"})
     for index in range(12):
         assert add(dumper, f"r{index}", {"text": "x"})
@@ -141,7 +141,7 @@ def test_files_are_named_by_date_and_time_and_unique_within_the_second(tmp_path:
     assert len({name[:19] for name in names}) < 30
 
 
-def test_what_was_recorded_is_its_owners_alone(dumper: RequestDumper) -> None:
+def test_recorded_files_are_readable_by_their_owner_alone(dumper: RequestDumper) -> None:
     add(dumper, "a")
     dumper.flush()
     assert files(folder(dumper))[0].stat().st_mode & 0o077 == 0
@@ -309,7 +309,7 @@ def test_no_excluded_keys_keep_every_key(tmp_path: Path) -> None:
     dumper.close()
 
 
-def test_what_a_server_takes_out_of_a_response_later_is_still_recorded(dumper: RequestDumper) -> None:
+def test_a_field_the_server_later_removes_from_a_response_is_recorded(dumper: RequestDumper) -> None:
     response = {"text": "a", "meta_info": {"seconds": 1.0}}
     dumper.add({}, response, 1.0, 2.0)
     response["meta_info"].clear()  # type: ignore[attr-defined]
@@ -362,7 +362,7 @@ UNPICKLABLE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", UNPICKLABLE)
-def test_what_cannot_be_pickled_is_replaced_by_its_repr_and_all_else_is_kept_whole(
+def test_an_unpicklable_object_is_replaced_by_its_repr_and_all_else_is_kept(
     dumper: RequestDumper, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     value, text = UNPICKLABLE[name]
@@ -437,9 +437,9 @@ def test_containers_that_hold_themselves_are_kept(dumper: RequestDumper) -> None
     bad: dict[str, Any] = {"lock": threading.Lock()}
     bad["self"] = [bad, bad]
     add(dumper, "bad", loop=bad)
-    good, mended = only_dump(dumper)["requests"]
+    good, salvaged = only_dump(dumper)["requests"]
     assert good.request["loop"][1] is good.request["loop"]
-    found = mended.request["loop"]
+    found = salvaged.request["loop"]
     assert found["lock"].startswith("<unlocked")
     assert found["self"][0] is found
     assert found["self"][1] is found
@@ -602,17 +602,17 @@ class _FullOnce(io.BytesIO):
 
 def test_a_disk_that_was_full_for_a_moment_costs_no_part_of_a_request() -> None:
     content = {"server_args": {"model": "m"}, "requests": [({"rid": "a"}, None, 1.0, 2.0)], "dropped": []}
-    with pytest.raises(NotWritten, match="full"):
+    with pytest.raises(RequestWriteError, match="full"):
         pickle_in_steps(content, _FullOnce())
 
 
-def test_a_part_of_a_buffer_that_waits_keeps_no_thread_busy(
+def test_a_partial_buffer_that_cannot_be_written_keeps_no_thread_busy(
     dumper: RequestDumper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "_FIRST_RETRY", 0.001)
     looks = []
-    obey = writing.Writer._obey
-    monkeypatch.setattr(writing.Writer, "_obey", lambda *args: (looks.append(1), obey(*args))[1])
+    obey = writing.DumpWriter._obey
+    monkeypatch.setattr(writing.DumpWriter, "_obey", lambda *args: (looks.append(1), obey(*args))[1])
     folder(dumper).rmdir()
     folder(dumper).write_text("in the way")
     add(dumper, "a")
@@ -622,7 +622,7 @@ def test_a_part_of_a_buffer_that_waits_keeps_no_thread_busy(
     folder(dumper).unlink()
 
 
-def test_no_more_than_the_bound_wait_and_the_next_file_says_what_was_refused(
+def test_waiting_requests_are_bounded_and_the_next_file_counts_the_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dumper = RequestDumper(tmp_path / "dumps", threshold=100, max_waiting=250)
@@ -637,7 +637,7 @@ def test_no_more_than_the_bound_wait_and_the_next_file_says_what_was_refused(
     assert dumper.flush()
     assert rids(tmp_path / "dumps") == [str(index) for index in range(250)]
     dropped = [item for path in files(tmp_path / "dumps") for item in load_dump(path)["dropped"]]
-    assert dropped == [{"where": "50 requests", "reason": "refused, as 250 were waiting"}]
+    assert dropped == [{"where": "50 requests", "reason": "refused because 250 were waiting"}]
     assert add(dumper, "again")
     dumper.close()
 
@@ -678,7 +678,7 @@ def test_closing_falls_back_on_the_crash_folder(tmp_path: Path, caplog: pytest.L
     assert rids(tmp_path / "crash") == ["a"]
 
 
-def test_what_is_lost_for_good_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_requests_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dumper = RequestDumper(tmp_path / "dumps")
     (tmp_path / "dumps").rmdir()
     (tmp_path / "dumps").write_text("in the way")
@@ -687,7 +687,7 @@ def test_what_is_lost_for_good_is_said(tmp_path: Path, caplog: pytest.LogCapture
     assert "1 recorded requests are lost" in caplog.text
 
 
-def test_what_only_the_journal_has_is_said(
+def test_requests_that_only_the_journal_has_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumper = RequestDumper(tmp_path)
@@ -749,7 +749,7 @@ def test_a_new_folder_gets_all_that_came_after_it(dumper: RequestDumper, tmp_pat
         assert rids(tmp_path / str(index)) == [str(index)]
 
 
-def test_settings_that_cannot_be_are_refused_and_change_nothing(dumper: RequestDumper, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_and_change_nothing(dumper: RequestDumper, tmp_path: Path) -> None:
     before = dumper.settings
     (tmp_path / "file").touch()
     with pytest.raises(DumpError):
@@ -766,7 +766,7 @@ def test_the_log_says_where_requests_went(dumper: RequestDumper, caplog: pytest.
     assert f"wrote 1 requests to {files(folder(dumper))[0]}" in caplog.text
 
 
-def test_long_messages_and_reprs_are_cut_and_say_so() -> None:
+def test_long_messages_and_reprs_are_cut_visibly() -> None:
     def dropped(content: Any) -> tuple[Any, Any]:
         found, _ = pickle_in_steps({"server_args": None, "requests": [(content, None, 0.0, 0.0)], "dropped": []}, file)
         file.seek(0)
@@ -803,10 +803,10 @@ def test_long_messages_and_reprs_are_cut_and_say_so() -> None:
 # ---- when it is tried again, and what is recent ---------------------------------------------------------------------
 
 
-def test_a_full_buffer_is_tried_again_after_a_second_then_two_and_at_last_each_minute(
+def test_a_full_buffer_is_retried_with_growing_pauses_up_to_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = writing.Writer(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
+    writer = writing.DumpWriter(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
     monkeypatch.setattr(writing.time, "monotonic", lambda: 1000.0)
     writer._held.append(writing.QueuedRequest(RecordedRequest({"rid": "a"}, None, 0.0, 0.0), None, False, 1))
     pauses = []
@@ -825,15 +825,15 @@ def test_a_full_buffer_is_tried_again_after_a_second_then_two_and_at_last_each_m
     assert (writer.waiting, writer.written, writer._retry_at, writer._failures) == (0, 1, None, 0)
 
 
-def test_what_finished_within_the_crash_window_is_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = writing.Writer(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
+def test_requests_finished_within_the_crash_window_are_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = writing.DumpWriter(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
     monkeypatch.setattr(writing.time, "time", lambda: 1000.0)
     for finished, is_recent in ((1000.0, True), (700.0, True), (699.0, False), (None, True), ("x", True), (2e9, True)):
         record = RecordedRequest({"rid": "a"}, None, 0.0, finished)  # type: ignore[arg-type]
         assert writer._is_recent(writing.QueuedRequest(record, None, True, 1)) == is_recent
 
 
-def test_who_waits_for_a_writer_that_has_ended_is_told_at_once(dumper: RequestDumper) -> None:
+def test_a_wait_for_an_ended_writer_ends_at_once(dumper: RequestDumper) -> None:
     writer = dumper._writer
     assert dumper.close()
     answer = writer.wait(writing._Order("flush", "", None, False), None)
@@ -854,7 +854,7 @@ def test_a_file_that_cannot_be_filled_leaves_nothing_behind(tmp_path: Path) -> N
     assert (tmp_path / "a.pkl").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_dumper_that_is_told_nothing_else_has_the_sizes_that_its_page_says(tmp_path: Path) -> None:
+def test_a_dumpers_default_sizes_are_those_of_its_page(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     dumper = RequestDumper(tmp_path)
     assert signal.getsignal(signal.SIGTERM) == before

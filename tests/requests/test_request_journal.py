@@ -105,7 +105,7 @@ def test_a_journal_is_its_owners_alone(tmp_path: Path) -> None:
     dumper.close()
 
 
-def test_a_death_just_before_or_after_a_file_appears_leaves_each_request_in_one_place(
+def test_a_death_around_a_files_appearance_leaves_each_request_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumper = RequestDumper(tmp_path)
@@ -193,7 +193,7 @@ def segment(folder: Path, count: int) -> bytes:
 
 
 @given(st.data())
-def test_of_a_torn_journal_every_whole_request_is_read_and_the_tear_is_told(
+def test_every_whole_request_of_a_torn_journal_is_read_and_the_tear_named(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     whole = segment(tmp_path_factory.mktemp("torn"), 4)

@@ -27,14 +27,14 @@ from graftlab.errors import DumpError
 from graftlab.graphs.slots import FillContext
 from graftlab.requests import Opaque, RecordedRequest, RequestDumper, load_dump
 from graftlab.requests.pickling import tensor_from_bytes
-from graftlab.requests.served import Finished, Request
-from graftlab.requests.unpickling import Reader, Unreadable
+from graftlab.requests.served import FinishedRequest, Request
+from graftlab.requests.unpickling import PickleReader, PickleReadError
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
 
 def read(value: Any, protocol: int = pickle.HIGHEST_PROTOCOL) -> Any:
-    return Reader().read(pickle.dumps(value, protocol))
+    return PickleReader().read(pickle.dumps(value, protocol))
 
 
 def file_of(path: Path, request: Any, protocol: int = pickle.HIGHEST_PROTOCOL) -> Path:
@@ -123,7 +123,7 @@ def test_numpy_scalars_and_dtypes_come_back(protocol: int) -> None:
 @pytest.mark.parametrize("package", [b"numpy.core", b"numpy._core"])
 def test_numpy_of_any_version_can_have_written_the_file(value: Any, package: bytes) -> None:
     data = pickle.dumps(value, 2)
-    found = Reader().read(data.replace(b"numpy._core", package).replace(b"numpy.core", package))
+    found = PickleReader().read(data.replace(b"numpy._core", package).replace(b"numpy.core", package))
     assert found.tolist() == value.tolist()
 
 
@@ -182,7 +182,7 @@ def test_bytes_that_are_no_such_tensor_are_an_error() -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_kits_own_requests_come_back(protocol: int) -> None:
     request = Request("r", (1, 2), stop_token_ids=(3,))
-    finished = Finished(request, {"text": "", "output_ids": [], "meta_info": {}}, 1.0, 2.0)
+    finished = FinishedRequest(request, {"text": "", "output_ids": [], "meta_info": {}}, 1.0, 2.0)
     found = read([finished, RecordedRequest({"rid": "a"}, None, 1.0, 2.0)], protocol)
     assert found == [finished, RecordedRequest({"rid": "a"}, None, 1.0, 2.0)]
     assert type(found[1]) is RecordedRequest
@@ -198,7 +198,7 @@ def test_the_kits_own_requests_come_back(protocol: int) -> None:
 def test_an_opaque_object_of_a_file_has_fields_of_their_own_types(field: str, value: object) -> None:
     odd = Opaque("a.B", (1,), {"x": 2}, [3])
     setattr(odd, field, value)
-    with pytest.raises(Unreadable, match=f"a {type(value).__name__} was not expected"):
+    with pytest.raises(PickleReadError, match=f"a {type(value).__name__} was not expected"):
         read(odd)
 
 
@@ -303,7 +303,7 @@ def test_a_request_of_another_program_keeps_its_id(tmp_path: Path) -> None:
     assert record.rid == "abc"
 
 
-def test_a_class_of_a_module_that_is_not_there_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_class_of_a_missing_module_is_no_obstacle(tmp_path: Path) -> None:
     module = types.ModuleType("nowhere_to_be_found")
     exec("class Thing:\n    def __init__(self):\n        self.rid = 'x'", module.__dict__)
     sys.modules[module.__name__] = module
@@ -401,7 +401,7 @@ def test_a_file_cannot_run_anything(name: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     modules = set(sys.modules)
     ran.clear()
-    found = Reader().read(b"\x80\x04" + HOSTILE[name] + b".")
+    found = PickleReader().read(b"\x80\x04" + HOSTILE[name] + b".")
     assert type(found) is Opaque
     assert ran == []
     assert list(tmp_path.iterdir()) == []
@@ -413,7 +413,7 @@ def test_a_file_cannot_run_anything(name: str, tmp_path: Path, monkeypatch: pyte
 def test_no_method_of_a_foreign_class_runs(protocol: int) -> None:
     data = pickle.dumps(Trapped(), protocol)
     ran.clear()
-    found = Reader().read(data)
+    found = PickleReader().read(data)
     assert ran == []
     if protocol >= 4:  # those before say it by functools.partial
         assert found.class_name.endswith(".Trapped")
@@ -441,7 +441,7 @@ def test_extension_codes_are_not_looked_up(code: int, cached: bool) -> None:
         if cached:
             pickle.loads(data)
         ran.clear()
-        found = Reader().read(data)
+        found = PickleReader().read(data)
     finally:
         copyreg.remove_extension(__name__, "trap", code)
     assert ran == []
@@ -455,8 +455,8 @@ def test_a_file_cannot_change_classes_of_this_process() -> None:
         stack_global("graftlab.requests.served", "Request"),
         stack_global("graftlab.requests.records", "Opaque"),
     ):
-        with pytest.raises(Unreadable, match="no state"):
-            Reader().read(b"\x80\x04" + named + state + b"b.")
+        with pytest.raises(PickleReadError, match="no state"):
+            PickleReader().read(b"\x80\x04" + named + state + b"b.")
     assert (dict(vars(Request)), dict(vars(Opaque))) == before
 
 
@@ -502,7 +502,7 @@ def test_trusted_is_plain_pickle(tmp_path: Path) -> None:
 # ---- damaged and foreign files --------------------------------------------------------------------------------------
 
 
-def test_a_truncated_file_tells_how_far_it_was_readable_and_gives_what_was(tmp_path: Path) -> None:
+def test_a_truncated_file_reports_how_far_it_is_readable_and_yields_that_part(tmp_path: Path) -> None:
     dumper = RequestDumper(tmp_path / "dumps", server_args={"requests": ["misleading"]})
     for index in range(8):
         dumper.add({"rid": f"r{index}", "ids": list(range(10)), "t": torch.ones(2)}, {"text": "x"}, 1.0, 2.0)
@@ -570,8 +570,8 @@ def test_any_bytes_are_read_or_refused_and_nothing_else(noise: bytes, at: int) -
     data = pickle.dumps({"requests": [({"rid": "a", "t": np.arange(3), "d": Foreign("x", [1])}, {1, 2}, 1.0, 2.0)] * 2})
     for mixed in (noise, data[:at] + noise + data[at + len(noise) :]):
         try:
-            Reader().read(mixed)
-        except Unreadable as error:
+            PickleReader().read(mixed)
+        except PickleReadError as error:
             assert 0 <= error.offset <= len(mixed)  # noqa: PT017
 
 
@@ -580,7 +580,7 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
         load_dump(tmp_path / "nothing")
 
 
-def test_what_is_no_record_keeps_its_place(tmp_path: Path) -> None:
+def test_an_item_that_is_no_record_keeps_its_place(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(pickle.dumps({"requests": [({"rid": "a"}, {}, 2.0, 3.0), "damaged", [1, 2]]}))
     dump = load_dump(path)
@@ -592,17 +592,17 @@ def test_what_is_no_record_keeps_its_place(tmp_path: Path) -> None:
 def test_a_file_of_any_depth_does_not_end_the_process() -> None:
     levels = 200_000  # the hash of so many tuples overflows the stack
     deep_list = b"\x80\x04" + b"]" * levels + b"a" * (levels - 1) + b"."
-    found = Reader().read(deep_list)
+    found = PickleReader().read(deep_list)
     for _ in range(levels - 1):
         (found,) = found
-    with pytest.raises(Unreadable, match="tuples in each other"):
-        Reader().read(b"\x80\x04}" + b")" + b"\x85" * levels + b"Ns.")
+    with pytest.raises(PickleReadError, match="nested tuples"):
+        PickleReader().read(b"\x80\x04}" + b")" + b"\x85" * levels + b"Ns.")
     deep_tuple = b")" + b"\x85" * 1000
     for data in (b"\x8f(" + deep_tuple + b"\x90.", b"(" + deep_tuple + b"\x91.", b"(" + deep_tuple + b"Nd."):
-        with pytest.raises(Unreadable, match="tuples in each other"):
-            Reader().read(b"\x80\x04" + data)
+        with pytest.raises(PickleReadError, match="nested tuples"):
+            PickleReader().read(b"\x80\x04" + data)
     opaque = stack_global("a", "B") + b")R" + (stack_global("a", "B") + b")R") * 20_000 + b"b" * 20_000
-    assert repr(Reader().read(b"\x80\x04" + opaque + b".")) == "Opaque('a.B')"
+    assert repr(PickleReader().read(b"\x80\x04" + opaque + b".")) == "Opaque('a.B')"
 
 
 @pytest.mark.parametrize("request_", [{"rid": 5}, {}, None, 3, Opaque("a.B"), Opaque("a.B", state=[1]), object()])
@@ -656,11 +656,11 @@ def test_the_id_beside_a_request_of_an_unknown_class_is_kept(tmp_path: Path) -> 
         ((REQUEST, 12.5, 13.0, 14.0), "has 3 times"),
         ((REQUEST, 13.0, 12.5, RESPONSE), "the later one first"),
         ((REQUEST, 12.5, "a", "b"), "2 ids"),
-        (({"rid": "x"}, 12.5, RESPONSE, "r1"), "own id is 'x', and the tuple says 'r1'"),
+        (({"rid": "x"}, 12.5, RESPONSE, "r1"), "own id is 'x', and the tuple has 'r1'"),
         ((), "does not begin"),
     ],
 )
-def test_a_record_that_cannot_be_told_is_an_error_and_the_others_come_with_it(
+def test_an_unrecognised_record_is_an_error_that_carries_the_other_records(
     record: tuple[Any, ...], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DumpError, match=rf"number 1: .*{why}") as raised:

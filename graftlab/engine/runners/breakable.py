@@ -31,7 +31,7 @@ class BreakableGraphRunner(TokenGraphRunner):
 
     Where the plan grafts a tap into this side, the graph breaks, so that transforms run in the middle of a replay. It
     needs one capture for each choice of taps, and one replay a batch for any number of grafted taps; a runner with
-    gates needs no capture, but one more replay for each grafted tap.
+    switches needs no capture, but one more replay for each grafted tap.
 
     ``breaks`` says what runs after which, by the names of ``model.named_modules()``. It may be set at any time, and
     holds from the next batch on: other functions at the same modules run between the graphs that there are, and a
