@@ -98,7 +98,7 @@ def _global_factor(
     """The named groups of weights' gradients that differ by one factor for all, where a few others differ otherwise.
 
     Clipping by the norm of all gradients changes each of them if one is wrong, and so does a scale of the loss. Each
-    step has its own factor, the median over its rows. A row is explained if the factor leaves no more than rounding.
+    step has its own factor, the median over its rows. A row is explained if only rounding is left without it.
     The groups that it does not explain must be among the named: one factor for all gradients without an exception may
     be the fault itself.
     """
