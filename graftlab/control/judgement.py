@@ -127,6 +127,9 @@ class Judgement:
             naming.target_not_repeated = self._attempt(
                 "the target against itself", self._runs.target_against_itself, []
             )
+            # A value that the baseline does not repeat either, such as a time, says nothing about the target.
+            left = evidence.floors.returned_not_repeated
+            naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
         unexplained = self._unexplained(evidence, naming)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
         causes, remarks = self._causes(evidence, naming, swaps)
@@ -272,7 +275,9 @@ class Judgement:
             naming.accumulated,
             self._threshold,
             naming.given,
+            evidence.floors.returned_not_repeated,
         )
+        naming.unseen += differences.not_compared()
         said = differences.after_last_tap()
         if naming.clears:
             found = [] if naming.data else differences.no_tap_explains()

@@ -57,6 +57,8 @@ class SelfGraft:
     """Differences in the run in higher precision when no tap is overwritten."""
     not_repeated: list[str] = field(default_factory=list)
     """Taps that differed in a repeat without changes, in order; or descriptions of other differences."""
+    returned_not_repeated: list[str] = field(default_factory=list)
+    """Returned values that a repeat changed although no tap shows it, such as a time, in words."""
     skipped: list[str] = field(default_factory=list)
     """Taps whose value is not a tensor that can be recorded."""
     not_recorded: int = 0
@@ -94,7 +96,8 @@ def graft_self(
                 found.last[group] = recorded.value.cpu()
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
-    found.not_repeated = repeat.differences() or _changed_results(result, again)
+    found.not_repeated = repeat.differences()
+    found.returned_not_repeated = _changed_results(result, again)
     if found.not_repeated:
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -271,3 +272,24 @@ def test_a_wrong_group_that_nothing_depends_on_is_no_minor_one(session: gl.Sessi
         "No later tap depends on logits: it is an output itself, or its tap shows a copy. A swap cannot show its "
         "effect."
     ) in verdict.text
+
+
+# ---- returned values that do not compare ----------------------------------------------------------------------------
+
+
+def returns_a_time(extra: bool) -> dict[str, Any]:
+    h = gl.tap("h", torch.linspace(-1, 1, 64) * (1.1 if gl.here().side == "target" else 1.0))
+    out = {"out": gl.tap("out", h.tanh()), "seconds": time.perf_counter()}
+    return out | ({"more": h} if extra and gl.here().side == "target" else {})
+
+
+def test_a_returned_time_neither_stops_a_verdict_nor_counts(session: gl.Session) -> None:
+    verdict = session.verdict(returns_a_time, returns_a_time, args=(False,))
+    assert first_line(verdict) == "Not checked: the returned value ['seconds'], which the baseline does not repeat."
+    assert "does not repeat itself" not in verdict.text
+    assert "With the baseline's h the output out agrees (" in verdict.text
+
+
+def test_a_value_that_one_side_alone_returns_is_reported(session: gl.Session) -> None:
+    verdict = session.verdict(returns_a_time, returns_a_time, args=(True,))
+    assert "Not checked: only the target returns the result's ['more']." in verdict.text
