@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pandas as pd
 import torch
 
-from graftlab.base.tap_groups import filter_of, group_of, kind_of, place_in_blame
+from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
@@ -127,6 +127,9 @@ class Judgement:
             naming.target_not_repeated = self._attempt(
                 "the target against itself", self._runs.target_against_itself, []
             )
+            # A value that the baseline does not repeat either, such as a time, says nothing about the target.
+            left = evidence.floors.returned_not_repeated
+            naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
         unexplained = self._unexplained(evidence, naming)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
         causes, remarks = self._causes(evidence, naming, swaps)
@@ -271,7 +274,9 @@ class Judgement:
             naming.accumulated,
             self._threshold,
             naming.given,
+            evidence.floors.returned_not_repeated,
         )
+        naming.unseen += differences.not_compared()
         said = differences.after_last_tap()
         if naming.clears:
             found = [] if naming.data else differences.no_tap_explains()
@@ -327,7 +332,17 @@ class Judgement:
         if changed:
             # The swaps were measured against a baseline that has changed.
             return {}, [_changed(changed)]
-        return causes, _not_measured(named, causes, swaps.not_swapped)
+        alone = self._without_dependents(causes)
+        causes = {group: each.with_unknown(alone) for group, each in causes.items()}
+        return causes, _not_measured(named, causes, swaps.not_swapped) + _outputs_themselves(alone)
+
+    def _without_dependents(self, causes: Mapping[str, Causes]) -> list[str]:
+        """The minor groups of values that nothing else depends on: they are outputs themselves."""
+        labels = (item for each in causes.values() for item in each.labels.items())
+        minor = [group for group, label in labels if label == "minor" and not (kind_of_group(group) or group in causes)]
+        if not minor:
+            return []
+        return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
 
     def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundsDifferently:
         """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
@@ -420,6 +435,16 @@ _JUDGED_LAST = place_in_blame("@grad")
 def _judged_at(group: str) -> int:
     """The output at which a group's effect is measured, as a place in blame: the last value for inputs."""
     return max(place_in_blame(group), place_in_blame(""))
+
+
+def _outputs_themselves(groups: Sequence[str]) -> list[str]:
+    if not groups:
+        return []
+    if len(groups) == 1:
+        what = "it is an output itself, or its tap shows a copy. A swap cannot show its effect."
+    else:
+        what = "they are outputs themselves, or their taps show copies. A swap cannot show their effect."
+    return [f"No later tap depends on {', '.join(groups)}: {what}"]
 
 
 def _changed(taps: Sequence[str]) -> str:

@@ -39,6 +39,11 @@ class MeasuredFloors:
         """The taps at which the baseline does not repeat itself."""
         return list(dict.fromkeys(tap for each in self._selves for tap in each.not_repeated))
 
+    @property
+    def returned_not_repeated(self) -> list[str]:
+        """The returned values that the baseline does not repeat, in words."""
+        return list(dict.fromkeys(value for each in self._selves for value in each.returned_not_repeated))
+
     def of_groups(self) -> dict[str, Floor]:
         """The floor of each group: what rounding adds at its taps."""
         return self._pooled(

@@ -21,7 +21,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.plan.plan import FILTERS, PlanEdit
-from graftlab.ranks.remote_functions import Callee, graft_baseline_into_itself, repeat_callee
+from graftlab.ranks.remote_functions import Callee, find_without_dependents, graft_baseline_into_itself, repeat_callee
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.job_remarks import remarks_on_recording
@@ -108,6 +108,10 @@ class VerdictRuns:
     def target_against_itself(self) -> list[str]:
         """The taps at which the target differs from itself in a second run, on any of its ranks."""
         raise NotImplementedError
+
+    def without_dependents(self, groups: Sequence[str]) -> list[str]:
+        """Those of the groups that nothing else depends on, on any of the baseline's ranks; none where unknown."""
+        return []
 
     def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows of taps that are grafted in the run in which every tap is."""
@@ -196,6 +200,14 @@ class CalledRuns(VerdictRuns):
         measured = list(run.baseline)
         remember_floor(self.session, key, measured)
         return measured
+
+    def without_dependents(self, groups: Sequence[str]) -> list[str]:
+        args, kwargs = self.request.arguments
+        assert self.request.baseline is not None
+        budget = self.session.options.keep_budget
+        call = partial(find_without_dependents, self.request.baseline, args, kwargs, list(groups), self.before, budget)
+        run, _ = self._run("what depends on the minor groups", {"baseline": call})
+        return [group for group in groups if all(group in alone for alone in run.baseline)]
 
     def target_against_itself(self) -> list[str]:
         call = partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)

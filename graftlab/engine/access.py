@@ -55,9 +55,11 @@ class ListeningSocket(socket.socket):
         now = time.monotonic()
         if now - self._said >= _QUIET:
             self._said = now
-            logger.warning("too many connections: this process has no file descriptors left, so clients are hung up on")
+            logger.warning(
+                "too many connections: this process has no file descriptors left, so it closes new connections"
+            )
         # The caller treats this as no connection.
-        raise BlockingIOError(errno.EAGAIN, "hung up on a client")
+        raise BlockingIOError(errno.EAGAIN, "closed a client's connection")
 
     def close(self) -> None:
         if self.fileno() >= 0:

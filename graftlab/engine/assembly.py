@@ -17,7 +17,7 @@ def assemble(work: Work, vocab_size: int, device: torch.device, request_ids: boo
     rows: list[int] = []
     for span in work.spans:
         live = span.live
-        assert live.place is not None, "the scheduler plans only what has a place"
+        assert live.place is not None, "the scheduler plans only requests that have a place"
         input_ids += live.tokens[live.computed : span.stop]
         positions += range(live.computed, span.stop)
         out_cache_loc += live.place.slots[live.computed : span.stop]

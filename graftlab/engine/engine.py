@@ -132,7 +132,7 @@ class Engine:
         self.check(request)
         if request.rid in self._live:
             raise RequestError(
-                f"a request with the id {request.rid!r} is not over yet; ids must be unique while they live"
+                f"a request with the id {request.rid!r} is not over yet; ids of live requests must be unique"
             )
         live = LiveRequest(request, created=time.time(), arrived=time.monotonic())
         self._live[request.rid] = live
@@ -209,7 +209,7 @@ class Engine:
         """
         if self._live:
             raise RuntimeError(
-                f"generate() needs the engine for itself, and {len(self._live)} requests are not over; "
+                f"generate() needs the engine for itself, and {len(self._live)} requests are still live; "
                 "finish them with step(), or abort() them"
             )
         requests = [self._request(prompt, max_new_tokens, options) for prompt in prompts]

@@ -62,7 +62,7 @@ class EngineThread:
         future.set_running_or_notify_cancel()
         with self._lock:
             if self._stopped:
-                raise EngineStoppedError("the engine has stopped, and refuses requests")
+                raise EngineStoppedError("the engine has stopped and refuses requests")
             if request.rid in self._futures:
                 raise DuplicateRequestError(f"a request with the id {request.rid!r} is not over yet; use another id")
             self._futures[request.rid] = future
@@ -123,7 +123,7 @@ class EngineThread:
         try:
             self._on_finished(finished)
         except Exception:
-            logger.exception("what is done with the finished request %r failed", finished.request.rid)
+            logger.exception("the callback for the finished request %r failed", finished.request.rid)
         with self._lock:
             future = self._futures.pop(finished.request.rid)
         future.set_result(finished)

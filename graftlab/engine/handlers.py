@@ -47,7 +47,7 @@ class Handler(RequestHandler):
             await self.answer(403, {"error": "requests from pages in a browser are not served"})
         elif not self._may_come():
             self.set_header("WWW-Authenticate", "Bearer")
-            await self.answer(401, {"error": "this server wants its token: Authorization: Bearer TOKEN"})
+            await self.answer(401, {"error": "this server requires its token: Authorization: Bearer TOKEN"})
 
     def _may_come(self) -> bool:
         if self.server.token is None:
@@ -75,7 +75,7 @@ class NotFound(Handler):
     async def prepare(self) -> None:
         await super().prepare()
         if not self._finished:
-            await self.answer(404, {"error": f"there is only {', '.join(path for path, _ in ROUTES)}"})
+            await self.answer(404, {"error": f"the paths of this server are {', '.join(path for path, _ in ROUTES)}"})
 
 
 class Generate(Handler):

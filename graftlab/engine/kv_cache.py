@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PADDING_SLOT = 0
-"""Belongs to no request: padding rows of a captured graph have to write somewhere."""
+"""No request uses it: padding rows of a captured graph have to write somewhere."""
 
 
 class SlotAllocator:
@@ -34,7 +34,7 @@ class SlotAllocator:
         """Take numbers back. Raises `ValueError`, and takes none, if one was not handed out, or is named twice."""
         if len(set(slots)) < len(slots) or not self._taken.issuperset(slots):
             wrong = [slot for slot in slots if slot not in self._taken or slots.count(slot) > 1]
-            raise ValueError(f"slots {wrong} are not handed out, or named twice, so they cannot be freed")
+            raise ValueError(f"slots {wrong} are not allocated, or given twice, so they cannot be freed")
         self._taken.difference_update(slots)
         self._free.extend(reversed(slots))
 

@@ -30,7 +30,7 @@ def with_model_inputs(batch: ForwardBatch, work: Work, model: Transformer, cache
         lens = [model.source_len(span.live.request.input_ids) for span in work.spans]
         for span, count in zip(work.spans, lens, strict=True):
             if span.live.computed == 0 and count:
-                assert span.live.place is not None, "the scheduler plans only what has a place"
+                assert span.live.place is not None, "the scheduler plans only requests that have a place"
                 source = torch.tensor(span.live.request.input_ids[:count], dtype=torch.int64, device=device)
                 cache.write_encoder(span.live.place.row, *model.encode(source))
         return dataclasses.replace(batch, encoder_lens=torch.tensor(lens, dtype=torch.int64, device=device))

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     token = options.token or os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        parser.error("a token goes into an HTTP header: printable ASCII without spaces, please")
+        parser.error("a token is sent in an HTTP header; use printable ASCII without spaces")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("tornado.access").setLevel(logging.ERROR)  # what is logged of requests is the settings' matter
     if token is not None:
@@ -132,8 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     where = parser.add_argument_group("where")
     where.add_argument("--host", default="127.0.0.1", help="address to listen at")
-    where.add_argument("--port", type=int, default=30000, help="0 takes a free one, which is printed")
-    where.add_argument("--token", help=f"bearer token that clients must bring; better given as {TOKEN_VARIABLE}")
+    where.add_argument("--port", type=int, default=30000, help="0 takes a free port and prints it")
+    where.add_argument("--token", help=f"bearer token that clients must send; better given as {TOKEN_VARIABLE}")
     where.add_argument("--no-token", action="store_true", help="serve every client; else a token is made and printed")
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=PRESETS, default="tiny", help="its weights are random")
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--sliding-window", type=_count, metavar="N", help="tokens that attention looks back over")
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
     model.add_argument("--device", default="cpu", help="such as cuda:0")
-    model.add_argument("--threads", type=_count, metavar="N", help="of torch, on the CPU; None for torch's own choice")
+    model.add_argument("--threads", type=_count, metavar="N", help="torch's CPU threads; None for torch's default")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--max-requests", type=_count, default=8, metavar="N", help="requests in the cache at a time")
     engine.add_argument("--max-tokens", type=_count, default=4096, metavar="N", help="tokens in the cache")
@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
     return int(text)
 
 

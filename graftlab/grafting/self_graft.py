@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ class SelfGraft:
     """Differences in the run in higher precision when no tap is overwritten."""
     not_repeated: list[str] = field(default_factory=list)
     """Taps that differed in a repeat without changes, in order; or descriptions of other differences."""
+    returned_not_repeated: list[str] = field(default_factory=list)
+    """Returned values that a repeat changed although no tap shows it, such as a time, in words."""
     skipped: list[str] = field(default_factory=list)
     """Taps whose value is not a tensor that can be recorded."""
     not_recorded: int = 0
@@ -93,7 +96,8 @@ def graft_self(
                 found.last[group] = recorded.value.cpu()
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
-    found.not_repeated = repeat.differences() or _changed_results(result, again)
+    found.not_repeated = repeat.differences()
+    found.returned_not_repeated = _changed_results(result, again)
     if found.not_repeated:
         return found
 
@@ -164,6 +168,29 @@ def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
     return repeat.differences() or _changed_results(result, again)
+
+
+def without_dependents(
+    call: Call,
+    groups: Sequence[str],
+    *,
+    budget: int,
+    paired_names: Callable[[str], Sequence[str]] = lambda name: (name,),
+) -> list[str]:
+    """The groups that no later tap depends on: overwriting their taps changes no other."""
+    record = SelfGraftRecorder(budget)
+    _run(call, record)
+    alone = []
+    for group in groups:
+        change = GroupChanger(record.taps, partial(_is_in, group, paired_names))
+        _run(call, change)
+        if not change.differences():
+            alone.append(group)
+    return alone
+
+
+def _is_in(group: str, paired_names: Callable[[str], Sequence[str]], name: str, tags: Mapping[str, Any]) -> bool:
+    return any(group_of(each, tags) == group for each in paired_names(name))
 
 
 def _copied(result: Any) -> dict[str, torch.Tensor]:
@@ -263,14 +290,42 @@ class RepeatComparer(CountingHandler):
         self._left = dict.fromkeys(taps)
         self._differing: list[str] = []
 
-    def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
+    def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
         recorded = self._taps.get(place)
         self._left.pop(place, None)
         if recorded is not None and not _repeated(recorded, own):
             self._differing.append(_label(place))
+        return None
 
     def differences(self) -> list[str]:
         return self._differing + [f"{_label(place)} was not reached again" for place in self._left]
+
+
+# Far above rounding in every dtype, and too little to overflow.
+_CHANGE = 0.125
+
+
+def _changed(value: torch.Tensor) -> torch.Tensor:
+    """Other numbers of the same size, and no multiple of ``value``, which a norm would take back."""
+    generator = torch.Generator().manual_seed(0)
+    factors = 1 + _CHANGE * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+    return (value * factors).to(value.dtype)
+
+
+class GroupChanger(RepeatComparer):
+    """Overwrites the taps of one group with changed values, and compares all others with the record."""
+
+    def __init__(self, taps: Mapping[CallKey, TapRecord], is_changed: Callable[[str, Mapping[str, Any]], bool]) -> None:
+        super().__init__(taps)
+        self._is_changed = is_changed
+
+    def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
+        if not self._is_changed(place[0], tags):
+            return super().take(place, tags, own)
+        self._left.pop(place, None)
+        if not (own.is_floating_point() or own.is_complex()):
+            return own.roll(1) if own.numel() > 1 else own
+        return _changed(own.detach())
 
 
 class SelfGrafter(CountingHandler):

@@ -54,7 +54,7 @@ def build_decode_registry(
     Raises :class:`GraphError` for a buffer to adopt that is too small, on another device or of no integers.
     """
     if num_tokens_per_bs < 1:
-        raise GraphError(f"num_tokens_per_bs={num_tokens_per_bs}; each request has at least one token")
+        raise GraphError(f"num_tokens_per_bs={num_tokens_per_bs}; each request needs at least one token")
     largest = max_bs * num_tokens_per_bs if max_num_tokens is None else max_num_tokens
     registry = CudaGraphBufferRegistry(device, max_bs, largest, share_pool)
     encoder_len = encoder_len_fill_value if is_encoder_decoder else None
@@ -174,7 +174,7 @@ def _registered(
 ) -> CudaGraphBufferRegistry:
     known = {slot.name for slot in slots}
     if unknown := sorted(dtypes.keys() - known):
-        raise GraphError(f"dtypes are given for {unknown}, which are no slots here; there are {sorted(known)}")
+        raise GraphError(f"dtypes are given for {unknown}, which are not slots here; the slots are {sorted(known)}")
     for slot in slots:
         slot = replace(
             slot, dtype=dtypes.get(slot.name, slot.dtype), enabled=request_ids or slot.name not in IDENTITIES

@@ -169,7 +169,7 @@ class CapturedFunction:
             return value
         shown, own = self._tensor_in(name, value)
         if own is None or (site.slot is not None and site.slot.value.shape != own.shape):
-            raise self._error(f"had another value at tap {name!r} this time: {_described(shown)}")
+            raise self._error(f"had a different value at tap {name!r} this time: {_described(shown)}")
         if index in self._extras:
             self._extras[index].update(carried(), extras)
         takes_another = own is value and (replace or may_overlap(own))
@@ -250,7 +250,7 @@ class CapturedFunction:
     def replay(self, prepare: Callable[[], object], ctx: FillContext) -> tuple[Outputs, int]:
         """The outputs, and how many replays it took. `prepare` is called before each; `ctx` has the batch's sizes."""
         graph, grafter = self._graph, active.grafter()
-        assert graph is not None, "captured before it is replayed"
+        assert graph is not None, "a function must be captured before it is replayed"
         self._outer = taps.ambient.get()
         self._ctx = ctx
 
@@ -343,7 +343,7 @@ class CapturedFunction:
 
 def _grafter() -> Grafter:
     grafter = active.grafter()
-    assert grafter is not None, "taps come here only inside of a session"
+    assert grafter is not None, "taps arrive here only inside a session"
     return grafter
 
 

@@ -356,7 +356,7 @@ def _kind(source: object) -> object:
 
 def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContext) -> None:
     if not isinstance(source, Tensor):
-        raise slot.error(f"got {type(source).__name__} from the batch; allowed is a tensor, or None")
+        raise slot.error(f"got {type(source).__name__} from the batch; it must be a tensor or None")
     if source.shape != head.shape:
         assert slot.buffer is not None
         size = {"bs": f" with raw_bs={ctx.raw_bs}", "tokens": f" with raw_num_tokens={ctx.raw_num_tokens}", "none": ""}
@@ -366,8 +366,8 @@ def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContex
         )
     if not is_lossless(source.dtype, slot.dtype):
         raise slot.error(
-            f"got a source of {source.dtype}, which would lose data as {slot.dtype}; allowed is what fits into it "
-            "whatever the numbers are. Where they do fit, convert them in a source_fn"
+            f"got a source of {source.dtype}, which would lose data as {slot.dtype}; it must hold every "
+            "value without loss. If the values do fit, convert them in a source_fn"
         )
 
 

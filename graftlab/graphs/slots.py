@@ -20,7 +20,7 @@ class PaddingPolicy(Enum):
     """What the tail of a buffer holds: the places between the batch's own size and the size that the graph reads."""
 
     KEEP_PAD = "keep_pad"
-    """What was there: a hook, or the owner of an adopted buffer, put it there on purpose."""
+    """Earlier content, which a hook or the owner of an adopted buffer wrote there on purpose."""
 
     FILL_SENTINEL = "fill_sentinel"
     """``pad_value``, written before every copy (and over the whole buffer when it is allocated)."""
@@ -94,7 +94,7 @@ class GraphSlot:
     def __setattr__(self, name: str, value: object) -> None:
         # Registries remember how each slot is filled, so a change would go unnoticed there.
         if name in self.__dict__ and name not in ("buffer", "is_registered"):
-            raise AttributeError(f"slot {self.name!r}: {name} stays as it was made; make another slot")
+            raise AttributeError(f"slot {self.name!r}: {name} cannot be changed; make another slot")
         super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
@@ -103,18 +103,18 @@ class GraphSlot:
         if self.axis not in ("bs", "tokens", "none"):
             raise self.error(f"axis={self.axis!r}; an axis is 'bs', 'tokens' or 'none'")
         if not isinstance(policy, PaddingPolicy):
-            raise self.error(f"padding_policy={policy!r}; it takes one of {[str(each) for each in PaddingPolicy]}")
+            raise self.error(f"padding_policy={policy!r}; it must be one of {[str(each) for each in PaddingPolicy]}")
         if self.axis == "none" and policy.resets:
             raise self.error(f"axis='none' has no tail for {policy} to reset; choose KEEP_PAD or FILL_ONCE")
         if self.axis == "none" and self.slice_fn is not None:
-            raise self.error("axis='none' is always taken whole, so a slice_fn would never be asked")
+            raise self.error("axis='none' is always taken whole, so a slice_fn would never be called")
         if policy.needs_value:
             if self.pad_value is None:
                 raise self.error(f"{policy} needs a pad_value")
             if not _fits(self.pad_value, self.dtype):
                 raise self.error(f"pad_value={self.pad_value!r} cannot be written as {self.dtype}")
         if self.source_fn is not None and not self.copy_from_batch:
-            raise self.error("copy_from_batch=False copies nothing, so a source_fn would never be asked")
+            raise self.error("copy_from_batch=False copies nothing, so a source_fn would never be called")
 
     def _check_types(self) -> None:
         expected: dict[str, tuple[type, ...]] = {
@@ -129,10 +129,10 @@ class GraphSlot:
         for name, kinds in expected.items():
             if not isinstance(value := getattr(self, name), kinds):
                 words = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-                raise self.error(f"{name}={value!r}; it takes {words}")
+                raise self.error(f"{name}={value!r}; it must be {words}")
         for name in ("shape_fn", "post_fill", "slice_fn", "source_fn"):
             if not callable(value := getattr(self, name)) and (value is not None or name == "shape_fn"):
-                raise self.error(f"{name}={value!r}; it takes a function")
+                raise self.error(f"{name}={value!r}; it must be a function")
 
     @property
     def fill_value(self) -> float | int | bool:
@@ -152,7 +152,7 @@ class GraphSlot:
         """
         buffer = self.buffer
         if buffer is None:
-            raise self.error("no buffer yet; register the slot first, and enabled")
+            raise self.error("no buffer yet; enable the slot and register it first")
         size = self.size_of(padded_bs, padded_num_tokens)
         if size is None:
             return buffer

@@ -81,7 +81,7 @@ class StaticExtras:
             if part.is_copied:
                 copy_bits(part.tensor, tensor.detach())
             elif tensor is not part.tensor and tensor.data_ptr() != part.tensor.data_ptr():
-                raise self._error(_name(path), f"is on {tensor.device} and was made anew this time")
+                raise self._error(_name(path), f"is on {tensor.device} and was created again this time")
 
     def compare(self, plain: Mapping[Path, Any]) -> None:
         """Raise :class:`GraphError` for plain objects that are not those of the first time."""
@@ -94,7 +94,7 @@ class StaticExtras:
     def _error(self, what: str, how: str) -> GraphError:
         return GraphError(
             f"tap {self._tap!r} in a captured function: {what} {how}. No Python runs there at a replay, which would "
-            "give away what the capture saw. Make it a tensor that the graph computes, or give extras=lambda: {...}, "
+            "repeat the values of the capture. Make it a tensor that the graph computes, or give extras=lambda: {...}, "
             "which is called on the host at each replay"
         )
 

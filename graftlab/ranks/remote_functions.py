@@ -19,6 +19,7 @@ from graftlab.grafting.self_graft import (
     differences_of_repeat,
     graft_self,
     rounded_results,
+    without_dependents,
 )
 from graftlab.grafting.sketches import sketch_taps
 from graftlab.layouts.replicas import TapSketch
@@ -73,6 +74,23 @@ def graft_baseline_into_itself(
 def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
     """Run the callee twice; returns the taps that differ."""
     return differences_of_repeat(bind_callee(callee, args, kwargs), budget=budget)
+
+
+def find_without_dependents(
+    callee: Callee,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    groups: list[str],
+    plan: GraftPlan,
+    budget: int,
+) -> list[str]:
+    """Call :func:`graftlab.grafting.self_graft.without_dependents`. ``plan`` renames the baseline's taps."""
+    return without_dependents(
+        bind_callee(callee, args, kwargs),
+        groups,
+        budget=budget,
+        paired_names=lambda name: [pairing.name for pairing in plan.pairings("baseline", name, {})],
+    )
 
 
 # ---- a check of one side --------------------------------------------------------------------------------------------

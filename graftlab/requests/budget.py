@@ -1,7 +1,7 @@
-"""What reading one file may cost, so that no small file takes the memory or the time of a large one.
+"""Limits on reading one file, so that no small file takes the memory or the time of a large one.
 
-Almost all that a pickle makes takes a byte of it. What does not: to put the same large thing in many places, keys whose
-comparison or hash is slow, what is packed, and tensors that show one number many times.
+Almost every object of a pickle takes at least a byte of the file. The exceptions: one large object in many places, keys
+that are slow to compare or hash, compressed data, and tensors that show one number many times.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Budget:
         """Count bytes that are about to be allocated."""
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise BudgetExceeded(f"it stands for more than {self._bytes:,} bytes, the memory budget of its size")
+            raise BudgetExceeded(f"it expands to more than {self._bytes:,} bytes, the memory budget of its size")
 
     def take_copies(self, values: Iterable[Any]) -> None:
-        """What is made of these values copies them, and what is right in them."""
+        """Count copies of these values and of the text and bytes directly in them."""
         for value in values:
             if isinstance(value, (str, bytes, bytearray)):
                 self.take(len(value))
@@ -64,15 +64,15 @@ class Budget:
                 self.take(sum(len(part) for part in parts if isinstance(part, (str, bytes, bytearray))))
 
     def pieces(self, items: list[T]) -> Iterator[list[T]]:
-        """A few at a time, and the time is looked at between: equal hashes make the insertion of each key slower."""
+        """Yield a few items at a time and check the time in between: equal hashes slow each insertion down."""
         for start in range(0, len(items), _STEP):
             self.check_time()
             yield items[start : start + _STEP]
 
     def require_light(self, keys: Iterable[Any]) -> None:
-        """Keys whose hash takes long are refused.
+        """Refuse keys that are slow to hash.
 
-        A hash looks into the tuples of a tuple each time anew, and however often one and the same is in them.
+        Hashing a tuple hashes each tuple in it again, as often as it occurs.
         """
         for key in keys:
             if type(key) is tuple:
@@ -86,7 +86,7 @@ class Budget:
             self.check_time()
             levels.append(inner)
             if len(levels) > _DEEPEST_KEY:
-                raise BudgetExceeded(f"a key of more than {_DEEPEST_KEY} tuples in each other")
+                raise BudgetExceeded(f"a key of more than {_DEEPEST_KEY} nested tuples")
         weights: dict[int, int] = {}
         for each in itertools.chain.from_iterable(level.values() for level in reversed(levels)):
             weights[id(each)] = 1 + sum(
@@ -106,7 +106,7 @@ class Budget:
         while level:
             depth += 1
             if depth > _DEEPEST:
-                raise BudgetExceeded(f"lists, tuples and dicts more than {_DEEPEST} deep in each other")
+                raise BudgetExceeded(f"lists, tuples and dicts nested more than {_DEEPEST} deep")
             self.check_time()
             inner: dict[int, Collection[Any]] = {}
             for each in level:

@@ -17,29 +17,29 @@ _TIMEOUT = 10.0
 TOKEN_VARIABLE = "GRAFTLAB_ENGINE_TOKEN"
 
 DEFAULT_URL = "http://127.0.0.1:30000"
-"""Where ``python -m graftlab.engine.serve`` listens unless told otherwise."""
+"""Where ``python -m graftlab.engine.serve`` listens by default."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports a usage error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_one_line(message)}\n")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would become a GET, which changes nothing and may well answer 200."""
+    """A redirected POST would become a GET, which changes nothing and may still be answered with 200."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
 
 
 class _PostError(Exception):
-    """The server cannot be reached, or did not do as it was told."""
+    """The server cannot be reached, or refused the change."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Post what was given; 0 when the server took it, 1 when not. A bad value exits with 2, before anything is sent."""
+    """Post the given settings; return 0 if the server accepted them, else 1. A bad value exits with 2, unsent."""
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     url, token = given.pop("url"), given.pop("token")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def post(url: str, changes: dict[str, Any], token: str | None = None) -> str:
-    """The server's answer to these changes. Raises :class:`_PostError`."""
+    """Post the changes and return the server's answer. Raises :class:`_PostError`."""
     headers = {"Content-Type": "application/json"}
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
@@ -85,15 +85,17 @@ def _reason(error: urllib.error.HTTPError) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(
         prog="configure_logging",
-        description="Change what a running server records and logs of its requests. What is not given stays as it is; "
+        description="Change what a running server records and logs of its requests. Settings that are not given stay; "
         "the settings then in force are printed.",
         allow_abbrev=False,
     )
-    parser.add_argument("--url", type=_url, default=DEFAULT_URL, help=f"of the server; {DEFAULT_URL} unless given")
+    parser.add_argument(
+        "--url", type=_url, default=DEFAULT_URL, help=f"the server's address; {DEFAULT_URL} unless given"
+    )
     parser.add_argument(
         "--token",
         default=os.environ.get(TOKEN_VARIABLE),
-        help=f"that the server asks for and has printed; ${TOKEN_VARIABLE} unless given",
+        help=f"the token that the server printed; ${TOKEN_VARIABLE} unless given",
     )
     parser.add_argument("--dump-requests-folder", metavar="D", help='on the server; "" ends dumping')
     parser.add_argument("--dump-requests-threshold", metavar="N", type=_count, help="requests in a file")
@@ -108,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "--log-requests-level",
         metavar="N",
         type=_level,
-        help="0 ids and durations, 1 metadata too, 2 what came in and went out, shortened, 3 all of it; unchanged "
+        help="0 ids and durations, 1 metadata too, 2 shortened inputs and outputs, 3 complete ones; unchanged "
         "unless given",
     )
     return parser
@@ -127,13 +129,13 @@ def _url(text: str) -> str:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
     return int(text)
 
 
 def _level(text: str) -> int:
     if text not in ("0", "1", "2", "3"):
-        raise argparse.ArgumentTypeError(f"a whole number from 0 to 3 is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 3, not {text!r}")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""The moments before a process ends by a signal or an uncaught exception: what is still to be done is done then."""
+"""A last action before a signal or an uncaught exception ends the process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CrashWatch:
         if threading.current_thread() is not threading.main_thread():
             raise DumpError(
                 "signals can only be watched from the main thread: make the dumper there, or call its "
-                "dump_before_crash() from handlers of your own"
+                "dump_before_crash() from your own handlers"
             )
         self._last_act = last_act
         self._went_on = went_on

@@ -1,4 +1,4 @@
-"""Recording of requests in a process that serves them: never in its way, and never losing what it acknowledged."""
+"""Recording requests in a serving process without delaying it, and without losing any that were acknowledged."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class RequestDumper:
     is more); then new ones are refused.
 
     **What is acknowledged.** A request for which :meth:`add` returned True is on disk, and stays there whatever ends
-    the process: SIGKILL, SIGHUP, an abort, ``os._exit``. Until it is in a whole file it is in the journal, one or more
-    files ``*.journal`` in ``crash_folder`` (or ``folder``) that ``load_dump`` reads and that go when whole files have
-    all that is in them. Only a power cut may take what no :meth:`flush` that began after the ``add`` has returned True
-    for. If the journal cannot be written, there is a warning, and requests wait in memory alone. Whole files appear
-    whole or not at all; what a kill interrupts leaves a hidden ``.*.tmp``, which no reader need look at. A folder that
-    has vanished is made again.
+    the process: SIGKILL, SIGHUP, an abort, ``os._exit``. Until it is in a whole file it is in the journal: one or more
+    files ``*.journal`` in ``crash_folder`` (or ``folder``). ``load_dump`` reads them, and each is removed once whole
+    files have all of its requests. Only a power cut may lose a request, unless a :meth:`flush` begun after its
+    ``add`` has returned True. If the journal cannot be written, there is a warning, and requests wait in memory alone.
+    Whole files appear whole or not at all; an interrupted write leaves a hidden ``.*.tmp``, which readers ignore. A
+    folder that has vanished is made again.
 
     :meth:`close`, a normal exit, :meth:`dump_before_crash`, and, with ``catch_crashes``, SIGTERM, SIGQUIT and an
     uncaught exception leave every request in a whole file; a journal that stays has none of them.
@@ -51,8 +51,8 @@ class RequestDumper:
     process ends is not written again; where a signal does not end the process after all, it is, with its response.
 
     ``add`` pickles the request where it is called. Whole files are pickled later, in the writer's thread: do not change
-    requests, or what is inside of responses, after ``add``. Any thread may call any method. A process that is forked
-    off has nothing to write.
+    requests, or what is inside of responses, after ``add``. Any thread may call any method. A forked process has
+    nothing to write.
 
     Raises :class:`~graftlab.errors.DumpError` where a folder cannot be made, and with ``catch_crashes`` outside of the
     main thread; ValueError for a ``threshold`` below 1.
@@ -102,9 +102,9 @@ class RequestDumper:
         return self._writer.waiting
 
     def begin(self, request: Any, created: float) -> bool:
-        """Tell that a request is being served, so that a crash before its ``add`` records it as unfinished.
+        """Register a request that is being served, so that a crash before its ``add`` records it as unfinished.
 
-        It is known by its identity: give the same object to :meth:`add`, or to :meth:`forget` if there will be none.
+        Requests are compared by identity: pass the same object to :meth:`add`, or to :meth:`forget`.
         Returns whether it is acknowledged. Never raises.
         """
         writer = self._writer
@@ -114,14 +114,14 @@ class RequestDumper:
         return not (self._closed or writer.dying)
 
     def forget(self, request: Any) -> None:
-        """A request that was begun will not be recorded after all."""
+        """Drop a request that was begun and will not be recorded."""
         self._writer.open_requests.pop(id(request), None)
 
     def add(self, request: Any, response: Any, created: float, finished: float) -> bool:
         """Record a finished request; times are seconds since the epoch. Returns whether it is acknowledged.
 
-        It is not when the dumper is closed or off, when too many wait, and while the process ends. Never raises, never
-        waits for a disk to be done (the journal is handed to the system), and changes none of the objects.
+        It is not if the dumper is closed or off, if too many wait, or while the process ends. Never raises, never waits
+        for the disk (the operating system writes the journal), and changes none of the objects.
         """
         try:
             return self._add(request, response, created, finished)
@@ -130,7 +130,7 @@ class RequestDumper:
             return False
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Write what waits; True if all that was added before is on disk, False if not, or not within ``timeout`` s."""
+        """Write all waiting requests; True if every earlier ``add`` is on disk, and that within ``timeout`` seconds."""
         writer = self._writer
         answer = writer.wait(writer.order("flush", log_here=timeout is not None), timeout)
         if timeout is None:
@@ -152,10 +152,10 @@ class RequestDumper:
         return answer is not None and answer.done
 
     def dump_before_crash(self, reason: str = "asked for") -> Path | None:
-        """Write the crash's file; None where there is nothing that no crash's file has yet, or it cannot be written.
+        """Write the crash's file; return None if it would have nothing new, or cannot be written.
 
-        Each request once: a second call writes what is new since the first. Never raises, and waits for at most 20 s.
-        Safe in a signal handler.
+        A request is written once: a second call writes those that are new since the first. Never raises, and waits
+        at most 20 s. Safe in a signal handler.
         """
         writer = self._writer
         answer = writer.wait(writer.order("crash", reason, log_here=False), CRASH_PATIENCE)
@@ -169,7 +169,7 @@ class RequestDumper:
     def apply(self, settings: DumpSettings) -> None:
         """Change folder, threshold and excluded keys from the next request on.
 
-        What waits goes into the new folder, or into the old one where recording ends. Raises
+        Waiting requests go into the new folder, or into the old one if recording ends. Raises
         :class:`~graftlab.errors.DumpError` for a folder that cannot be made and ValueError for a threshold below 1, and
         then changes nothing.
         """
@@ -201,7 +201,7 @@ class RequestDumper:
         return not (self._closed or writer.dying)
 
     def _last_act(self, reason: str) -> None:
-        """The process is about to end: from here on nothing more is acknowledged."""
+        """Write the crash's file; nothing is acknowledged from here on."""
         self._writer.dying += 1
         self.dump_before_crash(reason)
 
@@ -212,7 +212,7 @@ class RequestDumper:
         return self._closed or (writer.settings.folder is None and self._for_crashes is None)
 
     def _start_over(self) -> None:
-        """In a process that was forked off: what waits is the parent's, and so is the thread."""
+        """Begin again in a forked process: the waiting requests and the thread are the parent's."""
         before = self._writer
         self._writer = DumpWriter(before.settings, *self._rest)
         before.abandon()
@@ -230,10 +230,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _without(keys: tuple[str, ...], response: Any) -> Any:
-    """The response, without these keys in a copy of its ``meta_info``."""
+    """Return the response without these keys in a copy of its ``meta_info``."""
     if not issubclass(type(response), dict):
         return response
-    # Copies, since servers take such dicts apart once the response is out.
+    # Copies, since servers change such dicts once the response is sent.
     copy: dict[Any, Any] = dict(response)
     meta: Any = copy.get("meta_info")
     if issubclass(type(meta), dict):
@@ -260,7 +260,7 @@ def _checked(settings: DumpSettings, before: DumpSettings | None = None) -> Dump
     if settings.threshold < 1:
         raise ValueError(f"threshold is the number of requests in a file, at least 1, not {settings.threshold}")
     folder = _path(settings.folder)
-    # One that has vanished since is made again when there is something to write.
+    # A folder that has vanished since is made again before the next write.
     if before is None or folder != before.folder:
         _made(folder)
     return replace(settings, folder=folder)

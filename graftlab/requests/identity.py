@@ -1,4 +1,4 @@
-"""Which request is which, as int64 tensors: strings go neither onto a device nor through a captured graph."""
+"""Request ids and bootstrap rooms as int64 tensors: a device and a captured graph take no strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_ROOM = -1
 """In place of a bootstrap room, for a request that has none."""
 
 IDENTITIES = ("rids_int", "bootstrap_room_ids_int")
-"""What batches call the tensors that are made here."""
+"""The names of these tensors in batches."""
 
 _INT64 = torch.iinfo(torch.int64)
 
@@ -26,7 +26,7 @@ def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = 
 
     A request that is sampled several times has as many rows, which their order distinguishes.
 
-    Raises :class:`RequestError` for two ids that share a number (one in 2**64), and for one that has the padding's.
+    Raises :class:`RequestError` for two ids that share a number (one in 2**64), and for an id with the padding's.
 
     >>> from graftlab.requests import request_ids_tensor
     >>> request_ids_tensor(["req-0", "req-1"]).shape

@@ -31,7 +31,7 @@ MAGIC = b"\x93GLJ\r\n\x1a\n"
 _HEAD, _REQUEST, _WRITTEN = b"H", b"R", b"W"
 # Magic, kind, number of the request, length of what follows, and the checksum of what follows and of the rest.
 _FRAME = struct.Struct("<8scQII")
-# A segment goes when all of its requests are in whole files, so none should be long.
+# A segment is removed once all of its requests are in whole files, so none should be long.
 _LONGEST_BYTES, _LONGEST_SECONDS, _LONGEST_COUNT = 64 << 20, 60.0, 10_000
 
 
@@ -50,7 +50,7 @@ class _Segment:
         self.write(_HEAD, 0, head)
 
     def write(self, kind: bytes, number: int, payload: bytes) -> None:
-        """Append a frame, at once and whole. Raises OSError; what was written of it then is skipped by readers."""
+        """Append a frame in one write. Raises OSError; readers skip the incomplete frame that this may leave."""
         frame = _FRAME.pack(MAGIC, kind, number, len(payload), _checksum(kind, number, payload)) + payload
         written = os.write(self._descriptor, frame)
         while written < len(frame):
@@ -64,7 +64,7 @@ class _Segment:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the file was removed: what is written then is nowhere."""
+        """Whether the file was removed, so that writes to it are lost."""
         return os.fstat(self._descriptor).st_nlink == 0
 
     @property
@@ -82,7 +82,7 @@ class _Segment:
 
 
 class Journal:
-    """Any thread may :meth:`accept`; all else is for the writer's thread alone.
+    """The segments of one process. Any thread may :meth:`accept`; only the writer's thread calls the rest.
 
     That thread must never wait for the lock, which the main thread may hold while a signal handler waits for the
     writer. ``token`` goes into the names of segments, ``about`` into each of them.
@@ -99,10 +99,10 @@ class Journal:
         self._number = 0
 
     def accept(self, folder: Path, payload: bytes, put: Callable[[int], object]) -> tuple[bool, OSError | None]:
-        """Write a request down and ``put`` its number where the writer looks, as one step.
+        """Write a request into the journal and ``put`` its number into the writer's inbox, in one step.
 
-        Returns whether earlier requests have to be written down once more, since their segment has vanished; and why
-        this one could not be written down, if so. It is put all the same.
+        Returns whether earlier requests have to be written again because their segment has vanished, and the error if
+        this one could not be written. It is put in either case.
         """
         with self._lock:
             self._number += 1
@@ -116,7 +116,7 @@ class Journal:
             return is_gone, error
 
     def repeat(self, number: int, payload: bytes) -> None:
-        """Write an earlier request down once more; nothing where no segment is open. Raises OSError."""
+        """Write an earlier request again; do nothing if no segment is open. Raises OSError."""
         segment = self._segment
         if segment is not None:
             # Not `add`: whether the segment can go is decided by its newest request.
@@ -130,7 +130,7 @@ class Journal:
                 segment.write(_WRITTEN, 0, payload)
 
     def tidy(self, lowest: Callable[[], int | None], force: bool = False, patience: float = 0.0) -> None:
-        """Begin a new segment where this one is long, or ``force``; remove those below the ``lowest`` number in memory.
+        """Begin a new segment if this one is long, or with ``force``; remove those below the ``lowest`` number in use.
 
         ``lowest()`` is None where nothing is in memory alone. With ``patience`` this waits at most that many seconds
         for a running ``accept``; otherwise the next call does the work.
@@ -156,7 +156,7 @@ class Journal:
 
     @property
     def paths(self) -> list[Path]:
-        """The segments that there are now."""
+        """The files of the current segments."""
         return [each.path for each in [*self._past, *([self._segment] if self._segment is not None else [])]]
 
     def _opened(self, folder: Path, anew: bool) -> _Segment:
@@ -186,7 +186,7 @@ def packed(content: dict[str, Any]) -> bytes:
             file = io.BytesIO()
             pickle_in_steps(content, file)
             return file.getvalue()
-        # At the second try it went well, so that it was a signal's handler which raised, not an object.
+        # The second try succeeded, so a signal's handler raised, not an object.
         if not isinstance(error, Exception):
             raise
         return data
@@ -204,9 +204,9 @@ def is_journal(path: Path, data: bytes) -> bool:
 
 
 def read_journal(path: Path, data: bytes, load: Callable[[bytes], Any]) -> dict[str, Any]:
-    """What a segment has that no whole file has, in the form of a whole file; ``load`` reads what was pickled.
+    """Return the requests of a segment that no whole file has, in the form of a whole file; ``load`` unpickles.
 
-    Raises :class:`DumpError` for frames of something else; what ``load`` raises is passed on.
+    Raises :class:`DumpError` for frames with other content; errors of ``load`` are passed on.
     """
     try:
         return _read(path, data, load)
@@ -236,7 +236,7 @@ def _read(path: Path, data: bytes, load: Callable[[bytes], Any]) -> dict[str, An
         elif kind == _WRITTEN:
             file, numbers = load(payload)
             written[file] = numbers
-    files = [file for file in written if _is_there(file, path)]
+    files = [file for file in written if _exists(file, path)]
     gone = {number for file in files for number in written[file]}
     kept = [requests[number] for number in sorted(requests.keys() - gone)]
     for index, content in enumerate(kept):
@@ -255,7 +255,7 @@ def _read(path: Path, data: bytes, load: Callable[[bytes], Any]) -> dict[str, An
 
 
 def _frame_at(data: bytes, at: int) -> tuple[bytes, int, bytes, int] | None:
-    """Kind, number, payload and end of the frame that begins here; None where there is none, or not all of it."""
+    """Return kind, number, payload and end of the frame that begins here; None if there is no complete frame."""
     start = at + _FRAME.size
     if start > len(data):
         return None
@@ -270,6 +270,6 @@ def _checksum(kind: bytes, number: int, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(b"%c%d" % (kind, number)))
 
 
-def _is_there(file: str, journal: Path) -> bool:
-    # Folders are moved and copied, and then the file is mostly beside the journal.
+def _exists(file: str, journal: Path) -> bool:
+    # Folders are moved and copied; the file is then usually next to the journal.
     return Path(file).exists() or (journal.parent / Path(file).name).exists()

@@ -1,4 +1,4 @@
-"""Files of recorded requests, read back without running anything of theirs."""
+"""Read files of recorded requests without running any of their code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from graftlab.requests.unpickling import PickleReader, PickleReadError
 
 
 def load_dump(path: str | Path, trusted: bool = False) -> Dump:
-    """A file that a :class:`~graftlab.requests.RequestDumper` wrote, or another program in the same form.
+    """Read a file that a :class:`~graftlab.requests.RequestDumper`, or another program in the same form, wrote.
 
     The form is a pickled dict whose ``"requests"`` are tuples ``(request, response, created, finished)``; they come as
     :class:`~graftlab.requests.RecordedRequest`. Tuples in other orders, such as ``(request, created, response, rid)``,
-    are recognised by what they hold. Builtin data, torch tensors (on the CPU), numpy arrays and requests of
+    are recognised by their content. Builtin data, torch tensors (on the CPU), numpy arrays and requests of
     the kit's own engine are made; anything else becomes an :class:`~graftlab.requests.Opaque` that names its class and
     holds what the file says about it. Nothing that a file names is imported or called. With ``trusted``, plain pickle
-    reads the file: only for files of your own.
+    reads the file: use it only for your own files.
 
     Raises :class:`~graftlab.errors.DumpError` for a file that ends early, is damaged or is something else, with the
     byte up to which it could be read and the requests before it, and for tuples that cannot be recognised, with those
@@ -46,7 +46,7 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
         try:
             found = pickle.loads(data)
         except Exception as error:
-            _read(path, data)  # says where, if the bytes are at fault
+            _read(path, data)  # reports the place, if the bytes are at fault
             raise DumpError(f"{path} cannot be read by plain pickle: {type(error).__name__}: {error}") from error
     else:
         found = _read(path, data)
@@ -57,7 +57,7 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
             f"a dict with a list under 'requests'"
         )
     dump = {"server_args": None, "launch_command": "", "dropped": [], **found}
-    # Only a RequestDumper says what it dropped; its own tuples have one order, whatever is in them.
+    # Only a RequestDumper lists what it dropped; its tuples always have the same order.
     dump["requests"], faults = _records(found["requests"], in_our_order="dropped" in found)
     if faults:
         raise DumpError(
@@ -87,14 +87,14 @@ def _read(path: str | Path, data: bytes) -> Any:
 
 
 def _records(items: list[Any], in_our_order: bool = False) -> tuple[list[RecordedRequest], list[str]]:
-    """The records, and what is wrong with those that are none."""
+    """Return the records, and the faults of items that are not records."""
     records, faults = [], []
     for index, item in enumerate(items):
         try:
             if in_our_order and isinstance(item, tuple) and len(item) == len(RecordedRequest._fields):
                 records.append(RecordedRequest._make(item))
                 continue
-            # What is no tuple is left for replay to report, by its number among the others.
+            # Replay reports an item that is not a tuple, by its number.
             records.append(recognised(item) if isinstance(item, tuple) else RecordedRequest(item))
         except ValueError as error:
             faults.append(f"number {index}: {error}")

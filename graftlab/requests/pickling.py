@@ -1,4 +1,4 @@
-"""Requests into bytes, whatever is in them: what cannot be pickled is replaced, step by step, and nothing else is."""
+"""Pickle requests whatever they contain: only objects that cannot be pickled are replaced, step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graftlab.requests.records import Dropped, Opaque, RecordedRequest
 # How many containers inside each other are taken apart before the rest is replaced by its repr.
 _DEEPEST = 32
 _LONGEST_REPR = 10_000
-# What pickles without fail, and without running code of anybody's.
+# These always pickle, and run no code of the request's classes.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
@@ -23,7 +23,7 @@ class RequestWriteError(Exception):
 
 
 class _Sink:
-    """A file whose own errors can be told from those of the objects that are pickled into it."""
+    """A file that distinguishes its own errors from those of the objects pickled into it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -65,11 +65,11 @@ class Pickler(pickle.Pickler):
 
 
 def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
-    """The CPU tensor of these elements, row by row in this machine's byte order; ``dtype`` is named as in ``torch``.
+    """Make the CPU tensor of these elements, row by row in this machine's byte order; ``dtype`` is torch's name.
 
-    Raises ValueError where the three do not belong together.
+    Raises ValueError if size, dtype and shape contradict each other.
     """
-    # Requests are recorded and read in processes too that have no use for torch.
+    # Imported late: some processes that record or read requests never use torch.
     from graftlab.base.tensor_bytes import dtype_named, from_bytes
 
     kind = dtype_named(dtype)
@@ -82,11 +82,12 @@ def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
 def pickle_in_steps(content: dict[str, Any], file: IO[bytes]) -> tuple[list[Dropped], list[str]]:
     """Pickle ``{"server_args", "requests", "dropped", ...}`` into an empty file.
 
-    Returns what had to be replaced, and for each step that failed the reason.
+    Returns the objects that were replaced, and the reason for each failed step.
 
-    First whole; then without ``server_args``; then with each request that cannot be pickled taken apart, field by
-    field, and what cannot be pickled in it replaced by its repr. All other requests are kept as they are. The file's
-    own ``dropped`` ends with what is returned. Raises :class:`RequestWriteError` where the file or the memory is full.
+    The first step pickles everything; the second leaves out ``server_args``; the third takes each request that cannot
+    be pickled apart, field by field, and replaces what fails in it by its repr. All other requests stay as they are.
+    The file's own ``dropped`` ends with the returned list. Raises :class:`RequestWriteError` if the disk or the memory
+    is full.
     """
     dropped: list[Dropped] = []
     failures: list[str] = []
@@ -106,7 +107,7 @@ def pickle_in_steps(content: dict[str, Any], file: IO[bytes]) -> tuple[list[Drop
 
 
 def _pickle(value: Any, file: IO[bytes]) -> BaseException | None:
-    """Why this cannot be pickled; None where it can. Objects may raise what they like here, SystemExit too."""
+    """Return the error of pickling this, or None. Objects may raise anything here, SystemExit included."""
     try:
         Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     except BaseException as error:
@@ -131,7 +132,7 @@ def _with_salvaged_requests(content: dict[str, Any], dropped: list[Dropped]) -> 
 
 
 def _with_plain_requests(content: dict[str, Any], dropped: list[Dropped]) -> dict[str, Any]:
-    """The last step, for objects that can be pickled at one time and not at another."""
+    """Keep only builtin values: the last step, for objects that pickle at one time and not at another."""
     content = {**content, "server_args": None}
     return {**content, "requests": _salvaged(content["requests"], _whether_it_is_plain, dropped)}
 
@@ -170,7 +171,7 @@ class _Salvager:
     def __init__(self, check: Check, dropped: list[Dropped]) -> None:
         self._check = check
         self._dropped = dropped
-        # What stands for a container, for the next time that it is met; it may hold itself.
+        # The replacement of each container met so far: a container may hold itself.
         self._known: dict[int, Any] = {}
 
     def salvage(self, value: Any, where: str, top: bool = False, depth: int = 0) -> Any:
@@ -213,7 +214,7 @@ class _Salvager:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """An object's attributes by name. Not those of modules and classes, which lead everywhere."""
+    """Return an object's attributes by name; None for modules and classes, whose attributes lead everywhere."""
     if isinstance(value, type) or type(value) is type(sys):
         return None
     try:
@@ -232,7 +233,7 @@ def _repr(value: Any) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """The error's class and message, even where its str() raises."""
+    """Return the error's class and message, even if its str() raises."""
     try:
         text = str(error)
     except BaseException:

@@ -1,6 +1,6 @@
-"""What a file of requests may name and get: builtin data, tensors, arrays and the kit's own requests.
+"""Rebuild the objects that a file of requests may name: builtin data, tensors, arrays and the kit's own requests.
 
-Every function here takes what any file may hold; what does not fit becomes an :class:`Opaque` as well.
+Every function here accepts arbitrary content of a file; whatever does not fit becomes an :class:`Opaque`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graftlab.requests.served import FinishedRequest, Request
 
 logger = logging.getLogger(__name__)
 
-# Types that may stand in the data themselves, as in {"dtype": float}.
+# Types that may be part of the data themselves, as in {"dtype": float}.
 _TYPES = {
     f"builtins.{kind.__name__}": kind
     for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice)
@@ -37,8 +37,8 @@ _OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.unicode": "builtins
 _OLD_MODULES["graftlab.engine.request"] = "graftlab.requests.served"
 _OLD_NAMES["graftlab.requests.served.Finished"] = "graftlab.requests.served.FinishedRequest"
 
-# The dataclasses of the kit that a file may hold: these alone, so that what a file gives is no matter of what else the
-# process has imported.
+# The dataclasses of the kit that a file may hold: only these, so that the result does not depend on the
+# other imports of the process.
 _OWN = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (Opaque, Request, FinishedRequest)}
 
 # An expanded tensor has more elements than its file has numbers; with at most this number, a copy fits in memory.
@@ -59,11 +59,11 @@ _STORAGE_DTYPES = {
     "ComplexDouble": "complex128",
     "ComplexFloat": "complex64",
 }
-# Bookkeeping of a pickle, which is not part of what it says.
+# Opcodes of a pickle that carry no content.
 _BOOKKEEPING = frozenset({"PROTO", "FRAME", "MARK", "STOP", "NONE", "TUPLE", "BINPERSID", "EMPTY_LIST", "APPEND"})
 _BOOKKEEPING |= {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
 
-# Tells an Opaque of the file, whose state comes later, from one that stands for something else of the file.
+# Marks an Opaque that the file itself holds and whose state follows; others stand for foreign objects of the file.
 _YET_TO_COME = "an Opaque without its state"
 
 
@@ -72,7 +72,7 @@ class _PendingArray:
 
 
 def named(module: str, name: str) -> Any:
-    """What stands for a class, a function or another global of this name."""
+    """Return the stand-in for a class, a function or another global of this name."""
     module = _OLD_MODULES.get(module, module)
     full = f"{module}.{name}"
     full = _OLD_NAMES.get(full, full)
@@ -86,20 +86,20 @@ def named(module: str, name: str) -> Any:
 
 
 def call(function: Any, args: tuple[Any, ...]) -> Any:
-    """What the call of a global gives, where that is known; it is never called."""
+    """Return the result of a global's call, if known, without calling it."""
     name = _name(function)
     maker = _MAKERS.get(name)
     if maker is not None:
         try:
             return maker(*args)
         except Exception as error:
-            # Of another version, or made up.
+            # The arguments are of another version, or forged.
             logger.debug("%s with arguments that were not expected: %s", name, error)
     return Opaque(name, tuple(args))
 
 
 def new(kind: Any, args: Sequence[Any]) -> Any:
-    """An object of a class, before it gets its state."""
+    """Make an object of a class, without its state."""
     if kind is Opaque and not args:
         return Opaque(_YET_TO_COME)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not args:
@@ -108,12 +108,12 @@ def new(kind: Any, args: Sequence[Any]) -> Any:
 
 
 def waits_for_state(value: Any) -> bool:
-    """Whether :func:`with_state` will give another object."""
+    """Whether :func:`with_state` will return a different object."""
     return isinstance(value, _PendingArray) or _is_numpy_dtype(value)
 
 
 def with_state(value: Any, state: Any) -> Any:
-    """The object with its state; the same one where it can be changed. Raises TypeError where it has none."""
+    """Return the object with its state, the same one if it is mutable. Raises TypeError if it takes no state."""
     if isinstance(value, Opaque):
         if value.class_name is _YET_TO_COME:
             _fill_opaque(value, state)
@@ -231,7 +231,7 @@ def _numpy_dtype(text: str, align: Any = False, copy: Any = True) -> Any:
 
 
 def _dtype_of_state(dtype: Any, state: tuple[Any, ...]) -> Any:
-    """The dtype in the byte order, with the unit or with the fields that its state tells."""
+    """Return the dtype with the byte order, unit or fields of its state."""
     import numpy
 
     _, order, subdtype, names, fields, itemsize, *_ = state
@@ -240,7 +240,7 @@ def _dtype_of_state(dtype: Any, state: tuple[Any, ...]) -> Any:
     if names is not None:
         formats = [fields[name][0] for name in names]
         if not all(_is_numpy_dtype(kind) and not kind.hasobject for kind in formats):
-            raise ValueError("fields that are no numbers")
+            raise ValueError("fields that are not numbers")
         offsets = [_expect(fields[name][1], int) for name in names]
         return numpy.dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
     if dtype.kind in "mM":
@@ -276,7 +276,7 @@ def _array(data: bytes | bytearray, dtype: Any, shape: tuple[int, ...], order: s
 
     _expect(data, bytes, bytearray)
     if not _is_numpy_dtype(dtype) or dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data):
-        raise ValueError("bytes, dtype and shape do not belong together")
+        raise ValueError("bytes, dtype and shape contradict each other")
     return numpy.ndarray(shape, dtype, bytearray(data), order="F" if order == "F" else "C")
 
 
@@ -336,7 +336,7 @@ def _torch_storage(data: bytes) -> Any:
 
 
 def _constants(file: io.BytesIO) -> list[Any]:
-    """What the next pickle says, one by one. Raises ValueError where it does more than say something."""
+    """Return the constants of the next pickle. Raises ValueError if it has any other opcode."""
     found = []
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name in _BOOKKEEPING:
@@ -355,7 +355,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: An
     flat = torch.empty(0, dtype=storage.dtype).set_(storage)
     if math.prod(_expect(number, int) for number in size) > max(_LARGEST_VIEW, flat.numel()):
         raise ValueError("a tensor that shows one number many times")
-    # as_strided refuses what would lie outside of the storage.
+    # as_strided refuses a view beyond the storage.
     return flat.as_strided(size, stride, offset)
 
 

@@ -1,4 +1,4 @@
-"""What a file of recorded requests is made of."""
+"""The contents of a file of recorded requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypedDict
 class RecordedRequest(NamedTuple):
     """One request as it was served; ``created`` and ``finished`` are seconds since the epoch.
 
-    ``finished`` is None of a request that was still being served, and then ``response`` is None as well. Files hold
-    plain tuples of these four, so that a reader without graftlab can make sense of them.
+    ``finished`` is None for a request that was still being served, and then ``response`` is None as well. Files hold
+    plain tuples of these four, so that a reader without graftlab can use them.
     """
 
     request: Any
@@ -29,7 +29,7 @@ class RecordedRequest(NamedTuple):
 
 
 class Dropped(TypedDict):
-    """One thing that a file holds in another way than it was given, or not at all, and why."""
+    """An object that a file holds in a different form, or not at all, and the reason."""
 
     where: str
     reason: str
@@ -50,10 +50,10 @@ class Dump(TypedDict):
 
 @dataclass(eq=False)
 class Opaque:
-    """Stands for an object whose class was not to be imported, with whatever the file holds about it.
+    """Stands for an object whose class must not be imported, with everything that the file holds about it.
 
     ``args`` are the arguments it was to be made with, None where the file names the class or function itself; ``state``
-    is mostly the dict of its attributes; ``items`` are what was put into it: elements, or pairs of key and value.
+    is mostly the dict of its attributes; ``items`` are its contents: elements, or pairs of key and value.
     """
 
     class_name: str
@@ -62,15 +62,15 @@ class Opaque:
     items: list[Any] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        # What it holds may hold it again, and may be as deep as a file cares to make it.
+        # Its contents may contain it again, and may be nested arbitrarily deep.
         return f"Opaque({self.class_name!r})"
 
 
 def recognised(item: Sequence[Any]) -> RecordedRequest:
-    """The record that a tuple of a file holds, whichever program wrote it and in whichever order.
+    """Return the record in a tuple of a file, whatever program wrote it and in whatever order.
 
-    The first is the request. Of the others, numbers are times, in the order of time; text is the request's id; and what
-    else there is, is the response. Raises ValueError for what cannot be told.
+    The first item is the request. Of the others, numbers are times, in the order of time; text is the request's id; and
+    anything else is the response. Raises ValueError for a tuple that fits no such order.
     """
     if len(item) == len(RecordedRequest._fields) and _is_time(item[2]) and _is_time(item[3]):
         request, response, created, finished = item
@@ -85,7 +85,7 @@ def recognised(item: Sequence[Any]) -> RecordedRequest:
     if len(times) > 2 or len(ids) > 1 or len(responses) > 1:
         raise ValueError(
             f"a tuple of {_kinds(item)} has {len(times)} times, {len(ids)} ids and {len(responses)} responses after "
-            "the request; there are at most two, one and one"
+            "the request; at most two, one and one are allowed"
         )
     if times != sorted(times):
         raise ValueError(f"a tuple of {_kinds(item)} has the times {times}, the later one first")
@@ -96,13 +96,13 @@ def recognised(item: Sequence[Any]) -> RecordedRequest:
 
 def _named(request: Any, rid: str, known: str | None) -> Any:
     if known is not None:
-        raise ValueError(f"the request's own id is {known!r}, and the tuple says {rid!r}")
+        raise ValueError(f"the request's own id is {known!r}, and the tuple has {rid!r}")
     if isinstance(request, Mapping):
         return {**request, "rid": rid}
     if isinstance(request, Opaque) and isinstance(request.state, dict):
         request.state["rid"] = rid
         return request
-    raise ValueError(f"the tuple says the id {rid!r}, and a {type(request).__name__} has no room for it")
+    raise ValueError(f"the tuple has the id {rid!r}, and a {type(request).__name__} cannot hold it")
 
 
 def _is_time(value: Any) -> bool:

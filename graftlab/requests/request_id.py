@@ -8,10 +8,10 @@ from graftlab.errors import RequestError
 
 
 def request_id_to_int(request_id: str) -> int:
-    """The same int64 in every process and on every machine: BLAKE2b with an 8-byte digest of the UTF-8 bytes, read
+    """Give the same int64 in every process, on every machine: BLAKE2b with an 8-byte digest of the UTF-8 bytes, read
     little-endian and signed (RFC 7693).
 
-    Raises :class:`RequestError` for what is not a string, or has no UTF-8.
+    Raises :class:`RequestError` if it is not a string, or has no UTF-8 encoding.
 
     >>> from graftlab.requests import request_id_to_int
     >>> request_id_to_int("req-0")

@@ -1,4 +1,4 @@
-"""What is asked of the kit's own engine, and what it answers: here, because files of recorded requests may hold it."""
+"""Requests and responses of the kit's own engine: in this room, because files of recorded requests may hold them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HOTTEST = 1e6
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that makes a prompt of text."""
+    """The part of a tokenizer that encodes text."""
 
     def encode(self, text: str) -> list[int]:
-        """The token ids. Raises `UnicodeEncodeError` for what has none."""
+        """Return the token ids. Raises `UnicodeEncodeError` for text that cannot be encoded."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Request:
     (None: from all). ``text`` is what the prompt was made from, where it was text, and is only kept. A token of
     ``stop_token_ids`` ends the output, and is its last.
 
-    Raises :class:`RequestError` naming the field that cannot be.
+    Raises :class:`RequestError` naming the invalid field.
     """
 
     rid: str
@@ -46,12 +46,12 @@ class Request:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        request_id_to_int(self.rid)  # raises for what cannot become an identity
+        request_id_to_int(self.rid)  # raises for an id without a number
         for name in ("input_ids", "stop_token_ids"):
             ids = getattr(self, name)
             if not isinstance(ids, list | tuple):
                 raise RequestError(f"{name} must be a list of token ids, got {_shown(ids)}")
-            # A frozen value must not hold a list that its maker still has.
+            # A frozen value must not hold a list that the caller may change.
             object.__setattr__(self, name, tuple(_int(f"{name}[{i}]", value, 0) for i, value in enumerate(ids)))
         if not self.input_ids:
             raise RequestError("the prompt is empty; give at least one token")
@@ -68,13 +68,14 @@ class Request:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], tokenizer: Encoder) -> Request:
-        """From the body of ``POST /generate``, or a recorded one: ``text`` or ``input_ids``, and any other fields.
+        """Make a request from the body of ``POST /generate``, or a recorded one: ``text`` or ``input_ids``, and more.
 
-        What is None counts as not given; a ``rid`` is made up then. Raises :class:`RequestError`.
+        None counts as not given; a missing ``rid`` is generated. Raises :class:`RequestError`.
         """
         if unknown := fields.keys() - cls.__dataclass_fields__.keys():
             raise RequestError(
-                f"there is no field {_shown(min(unknown, key=str))}; there are {', '.join(cls.__dataclass_fields__)}"
+                f"there is no field {_shown(min(unknown, key=str))}; "
+                f"the fields are {', '.join(cls.__dataclass_fields__)}"
             )
         given = {name: value for name, value in fields.items() if value is not None}
         if ("text" in given) == ("input_ids" in given):
@@ -90,7 +91,7 @@ class Request:
         return cls(**given)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, from which :meth:`from_dict` makes the same request: the prompt as it was given, once."""
+        """Return plain values for :meth:`from_dict`, with the prompt once, in the form in which it was given."""
         fields = {**vars(self), "input_ids": list(self.input_ids), "stop_token_ids": list(self.stop_token_ids)}
         del fields["text" if self.text is None else "input_ids"]
         return fields
@@ -125,7 +126,7 @@ def _int(name: str, value: object, least: int) -> int:
 
 
 def _shown(value: object) -> str:
-    """A value as an error message shows it: shortened where it is large."""
+    """Return a value as an error message shows it, shortened if it is long."""
     try:
         text = repr(value)
     except Exception:  # a value whose repr raises must not hide the error about the value

@@ -25,8 +25,8 @@ _SHORT = 2048
 class LoggingSettings:
     """What :func:`configure` changes. ``dump_requests_folder`` is empty where requests are not dumped.
 
-    ``log_requests_level`` says what the log tells of a request: 0 its id and duration, 1 its metadata too, 2 what came
-    in and went out, shortened, 3 all of it.
+    ``log_requests_level`` sets what the log shows of a request: 0 its id and duration, 1 its metadata too, 2 shortened
+    inputs and outputs too, 3 complete ones.
     """
 
     log_requests: bool
@@ -37,9 +37,9 @@ class LoggingSettings:
 
 
 class RequestLogging:
-    """What a server calls for each request: it logs and dumps as the settings in force tell. Any thread may call.
+    """Logs and dumps each request of a server under the settings in force. Any thread may call it.
 
-    With ``root``, :meth:`change` takes dump folders below it alone, links followed.
+    With ``root``, :meth:`change` accepts only dump folders below it, after following links.
 
     >>> from graftlab.requests import RequestDumper, RequestLogging
     >>> requests = RequestLogging(RequestDumper(None))
@@ -66,9 +66,9 @@ class RequestLogging:
         return LoggingSettings(*self._log, str(dump.folder or ""), dump.threshold, dump.exclude_meta_keys)
 
     def change(self, **changes: Any) -> LoggingSettings:
-        """Put other values of :class:`LoggingSettings` in force, all or none; returns the settings then in force.
+        """Change fields of :class:`LoggingSettings`, all or none, and return the settings then in force.
 
-        Raises :class:`~graftlab.errors.DumpError` for a folder that cannot be made, or lies elsewhere than allowed.
+        Raises :class:`~graftlab.errors.DumpError` for a folder that cannot be made or is not allowed.
         """
         with self._changes:
             new = replace(self.settings, **changes)
@@ -87,7 +87,7 @@ class RequestLogging:
             return self.settings
 
     def finished(self, request: Any, response: Any, created: float, finished: float) -> bool:
-        """Log and dump a finished request; as :meth:`~graftlab.requests.RequestDumper.add`, which never raises."""
+        """Log and dump a finished request; returns as :meth:`~graftlab.requests.RequestDumper.add`. Never raises."""
         acknowledged = self.dumper.add(request, response, created, finished)
         wanted, level = self._log
         if wanted:
@@ -101,9 +101,9 @@ class RequestLogging:
 def configure(requests: RequestLogging, body: bytes | str | Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Answer a server's ``POST /configure_logging``: the HTTP status, and what to send back as JSON.
 
-    ``body`` is a JSON object of fields of :class:`LoggingSettings`, those alone that shall change; ``null`` changes
-    nothing either. An empty list of keys keeps every key, an empty folder ends dumping. 200 comes with the settings now
-    in force. What is unknown, of another type or impossible gives 400 with ``{"error": reason}``, and changes nothing.
+    ``body`` is a JSON object of fields of :class:`LoggingSettings`, only those to change; ``null`` leaves
+    one as it is. An empty list of keys keeps every key, an empty folder ends dumping. 200 comes with the settings now
+    in force. An unknown name or an invalid value gives 400 with ``{"error": reason}``, and changes nothing.
 
     >>> from graftlab.requests import RequestDumper, RequestLogging, configure
     >>> requests = RequestLogging(RequestDumper(None))
@@ -125,7 +125,7 @@ def _changes(body: bytes | str | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(body, Mapping):
         raise ValueError(f"the body is a JSON object of settings, not {_shown(body)}")
     if unknown := [name for name in body if name not in _RULES]:
-        raise ValueError(f"there is no setting {_shown(unknown[0])}; there are {', '.join(_RULES)}")
+        raise ValueError(f"there is no setting {_shown(unknown[0])}; the settings are {', '.join(_RULES)}")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         expected, is_right = _RULES[name]
@@ -137,7 +137,7 @@ def _changes(body: bytes | str | Mapping[str, Any]) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"a name comes twice in {_shown([name for name, _ in pairs])}")
+        raise ValueError(f"a name occurs twice in {_shown([name for name, _ in pairs])}")
     return found
 
 
@@ -146,7 +146,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "log_requests": ("true or false", lambda value: isinstance(value, bool)),
     "log_requests_level": ("a whole number from 0 to 3", lambda value: type(value) is int and 0 <= value <= 3),
     "dump_requests_folder": ("the path of a folder", lambda value: isinstance(value, str) and "\0" not in value),
-    "dump_requests_threshold": ("a whole number from 1 on", lambda value: type(value) is int and value >= 1),
+    "dump_requests_threshold": ("a whole number of at least 1", lambda value: type(value) is int and value >= 1),
     "dump_requests_exclude_meta_keys": (
         "a list of names",
         lambda value: isinstance(value, list) and all(isinstance(key, str) for key in value),

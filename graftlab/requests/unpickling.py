@@ -1,7 +1,7 @@
-"""A pickle read as data: its opcodes are followed one by one, and nothing that it names is imported or called.
+"""Read a pickle as data: follow its opcodes one by one, and import or call nothing that it names.
 
 Python's own unpickler calls what a file names, and subclasses of it are left with objects that later opcodes may call
-or change. Here a name stays a name (:class:`Opaque`) unless :mod:`.rebuilding` knows what to make of it.
+or change. Here a name stays a name (:class:`Opaque`) unless :mod:`.rebuilding` knows how to rebuild it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IGNORED = frozenset({"PROTO", "FRAME", "READONLY_BUFFER"})
 
 
 class PickleReadError(Exception):
-    """The bytes end too early or make no sense; ``offset`` says where, ``reader`` holds what was read so far."""
+    """The bytes end too early or are no valid pickle at ``offset``; ``reader`` holds the objects read so far."""
 
     def __init__(self, reason: str, offset: int, reader: PickleReader) -> None:
         super().__init__(reason, offset)
@@ -45,12 +45,12 @@ class PickleReader:
         # The items since the last mark, and those before each mark that is still open.
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []
-        # Where the memo holds objects that their state will replace.
+        # The memo's indices of objects that are replaced when their state is read.
         self._unfinished: dict[int, list[int]] = {}
         self.budget = Budget(0)
 
     def read(self, data: bytes) -> Any:
-        """The object that was pickled. Raises :class:`PickleReadError`."""
+        """Return the pickled object. Raises :class:`PickleReadError`."""
         operations = self._operations()
         self.budget = Budget(len(data))
         file = io.BytesIO(data)
@@ -67,19 +67,19 @@ class PickleReader:
                     operations[name](argument)
                 good = file.tell()
         except IndexError:
-            raise PickleReadError("it takes more than was put down", good, self) from None
+            raise PickleReadError("it pops more than it pushed", good, self) from None
         except KeyError as error:
-            raise PickleReadError(f"it refers to {error}, which was not there", good, self) from None
+            raise PickleReadError(f"it refers to {error}, which is not in the memo", good, self) from None
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
             raise PickleReadError(str(error), good, self) from None
         raise PickleReadError("it does not end", good, self)
 
     def list_under(self, key: str) -> list[Any]:
-        """What was read of the list that is the value of this key in the outermost dict, while it was being read."""
+        """Return the items read so far of the list under this key of the outermost dict."""
         levels = [*self._outer, self._stack]
         if levels[0] and isinstance(levels[0][0], dict) and key in levels[0][0]:
             return list(levels[0][0][key])
-        # Keys and values wait above the dict's mark, and items above the list's, before they are put in together.
+        # Keys and values wait above the dict's mark, and items above the list's, until they are added together.
         waiting = levels[1] if len(levels) > 1 else []
         for before, value in itertools.pairwise(waiting):
             if isinstance(before, str) and before == key and isinstance(value, list):
@@ -192,14 +192,14 @@ class PickleReader:
             onto.update(some)
 
     def _call(self, function: Any, args: Any) -> tuple[Any, tuple[Any, ...]]:
-        """What is to be called, if it is known, and with what, once that is within the budget."""
+        """Return the function and its arguments, once they are within the budget."""
         if not isinstance(args, tuple):
             raise TypeError(f"arguments are a tuple, not a {type(args).__name__}")
         self.budget.take_copies(args)
         if any(each is set or each is frozenset for each in (function, *args)):
             for items in args:
                 if isinstance(items, (list, tuple)):
-                    with contextlib.suppress(TypeError):  # what has no hash makes no set either
+                    with contextlib.suppress(TypeError):  # an unhashable item makes no set either
                         self._insert(set(), list(items))
         return function, args
 

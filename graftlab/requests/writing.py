@@ -1,8 +1,8 @@
-"""The thread that turns recorded requests into files, and alone owns them from when it takes them in.
+"""The thread that writes recorded requests into files, and is their only owner once it has taken them from the inbox.
 
 Everything between it and the serving threads goes through queues that need no lock: a signal handler may run while the
-main thread is inside of any of them. That is also why the thread itself does not log, since the interrupted main
-thread may hold a lock of the log.
+main thread is inside any of them. For the same reason the thread itself does not log: the interrupted main
+thread may hold the log's lock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 Note = tuple[int, str]
 Kind = Literal["flush", "retire", "crash", "close", "repeat"]
 
-# Options whose value does not belong into files that are handed around.
+# Options whose values must not appear in files that people share.
 _SECRET = re.compile(r"--?(?:[\w-]*[-_])?(?:token|secret|password|api[-_]key)", re.IGNORECASE)
 # Seconds between the tries of a full buffer, after one and after many failures.
 _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
@@ -42,7 +42,7 @@ _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
 
 @dataclass(frozen=True)
 class DumpSettings:
-    """What can be changed while requests are recorded. Without a ``folder`` they are only kept for a crash."""
+    """Settings that can change while requests are recorded. Without a ``folder`` they are only kept for a crash."""
 
     folder: Path | None
     threshold: int
@@ -72,7 +72,7 @@ class QueuedRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of an order: whether nothing waits any longer, and the crash's file if one was written."""
+    """The result of an order: whether no request waits any longer, and the crash's file if one was written."""
 
     done: bool
     path: Path | None
@@ -89,7 +89,7 @@ class _Order:
 
 
 class DumpWriter:
-    """Takes from ``inbox`` what serving threads put there and writes it: a full buffer at a time, or as ordered."""
+    """Writes the requests that serving threads put into ``inbox``: a full buffer at a time, or all when ordered."""
 
     def __init__(
         self, settings: DumpSettings, crash_folder: Path | None, crash_window: float, server_args: Any, max_waiting: int
@@ -99,7 +99,7 @@ class DumpWriter:
         self.open_requests: dict[int, OpenRequest] = {}
         self.refused: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts without a lock
         self.written = 0
-        self.dying = 0  # how many ends of the process are under way
+        self.dying = 0  # the number of signals and exceptions being handled that may end the process
         self._crash_folder = crash_folder
         self._crash_window = crash_window
         self._server_args = server_args
@@ -108,7 +108,7 @@ class DumpWriter:
         self._called = False
         self._held: deque[QueuedRequest] = deque()
         self._passing: deque[QueuedRequest] = deque(maxlen=max_waiting)
-        # What files have, for as long as a crash's file is to have it too; with the file's path.
+        # Requests already in files that a crash's file shall include too, each with the path of its file.
         self._recent: deque[tuple[QueuedRequest, str]] = deque(maxlen=max_waiting)
         self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_in_trouble = False
@@ -143,18 +143,18 @@ class DumpWriter:
                 raise
 
     def abandon(self) -> None:
-        """In a process that was forked off: what is here is the parent's."""
+        """Leave everything to the parent, in a forked process."""
         self._journal.abandon()
 
     def call(self) -> None:
-        """Have the thread look into the inbox soon."""
+        """Wake the thread to look into the inbox."""
         if not self._called:
             self._called = True
             self.start()
             self._orders.put(None)
 
     def accept(self, record: RecordedRequest, open_request: OpenRequest | None) -> None:
-        """Take in a finished request, and write it into the journal first."""
+        """Queue a finished request, after writing it into the journal."""
         for_crash = self.settings.folder is None
         folder = self._crash_folder or self.settings.folder
         assert folder is not None
@@ -164,7 +164,7 @@ class DumpWriter:
             self.inbox.append(QueuedRequest(record, open_request, for_crash, number))
 
         if self.dying:
-            # Not acknowledged, and the crash's file may have it as unfinished.
+            # It is not acknowledged, and the crash's file may have it as unfinished.
             put(0)
             return
         is_gone, error = self._journal.accept(folder, payload, put)
@@ -195,7 +195,7 @@ class DumpWriter:
     def wait(self, order: _Order, timeout: float | None) -> Answer | None:
         """Return the answer to an order; None when it does not arrive within ``timeout`` seconds."""
         if threading.current_thread() is self._thread:
-            return None  # from inside an object that is being pickled: the answer could never come
+            return None  # called by an object being pickled: the answer could never arrive
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             # A closed thread does not answer, and the thread may close at any moment.
@@ -221,8 +221,8 @@ class DumpWriter:
             path = None
             try:
                 path = self._obey(order, notes)
-            except BaseException as error:  # of recorded objects, which may raise what they like wherever they are used
-                notes.append((logging.ERROR, f"requests wait, as the writer failed: {type(error).__name__}"))
+            except BaseException as error:  # recorded objects may raise anything, wherever they are used
+                notes.append((logging.ERROR, f"requests wait because the writer failed: {type(error).__name__}"))
             if order is not None:
                 order.reply.put(Answer(not self._held, path, notes))
             if notes and (order is None or order.log_here):
@@ -244,7 +244,7 @@ class DumpWriter:
         elif order.kind == "flush":
             self._write_all([order.folder], notes)
         elif order.kind == "retire":
-            # Nothing came after what was to go into this folder, unless there is a new one, where all can go.
+            # If a new folder was set meanwhile, all requests can go there.
             if self.settings.folder is None:
                 self._write_all([order.folder], notes)
         elif order.kind == "crash":
@@ -279,7 +279,7 @@ class DumpWriter:
             self._recent.popleft()
 
     def _is_recent(self, finished: QueuedRequest) -> bool:
-        # A time that is not a number must not lose the request.
+        # A time that is not a number must not cause the loss of the request.
         try:
             return not time.time() - float(finished.record.finished or "nan") > self._crash_window
         except Exception:
@@ -310,7 +310,7 @@ class DumpWriter:
         folders = [self._crash_folder, order.folder]
         path = None
         if recent or still_open or self._recent:
-            # A crash is read on its own, so what is in a file already is in this one too, and marked.
+            # A crash's file is complete in itself: it repeats and marks requests that are in other files.
             again = list(self._recent)
             marks = [*(name for _, name in again), *[None] * len(recent), *["unfinished"] * len(still_open)]
             since = time.time() - self._crash_window
@@ -336,7 +336,7 @@ class DumpWriter:
                 open_request.over = True
                 self._held.append(QueuedRequest(open_request.record, open_request, False, 0))
         self._write_all([order.folder, self._crash_folder], notes)
-        # What was kept for a crash alone has served.
+        # Requests kept only for a crash are no longer needed.
         self._passing.clear()
         self._journal.tidy(self._lowest, force=True, patience=1.0)
         if self._held:
@@ -345,13 +345,13 @@ class DumpWriter:
             notes.append((logging.ERROR, f"{len(self._held)} recorded requests {fate}"))
 
     def _lowest(self) -> int | None:
-        """The lowest number of a request that no whole file has."""
+        """Return the lowest number of a request that no whole file has."""
         heads = [waiting[0].number for waiting in (self._held, self._passing, self.inbox) if waiting]
-        # What came while the process seemed to end has no number.
+        # Requests that arrived while a signal was handled have no number.
         return min(filter(None, heads), default=None)
 
     def _repeat(self, notes: list[Note]) -> None:
-        """Write down once more what is in memory alone, after its segment has vanished."""
+        """Write the requests that are only in memory again, after their segment has vanished."""
         for finished in [*self._held, *self._passing]:
             try:
                 self._journal.repeat(finished.number, _packed(finished.record))
@@ -371,16 +371,16 @@ class DumpWriter:
         notes: list[Note],
         again: Sequence[QueuedRequest] = (),
     ) -> Path | None:
-        """One file in the first folder that takes it; None where none does. ``again`` are in files already."""
+        """Write one file in the first folder that accepts it; None if none does. ``again`` are in files already."""
         refusals = self._refusals
         dropped: list[Dropped] = []
         if refusals:
-            dropped = [{"where": f"{refusals} requests", "reason": f"refused, as {self.limit} were waiting"}]
+            dropped = [{"where": f"{refusals} requests", "reason": f"refused because {self.limit} were waiting"}]
         content = self._content([*again, *written], dropped, more)
         for folder in dict.fromkeys(folder for folder in folders if folder is not None):
             name = f"{prefix}{time.strftime('%Y-%m-%d_%H-%M-%S')}_{self._token}_{next(self._numbers):06d}.pkl"
             try:
-                # One that has vanished is made again.
+                # A folder that has vanished is made again.
                 folder.mkdir(parents=True, exist_ok=True)
                 self._journal.mark(folder / name, [finished.number for finished in written])
                 gone, failures = write_whole(folder / name, lambda file: pickle_in_steps(content, file))
@@ -418,7 +418,7 @@ def _packed(record: RecordedRequest) -> bytes:
 
 
 def launch_command() -> str:
-    """The command line that started this process, as a shell would take it, with ``***`` for what is secret in it."""
+    """Return the command line that started this process, quoted for a shell, with ``***`` for its secrets."""
     words: list[str] = []
     for word in map(str, sys.orig_argv):
         option, equals, _ = word.partition("=")
@@ -436,9 +436,9 @@ def log(notes: list[Note]) -> None:
 
 
 def write_whole(path: Path, fill: Callable[[IO[bytes]], T]) -> T:
-    """Make a file that appears whole or not at all, and outlives a power cut. What was recorded is its owner's alone.
+    """Write a file that appears whole or not at all, survives a power cut, and is readable by its owner alone.
 
-    Raises OSError, and what ``fill`` raises.
+    Raises OSError, and the errors of ``fill``.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

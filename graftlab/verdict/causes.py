@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
@@ -75,6 +75,10 @@ class Causes:
     def agrees(self) -> bool:
         """Whether the output agrees although all named groups keep the target's code."""
         return self.total <= self.limit
+
+    def with_unknown(self, groups: Collection[str]) -> Causes:
+        """The same where the effect of these groups is unknown, so that they count as culprits."""
+        return replace(self, labels={g: "culprit" if g in groups else label for g, label in self.labels.items()})
 
     def with_earlier(self, steps: Iterable[int]) -> Causes:
         """The same for an output that differs in these steps, whose cause is unknown: only the last step is swapped."""

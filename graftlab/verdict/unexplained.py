@@ -77,15 +77,18 @@ class ReturnedValues:
     differences: tuple[ResultDifference, ...] = ()
     left: tuple[str, ...] = ()
 
-    def beyond(self, floors: AccumulatedFloors, threshold: float) -> list[ValueDifference]:
-        """The values that differ by more than ``threshold`` times their floor, the farthest of each place."""
+    def beyond(self, floors: AccumulatedFloors, threshold: float, leave: Collection[str] = ()) -> list[ValueDifference]:
+        """The values that differ by more than ``threshold`` times their floor, the farthest of each place.
+
+        Those that ``leave`` describes are left out.
+        """
         found: dict[str, ValueDifference] = {}
         for path, rel_l2, dtypes in self.differences:
             if math.isnan(rel_l2):
                 continue
             over = times(rel_l2, floors.of_returned(path, dtypes))
-            if over > threshold and (path not in found or over > found[path].times):
-                what = f"the returned value{f' {path}' if path else ''}"
+            what = f"the returned value{f' {path}' if path else ''}"
+            if over > threshold and what not in leave and (path not in found or over > found[path].times):
                 found[path] = ValueDifference(what, rel_l2, over)
         return list(found.values())
 
@@ -145,7 +148,8 @@ class UnexplainedDifferences:
 
     ``compared`` are the rows of a run without grafts, ``taps`` those that differ there. ``returned`` and
     ``returned_grafted`` are what the functions returned in that run, and in the run in which every tap was grafted;
-    None of jobs. ``names_left`` are taps that show what the model was given.
+    None of jobs. ``names_left`` are taps that show what the model was given, ``values_left`` returned values that the
+    baseline does not repeat, in words.
     """
 
     compared: pd.DataFrame
@@ -155,6 +159,7 @@ class UnexplainedDifferences:
     floors: AccumulatedFloors
     threshold: float
     names_left: Collection[str] = ()
+    values_left: Collection[str] = ()
 
     @cached_property
     def _last(self) -> str | None:
@@ -164,15 +169,22 @@ class UnexplainedDifferences:
 
     @cached_property
     def _returned(self) -> list[ValueDifference]:
-        return self.returned.beyond(self.floors, self.threshold) if self.returned else []
+        return self.returned.beyond(self.floors, self.threshold, self.values_left) if self.returned else []
 
     @cached_property
     def _after_last_tap(self) -> list[ValueDifference]:
         """The returned values that differ although every tap has the baseline's value."""
-        found = self.returned_grafted.beyond(self.floors, self.threshold) if self.returned_grafted else []
+        found = (
+            self.returned_grafted.beyond(self.floors, self.threshold, self.values_left) if self.returned_grafted else []
+        )
         # Grafts that change nothing may not reach the model, which then shows the error of its last tap.
         last_differs = any(each.what == self._last for each in self.taps)
         return [] if last_differs and found == self._returned else found
+
+    def not_compared(self) -> list[str]:
+        """What of the returned values was not compared, as sentences on what was not checked."""
+        said = [f"{what}, which the baseline does not repeat." for what in self.values_left]
+        return said + [f"{what}." for what in (self.returned.left if self.returned else ())]
 
     def after_last_tap(self) -> list[str]:
         """A sentence where something is computed differently after the last tap."""
@@ -207,7 +219,9 @@ class UnexplainedDifferences:
     def only_sometimes(self, again: pd.DataFrame, returned: ReturnedValues | None, run: int) -> list[str]:
         """A sentence where another run without grafts, of this number, shows other differences."""
         now = {each.what for each in differing_taps(again, self.floors, self.threshold, self.names_left)}
-        now |= {each.what for each in (returned.beyond(self.floors, self.threshold) if returned else [])}
+        now |= {
+            each.what for each in (returned.beyond(self.floors, self.threshold, self.values_left) if returned else [])
+        }
         then = {each.what for each in (*self.taps, *self._returned)}
         if now == then:
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -249,3 +250,46 @@ def test_the_run_without_grafts_is_judged_where_no_other_run_succeeds(session: g
     assert ", and no tap explains it. The first tap that differs is h by 0.1 (" in lines[0]
     assert lines[1].startswith("The run in which every tap was grafted failed, so its results are missing: ")
     assert "Nothing was compared" not in verdict.text
+
+
+# ---- groups that are outputs themselves -----------------------------------------------------------------------------
+
+
+def loss_tapped_last(returns: bool) -> torch.Tensor | None:
+    """The logits are wrong; the last tap is an auxiliary loss that does not depend on them."""
+    h = gl.tap("h", torch.linspace(-1, 1, 64).tanh())
+    logits = gl.tap("logits", h * (1.1 if gl.here().side == "target" else 1.0))
+    gl.tap("aux", h.square().mean() + 1)
+    return logits if returns else None
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_wrong_group_that_nothing_depends_on_is_no_minor_one(session: gl.Session, returns: bool) -> None:
+    verdict = session.verdict(loss_tapped_last, loss_tapped_last, args=(returns,))
+    assert verdict.named == ["logits"]
+    assert verdict.labels["logits"] == "culprit"
+    assert (
+        "No later tap depends on logits: it is an output itself, or its tap shows a copy. A swap cannot show its "
+        "effect."
+    ) in verdict.text
+
+
+# ---- returned values that do not compare ----------------------------------------------------------------------------
+
+
+def returns_a_time(extra: bool) -> dict[str, Any]:
+    h = gl.tap("h", torch.linspace(-1, 1, 64) * (1.1 if gl.here().side == "target" else 1.0))
+    out = {"out": gl.tap("out", h.tanh()), "seconds": time.perf_counter()}
+    return out | ({"more": h} if extra and gl.here().side == "target" else {})
+
+
+def test_a_returned_time_neither_stops_a_verdict_nor_counts(session: gl.Session) -> None:
+    verdict = session.verdict(returns_a_time, returns_a_time, args=(False,))
+    assert first_line(verdict) == "Not checked: the returned value ['seconds'], which the baseline does not repeat."
+    assert "does not repeat itself" not in verdict.text
+    assert "With the baseline's h the output out agrees (" in verdict.text
+
+
+def test_a_value_that_one_side_alone_returns_is_reported(session: gl.Session) -> None:
+    verdict = session.verdict(returns_a_time, returns_a_time, args=(True,))
+    assert "Not checked: only the target returns the result's ['more']." in verdict.text

@@ -83,3 +83,15 @@ def test_a_result_equals_itself_and_no_value_is_lost(result: Any) -> None:
     assert [each.path for each in differences] == list(named_tensors(result))
     assert not left
     assert all(each.rel_l2 == 0 for each in differences)
+
+
+def test_imaginary_parts_and_whole_numbers_beyond_float64_count() -> None:
+    (imaginary,), _ = compare_results(torch.tensor([1 + 1j, 2.0]), torch.tensor([1 + 2j, 2.0]))
+    assert imaginary.rel_l2 == pytest.approx(1 / 6**0.5)
+    large = torch.tensor([2**60, 3])
+    (whole,), _ = compare_results(large, large + torch.tensor([1, 0]))
+    assert whole.rel_l2 > 0
+    (same,), _ = compare_results(large, large.clone())
+    assert same.rel_l2 == 0
+    (kinds,), _ = compare_results(torch.tensor([1.0, 2.0]), torch.tensor([1 + 0j, 2.0]))
+    assert kinds.rel_l2 == 0

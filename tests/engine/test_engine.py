@@ -508,15 +508,15 @@ def test_a_recorded_request_is_served_again_as_it_was() -> None:
         ({"text": "x", "bootstrap_room": "7"}, "bootstrap_room must be an int"),
         ({"text": "x", "stop_token_ids": [None]}, r"stop_token_ids\[0\] must be an int"),
         ({"text": "x", "rid": 5}, "a request id is a string"),
-        ({"text": "x", "temprature": 1}, "no field 'temprature'; there are rid, input_ids"),
+        ({"text": "x", "temprature": 1}, "no field 'temprature'; the fields are rid, input_ids"),
     ],
 )
-def test_a_request_that_cannot_be_is_refused_by_field(fields: dict[str, Any], reason: str) -> None:
+def test_an_impossible_request_is_refused_by_field(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         Request.from_dict(fields, ByteTokenizer())
 
 
-def test_what_can_never_be_served_is_refused_at_once() -> None:
+def test_a_request_that_can_never_be_served_is_refused_at_once() -> None:
     engine = Engine(model(), max_context=40, max_tokens=20)
     with pytest.raises(RequestError, match="token id 61 is not in the model's vocabulary of 61"):
         engine.add(Request("a", (61,)))
@@ -527,7 +527,7 @@ def test_what_can_never_be_served_is_refused_at_once() -> None:
     engine.add(Request("a", (1,), 20))
     with pytest.raises(RequestError, match="the id 'a' is not over yet"):
         engine.add(Request("a", (1,)))
-    with pytest.raises(RuntimeError, match="1 requests are not over"):
+    with pytest.raises(RuntimeError, match="1 requests are still live"):
         engine.generate([[1]])
     assert engine.live == ["a"]
 
@@ -548,7 +548,7 @@ def test_a_workload_with_a_request_that_is_refused_leaves_nothing_behind() -> No
         ({"max_context": 65}, "max_context=65 exceeds the model's max_positions=64"),
     ],
 )
-def test_limits_that_cannot_be_are_refused(limits: dict[str, Any], reason: str) -> None:
+def test_impossible_limits_are_refused(limits: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Engine(model(), **limits)
 

@@ -439,7 +439,7 @@ def test_metadata_is_made_before_every_replay_whatever_it_was_at_the_capture(kin
 
 @pytest.mark.slow
 @runners
-def test_identities_are_read_in_the_graph_and_padded_with_nobodys(kind: str, device: str) -> None:
+def test_identities_are_read_in_the_graph_and_padded_with_the_padding_id(kind: str, device: str) -> None:
     engine = Engine(model(device), runner=RUNNERS[kind], max_requests=7, request_ids=True)
     runner, paddings = graphs_of(engine), set()
     replays, rooms_of = replays_of(runner), {request.rid: request.bootstrap_room for request in workload(20)}
@@ -522,7 +522,7 @@ def test_a_decode_larger_than_any_graph_goes_to_the_other_runner() -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0], [9], [-1, 2]])
 def test_sizes_without_room_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(GraphError, match=r"batch_sizes=.*allowed are sizes from 1 to 8"):
+    with pytest.raises(GraphError, match=r"batch_sizes=.*sizes must be from 1 to 8"):
         Engine(model(), runner=partial(DecodeGraphRunner, batch_sizes=sizes))
 
 
@@ -572,7 +572,7 @@ def test_a_prefill_larger_than_any_graph_is_eager() -> None:
 @pytest.mark.parametrize("runner", [PrefillGraphRunner, BreakableGraphRunner])
 def test_token_sizes_without_room_are_refused(runner: Any) -> None:
     registry = build_prefill_registry("cpu", 8, 16)
-    with pytest.raises(GraphError, match=r"token_sizes=\[4, 17\]; allowed are sizes from 1 to 16"):
+    with pytest.raises(GraphError, match=r"token_sizes=\[4, 17\]; sizes must be from 1 to 16"):
         Engine(model(), runner=partial(runner, registry=registry, token_sizes=[4, 17]))
 
 
@@ -679,7 +679,7 @@ def test_a_break_that_cannot_be_leaves_the_engine_and_the_model_as_they_were() -
     assert finished[0].response["output_ids"] == expected(1)[request.rid]
 
 
-def test_what_the_host_gives_back_unchanged_is_not_copied_onto_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_the_host_returns_unchanged_is_not_copied_onto_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of inference mode a tensor that was made inside of it refuses even that."""
     record_kernels(monkeypatch)
     capturer, seen = CudaCapturer(torch.device("cpu")), []
@@ -743,7 +743,7 @@ def test_guesses_continue_to_the_end_of_the_longest_request() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_guessed_for_a_request_is_not_for_another_of_its_name() -> None:
+def test_guesses_for_a_request_are_not_used_for_another_of_its_name() -> None:
     eager = Engine(model())
     tails = {i: eager.generate([[i]], max_new_tokens=3)[0]["output_ids"] for i in range(61)}
     # They choose the same token first, at the same place, and then part.
@@ -795,7 +795,7 @@ def test_engines_that_share_buffers_take_turns_without_harm() -> None:
 
 def test_a_draft_that_cannot_guess_for_the_model_is_refused() -> None:
     other = Transformer(dataclasses.replace(CONFIG, vocab_size=60))
-    with pytest.raises(GraphError, match="a vocabulary of 60 tokens, and the model one of 61"):
+    with pytest.raises(GraphError, match="a vocabulary of 60 tokens, and the model has 61"):
         drafting(other)
     with pytest.raises(GraphError, match="ahead=0; guess at least one"):
         drafting(draft(), ahead=0)

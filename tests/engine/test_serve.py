@@ -169,7 +169,7 @@ def test_a_bad_request_gets_the_reason(server: Process, body: object, reason: st
 
 @given(st.sampled_from(["generate", "configure_logging", "health", ""]), bodies)
 @examples(40)
-def test_any_body_gets_json_and_leaves_the_server_going_on(server: Process, path: str, body: bytes) -> None:
+def test_any_body_gets_json_and_leaves_the_server_running(server: Process, path: str, body: bytes) -> None:
     status, answer = ask(f"{server.url}/{path}", body)
     assert (status, list(answer)) in [(400, ["error"]), (404, ["error"]), (405, ["error"])] or status == 200
     assert ask(f"{server.url}/health")[1]["status"] == "ok"
@@ -291,7 +291,7 @@ def test_fifty_requests_are_recorded_while_the_settings_change(tmp_path: Path) -
     assert "prompt 45" in log
 
 
-def test_the_end_comes_soon_answers_everybody_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_shutdown_is_quick_answers_every_request_and_loses_none(tmp_path: Path) -> None:
     dumps = tmp_path / "dumps"
     # Seconds of work, with no time given to it.
     options = ("--model", "small", "--drain-seconds", "0", "--dump-requests-folder", str(dumps))
@@ -418,7 +418,7 @@ def local(tmp_path: Path) -> Iterator[Callable[..., Local]]:
         server.end()
 
 
-def test_a_request_that_is_sent_by_half_is_closed(local: Callable[..., Local]) -> None:
+def test_a_half_sent_request_is_closed(local: Callable[..., Local]) -> None:
     server = local(half_sent_seconds=0.5)
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
@@ -498,7 +498,7 @@ def test_too_many_requests_are_sent_away(local: Callable[..., Local]) -> None:
         assert first.result(DEADLINE)[0] == 200
 
 
-def test_a_server_that_ends_first_serves_those_who_wait(local: Callable[..., Local]) -> None:
+def test_a_stopping_server_first_serves_the_waiting_requests(local: Callable[..., Local]) -> None:
     server = local()
     with ThreadPoolExecutor(1) as pool:
         last = pool.submit(ask, f"{server.url}/generate", {"text": "x", "rid": "last", "max_new_tokens": 5})

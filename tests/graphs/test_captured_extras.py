@@ -212,7 +212,7 @@ def test_what_is_the_same_each_time_needs_no_tensor(session: gl.Session) -> None
 # ---- what the host prepares -----------------------------------------------------------------------------------------
 
 
-def test_what_layers_share_is_prepared_before_each_of_the_replays_that_switches_need(session: gl.Session) -> None:
+def test_shared_inputs_are_prepared_before_each_replay_that_switches_need(session: gl.Session) -> None:
     def used_up(captured: bool) -> tuple[list[list[float]], int]:
         shared, prepared = torch.ones(1), []
 

@@ -205,7 +205,7 @@ def test_extras_of_another_form_are_refused(extras: Any, said: str, monkeypatch:
     world.end()
 
 
-def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_reaches_other_taps_or_shapes_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rank_of(monkeypatch, compare="True")
     times = iter(range(9))
     named = captured(lambda x: gl.tap("ab"[next(times)], x), buffer := torch.zeros(2))
@@ -213,7 +213,7 @@ def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeyp
         on(buffer, named, 1.0, 2.0)
     lengths = iter((2, 1))
     shorter = captured(lambda x: gl.tap("a", x[: next(lengths)]), buffer)
-    with pytest.raises(gl.GraphError, match=r"another value at tap 'a' this time: a tensor of shape \[1\]"):
+    with pytest.raises(gl.GraphError, match=r"a different value at tap 'a' this time: a tensor of shape \[1\]"):
         on(buffer, shorter, 1.0, 2.0)
     counts = iter((2, 1))
 
@@ -227,7 +227,7 @@ def test_what_reaches_other_taps_or_shapes_when_it_runs_again_is_refused(monkeyp
 
 
 @ways
-def test_what_the_host_runs_in_between_reaches_its_taps_once_and_in_order(
+def test_host_parts_between_graphs_reach_their_taps_once_and_in_order(
     grafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = rank_of(monkeypatch, b2t="name in ('before', 'after')", compare="name == 'host'")
@@ -286,7 +286,7 @@ def test_outside_a_session_a_replay_is_the_function(monkeypatch: pytest.MonkeyPa
 
 
 @ways
-def test_what_the_host_does_in_between_keeps_its_place_however_often_that_is(
+def test_host_parts_between_graphs_keep_their_places_at_every_replay(
     grafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = rank_of(monkeypatch, b2t="name == 'mid'", compare="search('host', name)")

@@ -579,7 +579,7 @@ def test_fewer_taps_or_other_shapes_than_at_first_are_refused(session: gl.Sessio
 
     fewer, shorter = session.run(baseline=int, target=refused).target[0]
     assert "a captured function ran past 1 taps this time; when it ran first, its taps were ['a', 'a']" in fewer
-    assert "had another value at tap 'a' this time: a tensor of shape [1]" in shorter
+    assert "had a different value at tap 'a' this time: a tensor of shape [1]" in shorter
 
 
 def test_a_parameter_is_never_taken_for_rows_of_a_batch(session: gl.Session) -> None:

@@ -433,7 +433,7 @@ def test_dtypes_are_those_that_are_chosen(kind: str) -> None:
         registry.fill_from(
             SimpleNamespace(seq_lens=ones(1)), raw_bs=1, padded_bs=1, raw_num_tokens=1, padded_num_tokens=1
         )
-    with pytest.raises(GraphError, match=r"dtypes are given for \['lens'\], which are no slots here"):
+    with pytest.raises(GraphError, match=r"dtypes are given for \['lens'\], which are not slots here"):
         build(kind, dtypes={"lens": torch.int32})
 
 

@@ -61,7 +61,7 @@ def test_a_second_slot_of_a_name_is_refused_and_the_first_stays() -> None:
     assert registry.get_slot("x") is first
 
 
-def test_a_slot_that_is_not_there_is_answered_with_those_that_are() -> None:
+def test_a_missing_slot_is_an_error_that_lists_the_slots() -> None:
     with pytest.raises(GraphError, match=r"no slot 'z'; there are \['a', 'b'\]"):
         registry_of(make("a"), make("b")).get_slot("z")
 
@@ -311,7 +311,7 @@ def refused(match: str, sizes: dict[str, int], **fields: Any) -> None:
         ({"raw_num_tokens": 11}, "raw_num_tokens=11 and padded_num_tokens=10"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(change: dict[str, int], match: str) -> None:
+def test_impossible_sizes_are_refused(change: dict[str, int], match: str) -> None:
     refused(match, {**SIZES, **change})
 
 
@@ -326,8 +326,8 @@ def test_sizes_that_cannot_be_are_refused(change: dict[str, int], match: str) ->
         (ones(3).view(3, 1), r"shape \[3, 1\]; allowed is \[3\]"),
         (ones(3), "torch.int64, which would lose data as torch.int32"),
         (torch.ones(3), "torch.float32, which would lose data as torch.int32"),
-        ([1, 2, 3], "got list from the batch; allowed is a tensor"),
-        (0, "got int from the batch; allowed is a tensor"),
+        ([1, 2, 3], "got list from the batch; it must be a tensor"),
+        (0, "got int from the batch; it must be a tensor"),
     ],
 )
 def test_a_source_that_does_not_fit_its_slot_is_refused(source: object, match: str) -> None:
@@ -346,7 +346,7 @@ def test_a_source_function_that_raises_leaves_the_buffers_as_they_were() -> None
 
 
 @pytest.mark.parametrize("sizes", [(9, 4), (4, 17), (-1, 4)])
-def test_sizes_that_cannot_be_are_not_extracted(sizes: tuple[int, int]) -> None:
+def test_impossible_sizes_are_not_extracted(sizes: tuple[int, int]) -> None:
     registry = registry_of(make())
     with pytest.raises(GraphError, match="allowed is"):
         registry.extract_buffer(

@@ -77,12 +77,12 @@ def test_a_value_that_the_dtype_holds_up_to_rounding_is_taken(value: float, dtyp
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"padding_policy": "zero"}, "padding_policy='zero'; it takes one of .*PaddingPolicy.KEEP_PAD"),
-        ({"axis": "none", "slice_fn": lambda buffer, n: buffer}, "slice_fn would never be asked"),
-        ({"copy_from_batch": False, "source_fn": lambda batch, ctx: None}, "source_fn would never be asked"),
+        ({"padding_policy": "zero"}, "padding_policy='zero'; it must be one of .*PaddingPolicy.KEEP_PAD"),
+        ({"axis": "none", "slice_fn": lambda buffer, n: buffer}, "slice_fn would never be called"),
+        ({"copy_from_batch": False, "source_fn": lambda batch, ctx: None}, "source_fn would never be called"),
     ],
 )
-def test_what_contradicts_itself_is_refused(options: dict[str, Any], fault: str) -> None:
+def test_contradictory_slot_options_are_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(GraphError, match=f"slot 'x': .*{fault}"):
         make(**options)
 
@@ -121,7 +121,7 @@ def test_a_size_that_the_buffer_does_not_have_is_refused_and_not_clipped(size: i
 
 
 def test_a_slot_without_a_buffer_says_what_to_do() -> None:
-    with pytest.raises(GraphError, match="slot 'x': no buffer yet; register the slot first"):
+    with pytest.raises(GraphError, match="slot 'x': no buffer yet; enable the slot and register it first"):
         make().slice_for(1, 1)
 
 
@@ -362,10 +362,10 @@ def test_rows_are_those_of_tokens_where_both_axes_are_padded_alike(
     assert len(cut(tensor, rows_of(tensor, ctx), ctx)) == left
 
 
-def test_what_a_registry_remembers_of_a_slot_cannot_be_changed_behind_its_back() -> None:
+def test_a_registered_slots_fields_cannot_be_changed() -> None:
     slot = make(padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=-1)
     registry_of(slot)
-    with pytest.raises(AttributeError, match="slot 'x': pad_value stays as it was made"):
+    with pytest.raises(AttributeError, match="slot 'x': pad_value cannot be changed"):
         slot.pad_value = 3
     assert slot.pad_value == -1
 
@@ -384,18 +384,18 @@ def test_only_what_comes_first_may_be_given_by_position() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"enabled": print}, "enabled=<built-in function print>; it takes bool"),
-        ({"enabled": 1}, "enabled=1; it takes bool"),
-        ({"copy_from_batch": None}, "copy_from_batch=None; it takes bool"),
-        ({"dtype": "int64"}, "dtype='int64'; it takes dtype"),
-        ({"dtype": int}, "it takes dtype"),
-        ({"device": 0}, "device=0; it takes device or str or None"),
-        ({"buffer": [0]}, r"buffer=\[0\]; it takes Tensor or None"),
-        ({"pad_value": "0", "padding_policy": PaddingPolicy.FILL_SENTINEL}, "pad_value='0'; it takes"),
-        ({"shape_fn": (4,)}, r"shape_fn=\(4,\); it takes a function"),
-        ({"post_fill": True}, "post_fill=True; it takes a function"),
-        ({"slice_fn": 3}, "slice_fn=3; it takes a function"),
-        ({"source_fn": "x"}, "source_fn='x'; it takes a function"),
+        ({"enabled": print}, "enabled=<built-in function print>; it must be bool"),
+        ({"enabled": 1}, "enabled=1; it must be bool"),
+        ({"copy_from_batch": None}, "copy_from_batch=None; it must be bool"),
+        ({"dtype": "int64"}, "dtype='int64'; it must be dtype"),
+        ({"dtype": int}, "it must be dtype"),
+        ({"device": 0}, "device=0; it must be device or str or None"),
+        ({"buffer": [0]}, r"buffer=\[0\]; it must be Tensor or None"),
+        ({"pad_value": "0", "padding_policy": PaddingPolicy.FILL_SENTINEL}, "pad_value='0'; it must be"),
+        ({"shape_fn": (4,)}, r"shape_fn=\(4,\); it must be a function"),
+        ({"post_fill": True}, "post_fill=True; it must be a function"),
+        ({"slice_fn": 3}, "slice_fn=3; it must be a function"),
+        ({"source_fn": "x"}, "source_fn='x'; it must be a function"),
     ],
 )
 def test_a_field_of_another_type_is_refused(wrong: dict[str, Any], says: str) -> None:
@@ -404,5 +404,5 @@ def test_a_field_of_another_type_is_refused(wrong: dict[str, Any], says: str) ->
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
-    with pytest.raises(GraphError, match="name=3; it takes str"):
+    with pytest.raises(GraphError, match="name=3; it must be str"):
         make(3)  # type: ignore[arg-type]

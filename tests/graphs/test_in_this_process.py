@@ -111,13 +111,13 @@ def decided(world: GrafterWorld, name: str = "x", rank: int = 0, **tags: Any) ->
     return decide(world.targets[rank].grafter, Site(name, tags, (name,)))
 
 
-def test_a_tap_that_no_filter_wants_is_not_judged() -> None:
+def test_a_tap_that_no_filter_wants_is_left_out() -> None:
     assert decided(GrafterWorld(1, 1, compare="name == 'other'")) == TapDecision(None, False, False)
     assert decided(GrafterWorld(1, 2, compare="name == 'other'")) == TapDecision(None, False, False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_all_ranks_do_alike_each_knows_for_itself(ranks: int) -> None:
+def test_each_rank_decides_alone_what_all_ranks_decide_alike(ranks: int) -> None:
     for plan, is_received in (({"compare": "True"}, False), ({"b2t": "True"}, True), ({"t2b": "True"}, False)):
         found = decided(GrafterWorld(1, ranks, **plan))
         assert (found.is_wanted, found.is_received) == (True, is_received), plan
@@ -136,7 +136,7 @@ def test_what_another_rank_does_counts_for_all_of_its_side() -> None:
     assert (decided(sends).is_wanted, decided(sends).is_received) == (True, False)
 
 
-def test_what_only_the_other_ranks_know_is_refused() -> None:
+def test_a_decision_that_only_other_ranks_can_make_is_refused() -> None:
     world = GrafterWorld(1, 2, compare="tp_rank == 0")
     with pytest.raises(
         GraphError, match=r"look at \['tp_rank'\] of tap 'x' on target\[0\], and other ranks have other"
@@ -150,7 +150,7 @@ def test_what_only_the_other_ranks_know_is_refused() -> None:
 
 
 @pytest.mark.parametrize("has_rows", [True, False])
-def test_a_slot_of_a_tap_is_like_its_value_and_closed(has_rows: bool) -> None:
+def test_a_taps_slot_is_like_its_value_and_switched_off(has_rows: bool) -> None:
     own = torch.ones(3, 2, dtype=torch.bfloat16)
     with torch.inference_mode():
         slot = new_slot(own, has_rows)

@@ -89,7 +89,9 @@ def test_a_parameter_is_read_where_it_lies_and_must_be_the_same() -> None:
     static.update(None, {"w": weight})
     static.update(None, {"w": weight.detach()})
     assert static.given(BATCH)["w"] is weight
-    with pytest.raises(GraphError, match=r"tap 'x' in a captured function: extras\['w'\] is on cpu and was made anew"):
+    with pytest.raises(
+        GraphError, match=r"tap 'x' in a captured function: extras\['w'\] is on cpu and was created again"
+    ):
         static.update(None, {"w": torch.nn.Parameter(torch.ones(3))})
 
 
@@ -107,7 +109,7 @@ def test_a_parameter_is_read_where_it_lies_and_must_be_the_same() -> None:
         ({"a": 1}, lambda: {"a": 1}, "extras were a callable at one time and not at another"),
     ],
 )
-def test_what_is_not_as_it_was_is_named(first: Any, then: Any, said: str) -> None:
+def test_changed_extras_are_named(first: Any, then: Any, said: str) -> None:
     with pytest.raises(GraphError) as refused:
         extras(first).update(None, then)
     assert said.replace('"', "'") in str(refused.value).replace('"', "'")
@@ -139,7 +141,7 @@ def test_equal_values_and_those_that_pickle_alike_are_the_same() -> None:
         extras({"a": 1, "b": 2}).compare({("b",): 3})
 
 
-def test_what_is_one_each_request_is_so_where_requests_and_tokens_are_equally_many() -> None:
+def test_identities_are_cut_by_requests_even_where_tokens_are_as_many() -> None:
     padded = FillContext(raw_bs=4, padded_bs=4, raw_num_tokens=4, padded_num_tokens=4)
     made = {"rids_int": torch.arange(4), "other": torch.arange(4)}
     static = StaticExtras("x", None, lambda: made, torch.zeros(1), padded)

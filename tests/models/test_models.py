@@ -303,7 +303,7 @@ def test_one_far_position_turns_the_whole_batch_to_the_long_factor():
         ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused_by_field(change, message):
+def test_an_impossible_config_is_refused_by_field(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
 

@@ -130,11 +130,11 @@ def test_an_empty_folder_ends_dumping_and_another_begins_it_again(recording: Req
 BAD: list[tuple[Any, str]] = [
     ({"dump_request_threshold": 5}, "dump_request_threshold"),
     ({"crash_window": 1}, "crash_window"),
-    ({"dump_requests_threshold": 0}, "dump_requests_threshold.*from 1 on.*0"),
-    ({"dump_requests_threshold": -1}, "from 1 on"),
-    ({"dump_requests_threshold": True}, "from 1 on.*True"),
-    ({"dump_requests_threshold": 5.0}, "from 1 on"),
-    ({"dump_requests_threshold": "5"}, "from 1 on"),
+    ({"dump_requests_threshold": 0}, "dump_requests_threshold.*at least 1.*0"),
+    ({"dump_requests_threshold": -1}, "at least 1"),
+    ({"dump_requests_threshold": True}, "at least 1.*True"),
+    ({"dump_requests_threshold": 5.0}, "at least 1"),
+    ({"dump_requests_threshold": "5"}, "at least 1"),
     ({"log_requests": 1}, "log_requests is true or false"),
     ({"log_requests": "true"}, "true or false"),
     ({"log_requests_level": 4}, "from 0 to 3"),
@@ -156,7 +156,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("index", range(len(BAD)))
-def test_what_is_unknown_or_wrong_gets_400_with_the_reason_and_changes_nothing(
+def test_an_unknown_or_wrong_setting_gets_400_with_the_reason(
     recording: RequestLogging, tmp_path: Path, index: int
 ) -> None:
     body, text = BAD[index]
@@ -294,7 +294,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--dump-requests-threshold", "0"], "--dump-requests-threshold.*from 1 on.*'0'"),
+        (["--dump-requests-threshold", "0"], "--dump-requests-threshold.*at least 1.*'0'"),
         (["--dump-requests-threshold", "-3"], "threshold"),
         (["--dump-requests-threshold", "many"], "'many'"),
         (["--dump-requests-threshold", "1.5"], "'1.5'"),
@@ -351,7 +351,7 @@ def test_the_help_says_that_a_missing_level_stays(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "3 all of it; unchanged unless given" in text
+    assert "3 complete ones; unchanged unless given" in text
     assert "http://127.0.0.1:30000 unless given" in text
 
 

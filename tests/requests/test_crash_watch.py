@@ -48,7 +48,7 @@ def test_the_last_act_precedes_the_previous_handler_and_is_cancelled_after(log: 
     assert log == ["handled 15"]
 
 
-def test_what_was_ignored_is_not_watched(log: list[Any]) -> None:
+def test_an_ignored_signal_is_not_watched(log: list[Any]) -> None:
     watched = watch(log)
     assert signal.getsignal(QUIT) is signal.SIG_IGN
     watched.stop()
@@ -78,7 +78,7 @@ def test_a_signal_without_a_handler_has_its_default_effect(log: list[Any], monke
     watched.stop()
 
 
-def test_an_uncaught_exception_is_shown_and_then_told_of(log: list[Any]) -> None:
+def test_an_uncaught_exception_is_shown_before_the_last_act(log: list[Any]) -> None:
     watched = watch(log)
     raised(ValueError("bad weights"))
     assert log == ["shown bad weights", "uncaught ValueError: bad weights"]

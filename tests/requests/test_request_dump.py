@@ -141,7 +141,7 @@ def test_files_are_named_by_date_and_time_and_unique_within_the_second(tmp_path:
     assert len({name[:19] for name in names}) < 30
 
 
-def test_what_was_recorded_is_its_owners_alone(dumper: RequestDumper) -> None:
+def test_recorded_files_are_readable_by_their_owner_alone(dumper: RequestDumper) -> None:
     add(dumper, "a")
     dumper.flush()
     assert files(folder(dumper))[0].stat().st_mode & 0o077 == 0
@@ -309,7 +309,7 @@ def test_no_excluded_keys_keep_every_key(tmp_path: Path) -> None:
     dumper.close()
 
 
-def test_what_a_server_takes_out_of_a_response_later_is_still_recorded(dumper: RequestDumper) -> None:
+def test_a_field_the_server_later_removes_from_a_response_is_recorded(dumper: RequestDumper) -> None:
     response = {"text": "a", "meta_info": {"seconds": 1.0}}
     dumper.add({}, response, 1.0, 2.0)
     response["meta_info"].clear()  # type: ignore[attr-defined]
@@ -362,7 +362,7 @@ UNPICKLABLE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", UNPICKLABLE)
-def test_what_cannot_be_pickled_is_replaced_by_its_repr_and_all_else_is_kept_whole(
+def test_an_unpicklable_object_is_replaced_by_its_repr_and_all_else_is_kept(
     dumper: RequestDumper, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     value, text = UNPICKLABLE[name]
@@ -606,7 +606,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_no_part_of_a_request() -> None:
         pickle_in_steps(content, _FullOnce())
 
 
-def test_a_part_of_a_buffer_that_waits_keeps_no_thread_busy(
+def test_a_partial_buffer_that_cannot_be_written_keeps_no_thread_busy(
     dumper: RequestDumper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "_FIRST_RETRY", 0.001)
@@ -637,7 +637,7 @@ def test_waiting_requests_are_bounded_and_the_next_file_counts_the_refused(
     assert dumper.flush()
     assert rids(tmp_path / "dumps") == [str(index) for index in range(250)]
     dropped = [item for path in files(tmp_path / "dumps") for item in load_dump(path)["dropped"]]
-    assert dropped == [{"where": "50 requests", "reason": "refused, as 250 were waiting"}]
+    assert dropped == [{"where": "50 requests", "reason": "refused because 250 were waiting"}]
     assert add(dumper, "again")
     dumper.close()
 
@@ -678,7 +678,7 @@ def test_closing_falls_back_on_the_crash_folder(tmp_path: Path, caplog: pytest.L
     assert rids(tmp_path / "crash") == ["a"]
 
 
-def test_what_is_lost_for_good_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_requests_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dumper = RequestDumper(tmp_path / "dumps")
     (tmp_path / "dumps").rmdir()
     (tmp_path / "dumps").write_text("in the way")
@@ -687,7 +687,7 @@ def test_what_is_lost_for_good_is_said(tmp_path: Path, caplog: pytest.LogCapture
     assert "1 recorded requests are lost" in caplog.text
 
 
-def test_what_only_the_journal_has_is_said(
+def test_requests_that_only_the_journal_has_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumper = RequestDumper(tmp_path)
@@ -749,7 +749,7 @@ def test_a_new_folder_gets_all_that_came_after_it(dumper: RequestDumper, tmp_pat
         assert rids(tmp_path / str(index)) == [str(index)]
 
 
-def test_settings_that_cannot_be_are_refused_and_change_nothing(dumper: RequestDumper, tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_and_change_nothing(dumper: RequestDumper, tmp_path: Path) -> None:
     before = dumper.settings
     (tmp_path / "file").touch()
     with pytest.raises(DumpError):
@@ -825,7 +825,7 @@ def test_a_full_buffer_is_retried_with_growing_pauses_up_to_a_minute(
     assert (writer.waiting, writer.written, writer._retry_at, writer._failures) == (0, 1, None, 0)
 
 
-def test_what_finished_within_the_crash_window_is_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_finished_within_the_crash_window_are_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = writing.DumpWriter(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
     monkeypatch.setattr(writing.time, "time", lambda: 1000.0)
     for finished, is_recent in ((1000.0, True), (700.0, True), (699.0, False), (None, True), ("x", True), (2e9, True)):

@@ -303,7 +303,7 @@ def test_a_request_of_another_program_keeps_its_id(tmp_path: Path) -> None:
     assert record.rid == "abc"
 
 
-def test_a_class_of_a_module_that_is_not_there_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_class_of_a_missing_module_is_no_obstacle(tmp_path: Path) -> None:
     module = types.ModuleType("nowhere_to_be_found")
     exec("class Thing:\n    def __init__(self):\n        self.rid = 'x'", module.__dict__)
     sys.modules[module.__name__] = module
@@ -502,7 +502,7 @@ def test_trusted_is_plain_pickle(tmp_path: Path) -> None:
 # ---- damaged and foreign files --------------------------------------------------------------------------------------
 
 
-def test_a_truncated_file_tells_how_far_it_was_readable_and_gives_what_was(tmp_path: Path) -> None:
+def test_a_truncated_file_reports_how_far_it_is_readable_and_yields_that_part(tmp_path: Path) -> None:
     dumper = RequestDumper(tmp_path / "dumps", server_args={"requests": ["misleading"]})
     for index in range(8):
         dumper.add({"rid": f"r{index}", "ids": list(range(10)), "t": torch.ones(2)}, {"text": "x"}, 1.0, 2.0)
@@ -580,7 +580,7 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
         load_dump(tmp_path / "nothing")
 
 
-def test_what_is_no_record_keeps_its_place(tmp_path: Path) -> None:
+def test_an_item_that_is_no_record_keeps_its_place(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(pickle.dumps({"requests": [({"rid": "a"}, {}, 2.0, 3.0), "damaged", [1, 2]]}))
     dump = load_dump(path)
@@ -595,11 +595,11 @@ def test_a_file_of_any_depth_does_not_end_the_process() -> None:
     found = PickleReader().read(deep_list)
     for _ in range(levels - 1):
         (found,) = found
-    with pytest.raises(PickleReadError, match="tuples in each other"):
+    with pytest.raises(PickleReadError, match="nested tuples"):
         PickleReader().read(b"\x80\x04}" + b")" + b"\x85" * levels + b"Ns.")
     deep_tuple = b")" + b"\x85" * 1000
     for data in (b"\x8f(" + deep_tuple + b"\x90.", b"(" + deep_tuple + b"\x91.", b"(" + deep_tuple + b"Nd."):
-        with pytest.raises(PickleReadError, match="tuples in each other"):
+        with pytest.raises(PickleReadError, match="nested tuples"):
             PickleReader().read(b"\x80\x04" + data)
     opaque = stack_global("a", "B") + b")R" + (stack_global("a", "B") + b")R") * 20_000 + b"b" * 20_000
     assert repr(PickleReader().read(b"\x80\x04" + opaque + b".")) == "Opaque('a.B')"
@@ -656,11 +656,11 @@ def test_the_id_beside_a_request_of_an_unknown_class_is_kept(tmp_path: Path) -> 
         ((REQUEST, 12.5, 13.0, 14.0), "has 3 times"),
         ((REQUEST, 13.0, 12.5, RESPONSE), "the later one first"),
         ((REQUEST, 12.5, "a", "b"), "2 ids"),
-        (({"rid": "x"}, 12.5, RESPONSE, "r1"), "own id is 'x', and the tuple says 'r1'"),
+        (({"rid": "x"}, 12.5, RESPONSE, "r1"), "own id is 'x', and the tuple has 'r1'"),
         ((), "does not begin"),
     ],
 )
-def test_a_record_that_cannot_be_told_is_an_error_and_the_others_come_with_it(
+def test_an_unrecognised_record_is_an_error_that_carries_the_other_records(
     record: tuple[Any, ...], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DumpError, match=rf"number 1: .*{why}") as raised:

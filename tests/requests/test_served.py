@@ -69,7 +69,7 @@ def test_the_least_and_the_largest_values_are_taken(field: str, good: Any) -> No
         ("seed", "x" * 58, f"seed must be an int, got '{'x' * 58}'"),
     ],
 )
-def test_a_value_that_cannot_be_is_named_with_its_field(field: str, bad: Any, said: str) -> None:
+def test_an_impossible_value_is_named_with_its_field(field: str, bad: Any, said: str) -> None:
     with pytest.raises(RequestError) as refused:
         request(**{field: bad})
     assert str(refused.value) == said
@@ -95,7 +95,10 @@ def test_a_prompt_is_text_or_tokens() -> None:
     for fields, said in (
         ({"text": 5}, "text must be a string, got 5"),
         ({"text": "\ud800"}, "the text cannot be written in UTF-8: surrogates not allowed"),
-        ({"text": "a", "zeta": 1, "beta": 2}, "there is no field 'beta'; there are rid, input_ids, max_new_tokens"),
+        (
+            {"text": "a", "zeta": 1, "beta": 2},
+            "there is no field 'beta'; the fields are rid, input_ids, max_new_tokens",
+        ),
     ):
         with pytest.raises(RequestError, match=said):
             Request.from_dict(fields, Letters())

@@ -73,6 +73,34 @@ def test_the_search_is_bounded_and_reports_it() -> None:
     assert len(asked) == len(set(asked)) <= MOST_SWAPS
 
 
+def test_groups_that_move_the_output_only_together_are_culprits_beside_another() -> None:
+    strength = {"a": 1e4, "b": 3.0, "c": 3.0}
+    found = find_causes(list(strength), additive(**strength), T)
+    assert found.labels == dict.fromkeys(strength, "culprit")
+    assert found.together == {"b", "c"}
+
+
+def test_groups_beyond_the_bound_are_swapped_together_and_reported() -> None:
+    strength = {"big": 1e4} | {f"g{i}": 0.1 for i in range(20)}
+    found = find_causes(list(strength), additive(**strength), T, by_size=["big"])
+    assert found.labels["big"] == "culprit"
+    assert {label for group, label in found.labels.items() if group != "big"} == {"minor"}
+    assert set(found.untested) == set(strength) - set(found.alone)
+    moving = find_causes([*strength, "last"], additive(**strength, last=300.0), T, by_size=[*strength, "last"])
+    assert moving.labels["last"] == "culprit"
+
+
+@pytest.mark.parametrize(("restored", "moves"), [(0.0, True), (0.9, False)])
+def test_a_large_floor_of_low_precision_excuses_only_what_is_left_without_the_groups(
+    restored: float, moves: bool
+) -> None:
+    # Rounding adds up to 10 %, and the group moves the output by 20 %.
+    low_precision = OutputFloor(0.1, 2**-9, 5.0)
+    found = find_causes(["a"], lambda kept: 2.0 if kept else restored, low_precision)
+    assert found.labels == {"a": "culprit" if moves else "minor"}
+    assert found.agrees is not moves
+
+
 INF, NAN = float("inf"), float("nan")
 
 

@@ -74,7 +74,7 @@ class DraftGraphRunner(GraphRunner):
     ) -> None:
         if draft.config.vocab_size != model.config.vocab_size:
             raise GraphError(
-                f"the draft has a vocabulary of {draft.config.vocab_size} tokens, and the model one of "
+                f"the draft has a vocabulary of {draft.config.vocab_size} tokens, and the model has "
                 f"{model.config.vocab_size}; a guess would be another token to each"
             )
         if isinstance(draft, CrossAttentionTransformer):

@@ -194,7 +194,7 @@ def doubling(largest: int, first: int = 1) -> list[int]:
 def checked_sizes(name: str, sizes: Sequence[int], largest: int) -> list[int]:
     """Sorted, each once. Raises :class:`GraphError` for none, for one below 1 and for one beyond `largest`."""
     if not sizes or min(sizes) < 1 or max(sizes) > largest:
-        raise GraphError(f"{name}={list(sizes)}; allowed are sizes from 1 to {largest}, for which there is room")
+        raise GraphError(f"{name}={list(sizes)}; sizes must be from 1 to {largest}, the largest that fits")
     return sorted(set(sizes))
 
 
