@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from graftlab.taps.calls import tags, tap
 from graftlab.taps.watch import watch
 from graftlab.zoo.model_part_programs import (
-    Attention,
     AttentionOutput,
+    OneHead,
     alibi,
     language_model,
     places_in_queue,
@@ -161,7 +161,7 @@ def autocast_by_hand(changed: bool) -> object:
 @benign("dataclass output")
 def dataclass_for_a_dataclass_with_a_norm(changed: bool) -> object:
     """Watched attention returns a dataclass; the target also computes a norm that nothing reads."""
-    model, draw = Attention(AttentionOutput, ""), draws(81)
+    model, draw = OneHead(AttentionOutput, ""), draws(81)
     for weight in model.parameters():
         weight.copy_(draw(*weight.shape))
     with watch(model):

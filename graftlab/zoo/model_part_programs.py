@@ -262,7 +262,7 @@ class AttentionOutput:
     lengths: tuple[int, ...] = ()
 
 
-class Attention(nn.Module):
+class OneHead(nn.Module):
     """One head over [time, channels]; returns a dataclass or a tuple, with the fault named ``wrong``."""
 
     def __init__(self, returns: type, wrong: str) -> None:
@@ -283,7 +283,7 @@ class Attention(nn.Module):
 @fault("dataclass output", "output.weights")
 def dataclass_with_logarithms_of_its_weights(wrong: bool) -> object:
     """One field holds the logarithms of what it should; nothing reads it."""
-    found = watched(Attention(AttentionOutput, "logarithm" if wrong else ""), draws(37)(6, 8) * 3, 37)
+    found = watched(OneHead(AttentionOutput, "logarithm" if wrong else ""), draws(37)(6, 8) * 3, 37)
     assert isinstance(found, AttentionOutput)
     return found.hidden
 
@@ -292,7 +292,7 @@ def dataclass_with_logarithms_of_its_weights(wrong: bool) -> object:
 def tuple_of_attention_with_another_scale(wrong: bool) -> object:
     """The scale is wrong: of the watched modules' outputs, the weights and the output projection depend on it."""
     model = nn.Module()
-    model.attention, model.head = Attention(tuple, "scale" if wrong else ""), nn.Linear(8, 5)
+    model.attention, model.head = OneHead(tuple, "scale" if wrong else ""), nn.Linear(8, 5)
     draw = draws(38)
     for weight in model.parameters():
         weight.copy_(draw(*weight.shape) if weight.ndim == 2 else torch.zeros(weight.shape))
