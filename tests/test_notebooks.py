@@ -90,7 +90,7 @@ def test_attach_steers_two_scripts_and_compares_three_candidates_with_a_recordin
     assert "<Session 1+1: 2 ranks alive" in said
     assert "exit codes: [0, 0]" in said
     table = said[said.rindex("first divergent tap") :]
-    assert re.search(r"as the reference +12 +0 +none", table)
+    assert re.search(r"like the reference +12 +0 +none", table)
     assert re.search(r"second layer +12 +9 +hidden, layer 1, step 0", table)
     assert re.search(r"last layer +12 +6 +hidden, layer 2, step 0", table)
 
@@ -132,7 +132,7 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
     assert int(furthest[1]) >= 23, "beyond the target's window"
     taps = re.findall(r"^(\w+) \(phase=\w+, layer=(\d+)\) +\d+$", text, re.M)
     assert set(taps) == {("attn_out", "0")}
-    assert len(re.findall(r"both engines answer alike: +True", text)) == 2, "with the graft, and with the mended window"
+    assert len(re.findall(r"both engines answer alike: +True", text)) == 2, "with the graft, and with the fixed window"
     assert re.search(r"the target as recorded: +True", text), "the graft brings back every recorded answer"
     assert re.search(r"requests that diverge: +0\b", text)
     assert pictures(outputs) == 1
@@ -157,7 +157,7 @@ def test_cuda_graphs_finds_a_stale_buffer_tail_and_repairs_the_tokens(tmp_path: 
     assert re.search(inside, text), "so does one inside of the graph"
     before, after = re.findall(r"\d+", re.search(r"^captures.*$", text, re.M)[0])
     assert before == after
-    assert re.search(r"rows that differ: +0\n", text), "mended, nothing differs"
+    assert re.search(r"rows that differ: +0\n", text), "once fixed, nothing differs"
     assert re.search(r"status of tails: +compared\nall tokens agree: +True", text)
 
 
@@ -167,7 +167,7 @@ def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path:
     outputs = execute("porting.ipynb", tmp_path, imports=warm.TRANSFORMERS)
     said = texts(outputs)
     assert "24 problems" in said
-    assert "in_proj_weight holds encoder.layer.0.attention.self.key.weight where its v belongs" in said
+    assert "in_proj_weight has encoder.layer.0.attention.self.key.weight in place of its v" in said
     assert "clean: True with 0 problems" in said
     assert "60 of 60 target taps have a partner" in said
     added = [line.split()[:2] for line in said.splitlines() if line.strip().startswith("encoder.layer.")]

@@ -75,7 +75,7 @@ class CompiledComparison:
         return " ".join([apart, self._of_rounding(), *self._of_float64()])
 
     def _of_rounding(self) -> str:
-        limit, floor = _PARTED * self.floor, f"rounding alone takes the eager result {self.floor:.1e} away"
+        limit, floor = _PARTED * self.floor, f"rounding alone changes the eager result by {self.floor:.1e}"
         if self.fused is not None:
             return (
                 f"They differ only without the tap {self.fused!r} in the graph: the compiler fuses across it, and "
@@ -86,8 +86,8 @@ class CompiledComparison:
             return f"That is within rounding: {floor}."
         if self.tapped <= limit:
             return (
-                f"Without taps that is more than rounding ({floor}), but less than {_PARTED:g} times as with "
-                f"taps, so no single tap can be found that makes the difference."
+                f"Without taps that is more than rounding ({floor}), but less than {_PARTED:g} times the "
+                f"difference with taps, so no single tap can be identified as the cause."
             )
         if self.verdict.named:
             return f"That is more than rounding: {floor}."

@@ -247,12 +247,12 @@ class StepRuns(VerdictRuns):
         if ended := self._has_ended():
             raise VerdictAbandoned(
                 f"the verdict was abandoned: {', '.join(ended)} ended before it was done, after its run "
-                f"{self.count - 1}. A verdict takes about twenty steps of the jobs; let them make more"
+                f"{self.count - 1}. A verdict takes about twenty steps of the jobs; let them run more"
             )
         raise VerdictAbandoned(
             f"the verdict was abandoned: no job made progress for {patience.seconds:g} s ({self._state.where()}). Each "
             f"run of a verdict is {self._steps} of the jobs' steps, which end where they call gl.step(); "
-            f"gl.listen(timeout=...) says how long one may take"
+            f"gl.listen(timeout=...) sets how long one may take"
         )
 
 

@@ -39,6 +39,7 @@ from graftlab.verdict.hints import hint_of
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
 from graftlab.verdict.pair_contradictions import contradicting_pairs
+from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
 from graftlab.verdict.unexplained import (
@@ -161,6 +162,7 @@ class Judgement:
                 job_remarks=naming.job_remarks,
                 unexplained=unexplained,
                 failed=self._failed,
+                pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
                 rounding=rounding,
             ),
             self._runs.count,
@@ -500,9 +502,11 @@ def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
     if not left:
         return []
     if not shown:
-        return ["exact=, which shows none of the baseline's taps: the floor is the same as without it."]
+        return ["exact=, which reaches none of the baseline's taps: the floor is the same as without it."]
     more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-    return [f"{', '.join(left[:4])}{more} of exact=, which does not show them; their floor is as without it."]
+    return [
+        f"{', '.join(left[:4])}{more} with exact=, which does not reach them; their floor is the same as without it."
+    ]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:

@@ -45,7 +45,7 @@ def match(
         if not (isinstance(callee, str) or callable(callee)):
             raise SessionError(f"match: {side}= must be a function or an expression, not {type(callee).__name__}")
     if not (isinstance(rounds, int) and isinstance(budget, int)) or rounds < 0 or budget <= 0:
-        raise SessionError(f"match: rounds is at least 0 and budget above 0, not {rounds!r} and {budget!r}")
+        raise SessionError(f"match: rounds must be at least 0 and budget above 0, not {rounds!r} and {budget!r}")
     refuse_invalid_expressions(baseline, target)
     matching = _MatchRuns(session, (baseline, target), *arguments("match", args, kwargs), budget, sent)
     try:

@@ -75,7 +75,7 @@ class Queries:
             return self.ask(rank, AskStacks(), Stacks).text
         except SessionError as error:
             if rank.stacks_file is None:
-                return f"{error}; `py-spy dump --pid {rank.pid}` shows it, whatever holds the interpreter"
+                return f"{error}; `py-spy dump --pid {rank.pid}` shows its stacks even while the interpreter is blocked"
             # The control thread cannot run, so some C code holds the interpreter. The signal handler does not need it.
             before = rank.stacks_file.stat().st_size
             rank.signal(signal.SIGUSR1)

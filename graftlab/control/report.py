@@ -90,9 +90,8 @@ def write_report_of_rows(folder: Path, path: str | Path, verdict: Verdict | None
         _failed(found),
         _notes(found),
         _section(
-            "What is not here",
-            "<p>The plan, the code and the tensors of this run are not among its rows, nor is what its ranks ran on."
-            "</p>",
+            "Not included",
+            "<p>The rows of a run do not contain its plan, its code, its tensors, or the environment of its ranks.</p>",
         ),
     ]
     return _written(path, parts, found)
@@ -226,7 +225,7 @@ def _pictures(session: SessionCore) -> str:
             shown.append(f"<p>{html.escape(f'{name}: {error}')}</p>")
             continue
         shown.append(to_html(figure, f"{name}: where the pair differs. {in_words(figure)}"))
-    more = f"<p>and {len(kept) - _PICTURES:,} kept pairs more</p>" if len(kept) > _PICTURES else ""
+    more = f"<p>and {len(kept) - _PICTURES:,} more kept pairs</p>" if len(kept) > _PICTURES else ""
     return _section("Kept pairs", STYLE + "".join(shown) + more if shown else "<p>No pair is kept.</p>")
 
 

@@ -119,8 +119,7 @@ class Swaps:
     ) -> Callable[[frozenset[str]], float]:
         """A function of the groups that keep the target's code, to how far the output is then. Each call is a run."""
         recorded = [each.last.get(output.group) for each in self._selves]
-        # The baseline's own name for it: the pair is kept there.
-        name = [row.name for row in self._selves[0].outputs if output.group in self._floors.groups(row)][-1]
+        name = self._kept_name(output)
         at_output = filter_of(sorted(self._names[output.group], key=str))
         later = f"kind in {_computed_after(output.group)!r}"
         orders, known = self._orders(), set(self._rows["name"])
@@ -147,6 +146,15 @@ class Swaps:
             return self._distance(recorded, name, output, side)
 
         return distance_with
+
+    def _kept_name(self, output: OutputTap) -> str:
+        """The name under which the output's newest pair is kept: that of the pair, where its tap is in several."""
+        names = next(
+            names
+            for row in reversed(self._selves[0].outputs)
+            if (names := [n for n in self._floors.paired(row) if group_of(n, row.tags) == output.group])
+        )
+        return output.name if output.name in names else names[-1]
 
     def _names_by_group(self) -> dict[str, set[TapName]]:
         """The names of each group's taps on either side, as filters know them."""

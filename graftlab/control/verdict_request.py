@@ -33,14 +33,16 @@ class VerdictRequest:
 
     def __post_init__(self) -> None:
         if self.floor != "auto" and not _is_positive(self.floor):
-            raise SessionError(f"verdict: floor is 'auto' or a number above 0, not {self.floor!r}")
+            raise SessionError(f"verdict: floor must be 'auto' or a number above 0, not {self.floor!r}")
         refuse_threshold(self.threshold)
         if not (self.output is None or isinstance(self.output, str)):
-            raise SessionError(f"verdict: output is the name of a tap, not {self.output!r}")
+            raise SessionError(f"verdict: output must be the name of a tap, not {self.output!r}")
         if not (self.exact is None or isinstance(self.exact, str) or callable(self.exact)):
-            raise SessionError(f"verdict: exact is a function or an expression, as baseline is, not {self.exact!r}")
+            raise SessionError(f"verdict: exact must be a function or an expression, like baseline, not {self.exact!r}")
         if not (isinstance(self.steps, int) and self.steps > 0):
-            raise SessionError(f"verdict: steps is how many steps of the jobs make a run, not {self.steps!r}")
+            raise SessionError(
+                f"verdict: steps, the jobs' steps in one run, must be a whole number above 0, not {self.steps!r}"
+            )
         _ = self.arguments
 
     @property
@@ -57,13 +59,15 @@ class VerdictRequest:
 def refuse_floor(floor: float | None) -> None:
     """Raise :class:`SessionError` for a floor of rows that cannot be used."""
     if floor is not None and not _is_positive(floor):
-        raise SessionError(f"verdict: floor is a number above 0, not {floor!r}")
+        raise SessionError(f"verdict: floor must be a number above 0, not {floor!r}")
 
 
 def refuse_threshold(threshold: object) -> None:
     """Raise :class:`SessionError` for a threshold that cannot be used."""
     if not _is_positive(threshold):
-        raise SessionError(f"verdict: threshold is how many times the floor a tap may add, above 0, not {threshold!r}")
+        raise SessionError(
+            f"verdict: threshold, the multiple of its floor that a tap may add, must be above 0, not {threshold!r}"
+        )
 
 
 def _is_positive(value: object) -> bool:

@@ -73,7 +73,7 @@ class VerdictRuns:
         self.count = 0
         self.before = session.plan
         self.returned: ReturnedValues | None = None
-        """What both functions returned in the newest run of both; None of jobs, which return nothing."""
+        """What both functions returned in the newest run of both; None for jobs, which return nothing."""
         self._ours: set[int] = set()
 
     def __enter__(self) -> Self:

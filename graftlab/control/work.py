@@ -26,11 +26,12 @@ def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[
     """
     if not isinstance(args, (tuple, list)):
         raise SessionError(
-            f"{call}: args= is a tuple of all positional arguments, not {type(args).__name__}; for one write args=(x,)"
+            f"{call}: args= must be a tuple of all positional arguments, not {type(args).__name__}; for "
+            "a single one write args=(x,)"
         )
     kwargs = {} if kwargs is None else kwargs
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise SessionError(f"{call}: kwargs= is a dict of all arguments by name, not {kwargs!r:.80}")
+        raise SessionError(f"{call}: kwargs= must be a dict of all arguments by name, not {kwargs!r:.80}")
     return tuple(args), dict(kwargs)
 
 
@@ -94,7 +95,7 @@ def _refuse_no_python(source: str, filename: str, mode: Literal["eval", "exec"],
         compile(source.strip() if mode == "eval" else source, filename, mode, dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         shown = "".join(traceback.format_exception_only(error)).rstrip()
-        raise SessionError(f"{what} is not Python, so nothing was run\n{shown}") from error
+        raise SessionError(f"{what} is not valid Python, so nothing was run\n{shown}") from error
 
 
 def warn_of_grafts_into_recordings(callees: Mapping[Side, Callee | None], plan: GraftPlan) -> list[str]:

@@ -127,7 +127,7 @@ class CudaGraphBufferRegistry:
         try:
             return self._slots[name]
         except KeyError:
-            raise GraphError(f"no slot {name!r}; there are {self.slot_names()}") from None
+            raise GraphError(f"no slot {name!r}; the slots are {self.slot_names()}") from None
 
     def enable_slot(self, name: str) -> GraphSlot:
         """Give a slot that is registered and not enabled its buffer; one that has it stays as it is.
@@ -399,7 +399,7 @@ class ForwardInputBuffers:
     def __getattr__(self, name: str) -> Tensor | None:
         registry: CudaGraphBufferRegistry = object.__getattribute__(self, "_registry")
         if not registry.has_slot(name):
-            raise AttributeError(f"there is no buffer {name!r}; there are {registry.slot_names()}")
+            raise AttributeError(f"there is no buffer {name!r}; the buffers are {registry.slot_names()}")
         return registry.get_slot(name).buffer
 
     def __setattr__(self, name: str, value: object) -> None:

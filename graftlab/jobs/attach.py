@@ -38,7 +38,7 @@ def attach(config: GraftConfig | None = None) -> bool:
     global _rank
     with _joining:
         if active.grafter() is not None:
-            raise SessionError("this process is a rank already; gl.here() says which")
+            raise SessionError("this process is a rank already; gl.here() shows which")
         forget_first_tap()
         config = GraftConfig.from_env() if config is None else config
         try:

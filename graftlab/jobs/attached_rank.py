@@ -167,7 +167,7 @@ class AttachedRank:
         try:
             return self._worlds.get(timeout=self._client.remaining())
         except queue.Empty:
-            return SessionError(f"connecting to the others took longer than {self._config.timeout:g} s")
+            return SessionError(f"connecting to the other ranks took longer than {self._config.timeout:g} s")
 
     def _what_is_missing(self) -> str:
         """Ask the session server which ranks are missing, and describe them."""
@@ -411,7 +411,9 @@ class AttachedRank:
                 # Otherwise the other side would wait for each of this job's taps up to its time limit.
                 self._grafter.end_run()
             except Exception as second:
-                logger.warning("%s could not tell the others that it stopped taking taps: %s", self.place.label, second)
+                logger.warning(
+                    "%s could not notify the other ranks that it stopped taking taps: %s", self.place.label, second
+                )
             self._connection.send(
                 Output(f"graftlab failed and stopped taking taps here: {type(error).__name__}: {error}\n")
             )

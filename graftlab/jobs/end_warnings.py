@@ -36,10 +36,12 @@ def nothing_measured(
     names = list(dict.fromkeys(str(tags["name"]) for tags in taps))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     hint = (
-        "" if "failed" in received else " A tap pairs with one of the same name and tags in the same step of the other."
+        ""
+        if "failed" in received
+        else " A tap pairs with one of the same name and tags in the same step of the other job."
     )
     return (
-        f"nothing was compared here: everything that this job's taps ({shown}) were to receive was {found}.{hint} "
+        f"nothing was compared here: everything that this job's taps ({shown}) should have received was {found}.{hint} "
         f"gl.load_run({str(folder)!r}) has the rows of both sides"
     )
 

@@ -220,7 +220,7 @@ class Membership:
                 self._joined.remark(
                     f"the {side} was started again (generation {self.generation(side)}), and its first step is step "
                     f"{first_step} here: this run compares like with like only if both sides compute the same there; a "
-                    f"job that resumes gives its step by first_step (GRAFTLAB_FIRST_STEP)"
+                    f"job that resumes passes its step as first_step (GRAFTLAB_FIRST_STEP)"
                 )
 
     def missing(self) -> str:

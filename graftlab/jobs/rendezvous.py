@@ -39,7 +39,7 @@ class Rendezvous:
             self._descriptor = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"both sides cannot meet in the folder {folder}: {error}; name one that can be made "
+                f"both sides cannot meet in the folder {folder}: {error}; name one that can be created "
                 f"(GRAFTLAB_RUN_DIR, or GRAFTLAB_ADDRESS)"
             ) from error
         _require_own(private)

@@ -107,7 +107,9 @@ class SessionClient:
                     return self._join_here(rendezvous, endpoint)
             return self._join_over_network(endpoint)
         except socket.gaierror as error:
-            raise ConfigError(f"address (GRAFTLAB_ADDRESS) is {endpoint}, and {endpoint.host}: {error}") from error
+            raise ConfigError(
+                f"address (GRAFTLAB_ADDRESS) is {endpoint}, and {endpoint.host} cannot be resolved: {error}"
+            ) from error
 
     def _is_listening(self, endpoint: Endpoint) -> bool:
         try:

@@ -14,7 +14,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="where the session's rows go")
+    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="the session's run folder")
     if what == "watch":
         parser.add_argument(
             "--every", type=float, default=1.0, metavar="SECONDS", help="between two updates (default 1)"

@@ -216,7 +216,8 @@ def join_parts(
     for (layout, _), other in zip(parts[1:], others, strict=True):
         if other.whole.shape != whole.shape:
             raise LayoutError(
-                f"{layout} makes a whole of shape {list(other.whole.shape)}, the part before of {list(whole.shape)}"
+                f"{layout} makes a whole of shape {list(other.whole.shape)}, but the previous part one "
+                f"of {list(whole.shape)}"
             )
         notes += other.disagreements
         theirs = torch.ones_like(whole, dtype=torch.bool) if other.known is None else other.known

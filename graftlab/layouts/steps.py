@@ -354,7 +354,9 @@ class Scale:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.factor) or self.factor == 0 or not math.isfinite(self.add):
-            raise LayoutError(f"scale: factor must be finite and not 0, add finite, not {self.factor!r}, {self.add!r}")
+            raise LayoutError(
+                f"scale: factor must be finite and not 0, and add finite, not {self.factor!r}, {self.add!r}"
+            )
 
     @property
     def leaves_out(self) -> str | None:

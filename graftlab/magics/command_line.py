@@ -71,7 +71,7 @@ class Command:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
     return int(text)
 
 
@@ -285,7 +285,10 @@ def _commands() -> dict[str, Command]:
     )
     plot.add_argument("--step", type=int, metavar="N", help="divergence: this step instead of the last")
     plot.add_argument(
-        "--steps", type=_steps, metavar="A:B", help="over_steps: these steps, without B; `all` for every step"
+        "--steps",
+        type=_steps,
+        metavar="A:B",
+        help="over_steps: steps from A up to but excluding B; `all` for every step",
     )
     plot.add_argument(
         "--noise-floor",

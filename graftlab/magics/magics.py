@@ -142,7 +142,7 @@ class GraftMagics(Magics):
         other = {name: getattr(session.options, name) for name in asked}
         if not all(rank.takes_work for rank in session.ranks):
             raise UsageError(
-                "%graft up: the open session is one of jobs; `%graft down` closes it, and its jobs keep running"
+                "%graft up: the open session is a session of jobs; `%graft down` closes it, and its jobs keep running"
             )
         if asked != other:
             changed = ", ".join(

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from graftlab.layouts import Layout, Part, join_parts
-from graftlab.matching.names import fused_roles, place_of, role_of
+from graftlab.matching.names import fused_roles, layers_of, place_of, role_of
 from graftlab.matching.proposal import Pair
+from graftlab.matching.rules import rules_of
 
 
 def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
     """Targets whose name and values have different roles, such as k in place of v: their names and sentences."""
     parts = fused_parts(pairs)
-    return [(pair.target, said) for pair in pairs if (said := _other_role(pair, parts)) is not None]
+    of_whole: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for pair in pairs:
+        if pair.layout.leaves_out:
+            outer, inner = (pair.baseline, pair.target) if pair.whole == "baseline" else (pair.target, pair.baseline)
+            of_whole[pair.whole, outer].add(inner)
+
+    def is_part(pair: Pair) -> bool:
+        """Whether the pair's whole has several parts, so that its name is the role of one of them at most."""
+        outer = pair.baseline if pair.whole == "baseline" else pair.target
+        return (
+            bool(pair.layout.leaves_out)
+            and (pair.baseline, pair.target) not in parts
+            and len(of_whole[pair.whole, outer]) > 1
+        )
+
+    return [
+        (pair.target, said) for pair in pairs if not is_part(pair) and (said := _other_role(pair, parts)) is not None
+    ]
 
 
 def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:
@@ -82,38 +100,52 @@ def _share(pair: Pair) -> tuple[int, int]:
     return size // common, whole // common
 
 
-def odd_layouts(pairs: Sequence[Pair]) -> list[str]:
-    """Pairs whose layout or partner differs from that of the same tap in other layers, which may be the fault."""
+def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[str]:
+    """Pairs whose layout or partner differs from that of the same tap in other layers, which may be the fault.
+
+    ``baseline`` has the names of the baseline's taps that are in no pair. A different partner is a contradiction only
+    where the usual one exists, and one of the two partners is usually that of a different tap: the first layer's input
+    is the embedding, and one quantity may have two names.
+    """
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         if pair.by_value:
-            groups[place_of(pair.target)].append(pair)
-    said = []
-    for group in groups.values():
+            groups[layers_of(pair.target)].append(pair)
+    usual_of: dict[str, list[Pair]] = {}
+    for place, group in groups.items():
         layouts: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
         for pair in group:
-            layouts[(pair.layout.text, pair.whole, place_of(pair.baseline))].append(pair)
-        usual = max(layouts.values(), key=len)
-        if len(usual) < 2 or len(layouts) == 1:
+            layouts[(pair.layout.text, pair.whole, layers_of(pair.baseline))].append(pair)
+        usual_of[place] = max(layouts.values(), key=len)
+    places = {layers_of(each[0].baseline): place for place, each in usual_of.items() if len(each) > 1}
+    partners: dict[str, set[str]] = defaultdict(set)
+    for pair in pairs:
+        partners[pair.baseline].add(pair.target)
+    said = []
+    for place, usual in usual_of.items():
+        # Parts of one fused tensor have different layouts; only a minority is odd.
+        odd = Counter((pair.layout.text, pair.whole, layers_of(pair.baseline)) for pair in groups[place])
+        if len(usual) < 2:
             continue
-        for odd in layouts.values():
-            # Parts of one fused tensor have different layouts; only a minority is odd.
-            if odd is usual or len(odd) * 2 > len(usual):
+        example = usual[0]
+        for pair in groups[place]:
+            key = (pair.layout.text, pair.whole, layers_of(pair.baseline))
+            if pair in usual or 2 * odd[key] > len(usual) or any(each.target == pair.target for each in usual):
                 continue
-            for pair in odd:
-                own, others = pair.layout.text, usual[0].layout.text
-                if any(other.target == pair.target for other in usual):
-                    continue
-                if own != others:
-                    said.append(
-                        f"{pair.target} is {pair.baseline} in the layout {own!r}, where {len(usual)} others like it "
-                        f"are in the layout {others!r}"
-                    )
-                else:
-                    said.append(
-                        f"{pair.target} is {pair.baseline}, where {len(usual)} others like it are paired as "
-                        f"{usual[0].target} with {usual[0].baseline}"
-                    )
+            if key[2] == layers_of(example.baseline):
+                said.append(
+                    f"{pair.target} is {pair.baseline} in the layout {pair.layout.text!r}, where {len(usual)} others "
+                    f"like it are in the layout {example.layout.text!r}"
+                )
+                continue
+            expected = next((rule.baseline_for(pair.target) for rule in rules_of(usual)), None)
+            taken = expected is not None and bool(partners.get(expected, set()) - {pair.target})
+            moved = expected in baseline and places.get(key[2], place) != place
+            if taken or moved:
+                said.append(
+                    f"{pair.target} is {pair.baseline}, where {len(usual)} others like it are paired as "
+                    f"{example.target} with {example.baseline}"
+                )
     return said
 
 

@@ -95,7 +95,8 @@ class Matcher:
         sure = [pair for pair in pairs if pair.by_value]
         roles = other_roles(sure)
         names = {name for name, _ in roles}
-        said = [text for _, text in roles] + [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in names]
+        odd = odd_layouts(sure, [tap.name for tap in self.left("baseline")])
+        said = [text for _, text in roles] + [text for text in odd if text.partition(" ")[0] not in names]
         said += other_parts(sure)
         matching = {pair.target for pair in sure}
         for text in said:

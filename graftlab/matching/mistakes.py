@@ -31,7 +31,7 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
         misplaced.add(name)
         said.append(wrong)
     said += _other_layers(sure, misplaced)
-    said += [odd for odd in odd_layouts(sure) if odd.partition(" ")[0] not in misplaced]
+    said += [odd for odd in odd_layouts(sure, [*baseline]) if odd.partition(" ")[0] not in misplaced]
     said += _odd_transpositions(sure, baseline)
     said += _odd_biases(sure)
     said += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in misplaced]

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 _NUMBER = re.compile(r"\d+")
 _PATH_NUMBER = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
+_WHOLE_PART = re.compile(r"(?<!\w)\d+(?!\w)")
 # Stands for a number. Not ``#``, which names have: the second call of ``attn`` in a step is ``attn#1``.
 _ANY = "\0"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -60,6 +61,16 @@ def pattern_of(name: str) -> str:
 def place_of(name: str) -> str:
     """The name with a placeholder for numbers that are parts of its path, as a layer's is and ``norm1``'s is not."""
     return _PATH_NUMBER.sub(_ANY, name) if _PATH_NUMBER.search(name) else pattern_of(name)
+
+
+def layers_of(name: str) -> str:
+    """The name with a placeholder for numbers that count layers: parts of its path, or at the end of a part before the
+    last. ``norm_1`` and ``norm_2`` of one layer are two taps.
+    """
+    if _WHOLE_PART.search(name):
+        return _WHOLE_PART.sub(_ANY, name)
+    path, dot, last = name.rpartition(".")
+    return f"{_NUMBER.sub(_ANY, path)}{dot}{last}"
 
 
 def numbers_of(name: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ Sureness = Literal["exact", "near", "confirmed", "rule", "guess"]
 SURENESS: tuple[Sureness, ...] = ("exact", "near", "confirmed", "rule", "guess")
 
 MEANINGS = {
-    "exact": "the values are equal in every bit",
+    "exact": "the values are bit-equal",
     "near": "the values are equal up to rounding",
     "confirmed": "first by rule, then by value once earlier taps were grafted",
     "rule": "as in other layers, where the values match, or because later taps match once it is grafted",

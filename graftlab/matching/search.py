@@ -56,6 +56,9 @@ def find(
 
     ``bring`` fetches values that only have a sketch, if the sketches make a match possible.
     """
+    # A layout moves elements, and cannot separate the two numbers of a complex one.
+    if outer.dtype.is_complex != inner.dtype.is_complex:
+        return None
     limit = limit_for(outer.dtype, inner.dtype) if limit is None else limit
     whole = outer.sketch.numel == inner.sketch.numel
     if not (alike(outer.sketch, inner.sketch, limit) if whole else _may_lie_in(outer.sketch, inner.sketch, limit)):
@@ -65,7 +68,8 @@ def find(
             bring(tap)
     if whole and (same := _same(outer, inner, limit)) is not None:
         return same
-    if not inner.sketch.telling:
+    # The other searches place single numbers, not complex elements.
+    if not inner.sketch.telling or inner.dtype.is_complex:
         return None
     if whole and (found := _by_extremes(outer, inner, limit)) is not None:
         return found
@@ -86,7 +90,7 @@ def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
 
 def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
     """The match of the same elements in the same order, perhaps in a different shape."""
-    strides = Strides(0, (inner.sketch.numel,), (1,))
+    strides = Strides(0, (math.prod(inner.shape),), (1,))
     if outer.flat is None or inner.flat is None:
         return _verified(outer, inner, strides, limit)
     rel = relative_l2(outer.flat, inner.flat)

@@ -22,8 +22,10 @@ from graftlab.matching.sketch import flat_values
 from graftlab.matching.strides import Strides
 from graftlab.matching.wording import layout_of
 
-# The first tap without a partner is the fault, unless a few taps that only one side has precede it.
+# The first tap without a partner is the fault, unless taps that only one side has precede it: this many places in a
+# model, however many layers have them, and this many taps.
 FIRST = 5
+MOST = 60
 # The number of partners to try for each.
 OPTIONS = 3
 # The number of taps around the expected place among which partners are sought.
@@ -53,20 +55,22 @@ def suspects(
     known = Counter((place_of(baseline), place_of(target)) for baseline, target in in_vain)
     known.subtract((place_of(pair.baseline), place_of(pair.target)) for pair in trusted)
     ranked: list[tuple[int, int, Pair]] = []
-    first = 0
+    first: Counter[str] = Counter()
     for tap in target:
         if tap.name in partners or tap.sketch.constant:
             continue
-        if first == FIRST:
+        if first.total() == MOST:
             break
+        if len(first) == FIRST and place_of(tap.name) not in first:
+            continue
         before = max(
             (other.order for other in target if other.name in partners and other.order < tap.order), default=-1
         )
         anchors = [places[partners[other.name].baseline] for other in target if other.order == before]
         at = anchors[0] + (tap.order - before) if anchors else tap.order
-        near = sorted(
-            (other for other in left if other.sketch.numel == tap.sketch.numel), key=lambda other: abs(other.order - at)
-        )[:AROUND]
+        near = sorted((other for other in left if _size(other) == _size(tap)), key=lambda other: abs(other.order - at))[
+            :AROUND
+        ]
         mine = _bring(tap, fetch_target)
         scored = []
         for other in near:
@@ -89,12 +93,18 @@ def suspects(
             for rank, (_, other, layout) in enumerate(scored[:OPTIONS])
             if (other.name, tap.name) not in in_vain
         ]
-        first += bool(options)
+        if options:
+            first[place_of(tap.name)] += 1
         for rank, order, other, layout in options:
             pair = Pair(other.name, tap.name, layout, "baseline", "guess", None, "by similar values")
             ranked.append((rank, order, pair))
     ranked.sort(key=lambda each: each[:2])
     yield from (pair for _, _, pair in ranked)
+
+
+def _size(tap: RecordedTap) -> tuple[int, bool]:
+    """The number of elements, which a layout keeps, and whether they are complex, which it keeps too."""
+    return math.prod(tap.shape), tap.dtype.is_complex
 
 
 def _ways(proposal: Proposal) -> list[Layout]:
@@ -110,7 +120,7 @@ def _ways(proposal: Proposal) -> list[Layout]:
 def _layouts(other: RecordedTap, tap: RecordedTap, ways: Sequence[Layout]) -> Iterator[Layout]:
     plain = Layout()
     if other.shape != tap.shape:
-        plain = layout_of(Strides(0, (tap.sketch.numel,), (1,)), other.shape, tap.shape)
+        plain = layout_of(Strides(0, (math.prod(tap.shape),), (1,)), other.shape, tap.shape)
     yield plain
     for layout in ways:
         if layout.text != plain.text:

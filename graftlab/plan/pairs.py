@@ -49,7 +49,7 @@ class PairRule:
             if not isinstance(name, str) or not name:
                 raise PlanError(f"pairs: the {side}'s tap must be a name, not {name!r}")
         if self.whole not in ("baseline", "target"):
-            raise PlanError(f"pairs: whole is 'baseline' or 'target', not {self.whole!r}")
+            raise PlanError(f"pairs: whole must be 'baseline' or 'target', not {self.whole!r}")
         mine, theirs = (set(re.findall(_INDEX, name)) for name in (self.baseline, self.target))
         if {letter for letter, _ in mine} != {letter for letter, _ in theirs}:
             raise PlanError(
@@ -326,7 +326,7 @@ def rules_from(pairs: Any) -> tuple[PairRule, ...]:
     if hasattr(pairs, "plan_pairs"):
         pairs = pairs.plan_pairs()
     if isinstance(pairs, (str, bytes, Mapping)) or not isinstance(pairs, Iterable):
-        raise PlanError(f"pairs is the proposal of session.match, or a list of rules, not {type(pairs).__name__}")
+        raise PlanError(f"pairs must be the proposal of session.match or a list of rules, not {type(pairs).__name__}")
     return tuple(_rule(each) for each in pairs)
 
 

@@ -75,8 +75,8 @@ def save(figure: Figure, out: io.BytesIO, dpi: float) -> None:
         fonts = lacking[0].rpartition(" missing from font(s) ")[2].rstrip(".")
         count = len(set(lacking))
         warnings.warn(
-            f"{count} {'character' if count == 1 else 'characters'} of this figure's names are not in the font {fonts} "
-            "and are drawn as boxes; choose a font that has them, as in matplotlib.rcParams['font.family'] = "
+            f"the font {fonts} lacks {count} {'character' if count == 1 else 'characters'} of this figure's names, "
+            "drawn as boxes; choose a font that has all, as in matplotlib.rcParams['font.family'] = "
             "['DejaVu Sans', 'Noto Sans CJK JP']",
             stacklevel=2,
         )

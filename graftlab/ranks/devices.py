@@ -32,7 +32,7 @@ def assign_devices(places: list[Place], device: str | None, backend: str | None)
     if kind not in ("cpu", "cuda"):
         raise LaunchError(f"device={device!r}: ranks run on 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cuda" and (not gpus or (index and not (index.isdigit() and int(index) < gpus))):
-        raise LaunchError(f"device={device!r}: this machine shows {gpus} CUDA devices; pass device='cpu'")
+        raise LaunchError(f"device={device!r}: this machine has {gpus} visible CUDA devices; pass device='cpu'")
     if backend is not None and not dist.is_backend_available(backend):
         raise LaunchError(f"backend={backend!r} is not available in this build of torch; leave it out, or use 'gloo'")
     if kind == "cpu":

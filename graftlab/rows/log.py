@@ -73,9 +73,7 @@ def read_header(line: bytes, path: Path) -> Header:
         )
     said, _, checksum = line.rpartition(_SUM_KEY)
     if version == VERSION and checksum != b"%d}" % crc32(said):
-        raise SessionError(
-            f"{path}, line 1: this is not what was written, by its own checksum; the file was damaged since"
-        )
+        raise SessionError(f"{path}, line 1: this does not match its checksum; the file was damaged")
     if type(first) is not int or first < 0:
         raise SessionError(f"{path}, line 1: {first!r:.40} is not the number of a row")
     return Header(columns, first)

@@ -73,7 +73,9 @@ def row_files(folder: Path) -> tuple[RowFile, ...]:
         if file.first > count:
             raise SessionError(f"{folder}: rows {count} to {file.first - 1} are missing; a Parquet file was removed")
         if file.first < count or not file.count:
-            raise SessionError(f"{file.path} has rows that another file has too; one of the two is not of this folder")
+            raise SessionError(
+                f"{file.path} has rows that another file has too; one of the two does not belong to this folder"
+            )
         count = file.stop
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if count * _ROW_IN_MEMORY > memory:
@@ -179,14 +181,14 @@ def _refuse_excess(found: pq.FileMetaData, file: RowFile, where: str) -> None:
         )
     if found.num_rows != file.count or file.count > MOST_ROWS or found.num_columns > _MOST_COLUMNS:
         raise SessionError(
-            f"{where} are said to be {found.num_rows:,} of {found.num_columns:,} columns; graftlab writes at most "
-            f"{MOST_ROWS:,} rows into a file, and as many as its name has"
+            f"{where} claim to be {found.num_rows:,} rows of {found.num_columns:,} columns; graftlab writes at most "
+            f"{MOST_ROWS:,} rows into a file, and their number into its name"
         )
     groups = [found.row_group(at) for at in range(found.num_row_groups)]
     # Not the columns' own sizes: pyarrow ends the process where a made-up file has no such column.
     size = sum(group.total_byte_size for group in groups)
     if size > _MOST_UNPACKED or sum(group.num_rows for group in groups) != file.count:
-        raise SessionError(f"{where} are said to take {size >> 20} MiB, more than graftlab writes into a file")
+        raise SessionError(f"{where} claim to take {size >> 20} MiB, more than graftlab writes into a file")
 
 
 def _rows_of(parquet: pq.ParquetFile, start: int, stop: int) -> pa.Table:
@@ -217,7 +219,7 @@ def _conformed(table: pa.Table, where: str) -> pa.Table:
         else:
             default = Row._field_defaults.get(field.name)
             if default is None and not field.nullable:
-                raise SessionError(f"{where} have no column {field.name}; without it they are no rows of graftlab")
+                raise SessionError(f"{where} have no column {field.name}; so they are not rows of graftlab")
             column = (
                 pa.repeat(pa.scalar(default, field.type), len(table))
                 if default is not None

@@ -81,7 +81,7 @@ def table_of_lines(lines: bytes, names: Sequence[str] = COLUMNS) -> pa.Table:
             raise RowError(index, f"this is not a row of graftlab ({error})") from None
     if (fault := wrong_value(rows)) is not None:
         index, column, value = fault
-        raise RowError(index, f"this has {value!r:.80} as its {column}, which no row has")
+        raise RowError(index, f"this has {value!r:.80} as its {column}, which is not valid")
     return _table_of_values(rows)
 
 
@@ -91,7 +91,7 @@ def _usual_table(lines: bytes) -> pa.Table:
     except ValueError:
         rows, has_words = _decode_lines(_NONFINITE.sub(rb'"\1"', lines)), True
     if len(rows) != lines.count(b"\n"):
-        raise ValueError("not one row a line")
+        raise ValueError("not one row per line")
     if not rows:
         return SCHEMA.empty_table()
     cells = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))

@@ -356,7 +356,9 @@ def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags:
     own = gradient.clone()
     shown = _shown.get(int(place))
     if shown is None:
-        _warn_once(f"gl.tap({name!r}, grad=True) in compiled code: its forward was too long ago; the tap is skipped")
+        _warn_once(
+            f"gl.tap({name!r}, grad=True) in compiled code: its forward pass was too long ago; the tap is skipped"
+        )
         return own
     handler = calls.tap_handler_of(shown.thread)
     if handler is not None:

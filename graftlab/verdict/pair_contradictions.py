@@ -8,7 +8,6 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
-from graftlab.base.tap_groups import group_of
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
 from graftlab.matching.contradictions import odd_layouts, other_parts, other_roles
@@ -27,6 +26,7 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     """
     pairs: dict[tuple[str, str], Pair] = {}
     rearranged: dict[str, dict[str, str]] = {}
+    alone = set(rows.loc[(rows["side"] == "baseline") & (rows["status"] == "unmatched"), "name"]) if len(rows) else ()
     for row in records(rows):
         own = row["target_name"]
         if own is None or row["matched_by"] is None:
@@ -36,18 +36,19 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
                 pair = Pair(pairing.baseline_name, pairing.target_name, pairing.rule.parsed, pairing.rule.whole)
                 pairs[pair.baseline, pair.target] = pair
                 if pair.layout.steps and _keeps_shape(pair.layout, row["shape"]):
-                    rearranged.setdefault(pair.layout.text, {})[group_of(own)] = own
+                    rearranged.setdefault(pair.layout.text, {})[own] = pair.baseline
     roles = other_roles(list(pairs.values()))
     names = {name for name, _ in roles}
     said = [text for _, text in roles]
-    said += [text for text in odd_layouts(list(pairs.values())) if text.partition(" ")[0] not in names]
+    said += [text for text in odd_layouts(list(pairs.values()), alone) if text.partition(" ")[0] not in names]
     said += other_parts(list(pairs.values()))
     said += [
         f"{own} is compared in the layout {text!r}, though both shapes are equal and no other tap needs one"
-        for text, groups in rearranged.items()
-        for own in groups.values()
-        # An order that all of a model has, such as tokens before the batch, is its convention.
-        if len(groups) == 1 and own not in names
+        for text, taps in rearranged.items()
+        for own in list(taps)[:1]
+        # An order that several taps have, such as tokens before the batch, is a convention. Two names of one quantity
+        # count once.
+        if len(set(taps.values())) == 1 and own not in names
     ]
     if not said:
         return []

@@ -1,4 +1,4 @@
-"""Names that differ between the sides by a constant prefix or one word: the rename that would pair them."""
+"""Names that differ between the sides: the rename that would pair them, or other advice."""
 
 from __future__ import annotations
 
@@ -40,6 +40,29 @@ def suggested_rename(frame: pd.DataFrame) -> str | None:
                 f"session.edit(rename={{{side!r}: {{{pattern!r}: {new!r}}}}})"
             )
     return None
+
+
+def pairing_advice(frame: pd.DataFrame, can_match: bool) -> str | None:
+    """What to do where both sides have taps and no name pairs those that one side alone has; None elsewhere.
+
+    ``can_match`` says whether ``session.match`` can run the two sides.
+    """
+    ours, theirs = (
+        set(frame.loc[(frame["status"] == status) & (frame["side"] == side), "name"])
+        for side, status in (("baseline", "unmatched"), ("target", "missing"))
+    )
+    if not ours or not theirs or ours & theirs:
+        return None
+    rename = suggested_rename(frame)
+    if rename is not None:
+        return f"Both sides have taps, and none of their names are equal: {rename}"
+    how = "give them the same names, or pair them with session.edit(pairs=...)"
+    if can_match:
+        how = (
+            "pair them by value with %graft match EXPR, or with session.match(...), and apply the result with "
+            "session.edit(pairs=...)"
+        )
+    return f"Both sides have taps, and none of their names are equal: {how}"
 
 
 def _rule(names: Collection[str], others: Collection[str]) -> tuple[str, str, int, str] | None:

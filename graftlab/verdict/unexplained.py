@@ -107,7 +107,9 @@ def compare_returned(baseline: Sequence[object], target: Sequence[object]) -> Re
         return ReturnedValues()
     if len(baseline) != len(target) and len(baseline) > 1:
         return ReturnedValues(
-            left=(f"{len(baseline)} baseline ranks and {len(target)} target ranks return values, which do not pair",)
+            left=(
+                f"{len(baseline)} baseline ranks and {len(target)} target ranks return values, which cannot be paired",
+            )
         )
     differences: list[ResultDifference] = []
     left: dict[str, None] = {}
@@ -148,7 +150,7 @@ class UnexplainedDifferences:
 
     ``compared`` are the rows of a run without grafts, ``taps`` those that differ there. ``returned`` and
     ``returned_grafted`` are what the functions returned in that run, and in the run in which every tap was grafted;
-    None of jobs. ``names_left`` are taps that show what the model was given, ``values_left`` returned values that the
+    None for jobs. ``names_left`` are taps that show what the model was given, ``values_left`` returned values that the
     baseline does not repeat, in words.
     """
 

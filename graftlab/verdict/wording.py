@@ -21,6 +21,7 @@ from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
 NOT_CHECKED = "Not checked: "
 """The beginning of a sentence on something that the verdict does not cover."""
+ADD_TAPS = "Add gl.tap or gl.watch to both functions"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Findings:
     """Sentences on stages of the verdict that failed."""
     rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
     """The groups that round differently. They are among the named ones."""
+    pairing_advice: str | None = None
+    """What to do where both sides have taps and no names pair."""
 
     @property
     def named(self) -> list[str]:
@@ -120,7 +123,7 @@ def _conclusion(findings: Findings) -> list[str]:
     if findings.failed and not len(frame):
         return []
     if not len(frame):
-        return ["Nothing was compared: no tap was measured on both sides. Add gl.tap or gl.watch to both functions."]
+        return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
     computed = [group for group in named if group not in (*findings.inputs, *findings.rounding.groups)]
     if not computed:
         lines = [*findings.rounding.sentences, _nothing_named(findings)]
@@ -147,7 +150,7 @@ def _nothing_named(findings: Findings) -> str:
     # Earlier sentences report the inputs.
     frame = findings.frame[~findings.frame["group"].isin(list(findings.inputs))]
     if not len(frame):
-        return "Apart from inputs, no tap was measured on both sides. Add gl.tap or gl.watch to both functions."
+        return f"Apart from inputs, no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."
     frame = frame[frame["ratio"].notna()]
     if not len(frame):
         nothing = "Apart from inputs, nothing" if findings.inputs else "Nothing"

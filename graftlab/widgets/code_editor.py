@@ -21,7 +21,7 @@ from graftlab.widgets.inputs import BrowserInput
 
 LANGUAGES = ("python", "filter", "text")
 
-NOT_BUILT = "CodeMirror was not built, which takes npm (in graftlab's repository: python hatch_build.py)"
+NOT_BUILT = "CodeMirror was not built; building it takes npm (in graftlab's repository: python hatch_build.py)"
 """Shown beside a text area."""
 
 logger = logging.getLogger(__name__)

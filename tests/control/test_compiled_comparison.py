@@ -212,7 +212,7 @@ def test_a_difference_of_rounding_is_reported_as_rounding(
     assert without.named == ["out"]
     assert compared.verdict.named == []
     assert compared.fused is None
-    assert "That is within rounding: rounding alone takes the eager result" in compared.text
+    assert "That is within rounding: rounding alone changes the eager result" in compared.text
 
 
 def test_a_compiled_result_nearer_to_float64_is_not_blamed(
@@ -227,7 +227,7 @@ def test_a_compiled_result_nearer_to_float64_is_not_blamed(
 def test_a_mistake_beside_rounding_is_named(session: gl.Session) -> None:
     compared = session.compare_compiled(in_small_steps, args=(HALF,), backend=rounds_once_and_is_wrong)
     assert compared.verdict.named == ["out"]
-    assert "That is more than rounding: rounding alone takes the eager result" in compared.text
+    assert "That is more than rounding: rounding alone changes the eager result" in compared.text
     assert "not at fault" not in compared.text
 
 

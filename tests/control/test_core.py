@@ -85,12 +85,12 @@ def test_each_callee_becomes_a_work_request_with_a_unique_file_name() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "says"),
     [
-        (torch.ones(1, 4), None, r"verdict: args= is a tuple of all .* not Tensor; for one write args=\(x,\)"),
-        (5, None, "args= is a tuple of all positional arguments, not int"),
+        (torch.ones(1, 4), None, r"verdict: args= must be a tuple of all .* not Tensor; .* write args=\(x,\)"),
+        (5, None, "args= must be a tuple of all positional arguments, not int"),
         ("text", None, "not str"),
         ({"x": 1}, None, "not dict"),
-        ((), [1], r"kwargs= is a dict of all arguments by name, not \[1\]"),
-        ((), {1: 2}, "kwargs= is a dict"),
+        ((), [1], r"kwargs= must be a dict of all arguments by name, not \[1\]"),
+        ((), {1: 2}, "kwargs= must be a dict"),
     ],
     ids=repr,
 )
@@ -109,9 +109,9 @@ def test_arguments_become_a_tuple_and_a_dict() -> None:
     [
         (lambda works: works.of("target", 3, (), {}), "target= must be a function or an expression, not int"),
         (lambda works: works.of("target", "f", (1,), {}), "takes no args"),
-        (lambda works: works.of("target", "x = 1", (), {}), "the expression is not Python, so nothing was run"),
-        (lambda works: works.of("target", "'\ud800'", (), {}), "the expression is not Python"),
-        (lambda works: works.of_cell("def"), "the cell is not Python, so nothing was run"),
+        (lambda works: works.of("target", "x = 1", (), {}), "the expression is not valid Python, so nothing was run"),
+        (lambda works: works.of("target", "'\ud800'", (), {}), "the expression is not valid Python"),
+        (lambda works: works.of_cell("def"), "the cell is not valid Python, so nothing was run"),
     ],
 )
 def test_invalid_work_is_refused_before_any_rank_begins(make: Any, says: str) -> None:

@@ -114,8 +114,8 @@ def test_missing_jobs_are_named_and_the_plan_is_unchanged(session: SessionCore, 
         ({"baseline": "f()"}, "cannot be given code to run"),
         ({"args": (1,)}, "cannot be given code to run"),
         ({"exact": len}, "cannot be given code to run"),
-        ({"steps": 0}, "steps is how many steps of the jobs"),
-        ({"floor": 0}, "floor is 'auto' or a number above 0"),
+        ({"steps": 0}, "steps, the jobs' steps in one run, must be"),
+        ({"floor": 0}, "floor must be 'auto' or a number above 0"),
     ],
 )
 def test_code_for_jobs_is_refused_before_the_plan_changes(

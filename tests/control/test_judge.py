@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -328,6 +329,25 @@ def test_a_verdict_without_taps_is_no_agreement(session: gl.Session) -> None:
     assert session.verdict(untapped, untapped).text.startswith("Nothing was compared")
 
 
+def named_otherwise(*names: str) -> None:
+    x = torch.linspace(1, 2, 16)
+    for name in names:
+        x = gl.tap(name, x * 1.5)
+
+
+def test_taps_whose_names_never_pair_lead_to_a_match(session: gl.Session) -> None:
+    baseline = partial(named_otherwise, "embed", "h.0", "norm")
+    text = session.verdict(baseline, partial(named_otherwise, "lookup", "mixing", "end")).text
+    assert "no tap was measured on both sides. Both sides have taps, and none of their names are equal" in text
+    assert "%graft match EXPR" in text
+    assert "session.match(" in text
+    assert "Add gl.tap" not in text
+    renamed = session.verdict(baseline, partial(named_otherwise, "model.embed", "model.h.0", "model.norm")).text
+    assert "%graft rename target '^model\\.' '' pairs 3 names" in renamed
+    # One side alone has taps: there is nothing to match.
+    assert "Add gl.tap or gl.watch to both functions" in session.verdict(baseline, untapped).text
+
+
 def failing_transform(graft_input: Any) -> Any:
     raise ValueError("no way")
 
@@ -460,9 +480,9 @@ def test_a_twin_with_other_taps_is_reported_as_useless(session: gl.Session) -> N
         gl.tap("input", torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double())
 
     partly = session.verdict(chain, chain, args=("",), exact=of_the_first, explain=False).text
-    assert partly.startswith("Not checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more of exact=, ")
+    assert partly.startswith("Not checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more with exact=, ")
     other = session.verdict(chain, chain, args=("",), exact=untapped_with, explain=False).text
-    assert other.startswith("Not checked: exact=, which shows none of the baseline's taps")
+    assert other.startswith("Not checked: exact=, which reaches none of the baseline's taps")
 
 
 def untapped_with(fault: str) -> None:
@@ -511,7 +531,7 @@ def test_renamed_taps_are_one_group(session: gl.Session) -> None:
 )
 def test_invalid_options_are_refused(session: gl.Session, options: dict[str, Any]) -> None:
     runs = len(session.runs)
-    with pytest.raises(SessionError, match=r"verdict: |is not Python, so nothing was run"):
+    with pytest.raises(SessionError, match=r"verdict: |is not valid Python, so nothing was run"):
         session.verdict(chain, chain, **options)
     assert len(session.runs) == runs
 

@@ -140,6 +140,48 @@ def test_ranks_with_declared_layouts_are_matched_as_one_whole() -> None:
         assert paired["rel_l2"].max() < 1e-6
 
 
+class Encoder(torch.nn.Module):
+    """Two layers and their names; with ``rolled``, what the second normalizes is wrong."""
+
+    def __init__(self, first: str, second: str, rolled: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.names, self.rolled = (first, second), rolled
+        self.add_module(first, torch.nn.Linear(8, 8))
+        self.add_module(second, torch.nn.LayerNorm(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = map(self.get_submodule, self.names)
+        between: torch.Tensor = first(x).tanh()
+        out: torch.Tensor = second(between + self.rolled * between.roll(1, -1))
+        return out
+
+
+def baseline_of_encoder() -> None:
+    x = torch.linspace(-1, 1, 32).reshape(4, 8) ** 3
+    model = Encoder("embed", "norm")
+    with gl.watch(model, exclude="name == 'output'"):
+        model(x)
+
+
+def target_of_encoder(rolled: float = 0.0) -> None:
+    """Its last module's output is the model's own, so both taps show one tensor."""
+    x = torch.linspace(-1, 1, 32).reshape(4, 8) ** 3
+    model = Encoder("first", "head", rolled)
+    with gl.watch(model):
+        model(x)
+
+
+def test_a_verdict_measures_effects_where_the_output_is_in_several_pairs(session: gl.Session) -> None:
+    proposal = session.match(baseline_of_encoder, target_of_encoder)
+    assert sorted(pair.target for pair in proposal.pairs if pair.baseline == "norm") == ["head", "output"]
+    session.edit(pairs=proposal)
+    verdict = session.verdict(baseline_of_encoder, partial(target_of_encoder, 0.3))
+    assert verdict.named == ["head"], verdict.text
+    assert "With the baseline's head the output agrees" in verdict.text
+    assert "failed" not in verdict.text
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -179,7 +179,9 @@ def test_expressions_and_cells_run_in_the_ranks_own_lasting_namespace(session: g
 )
 def test_a_tensor_in_place_of_all_arguments_is_not_taken_apart(name: str, call: Any, session: gl.Session) -> None:
     """Its rows would be the arguments: of a batch of one, the model would get the only sample, and run all the same."""
-    with pytest.raises(gl.SessionError, match=rf"^{name}: args= is a tuple of all positional arguments, not Tensor"):
+    with pytest.raises(
+        gl.SessionError, match=rf"^{name}: args= must be a tuple of all positional arguments, not Tensor"
+    ):
         call(session, torch.ones(1, 3))
 
 

@@ -500,7 +500,7 @@ def test_buffers_are_had_by_name_as_graphs_read_them() -> None:
     registry.enable_slot("rids_int")
     assert buffers.rids_int is buffer_of(registry, "rids_int")
     assert dir(buffers) == sorted(registry.slot_names())
-    with pytest.raises(AttributeError, match="there is no buffer 'lens'; there are"):
+    with pytest.raises(AttributeError, match="there is no buffer 'lens'; the buffers are"):
         _ = buffers.lens
     with pytest.raises(AttributeError, match="graphs read this one"):
         buffers.seq_lens = ones(2)

@@ -62,7 +62,7 @@ def test_a_second_slot_of_a_name_is_refused_and_the_first_stays() -> None:
 
 
 def test_a_missing_slot_is_an_error_that_lists_the_slots() -> None:
-    with pytest.raises(GraphError, match=r"no slot 'z'; there are \['a', 'b'\]"):
+    with pytest.raises(GraphError, match=r"no slot 'z'; the slots are \['a', 'b'\]"):
         registry_of(make("a"), make("b")).get_slot("z")
 
 

@@ -88,7 +88,7 @@ def test_a_view_of_the_buffers_has_each_under_its_slots_name() -> None:
     assert buffers.off is None
     assert dir(buffers) == ["a", "off"]
     assert repr(buffers) == "<ForwardInputBuffers ['a', 'off']>"
-    with pytest.raises(AttributeError, match=r"there is no buffer 'b'; there are \['a', 'off'\]"):
+    with pytest.raises(AttributeError, match=r"there is no buffer 'b'; the buffers are \['a', 'off'\]"):
         _ = buffers.b
     with pytest.raises(AttributeError, match="buffer 'a' cannot be another tensor"):
         buffers.a = torch.zeros(1)

@@ -502,3 +502,73 @@ def test_notes_that_differ_only_in_numbers_are_shown_once() -> None:
     shown = Proposal(pairs, {}, {}, ())._repr_mimebundle_()["text/html"]
     assert shown.count("differ by") == 1
     assert "here they differ by 0.1 (and similarly, with different numbers, in 3 more layers)" in shown
+
+
+# ---- complex values -------------------------------------------------------------------------------------------------
+
+
+def recorded(**taps: Tensor) -> list[RecordedTap]:
+    recorder = SketchRecorder()
+    for name, value in taps.items():
+        recorder.tap(name, value, None, {})
+    return recorder.taps
+
+
+def test_a_complex_tensor_beside_its_real_parts_does_not_end_a_match() -> None:
+    angles = torch.outer(torch.arange(32.0), 10000 ** -torch.linspace(0, 1, 32))
+    turns = torch.polar(torch.ones(32, 32), angles)
+    cos, sin = turns.real.contiguous(), turns.imag.contiguous()
+    x = torch.randn(4, 8)
+    sides = [
+        recorded(turns=turns, x=x),
+        recorded(x=x, both=torch.view_as_real(turns)),
+        recorded(cos=cos, sin=sin, x=x),
+        recorded(x=x, beside=torch.cat([cos, sin], -1)),
+    ]
+    for baseline in sides:
+        for target in sides:
+            proposal = match_in_rounds(lambda _, both=(baseline, target): both)  # type: ignore[misc]
+            assert ("x", "x") in [(pair.baseline, pair.target) for pair in proposal.pairs]
+            paired = {pair.target: pair.baseline for pair in proposal.pairs}
+            assert ("turns" in paired) == (baseline is target is sides[0])
+    flat = match_taps(recorded(turns=turns), recorded(turns=turns.reshape(-1)))
+    assert [str(pair.layout) for pair in flat.pairs] == ["a b -> (a b)"]
+
+
+# ---- taps that one side lacks ---------------------------------------------------------------------------------------
+
+
+def test_a_match_continues_past_a_tap_that_only_one_side_has_in_each_layer() -> None:
+    """Six right layers, each with a tap that the target alone has, then four layers that are all wrong."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(16, 16, generator=generator) / 4 for _ in range(10)]
+    start = torch.randn(8, 16, generator=generator)
+
+    def run(side: str, grafts: dict[str, Tensor]) -> list[RecordedTap]:
+        recorder = SketchRecorder()
+
+        def tap(name: str, value: Tensor) -> Tensor:
+            recorder.tap(name, value, None, {})
+            return grafts.get(name, value)
+
+        own, factor = ("mixing", 1.3) if side == "target" else ("attn", 1.0)
+        x = start
+        for n, weight in enumerate(weights[:6]):
+            if side == "target":
+                tap(f"first.{n}.gate", (x @ weight.T).sigmoid())
+            x = tap(f"first.{n}.out", x + (x @ weight).tanh())
+        for n, weight in enumerate(weights[6:]):
+            mixed = (x @ weight).tanh()
+            mixed = tap(f"second.{n}.{own}", factor * mixed)
+            x = tap(f"second.{n}.out", x + mixed)
+        return recorder.taps
+
+    ours = run("baseline", {})
+    values = {tap.name: tap.value for tap in ours}
+
+    def record(pairs: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        return ours, run("target", {pair.target: values[pair.baseline] for pair in pairs})  # type: ignore[misc]
+
+    proposal = match_in_rounds(record)
+    paired = {pair.target: pair.baseline for pair in proposal.pairs if pair.sureness != "guess"}
+    assert [paired.get(f"second.{n}.mixing") for n in range(4)] == [f"second.{n}.attn" for n in range(4)]

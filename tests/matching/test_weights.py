@@ -323,3 +323,15 @@ def test_a_converter_states_each_problem_above_its_line(llama: Port) -> None:
     lines = gl.make_converter(gl.match_weights(baseline, target)).splitlines()
     place = next(n for n, line in enumerate(lines) if "mlp.gate_proj.weight'] =" in line)
     assert "is gate by its name" in lines[place - 1]
+
+
+@pytest.mark.parametrize("fused", ["w1", "gate", "gate_up_proj"])
+def test_a_correct_fused_gate_and_up_is_clean_whatever_its_name(fused: str) -> None:
+    torch.manual_seed(0)
+    baseline = {f"l.{n}.mlp.{name}.weight": torch.randn(12, 8) for n in range(3) for name in ("gate_proj", "up_proj")}
+    target = {
+        f"b.{n}.mlp.{fused}.weight": torch.cat([baseline[f"l.{n}.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+        for n in range(3)
+    }
+    match = gl.match_weights(baseline, target)
+    assert match.clean, match.problems

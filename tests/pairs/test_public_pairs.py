@@ -134,7 +134,7 @@ IN_THE_WEIGHTS: dict[str, tuple[str, Callable[[State], None], str]] = {
     "k and v swapped within the fused weight": (
         "vit",
         lambda s: change(s, r"blocks\.\d\.attn\.qkv\.(weight|bias)", kv_swapped),
-        r"blocks\.2\.attn\.qkv\.weight holds .*(key|k_proj)\.weight where its v belongs",
+        r"blocks\.2\.attn\.qkv\.weight has .*(key|k_proj)\.weight in place of its v",
     ),
     "the fused weight by heads, its bias not": (
         "vit",

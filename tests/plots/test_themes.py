@@ -122,5 +122,5 @@ def test_characters_missing_from_the_font_cause_one_warning() -> None:
         warnings.simplefilter("always")
         to_png(figure)
     [one] = told
-    assert str(one.message).startswith("5 characters of this figure's names are not in the font DejaVu Sans")
+    assert str(one.message).startswith("the font DejaVu Sans lacks 5 characters of this figure's names")
     assert "matplotlib.rcParams['font.family']" in str(one.message)

@@ -48,7 +48,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
         ({"baseline": 1.5}, "baseline=1.5: each side needs a whole number of ranks, at least one"),
         ({"baseline": 256, "target": 257}, "baseline=256, target=257: a graft world has at most 512 ranks, both sides"),
         ({"device": "tpu"}, "device='tpu': ranks run on 'cpu', 'cuda' or 'cuda:N'"),
-        ({"device": "cuda:99"}, "device='cuda:99': this machine shows"),
+        ({"device": "cuda:99"}, "device='cuda:99': this machine has"),
         ({"backend": "carrier_pigeon"}, "backend='carrier_pigeon' is not available in this build of torch"),
         ({"start_method": "fork"}, "start_method='fork': ranks start by 'forkserver' or 'spawn'"),
         ({"timeout": 0}, "timeout=0: give seconds, more than 0"),

@@ -456,14 +456,14 @@ def test_what_a_file_declares_is_checked_before_it_is_read(
     data = file.path.read_bytes()
     monkeypatch.setattr(parquet, "_rows_of", lambda *given: pytest.fail("it was read"))
     rewritten(folder_of_a_file, data, 26)
-    with pytest.raises(gl.SessionError, match=r"are said to be 25 of \d+ columns"):
+    with pytest.raises(gl.SessionError, match=r"claim to be 25 rows of \d+ columns"):
         gl.load_run(folder_of_a_file)
     rewritten(folder_of_a_file, data)
     for name, value, message in (
-        ("MOST_ROWS", 24, "are said to be 25 of"),
-        ("_MOST_COLUMNS", 3, "are said to be 25 of"),
+        ("MOST_ROWS", 24, "claim to be 25 rows of"),
+        ("_MOST_COLUMNS", 3, "claim to be 25 rows of"),
         ("_MOST_BYTES", 1, "more than graftlab writes into a file"),
-        ("_MOST_UNPACKED", 1, "are said to take"),
+        ("_MOST_UNPACKED", 1, "claim to take"),
         ("_ROW_IN_MEMORY", 1 << 50, r"has 25 rows, which take about \d+ GiB as a frame"),
     ):
         with monkeypatch.context() as patch:

@@ -77,7 +77,40 @@ def test_a_single_reordered_tensor_of_equal_shapes_is_reported() -> None:
     assert said_of([pairs[0], {**pairs[1], "layout": order}], [2, 9, 16]) == []
 
 
-@pytest.mark.parametrize("pairs", [[], split_from_fused({})])
+def test_a_partner_unlike_the_other_layers_is_reported_where_the_usual_one_is_taken() -> None:
+    pairs = [{"baseline": f"h.{n}.{a}", "target": f"b.{n}.{b}"} for a, b in ("ax", "by") for n in range(4)]
+    assert said_of(pairs) == []
+    pairs[1], pairs[5] = ({**pairs[n], "baseline": pairs[6 - n]["baseline"]} for n in (1, 5))
+    (said,) = said_of(pairs)
+    assert "b.1.x is h.1.b, where 3 others like it are paired as b.0.x with h.0.a" in said
+    assert "b.1.y is h.1.a, where" in said
+
+
+def test_a_reordering_that_every_layer_has_is_not_called_the_only_one() -> None:
+    order = "a (b c) d -> a (c b) d, c=3"
+    pairs = [{"baseline": f"h.{n}.k", "target": f"b.{n}.k", "layout": order} for n in range(3)]
+    assert said_of(pairs, [2, 9, 16]) == []
+    # Two names of one quantity are one contradiction.
+    twice = [{"baseline": "conv", "target": name, "layout": order} for name in ("patch", "patch.out")]
+    (said,) = said_of(twice, [2, 9, 16])
+    assert said.count("is compared in the layout") == 1
+
+
+FIRST_LAYER = [
+    {"baseline": "embed", "target": "b.0.input"},
+    *({"baseline": f"h.{n}.out", "target": f"b.{n + 1}.input"} for n in range(3)),
+]
+LAST_LAYER = [
+    *({"baseline": f"h.{n}.out", "target": f"b.{n}.out"} for n in range(3)),
+    {"baseline": "before_norm", "target": "b.3.out"},
+]
+TWO_NORMS = [
+    *({"baseline": f"h.{n}.ln_1", "target": f"b.{n}.norm_1"} for n in range(3)),
+    {"baseline": "h.0.into_mlp", "target": "b.0.norm_2"},
+]
+
+
+@pytest.mark.parametrize("pairs", [[], split_from_fused({}), FIRST_LAYER, LAST_LAYER, TWO_NORMS])
 def test_consistent_pairs_are_not_reported(pairs: list[dict[str, Any]]) -> None:
     assert said_of(pairs) == []
 

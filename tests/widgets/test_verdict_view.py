@@ -53,7 +53,7 @@ def test_the_verdict_uses_the_expression_on_the_screen_at_the_click(screen: Scre
 
 
 @pytest.mark.parametrize(
-    ("expression", "why"), [("", "enter the expression"), ("f(", "not Python"), ("g()", "NameError")]
+    ("expression", "why"), [("", "enter the expression"), ("f(", "not valid Python"), ("g()", "NameError")]
 )
 def test_an_expression_that_cannot_be_judged_is_reported_in_the_panel(
     screen: Screen, expression: str, why: str
