@@ -7,6 +7,8 @@ import warnings
 from benchmarks.lines import Budget, Line, Setup, Spread
 from graftlab.errors import GraftWarning
 from graftlab.zoo import scoring
+from graftlab.zoo.controls import CONTROLS
+from graftlab.zoo.faults import FAULTS
 
 # For a quick run: one fault of each regime, and two benign variants.
 _FEW = ("other_theta", "values_gradient_halved", "up_columns_swapped", "tensor_parallel", "half_precision")
@@ -15,7 +17,8 @@ _FEW = ("other_theta", "values_gradient_halved", "up_columns_swapped", "tensor_p
 def measure(setup: Setup) -> list[Line]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GraftWarning)
-        found = list(scoring.score(names=_FEW if setup.quick else None))
+        every = [each.name for each in (*FAULTS, *CONTROLS)]
+        found = list(scoring.score(names=_FEW if setup.quick else every))
     faults = [each for each in found if not each.is_control]
     controls = [each for each in found if each.is_control]
     exact = sum(each.exact for each in faults) / len(faults)

@@ -101,6 +101,7 @@ def judge_rows(
     even = evened.groups
     if even:
         data.append(evened.text)
+        frame = evened.taken_out_of(frame)
     following = consequences(frame, [group for group in named if group not in even], threshold)
     data += more_in_other_steps(without_data(others), {*named}, said, threshold)
     named = [group for group in named if group not in (*even, *following)]

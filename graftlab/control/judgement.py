@@ -246,6 +246,7 @@ class Judgement:
         scaling = gradient_scaling(frame, grafted, named, *sizes, self._threshold)
         if scaling.groups:
             data.append(scaling.text)
+            frame = scaling.taken_out_of(frame)
         following = consequences(frame, [group for group in named if group not in scaling.groups], self._threshold)
         named = [group for group in named if group not in (*scaling.groups, *following)]
         return Naming(

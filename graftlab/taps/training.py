@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ def watch_training(
 
     Taps are named ``prefix`` plus the weights' names in ``model.state_dict()`` without wrappers' parts, as in
     :func:`watch`; ``include`` and ``exclude`` choose among them. Before the step: the gradient as the optimizer uses
-    it, accumulated, reduced over the ranks and without a gradient scaler's factor (``kind="param_grad"``), and the
-    settings (``optimizer.lr``, ``optimizer.weight_decay`` and so on, one value per parameter, ``kind="optimizer"``).
+    it, accumulated, reduced over the ranks and without a gradient scaler's factor (``kind="param_grad"``), in the order
+    in which the backward pass computed them, and the settings (``optimizer.lr``, ``optimizer.weight_decay`` and so on,
+    one value per parameter, ``kind="optimizer"``).
     After it: each tensor of the optimizer's state (``layers.0.weight.exp_avg``, ``kind="optimizer"``) and the weight
     (``kind="param"``), both with ``updated=True``. A graft writes into them. A DTensor is shown as the rank's own
     shard. ``foreach`` and ``fused`` optimizers are tapped in the same way.
@@ -64,6 +66,7 @@ def watch_training(
     handles: list[Removable] = [
         optimizer.register_step_pre_hook(training.before),
         optimizer.register_step_post_hook(training.after),
+        *training.accumulation_hooks(),
     ]
     return Watch(handles, list(chosen))
 
@@ -72,8 +75,27 @@ class _TrainingTaps:
     """The taps around one optimizer's step."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str) -> None:
-        self._weights = weights
+        self._weights = dict(weights)
         self._prefix = prefix
+        self._accumulated: dict[str, None] = {}
+        """The names of the weights whose gradients were computed since the last step, in that order."""
+
+    def accumulation_hooks(self) -> list[Removable]:
+        """Install hooks that record the order in which the backward pass computes the weights' gradients."""
+        trained = [(name, w) for name, w in self._weights.items() if w.requires_grad and w.is_leaf]
+        # The method has no annotations in torch.
+        return [w.register_post_accumulate_grad_hook(partial(self._record, n)) for n, w in trained]  # type: ignore[no-untyped-call]
+
+    def _record(self, name: str, weight: torch.Tensor) -> None:
+        # A later backward pass of the same step replaces an earlier one.
+        self._accumulated.pop(name, None)
+        self._accumulated[name] = None
+
+    def _in_backward_order(self) -> list[tuple[str, torch.Tensor]]:
+        """The weights in the order of their gradients; the last weights first where hooks recorded none (FSDP)."""
+        recorded = [name for name in self._accumulated if name in self._weights]
+        others = [name for name in reversed(self._weights) if name not in self._accumulated]
+        return [(name, self._weights[name]) for name in (*recorded, *others)]
 
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         handler = taps.tap_handler()
@@ -82,13 +104,14 @@ class _TrainingTaps:
         for setting, values in self._settings(optimizer).items():
             handler.tap(f"{self._prefix}optimizer.{setting}", values, None, {"kind": "optimizer"})
         scale = _scale_of(optimizer)
-        for name, weight in self._weights.items():
+        for name, weight in self._in_backward_order():
             if weight.grad is not None and scale is None:
                 handler.tap(name, weight.grad, None, {"kind": "param_grad"})
             elif weight.grad is not None:
                 _tap_scaled(handler, name, weight.grad, scale)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._accumulated.clear()
         handler = taps.tap_handler()
         if handler is None:
             return

@@ -1,10 +1,11 @@
-"""Gradients that differ by a factor which is undone later: of ranks that share a batch, and of a scaled loss."""
+"""Gradients that differ by one factor: of ranks that share a batch, of a scaled loss, or of gradient clipping."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -22,34 +23,53 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class GradientScaling:
-    """Groups of gradients that differ by a factor which is undone later, and the verdict's sentence on them."""
+    """Groups of gradients that differ by one factor, and the verdict's sentence on them."""
 
     groups: tuple[str, ...] = ()
     text: str = ""
+    left: Mapping[int, float] = field(default_factory=dict)
+    """The error that each row has left without the factor, by its place, where that is only rounding."""
+
+    def taken_out_of(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The frame with these errors instead of those that the factor makes."""
+        added = [self.left.get(place, was) for place, was in enumerate(frame["added"])]
+        ratios = [
+            self.left[place] / floor if place in self.left else was
+            for place, (was, floor) in enumerate(zip(frame["ratio"], frame["floor"], strict=True))
+        ]
+        return frame.assign(added=added, ratio=ratios)
 
 
 def gradient_scaling(
     frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float
 ) -> GradientScaling:
-    """The named groups of gradients that differ by a factor which the gradients of weights undo.
+    """The named groups of gradients that differ by a factor which the gradients of weights undo, or by a global one.
 
     With twice the ranks, each takes the mean over half of the batch, so the gradients of its values are twice the
     baseline's. The weights' gradients are averaged over the ranks, so computed from the baseline's gradients, with
     which every tap is grafted, they are one half. A loss that is scaled before the backward pass and unscaled after it
     shows the same with its own factor; then the weights' gradients must also agree without grafts. Both factors must
     appear on all ranks; one without the other is a fault. ``frame`` is :func:`added_frame` of the rows ``grafted``,
-    ``baseline`` and ``target`` are the numbers of ranks.
+    ``baseline`` and ``target`` are the numbers of ranks. For a global factor see :func:`_global_factor`.
     """
+    return _undone(frame, grafted, named, baseline, target, threshold) or _global_factor(
+        frame, grafted, named, threshold
+    )
+
+
+def _undone(
+    frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float
+) -> GradientScaling | None:
     lines = list(zip(frame["group"], frame["ratio"], frame["error_ratio"], measured_rows(grafted), strict=True))
     # Only those that arise at the loss: other gradients are computed from the baseline's.
     of_values = [row for group, ratio, _, row in lines if kind_of_group(group) == "grad" and ratio > threshold]
     if not of_values:
-        return GradientScaling()
+        return None
     of_ranks = target / baseline
     by_ranks = baseline != target and any(_is_scaled(row, of_ranks) for row in of_values)
     factor = of_ranks if by_ranks else _times(of_values[0])
     if not factor > 0:
-        return GradientScaling()
+        return None
     explained = {"grad": factor, "param_grad": 1 / factor}
     found: dict[str, list[str]] = {kind: [] for kind in explained}
     for group in named:
@@ -62,9 +82,92 @@ def gradient_scaling(
         if agree and len({row["rank"] for row in rows}) == target and all(_is_scaled(r, explained[kind]) for r in rows):
             found[kind].append(group)
     if not all(found.values()):
-        return GradientScaling()
+        return None
     groups = (*found["grad"], *found["param_grad"])
     return GradientScaling(groups, _of_ranks(groups, baseline, target) if by_ranks else _of_loss(groups, factor))
+
+
+# A factor is global if at least this number of groups, and this part of all groups, have it.
+_FEWEST_GROUPS = 4
+_MOST_OF_ALL = 0.75
+
+
+def _global_factor(
+    frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], threshold: float
+) -> GradientScaling:
+    """The named groups of weights' gradients that differ by one factor for all, where a few others differ otherwise.
+
+    Clipping by the norm of all gradients changes each of them if one is wrong, and so does a scale of the loss. Each
+    step has its own factor, the median over its rows. A row is explained if only rounding is left without it.
+    The groups that it does not explain must be among the named: one factor for all gradients without an exception may
+    be the fault itself.
+    """
+    numbers = list(
+        zip(frame["group"], frame["step"], frame["floor"], frame["ratio"], measured_rows(grafted), strict=True)
+    )
+    lines = [
+        (place, *line)
+        for place, line in enumerate(numbers)
+        if kind_of_group(line[0]) == "param_grad" and _norms(line[-1]) != (0.0, 0.0)
+    ]
+    factors: dict[int, list[float]] = {}
+    for _, _, step, _, _, row in lines:
+        factors.setdefault(step, []).append(_best_factor(row))
+    own = {step: _median(each) for step, each in factors.items()}
+    explained: dict[int, float] = {}
+    others: dict[str, None] = {}
+    for place, group, step, floor, over_floor, row in lines:
+        left = _left_over(row, own[step])
+        if left <= threshold * floor:
+            # A smaller error that is over its floor is in few elements, which one factor does not explain.
+            if row["rel_l2"] > threshold * floor:
+                explained[place] = left
+            elif over_floor > threshold:
+                others[group] = None
+        else:
+            others[group] = None
+    groups = list(dict.fromkeys(line[1] for line in lines))
+    alike = [group for group in groups if group not in others]
+    gone = [group for group in alike if group in named]
+    if len(gone) < _FEWEST_GROUPS or len(alike) < _MOST_OF_ALL * len(groups) or not {*others} & {*named}:
+        return GradientScaling()
+    return GradientScaling(
+        tuple(gone), _of_all(len(alike), sorted(filter(math.isfinite, own.values())), list(others)), explained
+    )
+
+
+def _best_factor(row: Mapping[str, Any]) -> float:
+    """The factor of the baseline's tensor that is closest to the target's; NaN if it is unknown."""
+    before, after = _norms(row)
+    if not before or not math.isfinite(after):
+        return math.nan
+    return float(((after / before) ** 2 + 1 - row["rel_l2"] ** 2) / 2)
+
+
+def _median(numbers: Sequence[float]) -> float:
+    known = [number for number in numbers if math.isfinite(number)]
+    return statistics.median_low(known) if known else math.nan
+
+
+def _left_over(row: Mapping[str, Any], factor: float) -> float:
+    """The difference between the target's tensor and the baseline's times ``factor``, relative to the latter."""
+    before, after = _norms(row)
+    if not before or not math.isfinite(after) or not factor > 0:
+        return math.nan
+    times = after / before
+    squared = (1 - factor) * (times**2 - factor) + factor * row["rel_l2"] ** 2
+    return math.sqrt(max(squared, 0.0)) / factor
+
+
+def _of_all(count: int, factors: Sequence[float], left: Sequence[str]) -> str:
+    low, high = factors[0], factors[-1]
+    times = f"{low:.6g}" if f"{low:.6g}" == f"{high:.6g}" else f"{low:.6g} to {high:.6g}"
+    names = _listed([group.rpartition("@")[0] for group in left])
+    return (
+        f"One factor for all, {times}, explains the gradients of {count} groups of weights, as gradient clipping or a "
+        f"scale of the loss would. It is taken out: these are not named. It does not explain {names}. If the gradients "
+        "are clipped, the factor may follow from these."
+    )
 
 
 def _times(row: Mapping[str, Any]) -> float:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, is_data, kind_of
+from graftlab.base.text import spans
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, ratio, records
 from graftlab.verdict.floor import Floor
 from graftlab.verdict.model_data import RunData, data_rows, differing_data, input_names
-from graftlab.verdict.wording import JobRemarks, described, spans
+from graftlab.verdict.wording import JobRemarks, described
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6

@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, is_data, kind_of, numbers_in
+from graftlab.base.text import spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records
-from graftlab.verdict.wording import spans
 
 _WHAT = {"input": "inputs", "param": "weights", "optimizer": "optimizer's settings"}
 _MOST_SHOWN = 6

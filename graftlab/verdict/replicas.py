@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from graftlab.base.tap_groups import group_of, is_data, kind_of, place_in_blame
+from graftlab.base.text import spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.layouts.replicas import Replicas, TapSketch
-from graftlab.verdict.wording import spans
 
 Relation = Literal["agrees", "disagrees", "own data"]
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from graftlab.base.tap_groups import is_data, numbers_in
-from graftlab.base.text import counted
+from graftlab.base.text import counted, spans
 from graftlab.verdict.replicas import FROM_GROUP, ReplicaComparison, TapAcrossRanks, unreduced
-from graftlab.verdict.wording import described, spans
+from graftlab.verdict.wording import described
 
 # Later groups have mostly inherited the difference.
 _MOST_TOLD = 3

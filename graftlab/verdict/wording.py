@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,11 @@ import pandas as pd
 import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
-from graftlab.base.text import counted
+from graftlab.base.text import counted, spans
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.rounds_differently import RoundsDifferently
+from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
 NOT_CHECKED = "Not checked: "
 """The beginning of a sentence on something that the verdict does not cover."""
@@ -225,17 +227,49 @@ def _size(findings: Findings, over: pd.DataFrame) -> tuple[pd.Series[Any], str]:
 
 
 def _many_groups(findings: Findings, groups: Sequence[str]) -> str:
-    """One clause on many weights."""
-    each = [_over(findings, group) for group in groups]
-    every, over = (pd.concat([pair[which] for pair in each]) for which in (0, 1))
+    """One clause on many weights, with the one that adds the most among those that it names."""
+    each = {group: _over(findings, group) for group in groups}
+    every, over = (pd.concat([pair[which] for pair in each.values()]) for which in (0, 1))
     worst, size = _size(findings, over)
     kind = kind_of_group(groups[0])
     assert kind is not None
-    names = [group.removesuffix(f"@{kind}") + _layers(*pair) for group, pair in zip(groups[:3], each[:3], strict=True)]
+    shown = list(groups[:3])
+    largest = worst["group"]
+    if largest not in shown:
+        shown[-1] = largest
+    names = [group.removesuffix(f"@{kind}") + _layers(*each[group]) for group in shown]
     left = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
-    where = _steps(every, over) + _ranks(over, findings.target_ranks)
+    where = _when_of_many(every, over) + _ranks(over, findings.target_ranks)
     size = size.replace("added", "added up to", 1)
-    return f"{_OF_MANY[kind]} are computed differently{where}: {', '.join(names)}{left} ({size}, {worst['dtype']})"
+    what = f"{_OF_MANY[kind]} are computed differently{where}: {', '.join(names)}{left} ({size}, {worst['dtype']})"
+    if kind != "param_grad" or (first := _first_backward(findings, over)) is None:
+        return what
+    return f"{first}; {what[0].lower()}{what[1:]}"
+
+
+def _when_of_many(every: pd.DataFrame, over: pd.DataFrame) -> str:
+    """The steps in which any of many groups is wrong; blank if all are."""
+    steps = [pd.DataFrame([{"step": n, "occurrence": 0, "tags": {}} for n in each["step"]]) for each in (every, over)]
+    return which_calls(*steps)
+
+
+def _first_backward(findings: Findings, over: pd.DataFrame) -> str | None:
+    """The first wrong gradient of a weight in the order of the backward pass; None if another sentence has it."""
+    of_weights = [kind_of_group(group) == "param_grad" for group in findings.frame["group"]]
+    frame = findings.frame[of_weights].sort_values(["step", "order"], kind="stable")
+    is_named = ((frame["ratio"] > findings.threshold) & ~frame["label"].isin(NOT_NAMED)).to_numpy(dtype=bool)
+    at = int(is_named.argmax())
+    first = frame.iloc[at]
+    if first["group"] not in set(over["group"]):
+        return None
+    text = f"Going backward, the first weight whose gradient is computed differently is {first['name']}"
+    before = frame.iloc[:at]
+    before = before[(before["step"] == first["step"]) & (before["name"] != first["name"])]
+    names = list(dict.fromkeys(before["name"]))
+    differ = (before["ratio"] > findings.threshold) | (before["error_ratio"].astype(float) > findings.threshold)
+    if not names or differ.any():
+        return text
+    return f"{text} ({names[0]} before it agrees)" if len(names) == 1 else f"{text} ({_and(names)} before it agree)"
 
 
 def _one_group(findings: Findings, group: str) -> str:
@@ -248,8 +282,10 @@ def _one_group(findings: Findings, group: str) -> str:
         details.append(f"{'most ' if over['name'].nunique() > 1 else ''}at the target's {worst['target_name']}")
     if worst["aligned_by"] is not None and not pd.isna(worst["aligned_by"]):
         details.append(f"aligned by {worst['aligned_by']}")
-    layers, steps = _layers(rows, over), _steps(rows, over)
-    when = f" and{steps.removeprefix(' in')}" if layers and steps else steps
+    if sizes := separate_sizes(over, _layer_of):
+        details.append(sizes)
+    layers, calls = _layers(rows, over), which_calls(rows, over)
+    when = f" and{calls.removeprefix(' in')}" if layers and calls.startswith(" in ") else calls
     where = layers + when + _ranks(over, findings.target_ranks)
     what = described(group)
     # A tap's name keeps its case.
@@ -267,14 +303,6 @@ def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
         if wrong != every:
             said.append(f"{parts[place - 1]}.{spans(wrong)}")
     return f"{', '.join(said)} alone" if said else None
-
-
-def _steps(rows: pd.DataFrame, over: pd.DataFrame) -> str:
-    """The steps that differ, counted from 0; blank if all do."""
-    every, wrong = (sorted({int(step) for step in each["step"]}) for each in (rows, over))
-    if wrong == every:
-        return ""
-    return f" in step{'s' if len(wrong) > 1 else ''} {spans(wrong)} of {spans(every)}"
 
 
 def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
@@ -334,14 +362,38 @@ def described(group: str) -> str:
 
 def _layers(rows: pd.DataFrame, over: pd.DataFrame) -> str:
     every, wrong = (sorted({numbers_in(name)[:1] for name in each["name"]}) for each in (rows, over))
+    one, many = ("member", "members") if _are_members(str(rows["group"].iloc[0])) else ("layer", "layers")
     if every == [()]:
+        one, many = "layer", "layers"
         every, wrong = (sorted({_layer_tag(tags) for tags in each["tags"]}) for each in (rows, over))
     if every == [()]:
         return ""
     numbers = [n[0] for n in wrong if n]
     shown = spans(numbers)
-    layers = f" in layer{'s' if len(numbers) > 1 else ''} {shown}"
+    layers = f" in {many if len(numbers) > 1 else one} {shown}"
     return layers + (f" of {spans([n[0] for n in every if n])}" if len(wrong) < len(every) else "")
+
+
+_STACK = re.compile(r"(layers?|blocks?|h)$", re.IGNORECASE)
+"""The names of lists whose elements are a model's layers, also where the taps show their outputs."""
+_OF_A_MODULE = ("weight", "bias")
+
+
+def _are_members(group: str) -> bool:
+    """Whether a group's star numbers modules of an ``nn.Sequential`` or time steps, not layers: it is the last part."""
+    kind = kind_of_group(group)
+    parts = (group.removesuffix(f"@{kind}") if kind else group).split(".")
+    if "*" not in parts:
+        return False
+    star = parts.index("*")
+    after = parts[star + 1 :]
+    of_weight = kind in _OF_MANY and len(after) > 0 and after[0] in _OF_A_MODULE
+    return not (after and not of_weight) and not (star and _STACK.search(parts[star - 1]))
+
+
+def _layer_of(row: pd.Series[Any]) -> int | None:
+    numbers = numbers_in(row["name"])[:1] or _layer_tag(row["tags"])
+    return numbers[0] if numbers else None
 
 
 def _layer_tag(tags: Mapping[str, Any]) -> tuple[int, ...]:
@@ -354,21 +406,6 @@ def _ranks(over: pd.DataFrame, count: int) -> str:
         return ""
     wrong = sorted(set(over["rank"]))
     return " on all ranks" if len(wrong) == count else f" on rank{'s' if len(wrong) > 1 else ''} {spans(wrong)} alone"
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Sorted whole numbers in few characters: ``0-3, 7``.
-
-    >>> spans([0, 1, 2, 3, 7])
-    '0-3, 7'
-    """
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 def _over_floor(times: float) -> str:

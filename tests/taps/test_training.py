@@ -260,3 +260,32 @@ def test_optimizers_foreign_tensors_warn() -> None:
 def test_unwatchable_arguments_are_refused(given: tuple[Any, Any]) -> None:
     with pytest.raises(TypeError, match=r"gl.watch_training taps a torch"):
         gl.watch_training(*given)
+
+
+# ---- the order of gradients ------------------------------------------------------------------------------------------
+
+
+class NormDefinedLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.norm = nn.Linear(6, 8), nn.Linear(8, 4), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(x)))
+
+
+def backward_once() -> None:
+    torch.manual_seed(0)
+    model = NormDefinedLast()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gl.watch_training(model, optimizer):
+        model(batch()).square().mean().backward()
+        optimizer.step()
+
+
+def test_gradients_of_weights_are_tapped_in_the_order_of_the_backward_pass(session: gl.Session) -> None:
+    session.edit(compare="kind == 'param_grad'")
+    frame = session.run(backward_once, backward_once).frame
+    rows = frame[frame["status"] == "compared"].sort_values("order")
+    modules = list(dict.fromkeys(name.split(".")[0] for name in rows["name"]))
+    assert modules == ["head", "norm", "embed"]

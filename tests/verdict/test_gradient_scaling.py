@@ -99,3 +99,63 @@ def test_the_sentence_states_both_factors() -> None:
         in said
     )
     assert said.endswith("not named (out@grad, up.weight@param_grad).")
+
+
+def weights_rows(factors: dict[str, float], wrong: dict[str, float]) -> pd.DataFrame:
+    """A weight's gradient each, that many times the baseline's; those of ``wrong`` differ in another way too."""
+    made = []
+    noise = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    for name, factor in factors.items():
+        statistics = measure(BASELINES, factor * (BASELINES + wrong.get(name, 0.0) * noise))
+        row = Row(
+            run=1,
+            step=0,
+            order=len(made),
+            name=name,
+            tags={"kind": "param_grad"},
+            direction="b2t",
+            side="target",
+            rank=0,
+            status="grafted",
+            senders=[0],
+            dtype="float32",
+        )
+        made.append({**row._asdict(), **dict(zip(STATISTICS, statistics_of(statistics), strict=True))})
+    return pd.DataFrame(made)
+
+
+WEIGHTS = [*(f"w{n}" for n in range(10)), "blocks.0.router.w", "blocks.1.router.w"]
+
+
+def taken_out(factors: dict[str, float], wrong: dict[str, float]) -> tuple[GradientScaling, pd.DataFrame]:
+    grafted = weights_rows(factors, wrong)
+    frame = added_frame(grafted, {}, constant=1e-6)
+    found = gradient_scaling(frame, grafted, named_groups(frame, 5.0), 1, 1, 5.0)
+    return found, found.taken_out_of(frame)
+
+
+@pytest.mark.parametrize("factor", [1 - 1e-4, 0.37, 1024.0])
+def test_a_global_factor_is_taken_out_and_what_is_left_is_named(factor: float) -> None:
+    found, frame = taken_out(dict.fromkeys(WEIGHTS, factor), {"blocks.1.router.w": 0.1})
+    assert found.groups == tuple(f"w{n}@param_grad" for n in range(10))
+    assert f"One factor for all, {factor:.6g}, explains the gradients of 10 groups" in found.text
+    assert "It does not explain blocks.*.router.w." in found.text
+    # Nor is the right layer of the wrong group named.
+    assert frame.loc[frame["ratio"] > 5, "name"].tolist() == ["blocks.1.router.w"]
+
+
+def test_a_global_factor_without_an_exception_is_itself_named() -> None:
+    assert taken_out(dict.fromkeys(WEIGHTS, 0.5), {})[0] == GradientScaling()
+
+
+def test_a_factor_that_too_few_gradients_share_is_not_taken_out() -> None:
+    factors = {name: 0.5 if n < 6 else 0.7 + n / 100 for n, name in enumerate(WEIGHTS)}
+    assert taken_out(factors, {"w0": 0.1})[0] == GradientScaling()
+    assert taken_out(dict.fromkeys(WEIGHTS, 1.0), {"w0": 0.1, "w1": 0.2})[0] == GradientScaling()
+
+
+def test_a_gradient_without_the_global_factor_is_mentioned() -> None:
+    factors = {**dict.fromkeys(WEIGHTS, 0.5), "w3": 1.0}
+    found, _ = taken_out(factors, {"blocks.1.router.w": 0.1})
+    assert "w3@param_grad" not in found.groups
+    assert "It does not explain w3, blocks.*.router.w." in found.text

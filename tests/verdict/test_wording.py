@@ -41,7 +41,7 @@ def test_the_steps_are_named_unless_all_differ() -> None:
     taps = [tap(f"l.{n}.act", 900.0 if (n, s) == (1, 2) else 1.0, step=s) for s in range(3) for n in range(2)]
     assert said(*taps).startswith("l.*.act is computed differently in layer 1 of 0-1 and step 2 of 0-2 (")
     assert said(*(tap("act", 900.0 if s else 1.0, step=s) for s in range(4))).startswith(
-        "act is computed differently in steps 1-3 of 0-3 ("
+        "act is computed differently from step 1 on (of 0-3) ("
     )
     assert "step" not in said(tap("act", 900.0), tap("act", 900.0, step=1))
 
@@ -57,7 +57,8 @@ def test_a_pair_has_the_targets_name_beside_it() -> None:
     [
         (
             "param_grad",
-            "The gradients of weights are computed differently: a.w, b.w, l.*.w in layer 1 of 0-1 and 1 more",
+            "Going backward, the first weight whose gradient is computed differently is a.w; the gradients of weights "
+            "are computed differently: a.w, b.w, l.*.w in layer 1 of 0-1 and 1 more",
         ),
         ("param", "The updates of weights are computed differently: a.w, b.w, l.*.w in layer 1 of 0-1 and 1 more"),
     ],
@@ -68,6 +69,48 @@ def test_many_weights_share_a_sentence(kind: str, words: str) -> None:
     assert lines[0] == f"{words} (added up to 3e-05, 30 x the floor, float32)."
     few = said(*(tap(name, 10.0, kind=kind) for name in ("a.w", "b.w", "c.w")))
     assert len(few.splitlines()) == 3
+
+
+def test_the_first_wrong_gradient_in_backward_order_leads() -> None:
+    ratios = {"head.w": 1.0, "norm.w": 2.0, "blocks.2.router.w": 90.0, "a.w": 20.0, "b.w": 10.0, "qkv.w": 500.0}
+    text = said(*(tap(name, ratio, kind="param_grad") for name, ratio in ratios.items()))
+    assert text.startswith(
+        "Going backward, the first weight whose gradient is computed differently is blocks.2.router.w (head.w and "
+        "norm.w before it agree); the gradients of weights are computed differently: blocks.*.router.w in layer 2, "
+        "a.w, qkv.w and 1 more (added up to 0.0005, 5e+02 x the floor"
+    )
+    # What inherits an error does not agree.
+    inherits = {**tap("head.w", 1.0, kind="param_grad"), "error_ratio": 70.0}
+    others = [tap(name, 90.0, kind="param_grad") for name in "abcd"]
+    assert "agree" not in said(inherits, *others)
+
+
+def test_members_of_a_list_are_no_layers() -> None:
+    taps = [tap(f"net.{n}", 900.0 if n in (1, 4) else 1.0) for n in range(6)]
+    assert said(*taps).startswith("net.* is computed differently in members 1, 4 of 0-5 (")
+    weights = [tap(f"{n}.weight", 900.0 if n == 1 else 1.0, kind="param") for n in range(3)]
+    assert said(*weights).startswith("The update of the weight *.weight is computed differently in member 1 of 0-2 (")
+    for name in ("layers.{}", "model.h.{}", "blocks.{}.act", "layers.{}.weight"):
+        assert " in layer 1 of 0-2 (" in said(*(tap(name.format(n), 900.0 if n == 1 else 1.0) for n in range(3)))
+
+
+def test_the_wrong_calls_are_listed() -> None:
+    calls = [(rid, t) for rid in range(4) for t in range(40)]
+    wrong = [(1, 11), (2, 14), (3, 20)]
+    taps = [{**tap("k", 900.0 if each in wrong else 1.0), "tags": {"rid": each[0], "t": each[1]}} for each in calls]
+    assert said(*taps).startswith("k is computed differently in 3 of 160 calls: rid=1 t=11, rid=2 t=14, rid=3 t=20 (")
+    occurrences = [{**tap("norm", 900.0 if n == 1 else 1.0), "occurrence": n} for n in range(3)]
+    assert "computed differently in occurrence 1 of 0-2 (" in said(*occurrences)
+
+
+def test_two_clearly_separate_sizes_may_have_two_causes() -> None:
+    def text(*added: float) -> str:
+        return said(*({**tap(f"l.{n}.act", 900.0), "added": each} for n, each in enumerate(added)))
+
+    words = "two sizes, up to 0.06 in 0-4 and 0.4 in 5-7, may have two causes"
+    assert words in text(0.06, 0.059, 0.05, 0.06, 0.06, 0.4, 0.39, 0.4)
+    assert "sizes" not in text(0.06, 0.1, 0.2, 0.3, 0.4, 0.4)
+    assert "sizes" not in text(0.06, 0.06, 0.06, 0.4)
 
 
 def test_without_a_finite_number_on_both_sides_nothing_is_clean() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -14,6 +15,9 @@ from graftlab.zoo import scoring
 from graftlab.zoo.controls import CONTROLS
 from graftlab.zoo.faults import FAULTS, math_of, weights_of
 from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights
+from graftlab.zoo.programs import PROGRAMS, Program, forget_calls
+
+FAULTY = [each for each in PROGRAMS if not each.is_benign]
 
 # One of each regime, of each kind of cause, and controls that cancel or are in another dtype.
 SAMPLE = [
@@ -22,19 +26,59 @@ SAMPLE = [
     *("all_positions_shifted", "norm_folded_into_weights", "half_precision_fused_norm", "tensor_parallel"),
 ]
 
+SAMPLE_PROGRAMS = [
+    *("ssm_state_lost_between_chunks", "batch_norm_momentum_turned_around", "autocast_keeps_a_stale_copy"),
+    *("loss_over_padding", "head_under_another_name", "first_call_before_its_scale_is_loaded"),
+    *("every_third_call_tunes_its_kernel", "window_over_long_requests"),
+    *("experts_in_buffers", "alibi_from_the_first_position", "autocast_by_hand"),
+]
+
 
 def test_the_zoo_has_the_promised_number_of_uniquely_named_specimens() -> None:
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
     promised = re.search(r"on (\d+) planted mistakes .*?\sand\s(\d+) benign variants", readme, re.DOTALL)
     assert promised is not None
     assert promised.groups() == (str(len(FAULTS)), str(len(CONTROLS)))
-    assert len({each.name for each in FAULTS}) == len(FAULTS)
-    assert len({each.name for each in CONTROLS}) == len(CONTROLS)
+    programs = re.search(r"(\d+) more\s+mistakes .*?\sand\s(\d+)\s+variants", readme, re.DOTALL)
+    assert programs is not None
+    assert programs.groups() == (str(len(FAULTY)), str(len(PROGRAMS) - len(FAULTY)))
+    for kind in (FAULTS, (*CONTROLS, *PROGRAMS)):
+        assert len({each.name for each in kind}) == len(kind)
 
 
 def test_every_fault_has_a_truth_and_no_control_has_one() -> None:
     assert all(each.truth for each in FAULTS)
     assert not any(each.truth for each in CONTROLS)
+    assert [each.name for each in PROGRAMS if bool(each.truth or each.says) == each.is_benign] == []
+
+
+def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() -> None:
+    def difference(program: Program) -> float:
+        forget_calls()
+        with torch.no_grad():
+            # A fault in some calls shows in one of three.
+            return max(_distance(program.body(False), program.body(True)) for _ in range(3))
+
+    off = {each.name: difference(each) for each in PROGRAMS}
+    assert [each.name for each in PROGRAMS if each.is_benign and off[each.name] > 1e-5] == []
+    only_in_a_tap = {"head_under_another_name", "dataclass_with_logarithms_of_its_weights"}
+    assert {each.name for each in FAULTY if off[each.name] < 1e-3} == only_in_a_tap
+
+
+def _distance(wanted: object, found: object) -> float:
+    """The distance of the returned tensors and numbers, relative to their size."""
+    x, y = (torch.cat([leaf.flatten().double() for leaf in _leaves(each)]) for each in (wanted, found))
+    return float((x - y).norm() / x.norm().clamp(min=1e-30))
+
+
+def _leaves(value: object) -> list[torch.Tensor]:
+    if dataclasses.is_dataclass(value):
+        value = list(vars(value).values())
+    elif isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [torch.zeros(1) if value is None else torch.as_tensor(value)]
 
 
 def test_faults_in_the_forward_pass_move_the_logits_and_controls_do_not() -> None:
@@ -60,8 +104,54 @@ def test_a_sample_is_named_exactly() -> None:
     wrong = {each.specimen.name: (each.labels, each.text) for each in found if not each.exact or each.alarm}
     assert wrong == {}
     assert not any(each.innocents for each in found)
-    # Two runs and the floor, before anything is swapped.
-    assert {each.runs for each in found if not each.labels} == {3}
+    # Two runs, the floor, and the target against itself, before anything is swapped.
+    assert {each.runs for each in found if not each.labels} == {4}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_sample_programs_are_named_or_reported_as_unexplained() -> None:
+    found = list(scoring.score(names=SAMPLE_PROGRAMS))
+    assert sorted(each.specimen.name for each in found) == sorted(SAMPLE_PROGRAMS)
+    assert {each.specimen.name: (each.labels, each.text) for each in found if not each.exact or each.alarm} == {}
+
+
+# A program, the named groups, the verdict's first line, and (exact, honest, silent, innocents, alarm).
+SCORES = {
+    "named": ("ssm_without_its_skip", ["layers.*.out"], "It is.", (True, False, False, set(), False)),
+    "cleared": ("ssm_without_its_skip", [], "No tap adds.", (False, False, True, set(), False)),
+    "reported": ("ssm_without_its_skip", [], "y differs, and no tap explains it.", (False, True, False, set(), False)),
+    "innocent": ("ssm_without_its_skip", ["x"], "x is.", (False, False, True, {"x"}, False)),
+    "unseen": ("loss_over_padding", [], "Something after the last tap, h, is.", (True, False, False, set(), False)),
+    "unseen and cleared": ("loss_over_padding", [], "No tap adds.", (False, False, True, set(), False)),
+    "benign": ("batch_norm_by_hand", [], "No tap adds.", (True, False, False, set(), False)),
+    "alarm": ("batch_norm_by_hand", ["norm"], "norm is.", (False, False, False, {"norm"}, True)),
+    "alarm without a name": (
+        *("batch_norm_by_hand", [], "y differs, and no tap explains it."),
+        (False, False, False, set(), True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "named", "text", "expected"), SCORES.values(), ids=list(SCORES))
+def test_score_of_one_verdict(name: str, named: list[str], text: str, expected: tuple[object, ...]) -> None:
+    program = next(each for each in PROGRAMS if each.name == name)
+    scored = scoring.Scored(program, dict.fromkeys(named, "culprit"), 3, 0.1, text)
+    assert (scored.exact, scored.honest, scored.silent, scored.innocents, scored.alarm) == expected
+
+
+@pytest.mark.soak
+@pytest.mark.ranks
+@pytest.mark.timeout(1800)
+def test_no_program_is_cleared_and_no_innocent_is_named() -> None:
+    found = list(scoring.score(names=[each.name for each in PROGRAMS]))
+    assert {each.specimen.name for each in found} == {each.name for each in PROGRAMS}
+    wrong = {
+        each.specimen.name: each.text
+        for each in found
+        if each.silent or each.innocents or each.alarm or not (each.exact or each.honest)
+    }
+    assert wrong == {}, scoring.summary(found)
 
 
 @pytest.mark.ranks
@@ -77,7 +167,8 @@ def test_the_command_prints_the_score() -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(1800)
 def test_the_whole_zoo_is_named_and_no_control_raises_an_alarm() -> None:
-    found = list(scoring.score())
-    assert {each.specimen.name for each in found} == {each.name for each in (*FAULTS, *CONTROLS)}
+    names = {each.name for each in (*FAULTS, *CONTROLS)}
+    found = list(scoring.score(names=sorted(names)))
+    assert {each.specimen.name for each in found} == names
     wrong = {each.specimen.name: each.labels for each in found if not each.exact or each.innocents or each.alarm}
     assert wrong == {}, scoring.summary(found)

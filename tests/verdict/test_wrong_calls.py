@@ -1,0 +1,66 @@
+"""Which calls of a group are wrong, and what they have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from graftlab.verdict.wrong_calls import common_rule, which_calls
+
+
+def words(calls: list[dict[str, Any]], wrong: set[int]) -> str:
+    rows = [
+        {"step": call.pop("step", 0), "occurrence": call.pop("occurrence", 0), "tags": call}
+        for call in map(dict, calls)
+    ]
+    frame = pd.DataFrame(rows)
+    return which_calls(frame, frame.iloc[sorted(wrong)])
+
+
+def test_calls_that_are_all_wrong_need_no_words() -> None:
+    assert words([{"t": t} for t in range(4)], {0, 1, 2, 3}) == ""
+
+
+def test_the_layers_of_a_call_are_one_call() -> None:
+    assert words([{"layer": layer, "t": 0} for layer in range(3)], {1}) == ""
+
+
+def test_a_tag_that_alone_decides_is_named_with_its_rule() -> None:
+    lengths = [8, 16, 24, 32, 40, 48]
+    assert words([{"length": n} for n in lengths], {1, 3, 5}) == (
+        " in calls with length=16, 32, 48 of 8, 16, 24, 32, 40, 48 (all multiples of 16 and no others)"
+    )
+    assert words([{"phase": p, "t": t} for p in ("prefill", "decode") for t in range(3)], {3, 4, 5}) == (
+        " in calls with phase=decode (1 of 2 values)"
+    )
+
+
+def test_steps_from_one_on_are_a_range() -> None:
+    assert words([{"step": n} for n in range(20)], set(range(12, 20))) == " from step 12 on (of 0-19)"
+    assert words([{"step": n} for n in range(20)], {3, 4}) == " in steps 3-4 of 0-19"
+
+
+def test_calls_without_a_common_part_are_counted_and_the_first_ones_listed() -> None:
+    calls = [{"rid": rid, "t": t} for rid in range(4) for t in range(40)]
+    wrong = {40 * (n % 3) + n + 3 for n in range(8)}
+    assert words(calls, wrong) == (
+        " in 8 of 160 calls: rid=0 t=3, rid=0 t=6, rid=0 t=9, rid=1 t=4, rid=1 t=7, rid=1 t=10, ..."
+    )
+    # A tag that some calls lack decides nothing.
+    assert words([{}, {"t": 1}, {"t": 2}], {1}) == " in 1 of 3 calls: t=1"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "every", "rule"),
+    [
+        ({1, 3, 5}, range(6), "all odd numbers and no others"),
+        ({0, 2, 4}, range(6), "all even numbers and no others"),
+        ({3, 6}, range(8), ""),
+        ({1, 3}, range(6), ""),
+        ({1, 3, 5}, {1, 2, 3, 5}, ""),
+    ],
+)
+def test_a_rule_needs_enough_numbers_and_no_exception(wrong: set[int], every: Any, rule: str) -> None:
+    assert common_rule(wrong, set(every)) == rule
