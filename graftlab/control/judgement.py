@@ -411,7 +411,7 @@ def _by_size(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
 def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, limit: float) -> list[int]:
     """The steps in which the output differs without grafts, before the last time that the model computed it."""
     # The group may contain other layers.
-    is_output = (frame["name"] == output.name) & frame["tags"].map(output.tags.__eq__).astype(bool)
+    is_output = (frame["name"] == output.name) & frame["tags"].map(lambda tags: _is_same_layer(tags, output.tags))
     floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
     rows = frame[is_output & (frame["error"] > limit * floor.rel_l2)]
     return [
@@ -419,6 +419,11 @@ def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, 
         for step, order in zip(rows["step"], rows["order"], strict=True)
         if (int(step), int(order)) != output.place
     ]
+
+
+def _is_same_layer(tags: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether two calls of a tap are of one layer; of requests, tokens and other loops they may be different ones."""
+    return all(tags.get(tag) == others.get(tag) for tag in ("layer", "kind"))
 
 
 def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], not_swapped: Mapping[str, None]) -> list[str]:

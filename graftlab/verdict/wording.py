@@ -433,7 +433,7 @@ def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
         )
     elif causes.earlier:
         lines.append(
-            f"The output{output} agrees in its last step ({_over_floor(causes.total)}) and differs earlier, in step"
+            f"The output{output} agrees in its last call ({_over_floor(causes.total)}) and differs earlier, in step"
             f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)}."
         )
     elif causes.agrees:

@@ -191,7 +191,7 @@ def test_an_output_that_agrees_only_in_the_last_step_clears_nothing(session: gl.
     verdict = session.verdict(decoding, decoding, args=(1.3,))
     assert verdict.labels["hidden"] == "culprit"
     assert "without changing the output" not in verdict.text
-    assert "The output logits agrees in its last step (0 x its floor) and differs earlier, in step 2." in verdict.text
+    assert "The output logits agrees in its last call (0 x its floor) and differs earlier, in step 2." in verdict.text
 
 
 def showing_copies(used: bool) -> torch.Tensor:

@@ -293,3 +293,17 @@ def test_a_returned_time_neither_stops_a_verdict_nor_counts(session: gl.Session)
 def test_a_value_that_one_side_alone_returns_is_reported(session: gl.Session) -> None:
     verdict = session.verdict(returns_a_time, returns_a_time, args=(True,))
     assert "Not checked: only the target returns the result's ['more']." in verdict.text
+
+
+def one_request_of_three() -> None:
+    for rid in range(3):
+        wrong = gl.here().side == "target" and rid == 1
+        h = gl.tap("h", torch.linspace(-1, 1, 64) * (rid + 1), rid=rid)
+        gl.tap("logits", h.tanh() * (1.5 if wrong else 1.0), rid=rid)
+
+
+def test_an_output_that_is_wrong_in_an_earlier_request_is_not_minor(session: gl.Session) -> None:
+    verdict = session.verdict(one_request_of_three, one_request_of_three)
+    assert verdict.labels["logits"] == "culprit"
+    assert "The output logits agrees in its last call (0 x its floor) and differs earlier, in step 0." in verdict.text
+    assert "without changing the output" not in verdict.text
