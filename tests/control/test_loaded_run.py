@@ -77,7 +77,7 @@ def test_its_report_has_the_newest_runs_taps_and_its_limits(tmp_path: Path) -> N
     page = run.report(tmp_path / "page.html").read_text()
     assert "layers.1.act" in page
     assert "earlier" not in page
-    assert "The plan, the code and the tensors of this run are not among its rows" in page
+    assert "The rows of a run do not contain its plan, its code, its tensors, or the environment of its ranks." in page
     assert "No verdict was computed." in page
     with pytest.raises(gl.SessionError, match="cannot be written"):
         run.report(tmp_path / "nowhere" / "page.html")

@@ -237,7 +237,7 @@ def trains(fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "first"),
-    [("", None), ("not reduced", "*.weight@param_grad"), ("other weight", "*.bias@param")],
+    [("", None), ("not reduced", "*.bias@param_grad"), ("other weight", "*.bias@param")],
 )
 def test_data_parallel_training_is_judged_by_its_weights(session: gl.Session, fault: str, first: str | None) -> None:
     check = session.check(target=trains, args=(fault,))

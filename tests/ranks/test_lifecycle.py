@@ -105,12 +105,10 @@ def test_close_leaves_only_rows_and_logs(temporary: Path, shm: set[str], method:
     assert not list(temporary.glob("graftlab*"))
     assert shared_memory_left(shm) == set()
     assert session.closed
-    assert sorted(path.name for path in session.folder.iterdir()) == [
-        "logs",
-        "rows.crc32",
-        "rows.jsonl",
-        "session.json",
-    ]
+    names = sorted(path.name for path in session.folder.iterdir())
+    moved = [name for name in names if name.startswith("rows-") and name.endswith(".parquet")]
+    assert len(moved) == 1
+    assert names == ["logs", *moved, "rows.crc32", "rows.jsonl", "session.json"]
     assert sorted(path.name for path in (session.folder / "logs").glob("*.log")) == ["baseline-0.log", "target-0.log"]
     assert len(session.frame) == len(gl.load_run(session.folder)) == 1
     session.close()
