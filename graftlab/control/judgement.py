@@ -97,6 +97,8 @@ class Naming:
     """The names of taps that show what the model was given."""
     inputs: list[str]
     data: list[str]
+    data_differs: bool
+    """Whether inputs, weights, settings or a factor differ, which may explain what no tap does."""
     unseen: list[str]
     not_repeated: list[str]
     target_not_repeated: list[str] = field(default_factory=list)
@@ -104,8 +106,8 @@ class Naming:
 
     @property
     def clears(self) -> bool:
-        """Whether nothing is named although something could be."""
-        return not (self.named or self.not_repeated)
+        """Whether no computation is named although one could be. Inputs that differ are no computation."""
+        return not (self.not_repeated or any(group not in self.inputs for group in self.named))
 
 
 class Judgement:
@@ -228,7 +230,8 @@ class Judgement:
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = floors.not_repeated
         job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)
-        data = contradicting_pairs(compared, self._before)
+        contradictions = contradicting_pairs(compared, self._before)
+        data: list[str] = []
         constant = self._runs.request.constant_floor
         if job_remarks is not None:
             constant = job_remarks.constant
@@ -258,7 +261,8 @@ class Judgement:
             differing,
             given,
             [*inputs, *scaling.groups],
-            data,
+            [*contradictions, *data],
+            bool(data),
             unseen,
             not_repeated,
             job_remarks=job_remarks,
@@ -282,7 +286,11 @@ class Judgement:
         naming.unseen += differences.not_compared()
         said = differences.after_last_tap()
         if naming.clears:
-            found = [] if naming.data else differences.no_tap_explains()
+            found = differences.no_tap_explains()
+            if naming.data_differs:
+                # Data come first, and the difference is still stated.
+                naming.data += [f"{line} What is listed above may explain it." for line in found]
+                found = []
             said += found
             if found and not naming.target_not_repeated and evidence.returned is not None:
                 again = self._attempt(

@@ -307,3 +307,21 @@ def test_an_output_that_is_wrong_in_an_earlier_request_is_not_minor(session: gl.
     assert verdict.labels["logits"] == "culprit"
     assert "The output logits agrees in its last call (0 x its floor) and differs earlier, in step 0." in verdict.text
     assert "without changing the output" not in verdict.text
+
+
+def other_inputs() -> torch.Tensor:
+    ids = gl.tap("ids", torch.arange(16) + (1 if gl.here().side == "target" else 0))
+    return gl.tap("out", torch.linspace(-1, 1, 32)[ids].tanh())
+
+
+def test_a_difference_beside_differing_inputs_is_stated(session: gl.Session) -> None:
+    verdict = session.verdict(other_inputs, other_inputs)
+    lines = verdict.text.splitlines()
+    assert lines[0].startswith("The inputs already differ: ids")
+    assert lines[1].startswith("The returned value differs by 0.")
+    assert lines[1].endswith("What is listed above may explain it.")
+
+
+def test_the_repr_does_not_sound_like_an_acquittal(session: gl.Session) -> None:
+    assert "nothing named, and something differs" in repr(session.verdict(returns_more, returns_more, args=("loss",)))
+    assert "nothing named>" in repr(session.verdict(returns_more, returns_more, args=("",)))
