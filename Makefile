@@ -31,7 +31,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(demo_ready) ## run notebooks/quickstart.ipynb, print where the two models part ways, plot it to build/demo
-	$(run) -m graftlab.demo --out build/demo $(DEMO_ARGS)
+	$(run) -m graftlab demo --out build/demo $(DEMO_ARGS)
 
 lab: $(demo_ready) ## open JupyterLab on notebooks/
 	$(run) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_ARGS)

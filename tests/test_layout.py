@@ -42,6 +42,7 @@ ROOMS = [
     "zoo",
     "magics",
     "demo",
+    "doctor",
     "__main__",
     "__init__",
 ]
