@@ -42,7 +42,7 @@ class Finding:
     def __str__(self) -> str:
         mark = "ok" if self.remedy is None else ("!!" if self.needed else " !")
         line = f"{mark} {self.subject:<18}{self.found}"
-        return line if self.remedy is None else f"{"":21}{self.remedy}"
+        return line if self.remedy is None else f"{line}\n{'':21}{self.remedy}"
 
 
 def run(_: argparse.Namespace) -> int:

@@ -179,6 +179,7 @@ def test_make_help_lists_every_target() -> None:
         "fuzz",
         "mutants",
         "bench",
+        "dist",
         "clean",
     }
     assert targets == set(re.findall(r"^  make ([\w-]+) ", make().stdout, re.MULTILINE))
