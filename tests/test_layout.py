@@ -27,6 +27,7 @@ ROOMS = [
     "plan",
     "config",
     "matching",
+    "lines",
     "verdict",
     "plots",
     "grafting",
