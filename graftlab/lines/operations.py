@@ -34,7 +34,7 @@ LAYOUT_OPERATIONS = _VIEWS | frozenset(
 
 
 @dataclass(frozen=True)
-class Value:
+class TracedValue:
     """A tensor at one moment of a recording.
 
     ``sources`` are the operations that wrote it; none for what a tap set (``tap``), and for what existed before.
@@ -83,7 +83,7 @@ def _has_own_backward(frames: Sequence[SourceFrame]) -> bool:
 
 
 @dataclass
-class _Memory:
+class _Writes:
     """What is known of one storage: its life (addresses are used again), and the operations that wrote to it."""
 
     life: int
@@ -109,7 +109,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, only: frozenset[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
-        self.values: list[Value] = []
+        self.values: list[TracedValue] = []
         self.fingerprints: dict[int, Fingerprint] = {}
         self.is_open = True
         self.is_cut_short = False
@@ -118,7 +118,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._only = only
         self._paused = 0
         self._known: dict[tuple[Any, ...], int] = {}
-        self._memories: dict[int, _Memory] = {}
+        self._written: dict[int, _Writes] = {}
         self._lives = 0
         self._sorts, self._numbers = SORT_BUDGET, NUMBER_BUDGET
 
@@ -171,7 +171,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in _tensors(result):
             if _address(each) not in shared:
                 self._lives += 1
-                self._memories[_address(each)] = _Memory(self._lives, 0, [index])
+                self._written[_address(each)] = _Writes(self._lives, 0, [index])
             outputs.append(self._number(each, (index,)))
         self.operations.append(Operation(index, name, call, inputs, tuple(dict.fromkeys(outputs)), stack, backward_of))
         return result
@@ -194,7 +194,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(tensor, None)
         number = self._number(tensor, None)
         old = self.values[number]
-        self.values[number] = Value(number, old.shape, old.dtype, old.sources, tap)
+        self.values[number] = TracedValue(number, old.shape, old.dtype, old.sources, tap)
         return number
 
     def _write(self, tensor: torch.Tensor, index: int | None) -> None:
@@ -203,12 +203,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index is not None:
             memory.writers.append(index)
 
-    def _memory(self, tensor: torch.Tensor) -> _Memory:
+    def _memory(self, tensor: torch.Tensor) -> _Writes:
         address = _address(tensor)
-        memory = self._memories.get(address)
+        memory = self._written.get(address)
         if memory is None:
             self._lives += 1
-            memory = self._memories[address] = _Memory(self._lives)
+            memory = self._written[address] = _Writes(self._lives)
         return memory
 
     def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
