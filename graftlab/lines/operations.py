@@ -223,7 +223,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             wrote = tuple(memory.writers) if sources is None else sources
             dtype = str(tensor.dtype).removeprefix("torch.")
             is_parameter = not wrote and isinstance(tensor, torch.nn.Parameter)
-            self.values.append(Value(number, shape, dtype, wrote, is_parameter=is_parameter))
+            self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter))
         return number
 
 
