@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
 from graftlab.verdict.added import LABELS
+from graftlab.verdict.lines import INDENT, lines_frame
 from graftlab.verdict.wording import NOT_CHECKED, Findings, text_of
 
 if TYPE_CHECKING:
@@ -59,6 +60,18 @@ class Verdict:
             found[group] = min(found.get(group, label), label, key=LABELS.index)
         return found
 
+    @property
+    def lines(self) -> pd.DataFrame:
+        """The lines of source at which the named groups' errors arise: a row for each line of each side.
+
+        For each group up to three lines of the target and of the baseline, the most telling first. ``operation`` is
+        torch's operation at the line, with its arguments; ``confirmed`` means that the tap agrees once this operation
+        alone has the baseline's value; ``is_suspect`` that values have another order or other signs from here on,
+        which may be meant. ``tap``, ``step``, ``occurrence`` and ``rank`` are the call that was traced, ``stack`` all
+        lines that led to the operation, innermost first. Empty where nothing was named or could be traced.
+        """
+        return lines_frame(self.findings.lines)
+
     def plot(self, **options: Any) -> Figure:
         """Added and inherited error of each tap over the floor, with the culprits marked.
 
@@ -81,7 +94,7 @@ class Verdict:
         # The conclusion is bold, because what was not examined stands before it.
         told = next((place for place, line in enumerate(lines) if not line.startswith(NOT_CHECKED)), 0)
         text = "".join(
-            f"<p><b>{html.escape(line)}</b></p>" if place == told else f"<p>{html.escape(line)}</p>"
+            f"<p><b>{html.escape(line)}</b></p>" if place == told else _paragraph(line)
             for place, line in enumerate(lines)
         )
         labels = self.labels
@@ -95,3 +108,8 @@ class Verdict:
             lines.append(f"<tr>{''.join(cells)}</tr>")
         head = ("group", "label", "added", "floor", "ratio", "alone")
         return text + (table(head, lines) if lines else "")
+
+
+def _paragraph(line: str) -> str:
+    # Lines of source stand below each other, as in the text.
+    return f"<pre>{html.escape(line)}</pre>" if line.startswith(INDENT) else f"<p>{html.escape(line)}</p>"

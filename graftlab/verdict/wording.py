@@ -17,6 +17,7 @@ from graftlab.base.text import counted, spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.lines import DifferingLine, lines_in_words
 from graftlab.verdict.rounds_differently import RoundsDifferently
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
@@ -73,6 +74,8 @@ class Findings:
     """The groups that round differently. They are among the named ones."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    lines: Sequence[DifferingLine] = ()
+    """The lines of source at which the named groups' errors arise."""
     outdated_pairs: Sequence[str] = ()
     """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
 
@@ -136,6 +139,7 @@ def _conclusion(findings: Findings) -> list[str]:
             label = _label(frame, groups[0])
             what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
             lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
+            lines += lines_in_words(findings.lines, groups)
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
     if computed:
