@@ -72,6 +72,8 @@ class Findings:
     """The groups that round differently. They are among the named ones."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    outdated_pairs: Sequence[str] = ()
+    """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
 
     @property
     def named(self) -> list[str]:
@@ -80,7 +82,7 @@ class Findings:
 
 def text_of(findings: Findings) -> str:
     """The verdict's text, its most important sentence first."""
-    lines = [*findings.unexplained, *findings.failed]
+    lines = [*findings.outdated_pairs, *findings.unexplained, *findings.failed]
     if findings.not_repeated:
         lines.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
@@ -120,7 +122,7 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
-    if findings.failed and not len(frame):
+    if findings.outdated_pairs or (findings.failed and not len(frame)):
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
