@@ -100,7 +100,7 @@ def test_graft_overwrites_the_tensor_and_the_row_has_the_difference_before() -> 
     assert {name: getattr(row, name) for name in STATISTICS} == before
 
 
-def test_one_of_several_senders_that_differ_is_compared_with_a_note_and_never_grafted() -> None:
+def test_one_of_several_senders_that_differ_is_never_grafted() -> None:
     own = torch.tensor([1.0, 2.0])
     _, row = taken(own, receipt([1.0, 2.0], [4.0, 4.0]))
     assert (row.status, row.rel_l2) == ("compared", 0.0)
