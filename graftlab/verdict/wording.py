@@ -14,6 +14,7 @@ import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted, spans
+from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.rounds_differently import RoundsDifferently
@@ -166,8 +167,12 @@ def _nothing_named(findings: Findings) -> str:
     if coarse:
         if findings.rounding.groups:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
-        return (
-            f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer look."
+        return " ".join(
+            [
+                f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer "
+                "look.",
+                *_casts(frame),
+            ]
         )
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
@@ -176,6 +181,21 @@ def _nothing_named(findings: Findings) -> str:
     if findings.unexplained or findings.failed or findings.unseen or findings.data or not repeats:
         return f"Nothing that was checked adds more than rounding ({measured})."
     return f"No tap adds more than rounding ({measured})."
+
+
+def _casts(frame: pd.DataFrame) -> list[str]:
+    """A sentence for each pair of dtypes that a tap had on the two sides, where the target's rounds more."""
+    found = []
+    for cast, rows in frame[frame["cast"].notna()].groupby("cast", sort=False):
+        # Conversions of dtypes and of devices, which round nothing.
+        for before, after in (each.split(" -> ") for each in str(cast).split(", ")):
+            if roundoff(after) > roundoff(before):
+                groups = _shown(list(dict.fromkeys(rows["group"])))
+                found.append(
+                    f"The target has {after} at {groups} where the baseline has {before}, which alone explains a "
+                    "difference of this size."
+                )
+    return found
 
 
 def _floor(findings: Findings) -> str:
