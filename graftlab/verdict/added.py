@@ -283,6 +283,12 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     ]
     if len(noted):
         said.append(f"{_taps(noted['name'])} arrived from only some of the sending ranks: {noted['note'].iloc[0]}.")
+    unlike = measured[measured["note"].notna() & measured["note"].astype(str).str.contains("are not replicas")]
+    if len(unlike):
+        said.append(
+            f"{_taps(unlike['name'])} {_be(unlike, 'was')} compared with one of several ranks that differ: "
+            f"{unlike['note'].iloc[0]}."
+        )
     return said
 
 
