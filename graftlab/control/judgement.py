@@ -35,6 +35,7 @@ from graftlab.verdict.added import (
     unseen_of,
 )
 from graftlab.verdict.causes import Causes, consequences
+from graftlab.verdict.extra_calls import extra_calls
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.job_remarks import data_of_jobs
@@ -183,6 +184,9 @@ class Judgement:
                 failed=self._failed,
                 pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
                 rounding=rounding,
+                extra_calls=self._attempt(
+                    "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
+                ),
             ),
             self._runs.count,
         )

@@ -76,6 +76,8 @@ class Findings:
     """The groups that round differently. They are among the named ones."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    extra_calls: Sequence[str] = ()
+    """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
     outdated_pairs: Sequence[str] = ()
     """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
 
@@ -91,7 +93,7 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.outdated_pairs, *findings.unexplained]
+    before = [*findings.outdated_pairs, *findings.unexplained, *findings.extra_calls]
     after = [*_hints(findings.hints), *findings.remarks]
     # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
     (after if findings.named else before).extend(findings.failed)
