@@ -27,6 +27,7 @@ ROOMS = [
     "plan",
     "config",
     "matching",
+    "lines",
     "verdict",
     "plots",
     "grafting",
@@ -42,6 +43,7 @@ ROOMS = [
     "zoo",
     "magics",
     "demo",
+    "doctor",
     "__main__",
     "__init__",
 ]

@@ -46,7 +46,7 @@ def latest_change() -> int:
     return _latest_change
 
 
-class _HookChange:
+class HookChange:
     """A handle that counts a change of taps when a watch is created and when it is removed."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def watch(
     called = named_functions(functions)
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
-    for path, (module, kind) in _unwrapped_modules(model).items():
+    for path, (module, kind) in unwrapped_modules(model).items():
         name = prefix + (path or ROOT)
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
@@ -156,7 +156,7 @@ def watch(
     if taps.tap_handler() is None:
         return Watch([], names)
     # Only now, so that an invalid choice leaves the model unchanged.
-    handles: list[Removable] = [_HookChange()]
+    handles: list[Removable] = [HookChange()]
     if params:
         find = partial(weights_of, model, prefix, wanted, unwanted)
         # Before the hooks of FSDP, which replace shards by whole weights.
@@ -226,7 +226,7 @@ class _WeightTaps:
         self._shown_at = None if grafter is None else grafter.moment
 
 
-def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+def unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
     """Return modules by names without wrappers' parts: of equal names, the outermost module and the innermost type."""
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     modules = dict(model.named_modules())
