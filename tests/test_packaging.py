@@ -179,6 +179,7 @@ def test_make_help_lists_every_target() -> None:
         "fuzz",
         "mutants",
         "bench",
+        "matrix",
         "dist",
         "clean",
     }
