@@ -22,7 +22,7 @@ from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError
 from graftlab.grafting.self_graft import SelfGraft
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import (
     added_frame,

@@ -21,7 +21,7 @@ from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.remote_functions import (
