@@ -43,6 +43,7 @@ ROOMS = [
     "zoo",
     "magics",
     "demo",
+    "doctor",
     "__main__",
     "__init__",
 ]

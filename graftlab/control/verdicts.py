@@ -69,7 +69,8 @@ class Verdict:
         return added_errors(self.frame, threshold=self.findings.threshold, **options)
 
     def __repr__(self) -> str:
-        nothing = "nothing named, and something differs" if self.findings.unexplained else "nothing named"
+        differs = self.findings.unexplained or self.findings.outdated_pairs
+        nothing = "nothing named, and something differs" if differs else "nothing named"
         return f"<Verdict of {counted(self.runs, 'run')}: {', '.join(self.named) or nothing}>\n{self.text}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:

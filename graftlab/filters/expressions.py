@@ -14,7 +14,8 @@ tree becomes nested closures over the mapping of tags:
 * a comparison that Python cannot carry out, such as ``'x' in None``, is false; ``!=`` is true;
 * ``+``, ``-``, ``*``, ``/``, ``//``, ``%`` on numbers; on anything else, or for a division by zero, ``None``;
 * ``search(pattern, value)``, ``match(pattern, value)``, ``fullmatch(pattern, value)``: the functions of `re`, with a
-  result of true or false; false for ``None``. A value that is not text is matched as ``str(value)``.
+  match or ``None`` as result; ``None`` for ``None``. A value that is not text is matched as ``str(value)``. A match has
+  its groups: ``search(...).group(1)``, ``search(...)[1]``; both are ``None`` without a match.
 
 Anything else is refused when the filter is made, with the position in the text. A compiled filter never raises on a
 rank, whatever the tags contain.
@@ -30,6 +31,7 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from graftlab.base.sources import parse_expression
@@ -305,6 +307,7 @@ class _Compiler:
         return lambda tags: body(tags) if _truth(test(tags)) else otherwise(tags)
 
     def _build_Compare(self, node: ast.Compare, depth: int) -> Evaluate:
+        self._refuse_match_as_boolean(node)
         first = self.build(node.left, depth)
         operands = [self.build(operand, depth) for operand in node.comparators]
         links = list(zip((_COMPARISONS[type(op)] for op in node.ops), operands, strict=True))
@@ -319,6 +322,13 @@ class _Compiler:
             return True
 
         return compare
+
+    def _refuse_match_as_boolean(self, node: ast.Compare) -> None:
+        operands = [node.left, *node.comparators]
+        for one, other in [*pairwise(operands), *pairwise(operands[::-1])]:
+            called = isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in HELPERS
+            if called and isinstance(other, ast.Constant) and isinstance(other.value, bool):
+                self.refuse(other, "a match is never True or False; write the call alone, with 'not', or 'is None'")
 
     def _build_UnaryOp(self, node: ast.UnaryOp, depth: int) -> Evaluate:
         if isinstance(node.op, ast.Invert):
@@ -368,8 +378,8 @@ class _Compiler:
         pattern, value = arguments
         if isinstance(node.args[0], ast.Constant):
             find = self._compiled_pattern(node.args[0], helper)
-            return lambda tags: _finds(lambda: find, value(tags))
-        return lambda tags: _finds(lambda: bounded(pattern(tags), helper), value(tags))
+            return lambda tags: _found(lambda: find, value(tags))
+        return lambda tags: _found(lambda: bounded(pattern(tags), helper), value(tags))
 
     def _build_method(self, node: ast.Call, function: ast.Attribute, depth: int) -> Evaluate:
         name = function.attr
@@ -531,12 +541,12 @@ def _calculate(apply: Callable[..., Any], *operands: object) -> Any:
         return None
 
 
-def _finds(compiled: Callable[[], Find], value: object) -> bool:
+def _found(compiled: Callable[[], Find], value: object) -> object:
     if value is None:
-        return False
+        return None
     try:
-        return compiled()(value if isinstance(value, str) else str(value)) is not None
+        return compiled()(value if isinstance(value, str) else str(value))
     except FilterError:  # the search ran out of time, so the result is unknown
         raise
     except Exception:  # a pattern from a tag that is not a regex, or a value whose str() raises
-        return False
+        return None

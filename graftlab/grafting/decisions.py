@@ -22,7 +22,7 @@ from graftlab.base.tags import (
     plain,
 )
 from graftlab.base.world import Direction, Place
-from graftlab.errors import TagError
+from graftlab.errors import GraftOverlapError, TagError
 from graftlab.plan.pairs import Pairing, as_tags
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.taps.backward import is_backward
@@ -198,6 +198,15 @@ class Decisions:
             # Rows have separate columns for these.
             del seen[tag]
         return Decision(action, sends(self._place, action.direction), seen, pairing.key, own, pairing, (), tags["name"])
+
+
+def overlap_error(decision: Decision, name: str, place: Place, plan: GraftPlan, step: int) -> GraftOverlapError:
+    """The error at a tap that the plan grafts in both directions."""
+    tags = decision.tags_at(step, recompute_status())
+    return GraftOverlapError(
+        f"tap {name!r} matches both b2t and t2b on {place.label}, tags {tags}; "
+        f"change one filter so that each tap has one direction (b2t={plan.b2t!r}, t2b={plan.t2b!r})"
+    )
 
 
 class Addresses:

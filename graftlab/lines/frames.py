@@ -132,6 +132,11 @@ def calling_line(frame: FrameType | None = None) -> SourceFrame | None:
     return None if entry is None else entry.read()
 
 
+def is_of_model_code(file: str) -> bool:
+    """Return whether a file is neither part of torch, nor of graftlab, nor of Python."""
+    return _origin(file) != _INTERNAL
+
+
 @lru_cache(maxsize=4096)
 def _origin(file: str) -> int:
     """Whose code a file is. The user's, unless it is installed, or part of torch, of graftlab or of Python."""

@@ -25,7 +25,7 @@ _latest_change = 0
 # The name of the root module's output, because its name in named_modules is empty.
 ROOT = "output"
 # Outputs nest a few levels; deeper structures are caches or graphs.
-_MAX_DEPTH = 6
+MAX_DEPTH = 6
 
 # The attribute in which a wrapper keeps its module: names that occur only in wrappers; and common names, by the
 # wrapper's class. Classes are given by name, so that none of them has to be imported.
@@ -60,7 +60,7 @@ def latest_change() -> int:
     return _latest_change
 
 
-class _HookChange:
+class HookChange:
     """A handle that counts a change of taps when a watch is created and when it is removed."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ def watch(
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
     looked_into = chooser(inside, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
-    for path, (module, kind) in _unwrapped_modules(model).items():
+    for path, (module, kind) in unwrapped_modules(model).items():
         name = prefix + (path or ROOT)
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
@@ -178,7 +178,7 @@ def watch(
     if taps.tap_handler() is None:
         return Watch([], names)
     # Only now, so that an invalid choice leaves the model unchanged.
-    handles: list[Removable] = [_HookChange()]
+    handles: list[Removable] = [HookChange()]
     if params:
         find = partial(weights_of, model, prefix, wanted, unwanted)
         # Before the hooks of FSDP, which replace shards by whole weights.
@@ -203,9 +203,7 @@ def watch(
 
 
 def _show_call(grads: bool, name: str, value: Any) -> Any:
-    return (
-        value if taps.tap_handler() is None else _tap_inside(name, value, partial(_tap_value, None, grads), _MAX_DEPTH)
-    )
+    return value if taps.tap_handler() is None else tap_inside(name, value, partial(_tap_value, None, grads), MAX_DEPTH)
 
 
 def _show_operation(grads: bool, name: str, value: torch.Tensor, *, replace: bool, tags: Mapping[str, Any]) -> Any:
@@ -280,13 +278,13 @@ class _InputTaps:
         return positional, by_name
 
     def _tapped(self, name: str, value: Any) -> Any:
-        return _tap_inside(f"{self._name}.{name}", value, _tap_input, _MAX_DEPTH)
+        return tap_inside(f"{self._name}.{name}", value, _tap_input, MAX_DEPTH)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+def unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
     """Return modules by names without wrappers' parts: of equal names, the outermost module and the innermost type."""
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     modules = dict(model.named_modules())
@@ -330,7 +328,7 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
         if taps.tap_handler() is None:
             return None
         tap_one = partial(_tap_value, None if extras is None else extras(module, args, output), grads)
-        replaced = _tap_inside(name, output, tap_one, _MAX_DEPTH)
+        replaced = tap_inside(name, output, tap_one, MAX_DEPTH)
         # None makes torch keep the object that the module returned.
         return None if replaced is output else replaced
 
@@ -348,19 +346,19 @@ def _tap_input(name: str, value: torch.Tensor) -> Any:
     return taps.show(name, value, None, replace=True, tags={"kind": "input"})
 
 
-def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
+def tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
     """Tap the tensors inside a value. Returns the same object unless a tensor was grafted."""
     if isinstance(value, torch.Tensor):
         return tap_one(name, value)
     if depth == 0:
         return value
     if isinstance(value, (tuple, list)):
-        items = [_tap_inside(f"{name}[{index}]", item, tap_one, depth - 1) for index, item in enumerate(value)]
+        items = [tap_inside(f"{name}[{index}]", item, tap_one, depth - 1) for index, item in enumerate(value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        entries = {key: _tap_inside(f"{name}.{key}", item, tap_one, depth - 1) for key, item in value.items()}
+        entries = {key: tap_inside(f"{name}.{key}", item, tap_one, depth - 1) for key, item in value.items()}
         changed = {key: new for key, new in entries.items() if new is not value[key]}
         if not changed:
             return value
@@ -371,7 +369,7 @@ def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
         return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field for field in dataclasses.fields(value) if field.init]
-        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), tap_one, depth - 1) for f in fields}
+        entries = {f.name: tap_inside(f"{name}.{f.name}", getattr(value, f.name), tap_one, depth - 1) for f in fields}
         changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
         return dataclasses.replace(value, **changed) if changed else value
     return value

@@ -14,6 +14,7 @@ import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted, spans
+from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.rounds_differently import RoundsDifferently
@@ -72,6 +73,8 @@ class Findings:
     """The groups that round differently. They are among the named ones."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    outdated_pairs: Sequence[str] = ()
+    """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
 
     @property
     def named(self) -> list[str]:
@@ -80,7 +83,7 @@ class Findings:
 
 def text_of(findings: Findings) -> str:
     """The verdict's text, its most important sentence first."""
-    lines = [*findings.unexplained, *findings.failed]
+    lines = [*findings.outdated_pairs, *findings.unexplained, *findings.failed]
     if findings.not_repeated:
         lines.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
@@ -120,7 +123,7 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
-    if findings.failed and not len(frame):
+    if findings.outdated_pairs or (findings.failed and not len(frame)):
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
@@ -164,8 +167,12 @@ def _nothing_named(findings: Findings) -> str:
     if coarse:
         if findings.rounding.groups:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
-        return (
-            f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer look."
+        return " ".join(
+            [
+                f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer "
+                "look.",
+                *_casts(frame),
+            ]
         )
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
@@ -174,6 +181,21 @@ def _nothing_named(findings: Findings) -> str:
     if findings.unexplained or findings.failed or findings.unseen or findings.data or not repeats:
         return f"Nothing that was checked adds more than rounding ({measured})."
     return f"No tap adds more than rounding ({measured})."
+
+
+def _casts(frame: pd.DataFrame) -> list[str]:
+    """A sentence for each pair of dtypes that a tap had on the two sides, where the target's rounds more."""
+    found = []
+    for cast, rows in frame[frame["cast"].notna()].groupby("cast", sort=False):
+        # Conversions of dtypes and of devices, which round nothing.
+        for before, after in (each.split(" -> ") for each in str(cast).split(", ")):
+            if roundoff(after) > roundoff(before):
+                groups = _shown(list(dict.fromkeys(rows["group"])))
+                found.append(
+                    f"The target has {after} at {groups} where the baseline has {before}, which alone explains a "
+                    "difference of this size."
+                )
+    return found
 
 
 def _floor(findings: Findings) -> str:
