@@ -461,6 +461,9 @@ def _possible_truths(node: ast.expr, path: str) -> frozenset[bool]:
         return frozenset(not each for each in _possible_truths(node.operand, path))
     if isinstance(node, ast.Constant):
         return frozenset((bool(node.value),))
+    if isinstance(node, ast.Tuple) and not node.elts:
+        # What a comment alone leaves.
+        return frozenset((False,))
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         names = _constants(node.left, node.ops[0], node.comparators[0])
         if names is not None and not any(isinstance(name, str) and name.startswith(path) for name in names):

@@ -111,11 +111,6 @@ def model_frame(frame: FrameType) -> FrameType | None:
     return innermost
 
 
-def is_internal(code: CodeType) -> bool:
-    """Whether code is part of torch, of graftlab or of Python, or generated without a text."""
-    return _origin(code.co_filename) == _INTERNAL
-
-
 def is_of_graftlab(code: CodeType) -> bool:
     """Whether code is graftlab's own, and no model of its examples."""
     return code.co_filename.startswith(_GRAFTLAB) and _origin(code.co_filename) == _INTERNAL

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import executing
 
-from graftlab.lines.frames import is_internal, is_of_graftlab, model_frame
+from graftlab.lines.frames import is_of_graftlab, is_of_model_code, model_frame
 
 # Helpers that return the result of a helper, and so on, before a line assigns it.
 _MOST_CALLERS = 8
@@ -68,7 +68,7 @@ class NamesInside:
         in the same source has the same name in each process.
         """
         each: FrameType | None = caller
-        while each is not None and is_internal(each.f_code):
+        while each is not None and not is_of_model_code(each.f_code.co_filename):
             if is_of_graftlab(each.f_code):
                 return None
             each = each.f_back
@@ -97,8 +97,10 @@ class NamesInside:
                     break
                 index = site.place if index is None else index
                 caller = place.f_back
-                site = None if caller is None or is_internal(caller.f_code) else self._site(caller)
-                place = caller or place
+                if caller is None or not is_of_model_code(caller.f_code.co_filename):
+                    site = None
+                    break
+                site, place = self._site(caller), caller
             if site is not None and site.variables:
                 names = tuple(f"{site.function}{each}" for each in site.variables)
                 if index is None:
