@@ -268,7 +268,7 @@ class tags:
     function's arguments at each call: ``@gl.tags(lambda self, *_: {"layer": self.index})``. Inner tags take precedence
     over outer ones, and a tap's own tags over both. Tags are separate for each thread and each asyncio task. In a
     generator they apply while it runs, and not to its caller's taps between two values, unless
-    :func:`contextlib.contextmanager` makes it a context manager.
+    ``contextlib.contextmanager`` makes it a context manager.
 
     Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which cannot be decorated.
 
