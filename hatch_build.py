@@ -5,7 +5,7 @@
   with the one in the package ziglang, which this asks for then. Without either, torch operations measure tensors,
   several times slower.
 
-A build makes each only if its sources have changed since, and goes on without it, with a warning, where that fails.
+A build makes each only if its sources have changed since, and continues without it, with a warning, where that fails.
 ``GRAFTLAB_SKIP_JS=1`` and ``GRAFTLAB_SKIP_KERNEL=1`` leave what is there as it is. ``python hatch_build.py`` makes both
 anew, ``python hatch_build.py kernel`` one of them.
 """
