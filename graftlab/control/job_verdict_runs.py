@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from graftlab.control.queries import A
 from graftlab.control.run import Run, state_of
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictAbandoned, VerdictRuns, coarser_dtypes
-from graftlab.errors import SessionError
+from graftlab.errors import SessionClosedError, SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
 from graftlab.plan.wire import to_wire
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 
+# Seconds between two looks at who has joined.
+_LOOK = 0.05
 _GIVEN_UP = "the verdict was abandoned, and the plan from before it is in force: "
 
 
@@ -273,15 +276,45 @@ class _ProgressTimeout:
 
 
 def _run_of_jobs(session: SessionCore) -> Run:
-    """The run of the jobs. Raises :class:`SessionError` if a rank is missing."""
-    missing = [rank.label for rank in session.ranks if not rank.alive]
-    if missing or not session.runs:
-        who = ", ".join(missing) or "a run of the jobs"
-        raise SessionError(
-            f"verdict: {who} {'are' if len(missing) > 1 else 'is'} missing, and a verdict needs every rank of both "
-            f"jobs; session.status() shows them"
-        )
-    return session.runs[-1]
+    """The run of the jobs, after a wait for ranks that have not joined yet.
+
+    Raises :class:`SessionError` if a rank has left, or if no rank joins for the session's time limit.
+    """
+
+    def waits_for() -> str:
+        expected = [rank.label for rank in session.ranks if rank.is_expected]
+        return f"{', '.join(expected)} to join" if expected else "the jobs to begin their run"
+
+    title = "verdict: waiting for the jobs to join"
+    limit, pause = session.options.timeout, threading.Event()
+    joined, since = 0, time.monotonic()
+    with LongWait(title, "ranks", lambda: _joined(session), len(session.ranks), where=waits_for) as bar:
+        while True:
+            gone = [rank.label for rank in session.ranks if not (rank.alive or rank.is_expected)]
+            if session.closed:
+                raise SessionClosedError("verdict: this session was closed, so no job can join it")
+            if gone:
+                are = "are" if len(gone) > 1 else "is"
+                raise SessionError(
+                    f"verdict: {', '.join(gone)} {are} missing, and a verdict needs every rank of both jobs; "
+                    "session.status() shows them"
+                )
+            if session.runs and not any(rank.is_expected for rank in session.ranks):
+                return session.runs[-1]
+            if joined != (joined := _joined(session)):
+                since = time.monotonic()
+            if time.monotonic() - since > limit:
+                raise SessionError(
+                    f"verdict: waited {limit:g} s for {waits_for()}. Start each job with the variables that gl.listen "
+                    "printed; session.status() shows which ranks have joined, and gl.listen(timeout=...) sets how "
+                    "long to wait for the next one"
+                )
+            # No thread of this process signals that another process joins and begins.
+            pause.wait(min(_LOOK, bar.next_look(None)))
+
+
+def _joined(session: SessionCore) -> int:
+    return sum(rank.alive for rank in session.ranks)
 
 
 def _differing(found: Sequence[SelfGraft]) -> list[str]:

@@ -22,6 +22,7 @@ from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import (
@@ -38,7 +39,13 @@ from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
-from graftlab.verdict.pair_contradictions import contradicting_pairs
+from graftlab.verdict.outdated_pairs import (
+    learned_from_other_code,
+    no_longer_equal,
+    outdated_pairs,
+    with_present_partners,
+)
+from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs, pairs_of
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
@@ -125,6 +132,13 @@ class Judgement:
         """Make the runs, and return the verdict."""
         evidence = self._measure()
         naming = self._name(evidence)
+        outdated = outdated_pairs(evidence.measured, self._before, naming.given)
+        if outdated:
+            nothing: list[Pair] = []
+            present = self._attempt("the search for present partners", self._runs.present_pairs, nothing)
+            outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
+            if mended := learned_from_other_code(outdated):
+                return self._of_other_code(naming, mended)
         if naming.clears or self._explains(naming):
             # Before nothing is named, the target runs often enough to show whether it differs from itself.
             naming.target_not_repeated = self._attempt(
@@ -139,8 +153,10 @@ class Judgement:
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
-        naming.unseen += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
-        naming.unseen += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        if outdated and naming.named:
+            remarks.append(no_longer_equal(outdated))
+        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         hints: dict[str, str] = {}
@@ -153,6 +169,7 @@ class Judgement:
                 threshold=self._threshold,
                 target_ranks=self.session.options.target,
                 unseen=naming.unseen,
+                may_be_inherited=may_be_inherited,
                 not_repeated=naming.not_repeated if of_functions else (),
                 causes=causes,
                 hints=hints,
@@ -169,6 +186,14 @@ class Judgement:
             ),
             self._runs.count,
         )
+
+    def _of_other_code(self, naming: Naming, sentence: str) -> Verdict:
+        """The verdict under pairs that no longer hold: each graft of one is a mistake, and would name an innocent."""
+        frame = labelled(naming.frame, naming.named, naming.following, {}, self._threshold, naming.scaled)
+        frame["label"] = "unmeasured"
+        ranks = self.session.options.target
+        found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, outdated_pairs=[sentence])
+        return Verdict(found, self._runs.count)
 
     def _attempt(self, what: str, stage: Callable[[], Result], otherwise: Result) -> Result:
         """Return the stage's result; if it fails, ``otherwise``, and add a sentence to the verdict."""
@@ -231,6 +256,7 @@ class Judgement:
         not_repeated = floors.not_repeated
         job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)
         contradictions = contradicting_pairs(compared, self._before)
+        unseen += compared_in_part(compared, self._before)
         data: list[str] = []
         constant = self._runs.request.constant_floor
         if job_remarks is not None:

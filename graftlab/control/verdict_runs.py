@@ -15,11 +15,13 @@ from graftlab.base.tap_groups import DATA
 from graftlab.base.world import Side
 from graftlab.control.core import start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
+from graftlab.control.match_runs import match
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.matching.pair import Pair
 from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.remote_functions import Callee, find_without_dependents, graft_baseline_into_itself, repeat_callee
 from graftlab.recordings.recorded_side import RecordedSide
@@ -111,6 +113,10 @@ class VerdictRuns:
 
     def without_dependents(self, groups: Sequence[str]) -> list[str]:
         """Those of the groups that nothing else depends on, on any of the baseline's ranks; none where unknown."""
+        return []
+
+    def present_pairs(self) -> list[Pair]:
+        """The pairs that match by value without grafts, whatever the plan pairs; none where nothing can be called."""
         return []
 
     def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
@@ -208,6 +214,14 @@ class CalledRuns(VerdictRuns):
         call = partial(find_without_dependents, self.request.baseline, args, kwargs, list(groups), self.before, budget)
         run, _ = self._run("what depends on the minor groups", {"baseline": call})
         return [group for group in groups if all(group in alone for alone in run.baseline)]
+
+    def present_pairs(self) -> list[Pair]:
+        if self.recorded:
+            return []
+        self.count += 1
+        args, kwargs = self.request.arguments
+        found = match(self.session, self._baseline, self._target, args=args, kwargs=kwargs, rounds=0)
+        return list(found.graftable)
 
     def target_against_itself(self) -> list[str]:
         call = partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)

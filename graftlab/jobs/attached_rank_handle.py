@@ -39,6 +39,10 @@ class AttachedRankHandle(RankHandle):
         # Its last status, if this process cannot read its status page.
         self._sent_status: RankStatus | None = None
 
+    @property
+    def is_expected(self) -> bool:  # type: ignore[override]
+        return not self.has_joined
+
     def _new_connection(self) -> tuple[SocketChannel, socket.socket]:
         ours, self._their_end = socket.socketpair()
         wake, self._their_wake = socket.socketpair()

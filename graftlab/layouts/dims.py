@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from graftlab.errors import LayoutError
 from graftlab.layouts.layout import Layout
 from graftlab.layouts.rearrange import Rearrange
-from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
+from graftlab.layouts.shards import OneOf, Order, Partial, Replicate, Shard
 from graftlab.layouts.steps import Pack, Step, Unpack
 
 AXES = ("tp", "cp", "ep", "sp", "recompute_pseudo")
+CONTEXT = "cp"
 TOKENS, BATCH, SEQUENCE = "t", "b", "s"
 
 _WORD = re.compile(r"\S+")
@@ -61,14 +62,14 @@ class Dims:
         """Return the layout that makes a rank's tensor from a whole tensor with these dimensions."""
         steps: list[Step] = []
         for place, dim in enumerate(self.dims):
-            packed = TOKENS in dim.names
             for modifier in dim.modifiers:
+                # Context parallelism cuts each sequence; other axes cut the tokens of all sequences together.
+                packed = TOKENS in dim.names and (modifier.zigzag or modifier.axis == CONTEXT)
                 if modifier.partial:
                     steps.append(Partial(modifier.axis))
-                elif modifier.zigzag:
-                    steps.append(Shard(place, modifier.axis, order="zigzag", packed=packed))
                 else:
-                    steps.append(Shard(place, modifier.axis))
+                    order: Order = "zigzag" if modifier.zigzag else "contiguous"
+                    steps.append(Shard(place, modifier.axis, order=order, packed=packed))
         return Layout((*steps, *(Replicate(axis) for axis in self.replicated), OneOf(self.dp)))
 
 

@@ -23,6 +23,9 @@ class RankHandle:
     trusted = True
     """Whether this process may unpickle what the rank sends, which can run any code. True of the user's processes."""
 
+    is_expected = False
+    """Whether no process has taken this rank yet, so that one may still join."""
+
     takes_work = True
     """Whether it runs code that the notebook sends, and can be interrupted in it."""
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +18,14 @@ from torch.overrides import TorchFunctionMode
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
+from graftlab.taps.inside import InsideTaps
 
 _latest_change = 0
 
 # The name of the root module's output, because its name in named_modules is empty.
 ROOT = "output"
 # Outputs nest a few levels; deeper structures are caches or graphs.
-_MAX_DEPTH = 6
+MAX_DEPTH = 6
 
 # The attribute in which a wrapper keeps its module: names that occur only in wrappers; and common names, by the
 # wrapper's class. Classes are given by name, so that none of them has to be imported.
@@ -42,9 +44,9 @@ Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 _kinds: dict[str, str] = {}
 
 
-def kinds_of_watched() -> dict[str, str]:
-    """Return the class of the module behind each watched tap, by the tap's name."""
-    return dict(_kinds)
+def kinds_of_watched() -> Mapping[str, str]:
+    """Return the module's class, or the operation, behind each watched tap by its name; a view, which grows."""
+    return MappingProxyType(_kinds)
 
 
 class Removable(Protocol):
@@ -58,7 +60,7 @@ def latest_change() -> int:
     return _latest_change
 
 
-class _HookChange:
+class HookChange:
     """A handle that counts a change of taps when a watch is created and when it is removed."""
 
     def __init__(self) -> None:
@@ -110,6 +112,7 @@ def watch(
     extras: Extras | None = None,
     grads: bool = False,
     functions: Sequence[str] = (),
+    inside: Chooser = None,
     params: bool = False,
     inputs: bool = False,
 ) -> Watch:
@@ -136,14 +139,20 @@ def watch(
     shows its tensors, as ``scaled_dot_product_attention.in[0]``, ``.in.attn_mask`` and ``.out``, so that
     implementations that are split into different modules share taps. Calls in a step are distinguished by occurrence.
 
+    ``inside`` chooses modules as ``include`` does, and taps each torch function that their own code calls, submodules
+    apart. A tap's name is the module's and the variable that gets the result, such as ``self_attn.q_rot``, or else the
+    line of source and the operation, such as ``self_attn.L241.matmul``. A helper's name comes before its variables and
+    lines: ``self_attn.rotate.x1``. A graft replaces the result for what follows it. Code that ``torch.compile``
+    compiles is left out, with a warning.
+
     With ``params`` each weight and buffer is a tap too, once per step, at the model's first call: under its name in
     ``state_dict()``, with the tag ``kind="param"``. ``include`` and ``exclude`` choose among them by that name and by
     the type of the owning module. A graft of such a tap changes the weight permanently; a verdict only compares them.
     With ``inputs`` the tensors among the model's arguments are taps, named after the parameters of its ``forward``
     (``input.input_ids``), with ``kind="input"``.
 
-    Outside a session no hook is installed, and the handle only lists the names. ``names`` does not include inputs,
-    which are unknown before a call.
+    Outside a session no hook is installed, and the handle only lists the names. ``names`` includes neither
+    inputs nor operations, which are unknown before a call.
 
     Raises :class:`FilterError` for an invalid expression, ValueError for an unknown torch function, and TypeError if
     ``model`` is not a module.
@@ -157,8 +166,9 @@ def watch(
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
     called = named_functions(functions)
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
+    looked_into = chooser(inside, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
-    for path, (module, kind) in _unwrapped_modules(model).items():
+    for path, (module, kind) in unwrapped_modules(model).items():
         name = prefix + (path or ROOT)
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
@@ -168,23 +178,36 @@ def watch(
     if taps.tap_handler() is None:
         return Watch([], names)
     # Only now, so that an invalid choice leaves the model unchanged.
-    handles: list[Removable] = [_HookChange()]
+    handles: list[Removable] = [HookChange()]
     if params:
         find = partial(weights_of, model, prefix, wanted, unwanted)
         # Before the hooks of FSDP, which replace shards by whole weights.
         handles.append(model.register_forward_pre_hook(_WeightTaps(find), prepend=True))
     if inputs:
         handles.append(model.register_forward_pre_hook(_InputTaps(model, f"{prefix}input"), with_kwargs=True))
+    modules = dict(model.named_modules())
     handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
+    if inside is not None:
+        # The wrapped modules, because a wrapper's forward is not the model's code.
+        within = {_unwrapped(path, modules): module for path, module in modules.items()}
+        own = {
+            f"{prefix}{path}." if path else prefix: module
+            for path, module in within.items()
+            if looked_into(prefix + (path or ROOT), _type_of(module))
+        }
+        taken = {prefix + (path or ROOT) for path in within}
+        handles.append(InsideTaps(own, partial(_show_operation, grads), _kinds, taken))
     if called:
         handles.append(FunctionTaps(model, called, prefix, partial(_show_call, grads)))
     return Watch(handles, names)
 
 
 def _show_call(grads: bool, name: str, value: Any) -> Any:
-    return (
-        value if taps.tap_handler() is None else _tap_inside(name, value, partial(_tap_value, None, grads), _MAX_DEPTH)
-    )
+    return value if taps.tap_handler() is None else tap_inside(name, value, partial(_tap_value, None, grads), MAX_DEPTH)
+
+
+def _show_operation(grads: bool, name: str, value: torch.Tensor, *, replace: bool, tags: Mapping[str, Any]) -> Any:
+    return taps.show(name, value, None, replace=replace, grad=grads, tags=tags)
 
 
 Chosen = Callable[[str, str], bool]
@@ -255,13 +278,13 @@ class _InputTaps:
         return positional, by_name
 
     def _tapped(self, name: str, value: Any) -> Any:
-        return _tap_inside(f"{self._name}.{name}", value, _tap_input, _MAX_DEPTH)
+        return tap_inside(f"{self._name}.{name}", value, _tap_input, MAX_DEPTH)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+def unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
     """Return modules by names without wrappers' parts: of equal names, the outermost module and the innermost type."""
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     modules = dict(model.named_modules())
@@ -305,7 +328,7 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
         if taps.tap_handler() is None:
             return None
         tap_one = partial(_tap_value, None if extras is None else extras(module, args, output), grads)
-        replaced = _tap_inside(name, output, tap_one, _MAX_DEPTH)
+        replaced = tap_inside(name, output, tap_one, MAX_DEPTH)
         # None makes torch keep the object that the module returned.
         return None if replaced is output else replaced
 
@@ -323,19 +346,19 @@ def _tap_input(name: str, value: torch.Tensor) -> Any:
     return taps.show(name, value, None, replace=True, tags={"kind": "input"})
 
 
-def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
+def tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
     """Tap the tensors inside a value. Returns the same object unless a tensor was grafted."""
     if isinstance(value, torch.Tensor):
         return tap_one(name, value)
     if depth == 0:
         return value
     if isinstance(value, (tuple, list)):
-        items = [_tap_inside(f"{name}[{index}]", item, tap_one, depth - 1) for index, item in enumerate(value)]
+        items = [tap_inside(f"{name}[{index}]", item, tap_one, depth - 1) for index, item in enumerate(value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        entries = {key: _tap_inside(f"{name}.{key}", item, tap_one, depth - 1) for key, item in value.items()}
+        entries = {key: tap_inside(f"{name}.{key}", item, tap_one, depth - 1) for key, item in value.items()}
         changed = {key: new for key, new in entries.items() if new is not value[key]}
         if not changed:
             return value
@@ -346,7 +369,7 @@ def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
         return replaced
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field for field in dataclasses.fields(value) if field.init]
-        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), tap_one, depth - 1) for f in fields}
+        entries = {f.name: tap_inside(f"{name}.{f.name}", getattr(value, f.name), tap_one, depth - 1) for f in fields}
         changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
         return dataclasses.replace(value, **changed) if changed else value
     return value

@@ -20,7 +20,7 @@ from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
 
 COLUMNS = (
-    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "is_cast", "aligned_by"),
+    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "cast", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
 LABELS = ("culprit", "minor", "cancels", "rounds differently", "inherited", "clean", "unmeasured")
@@ -71,7 +71,7 @@ def added_frame(
                 "group": group,
                 "target_name": row.get("target_name") or row["name"],
                 "dtype": dtype,
-                "is_cast": row["cast"] is not None,
+                "cast": row["cast"],
                 "aligned_by": row["aligned_by"],
                 "added": row["rel_l2"],
                 "floor": floor.rel_l2,
@@ -283,6 +283,12 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     ]
     if len(noted):
         said.append(f"{_taps(noted['name'])} arrived from only some of the sending ranks: {noted['note'].iloc[0]}.")
+    unlike = measured[measured["note"].notna() & measured["note"].astype(str).str.contains("are not replicas")]
+    if len(unlike):
+        said.append(
+            f"{_taps(unlike['name'])} {_be(unlike, 'was')} compared with one of several ranks that differ: "
+            f"{unlike['note'].iloc[0]}."
+        )
     return said
 
 

@@ -14,6 +14,7 @@ import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted, spans
+from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.rounds_differently import RoundsDifferently
@@ -29,13 +30,14 @@ class JobRemarks:
     """Sentences for a verdict on jobs, or on a baseline that is a recording.
 
     ``constant`` is the floor of every tap if it was not measured, ``floor`` the adjective for such a floor. ``first``
-    are sentences before the conclusion, ``unseen`` what was not checked, ``of_named`` a caveat if anything is named,
-    and ``last`` how the verdict changed the jobs.
+    are sentences that may overturn the conclusion, ``basis`` what it is based on, ``unseen`` what was not checked,
+    ``of_named`` a caveat if anything is named, and ``last`` how the verdict changed the jobs.
     """
 
     constant: float | None
     floor: str
     first: tuple[str, ...] = ()
+    basis: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     of_named: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
@@ -49,6 +51,8 @@ class Findings:
     threshold: float
     target_ranks: int
     unseen: Sequence[str] = ()
+    may_be_inherited: Sequence[str] = ()
+    """What was not checked and may make named groups innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
     """By the group of the output at which they were measured."""
@@ -72,6 +76,8 @@ class Findings:
     """The groups that round differently. They are among the named ones."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    outdated_pairs: Sequence[str] = ()
+    """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
 
     @property
     def named(self) -> list[str]:
@@ -79,20 +85,24 @@ class Findings:
 
 
 def text_of(findings: Findings) -> str:
-    """The verdict's text, its most important sentence first."""
-    lines = [*findings.unexplained, *findings.failed]
+    """The verdict's text: what may overturn its conclusion, the conclusion, and then all other caveats."""
+    return "\n".join(line for part in parts_of(findings) for line in part)
+
+
+def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
+    """The sentences before the conclusion, the conclusion, and those after it."""
+    before = [*findings.outdated_pairs, *findings.unexplained]
+    after = [*_hints(findings.hints), *findings.remarks]
+    # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
+    (after if findings.named else before).extend(findings.failed)
     if findings.not_repeated:
-        lines.append(_not_repeatable("baseline", findings.not_repeated))
+        before.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
-        lines.append(_not_repeatable("target", findings.target_not_repeated))
-    lines += findings.job_remarks.first if findings.job_remarks else ()
-    lines += findings.data
-    lines += [f"{NOT_CHECKED}{line}" for line in findings.unseen]
-    lines += _conclusion(findings)
-    lines += _hints(findings.hints)
-    lines += findings.remarks
-    lines += findings.job_remarks.last if findings.job_remarks else ()
-    return "\n".join(lines)
+        before.append(_not_repeatable("target", findings.target_not_repeated))
+    jobs = findings.job_remarks or JobRemarks(None, "")
+    before += [*jobs.first, *(f"{NOT_CHECKED}{line}" for line in findings.may_be_inherited), *findings.data]
+    after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
+    return before, _conclusion(findings), after
 
 
 def _hints(hints: Mapping[str, str]) -> list[str]:
@@ -120,7 +130,7 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
-    if findings.failed and not len(frame):
+    if findings.outdated_pairs or (findings.failed and not len(frame)):
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
@@ -164,8 +174,12 @@ def _nothing_named(findings: Findings) -> str:
     if coarse:
         if findings.rounding.groups:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
-        return (
-            f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer look."
+        return " ".join(
+            [
+                f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer "
+                "look.",
+                *_casts(frame),
+            ]
         )
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
@@ -174,6 +188,21 @@ def _nothing_named(findings: Findings) -> str:
     if findings.unexplained or findings.failed or findings.unseen or findings.data or not repeats:
         return f"Nothing that was checked adds more than rounding ({measured})."
     return f"No tap adds more than rounding ({measured})."
+
+
+def _casts(frame: pd.DataFrame) -> list[str]:
+    """A sentence for each pair of dtypes that a tap had on the two sides, where the target's rounds more."""
+    found = []
+    for cast, rows in frame[frame["cast"].notna()].groupby("cast", sort=False):
+        # Conversions of dtypes and of devices, which round nothing.
+        for before, after in (each.split(" -> ") for each in str(cast).split(", ")):
+            if roundoff(after) > roundoff(before):
+                groups = _shown(list(dict.fromkeys(rows["group"])))
+                found.append(
+                    f"The target has {after} at {groups} where the baseline has {before}, which alone explains a "
+                    "difference of this size."
+                )
+    return found
 
 
 def _floor(findings: Findings) -> str:

@@ -10,6 +10,7 @@ import pytest
 from kit.in_process import TalkingRank, talking_ranks
 from kit.support import wait_until
 
+from graftlab.base.progress import LongWait
 from graftlab.control.core import SessionCore
 from graftlab.control.judge import judge
 from graftlab.control.run import state_of
@@ -96,7 +97,7 @@ def test_a_job_that_dies_ends_the_verdict_and_is_named(session: SessionCore, ran
 
 
 def test_missing_jobs_are_named_and_the_plan_is_unchanged(session: SessionCore, ranks: list[TalkingRank]) -> None:
-    with pytest.raises(SessionError, match="a run of the jobs is missing, and a verdict needs every rank"):
+    with pytest.raises(SessionError, match=r"waited 0\.05 s for the jobs to begin their run\. Start each job with"):
         judge(session, VerdictRequest())
     under_way(session, ranks)
     ranks[1].rank.alive = False
@@ -104,6 +105,45 @@ def test_missing_jobs_are_named_and_the_plan_is_unchanged(session: SessionCore, 
         judge(session, VerdictRequest())
     ranks[0].rank.alive = False
     with pytest.raises(SessionError, match=r"baseline\[0\], target\[0\] are missing, and a verdict needs"):
+        judge(session, VerdictRequest())
+    assert session.plan.version == PLAN.version
+
+
+def test_a_verdict_waits_for_jobs_that_have_not_joined(
+    session: SessionCore, ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ranks:
+        each.rank.alive, each.rank.is_expected = False, True
+    waits: list[tuple[float | None, str]] = []
+
+    class Looks(LongWait):
+        """Lets a rank join at each look: first the baseline's, then the target's, and then their run begins."""
+
+        def __init__(self, title: str, what: str, count: Any, total: int | None = None, where: Any = None) -> None:
+            super().__init__(title, what, count, total, where)
+            self.look = (total, where)
+
+        def next_look(self, remaining: float | None) -> float:
+            total, where = self.look
+            assert where is not None
+            waits.append((total, where()))
+            if len(waits) <= 2:
+                rank = ranks[len(waits) - 1].rank
+                rank.alive, rank.is_expected = True, False
+            elif len(waits) == 3:
+                under_way(session, ranks)
+            return 0.0
+
+    monkeypatch.setattr("graftlab.control.job_verdict_runs.LongWait", Looks)
+    with pytest.raises(SessionError, match="no job made progress"):
+        judge(session, VerdictRequest())
+    told = ["baseline[0], target[0] to join", "target[0] to join", "the jobs to begin their run"]
+    assert waits[:3] == [(2, text) for text in told]
+
+
+def test_a_verdict_ends_its_wait_for_jobs_at_the_time_limit(session: SessionCore, ranks: list[TalkingRank]) -> None:
+    ranks[1].rank.alive, ranks[1].rank.is_expected = False, True
+    with pytest.raises(SessionError, match=r"waited 0\.05 s for target\[0\] to join\. Start each job"):
         judge(session, VerdictRequest())
     assert session.plan.version == PLAN.version
 

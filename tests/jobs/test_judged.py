@@ -29,15 +29,13 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 
 
 def listened(folder: Path, stop: Path, script: str) -> tuple[gl.Session, Jobs]:
-    """A session of two jobs that run this script, the target's with a fault, once they are under way."""
+    """A session of two jobs that run this script, the target's with a fault. They have not joined yet."""
     session = gl.listen(baseline=1, target=1, folder=folder, timeout=4 * DEADLINE)
     told = {"address": folder, "timeout": 4 * DEADLINE}
     jobs = [
         start(script, stop, fault, **variables(role, 1, 1, **told))
         for role, fault in (("baseline", "none"), ("target", "act"))
     ]
-    # Two that import all of torch, and where they train what optimizers import besides.
-    wait_until(lambda: session.row_count > 4, "rows", within=4 * DEADLINE)
     return session, jobs
 
 
@@ -54,6 +52,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
 ) -> None:
     session, jobs = listened(tmp_path / "run", stop, "repeats.py")
     before = filters_of(session.edit(b2t="name == 'nobody'", keep="name == 'out'"))
+    # It waits for both jobs to join.
     verdict = session.verdict()
     assert verdict.named == ["layers.*.act"]
     assert "layers.*.act is computed differently in layer 1 of 0-2 (added 0.01, " in verdict.text
@@ -121,10 +120,9 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
 def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop: Path) -> None:
     session, jobs = listened(tmp_path / "run", stop, "trains.py")
     verdict = session.verdict()
-    first = verdict.text.splitlines()[0]
-    assert first.startswith("The jobs do not repeat a step: from one to the next, the baseline differs at input.x")
-    assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in first
-    assert "\nThe weights already differ: " in verdict.text
+    assert "\nThe jobs do not repeat a step: from one to the next, the baseline differs at input.x" in verdict.text
+    assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in verdict.text
+    assert verdict.text.startswith("The weights already differ: ")
     assert (
         "layers.*.act is computed differently in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
     )

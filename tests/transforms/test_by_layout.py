@@ -309,3 +309,41 @@ def test_no_layout_is_suggested_unless_one_fits_shapes_or_values() -> None:
     zeros = suggested([whole], torch.zeros(6, 4))
     assert zeros == "; the shapes would fit in the layout 'a b -> b a' of the received tensor, but the values do not"
     assert "declare it with gl.tap(layout=...)" in suggested([whole, whole], whole)
+
+
+# ---- packed sequences over context parallel ranks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["t[cp] h", "t[cp:natural] h", "t[cp:zigzag] h"])
+def test_tokens_of_packed_sequences_are_joined_per_sequence(order: str) -> None:
+    lengths, whole = (8, 4), torch.arange(24.0).view(12, 2)
+    pieces: list[list[Tensor]] = [[], []]
+    for sequence in whole.split(lengths):
+        chunks = sequence.chunk(4)
+        first, second = ((0, 3), (1, 2)) if "zigzag" in order else ((0, 1), (2, 3))
+        pieces[0] += [chunks[number] for number in first]
+        pieces[1] += [chunks[number] for number in second]
+    held = [torch.cat(each) for each in pieces]
+    extras = {"request_lens": list(lengths)}
+    rest: dict[str, Any] = {"received_layouts": [rank_layout(each, order, 2) for each in held]}
+    for named in (None, "t h"):
+        mine = rank_layout(whole, named, 1)
+        assert torch.equal(made(held, whole * 0, target_extras=extras, layout=mine, **rest), whole)
+    # Cut for two receivers, too.
+    for rank in (0, 1):
+        mine = rank_layout(held[rank], order, 2)
+        sent: dict[str, Any] = {"received_layouts": [rank_layout(whole, "t h", 1)], "recv_world_size": 2}
+        given = made([whole], held[rank] * 0, target_extras=extras, layout=mine, recv_rank=rank, **sent)
+        assert torch.equal(given, held[rank])
+
+
+def test_without_lengths_tokens_are_of_one_sequence_with_a_note() -> None:
+    whole = torch.arange(24.0).view(12, 2)
+    rest: dict[str, Any] = {"senders": [0, 1], "send_world_size": 2}
+    for mine in (None, rank_layout(whole, "t h", 1)):
+        given = GraftTransformInput({"name": "x"}, list(whole.chunk(2)), [None, None], whole * 0, layout=mine, **rest)
+        found = by_layout(
+            dataclasses.replace(given, received_layouts=[rank_layout(each, "t[cp] h", 2) for each in whole.chunk(2)])
+        )
+        assert torch.equal(found.value, whole)
+        assert "no lengths of sequences arrived" in (found.note or "")

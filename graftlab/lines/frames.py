@@ -1,0 +1,164 @@
+"""The line of source that a torch operation comes from: the stack without torch, graftlab and the standard library."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType
+
+import torch
+
+# Rooms of graftlab that contain models: their lines are lines of a user's code.
+_ROOMS_OF_MODELS = ("engine", "models", "zoo")
+_GRAFTLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODELS = tuple(os.path.join(_GRAFTLAB, room) + os.sep for room in _ROOMS_OF_MODELS)
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STANDARD = tuple(
+    os.path.abspath(path) + os.sep for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))
+)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_INTERNAL, _OF_A_PACKAGE, _OF_THE_USER = range(3)
+
+# A stack of a model has tens of frames; generated code that calls itself may have thousands.
+_MOST_FRAMES = 32
+
+
+@dataclass(frozen=True)
+class SourceFrame:
+    """A line of source on the stack of an operation. ``line`` counts from 1; an unknown ``source`` is blank."""
+
+    file: str
+    line: int
+    function: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+@dataclass(frozen=True)
+class StackEntry:
+    """A position in running code, without its text, which is cheap enough to note for each operation."""
+
+    code: CodeType
+    line: int
+    is_of_user: bool
+    defines_modules: bool
+
+    def read(self) -> SourceFrame:
+        """Return the frame with its line of source."""
+        # Not until now: an entry is noted for each operation, and few are shown.
+        source = linecache.getline(self.code.co_filename, self.line).strip()
+        name = getattr(self.code, "co_qualname", self.code.co_name)
+        return SourceFrame(self.code.co_filename, self.line, name.replace("<locals>.", ""), source)
+
+
+def stack_entries(frame: FrameType | None = None) -> list[StackEntry]:
+    """Return the calling code's stack, innermost first, without torch, graftlab and the standard library.
+
+    ``frame`` is where to begin; by default the caller.
+    """
+    each: FrameType | None = sys._getframe(1) if frame is None else frame
+    found: list[StackEntry] = []
+    while each is not None and len(found) < _MOST_FRAMES:
+        code = each.f_code
+        origin = _origin(code.co_filename)
+        if origin != _INTERNAL:
+            line = each.f_lineno
+            found.append(StackEntry(code, line or code.co_firstlineno, origin == _OF_THE_USER, _has_modules(each)))
+        each = each.f_back
+    return found
+
+
+def model_entry(stack: Sequence[StackEntry]) -> StackEntry | None:
+    """Return the entry to show for an operation: the model's own line, not one in a package's helper.
+
+    That is the innermost entry, if it is the user's own code or in a file that defines modules. An installed helper
+    (the attention function of a model library, an einops call) is passed over for the innermost entry of such a file;
+    and without one, it is shown itself.
+    """
+    if not stack:
+        return None
+    innermost = stack[0]
+    if innermost.is_of_user:
+        return innermost
+    # A notebook defines modules and also calls functions of packages; only its modules' methods are a model's code.
+    for each in stack:
+        if each.defines_modules and (not each.is_of_user or each.code.co_varnames[:1] == ("self",)):
+            return each
+    return innermost
+
+
+def model_frame(frame: FrameType) -> FrameType | None:
+    """Return the running frame that :func:`model_entry` would choose from this one's stack; None without any."""
+    innermost: FrameType | None = None
+    each: FrameType | None = frame
+    while each is not None:
+        origin = _origin(each.f_code.co_filename)
+        if origin != _INTERNAL:
+            if innermost is None:
+                innermost = each
+                if origin == _OF_THE_USER:
+                    return each
+            if _has_modules(each) and (origin == _OF_A_PACKAGE or each.f_code.co_varnames[:1] == ("self",)):
+                return each
+        each = each.f_back
+    return innermost
+
+
+def is_of_graftlab(code: CodeType) -> bool:
+    """Whether code is graftlab's own, and no model of its examples."""
+    return code.co_filename.startswith(_GRAFTLAB) and _origin(code.co_filename) == _INTERNAL
+
+
+def calling_line(frame: FrameType | None = None) -> SourceFrame | None:
+    """Return the model's line that runs now, or in this frame; None if the stack has no code but torch and graftlab.
+
+    >>> from graftlab.lines.frames import calling_line
+    >>> calling_line().function
+    '<module>'
+    """
+    entry = model_entry(stack_entries(sys._getframe(1) if frame is None else frame))
+    return None if entry is None else entry.read()
+
+
+def is_of_model_code(file: str) -> bool:
+    """Return whether a file is neither part of torch, nor of graftlab, nor of Python."""
+    return _origin(file) != _INTERNAL
+
+
+@lru_cache(maxsize=4096)
+def _origin(file: str) -> int:
+    """Whose code a file is. The user's, unless it is installed, or part of torch, of graftlab or of Python."""
+    if file.startswith("<"):
+        # Without a text it is generated code, such as the __init__ of a dataclass.
+        return _OF_THE_USER if linecache.getline(file, 1) else _INTERNAL
+    path = os.path.abspath(file)
+    if path.startswith(_MODELS):
+        return _OF_THE_USER
+    if path.startswith((_TORCH, _GRAFTLAB)):
+        return _INTERNAL
+    if any(part in path for part in _INSTALLED):
+        return _OF_A_PACKAGE
+    return _INTERNAL if path.startswith(_STANDARD) else _OF_THE_USER
+
+
+# By the file: a module's classes are defined before any of its functions runs in a model.
+_files_with_modules: dict[str, bool] = {}
+
+
+def _has_modules(frame: FrameType) -> bool:
+    """Whether a frame's file defines a subclass of ``torch.nn.Module``."""
+    file = frame.f_code.co_filename
+    known = _files_with_modules.get(file)
+    if known is None:
+        name = frame.f_globals.get("__name__")
+        classes = [each for each in list(frame.f_globals.values()) if isinstance(each, type)]
+        known = any(issubclass(each, torch.nn.Module) and each.__module__ == name for each in classes)
+        _files_with_modules[file] = known
+    return known

@@ -1,0 +1,117 @@
+"""The line of source behind an operation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from graftlab.base.sources import install_source
+from graftlab.lines.frames import SourceFrame, StackEntry, calling_line, model_entry, stack_entries
+from graftlab.zoo.model import Config, Math, Model, make_weights
+
+MODEL = """
+import torch
+from package_with_models.helpers import attend
+
+class Attention(torch.nn.Module):
+    def forward(self, x):
+        return rotated(x) if x.dim() == 1 else attend(self, x)
+
+def rotated(x):
+    return x * 2
+"""
+HELPER = """
+def attend(module, x):
+    return x @ x
+"""
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[SourceFrame | None]:
+    """The lines of the multiplications and matrix products that run."""
+    lines: list[SourceFrame | None] = []
+    for name in ("__mul__", "__matmul__"):
+        original = getattr(torch.Tensor, name)
+
+        def noted(self: torch.Tensor, other: object, original: object = original) -> object:
+            # From the operation's caller on, as under a mode of torch.
+            lines.append(calling_line(sys._getframe(1)))
+            return original(self, other)  # type: ignore[operator]
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    return lines
+
+
+@pytest.fixture
+def attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
+    """A module of an installed package, which has a file of helpers without modules."""
+    package = tmp_path / "site-packages" / "package_with_models"
+    package.mkdir(parents=True)
+    for name, source in (("__init__", ""), ("models", MODEL), ("helpers", HELPER)):
+        (package / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(package.parent))
+    from package_with_models.models import Attention  # type: ignore[import-not-found]
+
+    found: torch.nn.Module = Attention()
+    yield found
+    for name in [each for each in sys.modules if each.startswith("package_with_models")]:
+        del sys.modules[name]
+
+
+def test_the_models_line_is_shown_not_the_line_of_a_helper_it_calls(
+    seen: list[SourceFrame | None], attention: torch.nn.Module
+) -> None:
+    attention(torch.ones(2, 2))
+    attention(torch.ones(2))
+    assert [(each.line, each.source) for each in seen if each] == [
+        (7, "return rotated(x) if x.dim() == 1 else attend(self, x)"),
+        (10, "return x * 2"),
+    ]
+
+
+def test_the_whole_stack_has_the_helpers_line_too(monkeypatch: pytest.MonkeyPatch, attention: torch.nn.Module) -> None:
+    stacks: list[list[StackEntry]] = []
+    original = torch.Tensor.__matmul__
+
+    def noted(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        stacks.append(stack_entries(sys._getframe(1)))
+        return original(self, other)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", noted)
+    attention(torch.ones(2, 2))
+    assert [each.read().source for each in stacks[0][:3]] == [
+        "return x @ x",
+        "return rotated(x) if x.dim() == 1 else attend(self, x)",
+        "attention(torch.ones(2, 2))",
+    ]
+
+
+def test_frames_of_torch_and_graftlab_are_left_out_but_not_its_models(seen: list[SourceFrame | None]) -> None:
+    Model(Math(Config()), make_weights(Config()))(torch.arange(4)[None])
+    assert seen
+    assert {Path(each.file).name for each in seen if each} <= {"model.py", "faults.py"}
+    assert not [each for each in stack_entries() if each.code.co_filename.startswith(str(Path(torch.__file__).parent))]
+
+
+def test_a_cells_line_has_its_source() -> None:
+    source = "def double(x):\n    return line()\n"
+    install_source("<cell 7>", source)
+    cell: dict[str, object] = {"line": lambda: calling_line(sys._getframe(1)), "__name__": "__main__"}
+    exec(compile(source, "<cell 7>", "exec"), cell)
+    assert cell["double"](1) == SourceFrame("<cell 7>", 2, "double", "return line()")  # type: ignore[operator]
+
+
+def test_generated_code_without_source_is_passed_over() -> None:
+    generated: dict[str, object] = {"line": lambda: calling_line(sys._getframe(1))}
+    exec(compile("def run():\n    return line()\n", "<generated>", "exec"), generated)
+    found = generated["run"]()  # type: ignore[operator]
+    assert found.file == __file__
+    assert "generated" in found.source
+
+
+def test_a_stack_without_user_code_has_no_line() -> None:
+    assert model_entry([]) is None
