@@ -22,7 +22,7 @@ from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.self_graft import SelfGraft
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import (
@@ -155,8 +155,8 @@ class Judgement:
             remarks += naming.job_remarks.of_named
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        naming.unseen += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
-        naming.unseen += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         hints: dict[str, str] = {}
@@ -169,6 +169,7 @@ class Judgement:
                 threshold=self._threshold,
                 target_ranks=self.session.options.target,
                 unseen=naming.unseen,
+                may_be_inherited=may_be_inherited,
                 not_repeated=naming.not_repeated if of_functions else (),
                 causes=causes,
                 hints=hints,

@@ -21,7 +21,7 @@ from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.remote_functions import Callee, find_without_dependents, graft_baseline_into_itself, repeat_callee
 from graftlab.recordings.recorded_side import RecordedSide

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
 from graftlab.verdict.added import LABELS
-from graftlab.verdict.wording import NOT_CHECKED, Findings, text_of
+from graftlab.verdict.wording import Findings, parts_of, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +32,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The conclusion, after a list of what was not examined."""
+        """What may overturn the conclusion, the conclusion, and then what was not examined."""
         return text_of(self.findings)
 
     @property
@@ -77,12 +77,12 @@ class Verdict:
         return bundle(repr(self), self._html())
 
     def _html(self) -> str:
-        lines = self.text.split("\n")
-        # The conclusion is bold, because what was not examined stands before it.
-        told = next((place for place, line in enumerate(lines) if not line.startswith(NOT_CHECKED)), 0)
+        before, answer, after = parts_of(self.findings)
+        # What may overturn the answer is as important as the answer.
+        bold = len(before) + 1
         text = "".join(
-            f"<p><b>{html.escape(line)}</b></p>" if place == told else f"<p>{html.escape(line)}</p>"
-            for place, line in enumerate(lines)
+            f"<p><b>{html.escape(line)}</b></p>" if place < bold else f"<p>{html.escape(line)}</p>"
+            for place, line in enumerate([*before, *answer, *after])
         )
         labels = self.labels
         worst = self.frame.loc[self.frame["group"].isin(self.named)]

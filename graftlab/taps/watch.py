@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
+from graftlab.taps.inside import InsideTaps
 
 _latest_change = 0
 
@@ -42,9 +44,9 @@ Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 _kinds: dict[str, str] = {}
 
 
-def kinds_of_watched() -> dict[str, str]:
-    """Return the class of the module behind each watched tap, by the tap's name."""
-    return dict(_kinds)
+def kinds_of_watched() -> Mapping[str, str]:
+    """Return the module's class, or the operation, behind each watched tap by its name; a view, which grows."""
+    return MappingProxyType(_kinds)
 
 
 class Removable(Protocol):
@@ -110,6 +112,7 @@ def watch(
     extras: Extras | None = None,
     grads: bool = False,
     functions: Sequence[str] = (),
+    inside: Chooser = None,
     params: bool = False,
     inputs: bool = False,
 ) -> Watch:
@@ -136,14 +139,20 @@ def watch(
     shows its tensors, as ``scaled_dot_product_attention.in[0]``, ``.in.attn_mask`` and ``.out``, so that
     implementations that are split into different modules share taps. Calls in a step are distinguished by occurrence.
 
+    ``inside`` chooses modules as ``include`` does, and taps each torch function that their own code calls, submodules
+    apart. A tap's name is the module's and the variable that gets the result, such as ``self_attn.q_rot``, or else the
+    line of source and the operation, such as ``self_attn.L241.matmul``. A helper's name comes before its variables and
+    lines: ``self_attn.rotate.x1``. A graft replaces the result for what follows it. Code that ``torch.compile``
+    compiles is left out, with a warning.
+
     With ``params`` each weight and buffer is a tap too, once per step, at the model's first call: under its name in
     ``state_dict()``, with the tag ``kind="param"``. ``include`` and ``exclude`` choose among them by that name and by
     the type of the owning module. A graft of such a tap changes the weight permanently; a verdict only compares them.
     With ``inputs`` the tensors among the model's arguments are taps, named after the parameters of its ``forward``
     (``input.input_ids``), with ``kind="input"``.
 
-    Outside a session no hook is installed, and the handle only lists the names. ``names`` does not include inputs,
-    which are unknown before a call.
+    Outside a session no hook is installed, and the handle only lists the names. ``names`` includes neither
+    inputs nor operations, which are unknown before a call.
 
     Raises :class:`FilterError` for an invalid expression, ValueError for an unknown torch function, and TypeError if
     ``model`` is not a module.
@@ -157,6 +166,7 @@ def watch(
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
     called = named_functions(functions)
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
+    looked_into = chooser(inside, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
     for path, (module, kind) in unwrapped_modules(model).items():
         name = prefix + (path or ROOT)
@@ -175,7 +185,18 @@ def watch(
         handles.append(model.register_forward_pre_hook(_WeightTaps(find), prepend=True))
     if inputs:
         handles.append(model.register_forward_pre_hook(_InputTaps(model, f"{prefix}input"), with_kwargs=True))
+    modules = dict(model.named_modules())
     handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
+    if inside is not None:
+        # The wrapped modules, because a wrapper's forward is not the model's code.
+        within = {_unwrapped(path, modules): module for path, module in modules.items()}
+        own = {
+            f"{prefix}{path}." if path else prefix: module
+            for path, module in within.items()
+            if looked_into(prefix + (path or ROOT), _type_of(module))
+        }
+        taken = {prefix + (path or ROOT) for path in within}
+        handles.append(InsideTaps(own, partial(_show_operation, grads), _kinds, taken))
     if called:
         handles.append(FunctionTaps(model, called, prefix, partial(_show_call, grads)))
     return Watch(handles, names)
@@ -183,6 +204,10 @@ def watch(
 
 def _show_call(grads: bool, name: str, value: Any) -> Any:
     return value if taps.tap_handler() is None else tap_inside(name, value, partial(_tap_value, None, grads), MAX_DEPTH)
+
+
+def _show_operation(grads: bool, name: str, value: torch.Tensor, *, replace: bool, tags: Mapping[str, Any]) -> Any:
+    return taps.show(name, value, None, replace=replace, grad=grads, tags=tags)
 
 
 Chosen = Callable[[str, str], bool]

@@ -30,13 +30,14 @@ class JobRemarks:
     """Sentences for a verdict on jobs, or on a baseline that is a recording.
 
     ``constant`` is the floor of every tap if it was not measured, ``floor`` the adjective for such a floor. ``first``
-    are sentences before the conclusion, ``unseen`` what was not checked, ``of_named`` a caveat if anything is named,
-    and ``last`` how the verdict changed the jobs.
+    are sentences that may overturn the conclusion, ``basis`` what it is based on, ``unseen`` what was not checked,
+    ``of_named`` a caveat if anything is named, and ``last`` how the verdict changed the jobs.
     """
 
     constant: float | None
     floor: str
     first: tuple[str, ...] = ()
+    basis: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     of_named: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
@@ -50,6 +51,8 @@ class Findings:
     threshold: float
     target_ranks: int
     unseen: Sequence[str] = ()
+    may_be_inherited: Sequence[str] = ()
+    """What was not checked and may make named groups innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
     """By the group of the output at which they were measured."""
@@ -82,20 +85,24 @@ class Findings:
 
 
 def text_of(findings: Findings) -> str:
-    """The verdict's text, its most important sentence first."""
-    lines = [*findings.outdated_pairs, *findings.unexplained, *findings.failed]
+    """The verdict's text: what may overturn its conclusion, the conclusion, and then all other caveats."""
+    return "\n".join(line for part in parts_of(findings) for line in part)
+
+
+def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
+    """The sentences before the conclusion, the conclusion, and those after it."""
+    before = [*findings.outdated_pairs, *findings.unexplained]
+    after = [*_hints(findings.hints), *findings.remarks]
+    # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
+    (after if findings.named else before).extend(findings.failed)
     if findings.not_repeated:
-        lines.append(_not_repeatable("baseline", findings.not_repeated))
+        before.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
-        lines.append(_not_repeatable("target", findings.target_not_repeated))
-    lines += findings.job_remarks.first if findings.job_remarks else ()
-    lines += findings.data
-    lines += [f"{NOT_CHECKED}{line}" for line in findings.unseen]
-    lines += _conclusion(findings)
-    lines += _hints(findings.hints)
-    lines += findings.remarks
-    lines += findings.job_remarks.last if findings.job_remarks else ()
-    return "\n".join(lines)
+        before.append(_not_repeatable("target", findings.target_not_repeated))
+    jobs = findings.job_remarks or JobRemarks(None, "")
+    before += [*jobs.first, *(f"{NOT_CHECKED}{line}" for line in findings.may_be_inherited), *findings.data]
+    after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
+    return before, _conclusion(findings), after
 
 
 def _hints(hints: Mapping[str, str]) -> list[str]:
