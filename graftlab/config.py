@@ -77,7 +77,7 @@ class GraftConfig:
     its next step pairs with the same step of the other side. Without it both sides' next steps pair.
 
     ``watch`` taps the modules of the first model that is called, chosen as by ``include`` of :func:`graftlab.watch`;
-    each call of that model is then a step. ``without_host`` says what a job does when its notebook closes: ``"keep"``
+    each call of that model is then a step. ``without_session`` says what a job does when its session ends: ``"keep"``
     comparing by the plan, or compare ``"nothing"``, until another notebook listens at that address.
 
     Raises :class:`ConfigError` for a value of the wrong type, or one that cannot be used.
@@ -104,7 +104,7 @@ class GraftConfig:
     keep_budget: int = limits.KEEP_BUDGET
     run_dir: str | None = None
     watch: str | None = None
-    without_host: str = "keep"
+    without_session: str = "keep"
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
     ports: str | None = None
@@ -130,8 +130,8 @@ class GraftConfig:
     def _check_values(self) -> None:
         if self.role is not None and self.role not in get_args(Side):
             raise _refusal("role", self.role, "'baseline' or 'target'")
-        if self.without_host not in ("keep", "nothing"):
-            raise _refusal("without_host", self.without_host, "'keep' or 'nothing'")
+        if self.without_session not in ("keep", "nothing"):
+            raise _refusal("without_session", self.without_session, "'keep' or 'nothing'")
         for name in ("baseline_world_size", "target_world_size"):
             size = getattr(self, name)
             if size is not None and not 0 < size < MAX_RANKS:

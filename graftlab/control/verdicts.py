@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
 from graftlab.verdict.added import LABELS
+from graftlab.verdict.origins import ErrorOrigin
 from graftlab.verdict.wording import Findings, parts_of, text_of
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ class Verdict:
         for group, label in zip(self.frame["group"], self.frame["label"], strict=True):
             found[group] = min(found.get(group, label), label, key=LABELS.index)
         return found
+
+    @property
+    def origins(self) -> tuple[ErrorOrigin, ...]:
+        """Where the errors of named values arise: for each, the innermost module of both sides that gives another
+        output from equal inputs. Empty where no module is watched, for jobs, and without ``explain``.
+        """
+        return () if self.findings.origins is None else self.findings.origins.found
 
     def plot(self, **options: Any) -> Figure:
         """Added and inherited error of each tap over the floor, with the culprits marked.

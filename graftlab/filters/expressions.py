@@ -76,6 +76,12 @@ class Filter:
         """Whether ``tags`` satisfy the expression. Never raises."""
         return _truth(self._evaluate(tags))
 
+    def may_match(self, path: str) -> bool:
+        """Whether a tap whose name begins with ``path`` may satisfy the expression, whatever its other tags."""
+        if not self.text.strip():
+            return False
+        return True in _possible_truths(parse_expression(f"({self.text}\n)"), path)
+
     def __reduce__(self) -> tuple[type[Filter], tuple[str]]:
         return Filter, (self.text,)
 
@@ -437,6 +443,48 @@ def _is_simple(node: ast.expr) -> bool:
         is_range = isinstance(function, ast.Name) and function.id == "range"
         return is_range or (isinstance(function, ast.Attribute) and function.attr == "split")
     return isinstance(node, ast.Name | ast.Constant | ast.Tuple | ast.List | ast.Set)
+
+
+# -- what a name's beginning excludes ---------------------------------------------------------------------------------
+
+_EITHER = frozenset((True, False))
+
+
+def _possible_truths(node: ast.expr, path: str) -> frozenset[bool]:
+    """Return the results that a condition may have for names that begin with ``path``."""
+    if isinstance(node, ast.BoolOp):
+        parts = [_possible_truths(value, path) for value in node.values]
+        decisive = isinstance(node.op, ast.Or)
+        rest = [not decisive] if all((not decisive) in part for part in parts) else []
+        return frozenset([*([decisive] if any(decisive in part for part in parts) else []), *rest])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return frozenset(not each for each in _possible_truths(node.operand, path))
+    if isinstance(node, ast.Constant):
+        return frozenset((bool(node.value),))
+    if isinstance(node, ast.Tuple) and not node.elts:
+        # What a comment alone leaves.
+        return frozenset((False,))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        names = _constants(node.left, node.ops[0], node.comparators[0])
+        if names is not None and not any(isinstance(name, str) and name.startswith(path) for name in names):
+            return frozenset((isinstance(node.ops[0], (ast.NotEq, ast.NotIn)),))
+    return _EITHER
+
+
+def _constants(left: ast.expr, op: ast.cmpop, right: ast.expr) -> list[object] | None:
+    """Return the constants that a comparison compares a tap's name with; None for any other comparison."""
+    if isinstance(op, (ast.Eq, ast.NotEq)):
+        if isinstance(left, ast.Constant):
+            left, right = right, left
+        items = [right]
+    elif isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, (ast.Tuple, ast.List, ast.Set)):
+        items = right.elts
+    else:
+        return None
+    if not (isinstance(left, ast.Name) and left.id == "name"):
+        return None
+    found: list[object] = [item.value for item in items if isinstance(item, ast.Constant)]
+    return found if len(found) == len(items) else None
 
 
 # -- operations on values, which never raise --------------------------------------------------------------

@@ -24,8 +24,10 @@ from graftlab.matching.contradictions import (
     other_roles,
     uncovered,
 )
+from graftlab.matching.generalising import general_layouts
 from graftlab.matching.names import fused_roles, pattern_of, place_of, similarity
-from graftlab.matching.proposal import Pair, Proposal, Sureness
+from graftlab.matching.pair import Pair, Sureness
+from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.rules import rules_of
 from graftlab.matching.search import ValueMatch, applied, find
@@ -96,8 +98,9 @@ class Matcher:
         self.apply_rules(trusted)
         if guesses:
             self.guess()
-        pairs = tuple(self.in_order(_after(before, self.pairs)))
-        return Proposal(pairs, *self.unmatched(), tuple(self._problems(pairs)))
+        pairs = tuple(self.in_order(_after(before, general_layouts(self.pairs, self.baseline, self.target))))
+        order: dict[Side, tuple[str, ...]] = {"baseline": tuple(self.baseline), "target": tuple(self.target)}
+        return Proposal(pairs, *self.unmatched(), tuple(self._problems(pairs)), order=order)
 
     def _problems(self, pairs: Sequence[Pair]) -> Iterable[str]:
         """The contradictions, each with the first later tap that does not match."""

@@ -59,6 +59,10 @@ class TapRecorder:
         """A value that differs in each step, and in each run of a session."""
         return self._step, None if self._inner is None else self._inner.moment
 
+    def may_take(self, path: str) -> bool:
+        """Whether taps whose names begin with ``path`` may be recorded, or have an effect in the session."""
+        return self._filter.may_match(path) or (self._inner is not None and self._inner.may_take(path))
+
     def step(self) -> None:
         """See :func:`graftlab.step`."""
         self._step += 1

@@ -17,6 +17,7 @@ from graftlab.base.text import counted, spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
 from graftlab.verdict.rounds_differently import RoundsDifferently
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
@@ -74,6 +75,8 @@ class Findings:
     """Sentences on stages of the verdict that failed."""
     rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
     """The groups that round differently. They are among the named ones."""
+    origins: ErrorOrigins | None = None
+    """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
     inconclusive: Sequence[str] = ()
@@ -143,6 +146,10 @@ def _conclusion(findings: Findings) -> list[str]:
             label = _label(frame, groups[0])
             what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
             lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
+        if findings.origins is not None:
+            lines += sentences_on(findings.origins)
+        elif any(kind_of_group(group) is None for group in computed):
+            lines.append(NOT_EXAMINED)
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
     if computed:
@@ -319,7 +326,8 @@ def _one_group(findings: Findings, group: str) -> str:
     what = described(group)
     # A tap's name keeps its case.
     what = what[0].upper() + what[1:] if kind_of_group(group) else what
-    return f"{what} is computed differently{where} ({', '.join(details)})"
+    is_right = findings.origins is not None and findings.origins.are_right(group)
+    return f"{what} {'differs' if is_right else 'is computed differently'}{where} ({', '.join(details)})"
 
 
 def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
@@ -336,7 +344,8 @@ def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
 
 def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
     """A sentence where several named values may read one wrong tensor that no tap shows; None elsewhere."""
-    values = [group for group in groups if kind_of_group(group) is None]
+    known = findings.origins or ErrorOrigins()
+    values = [group for group in groups if kind_of_group(group) is None and not known.covers(group)]
     places = {}
     for group in values:
         _, over = _over(findings, group)

@@ -582,5 +582,54 @@ def test_the_place_of_a_fault_counts_the_blanks_before_the_text(blanks: int, tex
     assert refused.value.position == blanks
 
 
+@pytest.mark.parametrize(
+    ("expression", "may"),
+    [
+        ("", False),
+        ("# nothing", False),
+        ("name == 'layers.3'", False),
+        ("'layers.1.attn.q' == name", True),
+        ("name in ('head', 'layers.1.attn.q')", True),
+        ("name in ('head', 'norm')", False),
+        ("name in 'layers'", True),
+        ("name == 'norm' and search('q', name)", False),
+        ("name == 'norm' or search('q', name)", True),
+        ("not name == 'norm'", True),
+        ("not name != 'norm'", False),
+        ("name != 'norm'", True),
+        ("name not in ('norm',)", True),
+        ("not (True or layer == 3)", False),
+        ("rank == 0 and False", False),
+        ("layer in (1, 2)", True),
+        ("name == other", True),
+        ("'a' < name < 'b'", True),
+        ("name == 'norm' if layer else False", True),
+    ],
+)
+def test_a_names_beginning_tells_where_a_filter_cannot_match(expression: str, may: bool) -> None:
+    assert compile_filter(expression).may_match("layers.1.attn.") is may
+
+
+NAMES = st.sampled_from(["a.b", "a.c", "b"])
+
+
+@given(
+    st.recursive(
+        st.sampled_from(["name == 'a.b'", "name in ('b', 'a.c')", "name != 'b'", "layer", "True", "search('a', name)"]),
+        lambda inner: st.one_of(
+            st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(lambda parts: f"({' '.join(parts)})"),
+            inner.map(lambda part: f"(not {part})"),
+        ),
+        max_leaves=6,
+    ),
+    NAMES,
+    st.booleans(),
+)
+def test_a_filter_that_matches_may_match(expression: str, name: str, layer: bool) -> None:
+    chosen = compile_filter(expression)
+    if chosen.matches({"name": name, "layer": layer}):
+        assert chosen.may_match(name[:2])
+
+
 def test_values_of_the_room_cannot_be_changed() -> None:
     assert_values(Filter)

@@ -13,7 +13,8 @@ from torch import Tensor
 from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher
 from graftlab.matching.matcher import match_taps
-from graftlab.matching.proposal import Pair, Proposal, pairs_of
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import Record, match_in_rounds
 from graftlab.matching.rules import rules_of
