@@ -19,6 +19,7 @@ from graftlab.errors import SessionError
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled, named_groups, unseen_of
 from graftlab.verdict.causes import consequences
+from graftlab.verdict.extra_calls import extra_calls
 from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_rows
 from graftlab.verdict.misaligned_steps import find_misaligned_steps
@@ -126,5 +127,6 @@ def judge_rows(
         inputs=[*given, *even],
         following=following,
         job_remarks=said,
+        extra_calls=extra_calls(grafted, named),
     )
     return Verdict(findings, 0)

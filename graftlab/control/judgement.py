@@ -34,6 +34,7 @@ from graftlab.verdict.added import (
     unseen_of,
 )
 from graftlab.verdict.causes import Causes, consequences
+from graftlab.verdict.extra_calls import extra_calls
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
@@ -189,6 +190,9 @@ class Judgement:
                 failed=self._failed,
                 pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
                 rounding=rounding,
+                extra_calls=self._attempt(
+                    "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
+                ),
                 origins=origins,
             ),
             self._runs.count,

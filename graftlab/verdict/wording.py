@@ -79,6 +79,8 @@ class Findings:
     """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    extra_calls: Sequence[str] = ()
+    """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
     inconclusive: Sequence[str] = ()
     """Sentences on why nothing can be concluded from grafts, such as pairs that no longer hold."""
 
@@ -94,7 +96,7 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.inconclusive, *findings.unexplained]
+    before = [*findings.inconclusive, *findings.unexplained, *findings.extra_calls]
     after = [*_hints(findings.hints), *findings.remarks]
     # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
     (after if findings.named else before).extend(findings.failed)

@@ -63,6 +63,7 @@ def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> 
         ("B2T_FILTER", "layer = 4", "b2t_filter (GRAFTLAB_B2T_FILTER) is 'layer = 4'; it takes a filter expression"),
         ("WATCH", "(", "watch (GRAFTLAB_WATCH) is '('; it takes a filter expression"),
         ("TRANSFORM_PATH", "nodots", "transform_path (GRAFTLAB_TRANSFORM_PATH) is 'nodots'; it takes 'pkg.module"),
+        ("MESH", "cp", "mesh (GRAFTLAB_MESH) is 'cp'; it takes sizes by name: 'cp' is not a mesh"),
         ("WITHOUT_SESSION", "die", "without_session (GRAFTLAB_WITHOUT_SESSION) is 'die'; it takes 'keep' or 'nothing'"),
         ("GROUP_NAME", "../x", "group_name (GRAFTLAB_GROUP_NAME) is '../x'; it takes a name"),
         ("TIMEOUTS", "3", "GRAFTLAB_TIMEOUTS is not one of graftlab's variables; did you mean GRAFTLAB_TIMEOUT?"),
