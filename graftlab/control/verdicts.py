@@ -77,7 +77,7 @@ class Verdict:
         return added_errors(self.frame, threshold=self.findings.threshold, **options)
 
     def __repr__(self) -> str:
-        differs = self.findings.unexplained or self.findings.outdated_pairs
+        differs = self.findings.unexplained or self.findings.inconclusive
         nothing = "nothing named, and something differs" if differs else "nothing named"
         return f"<Verdict of {counted(self.runs, 'run')}: {', '.join(self.named) or nothing}>\n{self.text}"
 

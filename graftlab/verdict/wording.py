@@ -81,8 +81,8 @@ class Findings:
     """What to do where both sides have taps and no names pair."""
     extra_calls: Sequence[str] = ()
     """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
-    outdated_pairs: Sequence[str] = ()
-    """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
+    inconclusive: Sequence[str] = ()
+    """Sentences on why nothing can be concluded from grafts, such as pairs that no longer hold."""
 
     @property
     def named(self) -> list[str]:
@@ -96,7 +96,7 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.outdated_pairs, *findings.unexplained, *findings.extra_calls]
+    before = [*findings.inconclusive, *findings.unexplained, *findings.extra_calls]
     after = [*_hints(findings.hints), *findings.remarks]
     # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
     (after if findings.named else before).extend(findings.failed)
@@ -135,7 +135,7 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
-    if findings.outdated_pairs or (findings.failed and not len(frame)):
+    if findings.inconclusive or (findings.failed and not len(frame)):
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
