@@ -140,6 +140,8 @@ class Decisions:
         self._place = place
         self._seen = seen
         self._warn_once = warn_once
+        # Whether the plan may match a tap whose name begins so, for those that were asked.
+        self._may_match: dict[str, bool] = {}
         # A decision that changes from call to call cannot be cached.
         self._caches = "recompute_status" not in plan.looks_at
 
@@ -149,6 +151,13 @@ class Decisions:
             return self.known[lookup]
         except (KeyError, TypeError):
             return self.decide(lookup)
+
+    def may_take(self, path: str) -> bool:
+        """Whether to show taps whose names begin with ``path``: also the first time, so that they become known."""
+        if path not in self._may_match:
+            self._may_match[path] = self.plan.may_match(path)
+            return True
+        return self._may_match[path]
 
     def decide(self, lookup: TapLookup) -> Decision | None:
         """Make a new decision about a call."""

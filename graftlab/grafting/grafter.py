@@ -166,6 +166,11 @@ class Grafter:
         decision = self._decisions.of((name, self._ambient.get(), *tags.items()))
         return None if decision is None else self._combined([decision.action, *(o.action for o in decision.others)])
 
+    def may_take(self, path: str) -> bool:
+        """Whether to show taps whose names begin with ``path``, which the plan may then not match."""
+        decisions = self._decisions
+        return decisions is not None and decisions.may_take(path)
+
     def actions_of_side(self, name: str, tags: Mapping[str, Any]) -> list[Action]:
         """Return the actions for such a tap on all ranks of this side, which differ only by the tag ``rank``."""
         given, _ = given_tags(name, dict(self._ambient.get()), tags, self._warn_once)
@@ -457,7 +462,9 @@ class Grafter:
             return None
         try:
             given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
-            return SentExtras(None, rank_layout(shown, given, self.place.world_size) if has_layout else None, name)
+            place = self.place
+            layout = rank_layout(shown, given, place.world_size, place.rank) if has_layout else None
+            return SentExtras(None, layout, name)
         except LayoutError as error:
             return error
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts import Layout, Part, join_parts
+from graftlab.layouts import Layout, Part, Window, join_parts
 from graftlab.matching.names import fused_roles, last_role, layer_of, layers_of, place_of, role_of
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.matching.rules import rules_of
 
 
@@ -137,6 +137,8 @@ def other_parts(pairs: Sequence[Pair]) -> list[str]:
 def _share(pair: Pair) -> tuple[int, int]:
     """A part's share of the whole, as a fraction."""
     step = pair.layout.steps[0]
+    if isinstance(step, Window):
+        return step.length, 0
     if not isinstance(step, Part):
         return -1, id(pair)
     size, whole = step.of[step.index], sum(step.of)

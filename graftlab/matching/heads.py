@@ -12,7 +12,7 @@ import torch
 
 from graftlab.errors import LayoutError
 from graftlab.matching.names import last_role, module_of, role_of
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
 
 Order = npt.NDArray[np.int64]

@@ -14,7 +14,7 @@ from graftlab.layouts import Layout, Part, Rearrange, Scale
 from graftlab.matching.contradictions import odd_layouts, other_roles, uncovered
 from graftlab.matching.heads import odd_heads
 from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
 
 Items = Mapping[str, RecordedTap]

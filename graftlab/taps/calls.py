@@ -75,6 +75,9 @@ class RankTapHandler(TapHandler, Protocol):
     def moment(self) -> object:
         """A value that changes with each run and each step."""
 
+    def may_take(self, path: str) -> bool:
+        """Whether taps whose names begin with ``path`` may have an effect; if not, they need not be shown."""
+
     def step(self) -> None:
         """See :func:`graftlab.step`."""
 
@@ -265,7 +268,7 @@ class tags:
     function's arguments at each call: ``@gl.tags(lambda self, *_: {"layer": self.index})``. Inner tags take precedence
     over outer ones, and a tap's own tags over both. Tags are separate for each thread and each asyncio task. In a
     generator they apply while it runs, and not to its caller's taps between two values, unless
-    :func:`contextlib.contextmanager` makes it a context manager.
+    ``contextlib.contextmanager`` makes it a context manager.
 
     Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which cannot be decorated.
 
@@ -442,6 +445,9 @@ class _NullHandler:
 
     moment: object = None
 
+    def may_take(self, path: str) -> bool:
+        return False
+
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         return value
 
@@ -467,6 +473,13 @@ def tap_handler_of(thread: int) -> TapHandler | None:
     if _in_generators:
         _leave_out_suspended()
     return _grafter if _route is None else _route(thread)
+
+
+def may_take(path: str) -> bool:
+    """Whether the tap handler in use may do something with a tap whose name begins with ``path``."""
+    if _handler is None:
+        return False
+    return _handler is not _grafter or _grafter.may_take(path)
 
 
 def grafter() -> RankTapHandler | None:

@@ -59,7 +59,7 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str]) -> lis
     found = [each for each in found if each.group == found[0].group]
     sides: tuple[Side, ...] = ("target", "baseline")
     shown = [each for side in sides for each in _shown_of([e for e in found if e.side == side])]
-    head = "First difference inside it, from equal values before it"
+    head = "First difference, from equal values before it"
     if any(each.confirmed for each in shown):
         head += "; with the baseline's value there the tap agrees:"
     elif len(found) > len(shown):

@@ -12,7 +12,7 @@ from graftlab.base.tags import own_tags
 from graftlab.base.text import counted
 from graftlab.matching.contradictions import other_roles
 from graftlab.matching.names import similarity
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.matching.sketch import limit_for
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records

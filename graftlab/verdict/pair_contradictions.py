@@ -13,7 +13,7 @@ from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
 from graftlab.matching.contradictions import in_groups, in_part, odd_layouts, other_parts, other_roles
 from graftlab.matching.names import layers_of
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
 

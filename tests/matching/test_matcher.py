@@ -13,7 +13,8 @@ from torch import Tensor
 from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher
 from graftlab.matching.matcher import match_taps
-from graftlab.matching.proposal import Pair, Proposal, pairs_of
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import Record, match_in_rounds
 from graftlab.matching.rules import rules_of
@@ -298,6 +299,20 @@ def test_layers_choose_alike_between_equal_values() -> None:
     proposal = match_taps(baseline, target, guesses=False)
     assert [pair.baseline for pair in proposal.pairs] == [f"h.{n}.inner" for n in range(4)]
     assert proposal.problems == ()
+
+
+def test_a_rule_keeps_its_partner_from_a_tap_that_has_the_same_values() -> None:
+    """A module and its last child have equal values; in later layers only the module's still match."""
+    baseline, target = [], []
+    for n in range(4):
+        right, wrong = values(4, 8, seed=n), values(4, 8, seed=n + 50)
+        baseline += [tap(f"h.{n}.attn.proj", right, 2 * n, "Linear"), tap(f"h.{n}.attn", right, 2 * n + 1)]
+        target += [tap(f"l.{n}.a.out", wrong, 2 * n, "Linear"), tap(f"l.{n}.a", right, 2 * n + 1, "Linear")]
+    shown = [Pair(f"h.{n}.attn.proj", f"l.{n}.a.out", sureness="rule") for n in range(2)]
+    proposal = match_taps(baseline, target, trusted=shown)
+    assert [(pair.baseline, pair.target) for pair in proposal.pairs] == [
+        pair for n in range(4) for pair in ((f"h.{n}.attn.proj", f"l.{n}.a.out"), (f"h.{n}.attn", f"l.{n}.a"))
+    ]
 
 
 def test_a_fused_tap_has_all_its_parts_even_if_some_match_elsewhere() -> None:
