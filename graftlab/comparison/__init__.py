@@ -1,0 +1,1 @@
+"""Comparisons from one command: start both sides, match, judge, report."""
