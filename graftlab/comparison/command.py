@@ -24,8 +24,8 @@ from graftlab.ranks.held_call import FunctionInFile, WatchChoice
 _USAGE = 64
 _FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
 EPILOG = (
-    "exit codes: 0, they agree to rounding; 1, they differ, located or not; 2, inconclusive, with the reason; 64, wrong "
-    "usage"
+    "exit codes: 0, they agree to rounding; 1, they differ, located or not; 2, inconclusive, with the reason; 64, "
+    "wrong usage"
 )
 # Seconds without a terminal after which a wait is reported, once.
 _PATIENCE = 20.0
@@ -134,14 +134,12 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     if arguments.calls < 1:
         raise ConfigError(f"--calls {arguments.calls}: give at least 1")
     ranks = _given_ranks(arguments.ranks)
-    commands = [
-        _command(side, count) for side, count in zip((arguments.baseline, arguments.target), ranks, strict=True)
-    ]
+    baseline, target = _command(arguments.baseline, ranks[0]), _command(arguments.target, ranks[1])
     settings = ScriptSettings(
         WatchChoice(arguments.include, functions), arguments.model, arguments.inject, arguments.timeout
     )
     choice = ScriptChoice(settings, judging, arguments.calls, arguments.keep_going, arguments.folder)
-    return compare_scripts(*commands, choice, _Progress())
+    return compare_scripts(baseline, target, choice, _Progress())
 
 
 def _function(text: str) -> FunctionInFile:

@@ -43,10 +43,12 @@ class Comparison(Verdict):
     outcome: Outcome
     remarks: tuple[str, ...] = ()
     """Sentences of the comparison before those of the verdict, the most important first."""
+    how: str = ""
+    """How the runs were made, in a sentence."""
 
     @property
     def text(self) -> str:
-        return "\n".join([*self.remarks, super().text])
+        return "\n".join(filter(None, [*self.remarks, super().text, self.how]))
 
     def report(self, path: str | Path = "report.html", *, tensors: bool = False) -> Path:
         """Write the comparison as one page; returns its path. See :meth:`graftlab.Session.report`."""

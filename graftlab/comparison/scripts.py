@@ -21,6 +21,8 @@ from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.wording import NOT_CHECKED
 
+_HOW = "Each script waited in the outermost call of its model, which was repeated for each run from the same state."
+
 OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
 
 
@@ -42,7 +44,9 @@ def compare_scripts(
     baseline: ScriptCommand,
     target: ScriptCommand,
     choice: ScriptChoice,
-    on_wait: OnWait = lambda processes, missing: None,
+    on_wait: _HOW = "Each script waited in the outermost call of its model, which was repeated for each run from the same state."
+
+OnWait = lambda processes, missing: None,
 ) -> Comparison:
     """Start both commands, hold the first calls of their models one after the other, and judge each until one differs.
 
@@ -117,4 +121,4 @@ def _ended(session: Session, compared: Comparison, number: int, run: Run) -> Com
 
 
 def _with(compared: Comparison, said: Sequence[str], outcome: Outcome | None = None) -> Comparison:
-    return replace(compared, remarks=(*said, *compared.remarks), outcome=outcome or compared.outcome)
+    return replace(compared, remarks=(*said, *compared.remarks), outcome=outcome or compared.outcome, how=_HOW)

@@ -288,8 +288,8 @@ def _models_called(call: Callable[[], Any], state: Any, taps: Mapping[str, None]
         return {}
     if not models:
         raise SessionError(
-            "compare: the code calls no torch.nn.Module that has parameters, so it shows no taps; give code that does, or "
-            "show its tensors with gl.tap"
+            "compare: the code calls no torch.nn.Module that has parameters, so it shows no taps; give code that does, "
+            "or show its tensors with gl.tap"
         )
     if len(models) == 1:
         return {"": models[0]}
