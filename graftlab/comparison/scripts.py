@@ -21,7 +21,10 @@ from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.wording import NOT_CHECKED
 
-_HOW = "Each script waited in the outermost call of its model, which was repeated for each run from the same state."
+_HOW = (
+    "Each script waited in the outermost call of its model, which was repeated for each run from the same state; "
+    "nothing else in the scripts was repeated."
+)
 
 OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
 
@@ -44,9 +47,7 @@ def compare_scripts(
     baseline: ScriptCommand,
     target: ScriptCommand,
     choice: ScriptChoice,
-    on_wait: _HOW = "Each script waited in the outermost call of its model, which was repeated for each run from the same state."
-
-OnWait = lambda processes, missing: None,
+    on_wait: OnWait = lambda processes, missing: None,
 ) -> Comparison:
     """Start both commands, hold the first calls of their models one after the other, and judge each until one differs.
 
