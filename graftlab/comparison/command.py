@@ -12,16 +12,19 @@ import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from graftlab.comparison.functions import compare
-from graftlab.comparison.held_calls import EXIT_CODES, Comparison, JudgingChoice
-from graftlab.comparison.scripts import ScriptChoice, compare_scripts
 from graftlab.errors import ConfigError, GraftError
-from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings
-from graftlab.ranks.held_call import FunctionInFile, WatchChoice
 
-_USAGE = 64
+# What compares is imported when it is needed: every command of graftlab imports this module for its arguments, and a
+# job that attaches must not import pandas.
+if TYPE_CHECKING:
+    from graftlab.comparison.held_calls import Comparison
+    from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess
+    from graftlab.ranks.held_call import FunctionInFile
+
+_AGREE, _DIFFER, _INCONCLUSIVE, _USAGE = 0, 1, 2, 64
+_EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
 _FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
 EPILOG = (
     "exit codes: 0, they agree to rounding; 1, they differ, located or not; 2, inconclusive, with the reason; 64, "
@@ -80,13 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
     except GraftError as error:
         # Nothing was concluded, and the reason is in the message.
         if arguments.json:
-            _write_json({"outcome": "inconclusive", "exit_code": EXIT_CODES["inconclusive"], "text": str(error)})
+            _write_json({"answer": "inconclusive", "exit_code": _INCONCLUSIVE, "text": str(error)})
         else:
             sys.stderr.write(f"graftlab compare: {error}\n")
-        return EXIT_CODES["inconclusive"]
+        return _INCONCLUSIVE
     except KeyboardInterrupt:
         sys.stderr.write("graftlab compare: interrupted; nothing was concluded, and both sides have ended\n")
-        return EXIT_CODES["inconclusive"]
+        return _INCONCLUSIVE
     with compared.session:
         page = compared.report(arguments.report or compared.session.folder / "report.html")
         if arguments.json:
@@ -95,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stdout.write(f"{compared.text}\n\nThe report is {page}\n")
         if arguments.open:
             webbrowser.open(page.resolve().as_uri())
-    return EXIT_CODES[compared.outcome]
+    return _EXIT_CODES[compared.answer]
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -104,6 +107,12 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def _compared(arguments: argparse.Namespace) -> Comparison:
+    from graftlab.comparison.functions import compare
+    from graftlab.comparison.held_calls import JudgingChoice
+    from graftlab.comparison.scripts import ScriptChoice, compare_scripts
+    from graftlab.jobs.script_launcher import ScriptSettings
+    from graftlab.ranks.held_call import WatchChoice
+
     sides = [_FUNCTION.fullmatch(side) for side in (arguments.baseline, arguments.target)]
     judging = JudgingChoice(
         arguments.match, arguments.output, "auto" if arguments.floor is None else arguments.floor, arguments.threshold
@@ -143,6 +152,8 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
 
 
 def _function(text: str) -> FunctionInFile:
+    from graftlab.ranks.held_call import FunctionInFile
+
     found = _FUNCTION.fullmatch(text)
     if found is None:
         raise ConfigError(f"{text!r} names no function; write FILE.py:FUNCTION")
@@ -166,6 +177,8 @@ def _given_ranks(text: str | None) -> list[int | None]:
 
 def _command(text: str, ranks: int | None) -> ScriptCommand:
     """The command of a side; a script runs in the Python of this process."""
+    from graftlab.jobs.script_launcher import ScriptCommand
+
     try:
         words = [text] if text.endswith(".py") and os.path.isfile(text) else shlex.split(text)
     except ValueError as error:
@@ -236,8 +249,8 @@ class _Progress:
 
 def _as_json(compared: Comparison, page: Path) -> dict[str, Any]:
     return {
-        "outcome": compared.outcome,
-        "exit_code": EXIT_CODES[compared.outcome],
+        "answer": compared.answer,
+        "exit_code": _EXIT_CODES[compared.answer],
         "named": compared.named,
         "labels": compared.labels,
         "runs": compared.runs,

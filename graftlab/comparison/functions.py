@@ -43,7 +43,7 @@ def compare(
     :meth:`Session.verdict`, ``device``, ``timeout`` and ``folder`` as for :func:`launch`. Each run of the verdict
     repeats the call from the same state: buffers, attributes, caches among the arguments, random numbers.
 
-    Returns the verdict, which also has the ``outcome`` (``"agree"``, ``"differ"`` or ``"inconclusive"``), the
+    Returns the verdict, which also has the ``answer`` (``"agree"``, ``"differ"`` or ``"inconclusive"``), the
     ``session``, which stays open, and the ``match``. Raises what :func:`launch` and :meth:`Session.run` raise.
 
     >>> def reference():
@@ -51,7 +51,7 @@ def compare(
     >>> def port():
     ...     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(approximate="tanh"))
     >>> comparison = gl.compare(reference, port, torch.ones(2, 4))
-    >>> comparison.outcome, comparison.named
+    >>> comparison.answer, comparison.named
     ('differ', ['*'])
     >>> comparison.session.close()
     """

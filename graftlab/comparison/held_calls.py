@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
     from graftlab.session import Session
 
-Outcome = Literal["agree", "differ", "inconclusive"]
-EXIT_CODES: Mapping[Outcome, int] = {"agree": 0, "differ": 1, "inconclusive": 2}
+Answer = Literal["agree", "differ", "inconclusive"]
 
 # The share of the taps of the side with fewer that must have a partner of the same name, or taps are matched by value.
 _ENOUGH = 0.8
@@ -34,13 +33,13 @@ _ENOUGH = 0.8
 class Comparison(Verdict):
     """The answer of :func:`graftlab.compare`: a verdict, the session that gave it, and the match by which taps pair.
 
-    ``match`` is None where names pair. ``outcome`` is ``"agree"`` (to rounding), ``"differ"``, located or not, or
+    ``match`` is None where names pair. ``answer`` is ``"agree"`` (to rounding), ``"differ"``, located or not, or
     ``"inconclusive"``, with the reason in the text.
     """
 
     session: Session = field(repr=False)
     match: Proposal | None = field(repr=False)
-    outcome: Outcome
+    answer: Answer
     remarks: tuple[str, ...] = ()
     """Sentences of the comparison before those of the verdict, the most important first."""
     how: str = ""
@@ -91,15 +90,15 @@ def judge_held_calls(
     )
     trusted = not remarks
     results = compare_returned([each.plain for each in baseline], [each.plain for each in target])
-    outcome = _outcome(verdict.findings, trusted, results.compared)
+    answer = _answer(verdict.findings, trusted, results.compared)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
-    if outcome == "agree" and without_taps:
-        outcome = "differ"
-    if outcome == "inconclusive" and trusted and not results.compared and not len(verdict.frame):
+    if answer == "agree" and without_taps:
+        answer = "differ"
+    if answer == "inconclusive" and trusted and not results.compared and not len(verdict.frame):
         remarks.append("Neither a tap nor a result of the two calls could be compared.")
     remarks += without_taps
     remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked(baseline, target)]
-    return Comparison(verdict.findings, verdict.runs, session, proposal, outcome, tuple(remarks))
+    return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
 def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
@@ -121,7 +120,7 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
     return said
 
 
-def _outcome(findings: Findings, trusted: bool, results_compared: bool) -> Outcome:
+def _answer(findings: Findings, trusted: bool, results_compared: bool) -> Answer:
     if not trusted or findings.not_repeated or findings.target_not_repeated:
         return "inconclusive"
     if findings.named or findings.unexplained or findings.data or findings.following:

@@ -9,14 +9,14 @@ from pathlib import Path
 from graftlab.base.progress import LongWait
 from graftlab.base.text import counted
 from graftlab.base.world import Side
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, Outcome, described, judge_held_calls
+from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice, described, judge_held_calls
 from graftlab.control.run import Run, state_of
 from graftlab.control.run_folder import make_run_folder
 from graftlab.jobs.held_script import leave
 from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings, scripts_of, start_scripts
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import describe_call, release_call
+from graftlab.ranks.held_call import CallDescription, ScriptEnd, describe_call, release_call
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.wording import NOT_CHECKED
@@ -25,6 +25,9 @@ _HOW = (
     "Each script waited in the outermost call of its model, which was repeated for each run from the same state; "
     "nothing else in the scripts was repeated."
 )
+
+# Seconds in which a script's processes end after one of them has.
+_END_LIMIT = 60.0
 
 OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
 
@@ -76,7 +79,7 @@ def compare_scripts(
 def _judge_calls(session: Session, choice: ScriptChoice) -> Comparison:
     compared = judge_held_calls(session, *described(session.run(describe_call, describe_call)), choice.judging)
     for number in range(1, choice.calls + 1):
-        if compared.outcome != "agree":
+        if compared.answer != "agree":
             return _with(compared, (f"At call {number} of the model:",) if number > 1 else ())
         if number == choice.calls:
             return _with(compared, _of_calls(number, "further calls, if there are any; --calls N judges more of them."))
@@ -85,41 +88,49 @@ def _judge_calls(session: Session, choice: ScriptChoice) -> Comparison:
         bar = LongWait(f"waiting for call {number + 1} of both models", "", lambda: 0, where=state_of(run).where)
         # Not Run.wait, which shows the end of a script as a failure.
         state_of(run).wait_until(lambda: False, bar)
-        if any(result is None for result in (*run.baseline, *run.target)):
+        if not all(isinstance(result, CallDescription) for result in (*run.baseline, *run.target)):
             return _ended(session, compared, number, run)
         compared = judge_held_calls(session, *described(run), choice.judging, compared.match)
     raise AssertionError("the last call returns")
 
 
 def _of_calls(number: int, unseen: str = "") -> tuple[str, ...]:
-    said = f"The first {counted(number, 'call')} of the model agree." if number > 1 else "The call of the model agrees."
+    said = f"The first {number} calls of the model agree." if number > 1 else "The first call of the model agrees."
     return (said, f"{NOT_CHECKED}{unseen}") if unseen else (said,)
 
 
 def _ended(session: Session, compared: Comparison, number: int, run: Run) -> Comparison:
     """The comparison after at least one side has ended where the other may have called its model once more."""
-    processes = scripts_of(session)
-    called_again = {side for side, results in (("baseline", run.baseline), ("target", run.target)) if all(results)}
-    for process in processes.values():
-        if process.side not in called_again:
-            process.wait(session.options.timeout)
-    failed = [each for each in processes.values() if each.side not in called_again and not each.is_done]
-    if failed:
-        said = [
-            f"After {counted(number, 'call')} of the model that agreed, the {each.side} `{each.command.text}` "
-            f"{each.how_it_ended()}. Its output ends:\n{each.last_lines()}"
-            for each in failed
-        ]
+    results: dict[Side, list[object]] = {"baseline": run.baseline, "target": run.target}
+    said = [
+        f"After {counted(number, 'call')} of the model that agreed, the {side} `{process.command.text}` {how}. Its "
+        f"output ends:\n{process.last_lines()}"
+        for side, process in scripts_of(session).items()
+        if (how := _failure(process, results[side])) is not None
+    ]
+    if said:
         return _with(compared, said, "inconclusive")
-    if called_again:
-        more, fewer = ("baseline", "target") if "baseline" in called_again else ("target", "baseline")
+    again = [side for side, each in results.items() if all(isinstance(result, CallDescription) for result in each)]
+    if again:
+        fewer = "target" if again == ["baseline"] else "baseline"
         said = [
-            f"The first {counted(number, 'call')} of the model agree, and then the {more} calls it again and the "
-            f"{fewer} ends: their numbers of calls differ."
+            f"{_of_calls(number)[0]} Then the {again[0]} calls it again, and the {fewer} ends: their numbers of calls "
+            "differ."
         ]
         return _with(compared, said, "differ")
     return _with(compared, _of_calls(number))
 
 
-def _with(compared: Comparison, said: Sequence[str], outcome: Outcome | None = None) -> Comparison:
-    return replace(compared, remarks=(*said, *compared.remarks), outcome=outcome or compared.outcome, how=_HOW)
+def _failure(process: ScriptProcess, results: Sequence[object]) -> str | None:
+    """How a script failed; None if it ended as it should, or calls its model again."""
+    raised = [result.failure for result in results if isinstance(result, ScriptEnd) and result.failure is not None]
+    if raised:
+        return f"raised {raised[0]}"
+    # A process that was killed, or ended at once, could not report its end.
+    if all(result is not None for result in results) or (process.wait(_END_LIMIT) and process.is_done):
+        return None
+    return process.how_it_ended()
+
+
+def _with(compared: Comparison, said: Sequence[str], answer: Answer | None = None) -> Comparison:
+    return replace(compared, remarks=(*said, *compared.remarks), answer=answer or compared.answer, how=_HOW)

@@ -6,6 +6,7 @@ script continues with the call itself, from the state in which it was reached.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -36,7 +37,8 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
-from graftlab.ranks.held_call import HeldCall, WatchChoice, held_call, hold
+from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice, held_call, hold
+from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.own_place import own_backend, own_device, own_rank
 from graftlab.ranks.process_setup import die_with_notebook
@@ -103,7 +105,9 @@ class _ScriptRank(Rank):
     def __init__(self, calls: OutermostCalls, death_pipe: int, *given: Any) -> None:
         self._calls = calls
         self._death_pipe = death_pipe
+        self._runs = 0
         super().__init__(*given)
+        atexit.register(self._report_end, os.getpid())
 
     def hold(self, call: HeldCall) -> None:
         """Repeat this call as the notebook asks, until it is released."""
@@ -118,6 +122,25 @@ class _ScriptRank(Rank):
             # The comparison is over, and the script ends with it.
             self._line.channel.drain(5.0)
             os._exit(0)
+
+    def _run(self, request: RunRequest) -> None:
+        super()._run(request)
+        self._runs += 1
+
+    def _report_end(self, process: int) -> None:
+        """Answer the notebook's next request: the script has ended, and calls no model again.
+
+        The exit code of its command would not show that: collective libraries may abort while a process ends.
+        """
+        if os.getpid() != process or self._is_over:
+            return
+        error = getattr(sys, "last_value", None)
+        hold(ScriptEnd(None if error is None else f"{type(error).__name__}: {error}"))
+        runs = self._runs
+        while self._runs == runs and not self._control.stopping:
+            self.handle_next()
+        self._is_over = True
+        self._line.channel.drain(5.0)
 
     def end(self) -> None:
         if not self._is_over:

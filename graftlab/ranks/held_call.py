@@ -60,6 +60,13 @@ class CallDescription:
     """How often other models were called so far, by class."""
 
 
+@dataclass(frozen=True)
+class ScriptEnd:
+    """What a rank reports in place of a held call when its script has ended; ``failure`` is the exception, if any."""
+
+    failure: str | None = None
+
+
 class HeldCall:
     """A call that can be repeated: calling this object restores the state, calls, and returns the named tensors.
 
@@ -91,7 +98,7 @@ class HeldCall:
 
     def describe(self) -> CallDescription:
         """Call it without taps, again, and with them."""
-        names = _TapNames()
+        names = _TapLister()
         with handled_by(names):
             # A tap in the model's own code stays, and does nothing else here.
             first = self()
@@ -135,7 +142,7 @@ class HeldCall:
         ]
 
 
-class _TapNames(CountingHandler):
+class _TapLister(CountingHandler):
     """Notes the names of the taps that are reached, in order."""
 
     def __init__(self) -> None:
@@ -180,25 +187,25 @@ class FunctionInFile:
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
-_held: HeldCall | None = None
+_held: HeldCall | ScriptEnd | None = None
 
 
-def hold(call: HeldCall) -> None:
-    """Make this the call that the functions below repeat."""
+def hold(call: HeldCall | ScriptEnd) -> None:
+    """Make this the call that the functions below repeat; or report from now on that there is none any longer."""
     global _held
     _held = call
 
 
 def held_call() -> HeldCall:
     """The call that this rank holds. Raises :class:`SessionError` if it holds none."""
-    if _held is None:
+    if not isinstance(_held, HeldCall):
         raise SessionError("this rank holds no call")
     return _held
 
 
-def describe_call() -> CallDescription:
-    """Describe the held call; see :meth:`HeldCall.describe`."""
-    return held_call().describe()
+def describe_call() -> CallDescription | ScriptEnd:
+    """Describe the held call, see :meth:`HeldCall.describe`, or how the script has ended."""
+    return _held if isinstance(_held, ScriptEnd) else held_call().describe()
 
 
 def repeat_call() -> dict[str, torch.Tensor]:
@@ -229,17 +236,17 @@ def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice) -> CallDescrip
     call = partial(_without_gradients, model, args, kwargs)
     models = {"": model} if isinstance(model, torch.nn.Module) else _models_called(call, (args, kwargs))
     hold(HeldCall(call, models, (args, kwargs), choice))
-    return describe_call()
+    return held_call().describe()
 
 
 def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], choice: WatchChoice) -> CallDescription:
     """Hold a call of this code, as it is. Its models are tapped, unless it has taps already."""
     call = bind_callee(callee, args, kwargs)
-    names = _TapNames()
+    names = _TapLister()
     with handled_by(names):
         models = _models_called(call, (args, kwargs), names.reached)
     hold(HeldCall(call, {} if names.reached else models, (models, args, kwargs), choice))
-    return describe_call()
+    return held_call().describe()
 
 
 def _without_gradients(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
