@@ -11,6 +11,7 @@ PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
 LAB_ARGS ?=
 BENCH_ARGS ?=
+MATRIX_ARGS ?=
 MUTANTS_ARGS ?=
 # How many times the examples of the suite, and from which seed: the one of a run that failed repeats it.
 FUZZ ?= 20
@@ -25,13 +26,13 @@ test_ready := $(VENV)/.graftlab-test
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-fast lint docs soak fuzz mutants bench clean
+.PHONY: help demo lab test test-fast lint docs soak fuzz mutants bench matrix dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(demo_ready) ## run notebooks/quickstart.ipynb, print where the two models part ways, plot it to build/demo
-	$(run) -m graftlab.demo --out build/demo $(DEMO_ARGS)
+	$(run) -m graftlab demo --out build/demo $(DEMO_ARGS)
 
 lab: $(demo_ready) ## open JupyterLab on notebooks/
 	$(run) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_ARGS)
@@ -65,6 +66,13 @@ mutants: $(test_ready) ## put small faults into the code, one at a time, and sho
 
 bench: $(demo_ready) ## measure speed beside the published protocol; about five minutes (BENCH_ARGS="--only grafts")
 	$(run) -m benchmarks $(BENCH_ARGS)
+
+matrix: $(test_ready) ## run the suite with other releases of Python and torch (MATRIX_ARGS="-s torch-2.6 -- tests/diffs")
+	$(install) -q 'nox>=2024.10'
+	$(run) -m nox --envdir build/nox $(MATRIX_ARGS)
+
+dist: $(test_ready) ## build what is published into dist/, twice, and try the wheel in a clean environment
+	PATH="$(abspath $(VENV))/bin:$$PATH" .ci/dist
 
 clean: ## remove what the other targets made
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,9 +5,10 @@
   with the one in the package ziglang, which this asks for then. Without either, torch operations measure tensors,
   several times slower.
 
-A build makes each only if its sources have changed since, and goes on without it, with a warning, where that fails.
-``GRAFTLAB_SKIP_JS=1`` and ``GRAFTLAB_SKIP_KERNEL=1`` leave what is there as it is. ``python hatch_build.py`` makes both
-anew, ``python hatch_build.py kernel`` one of them.
+A build makes each only if its sources have changed since, and continues without it, with a warning, where that fails.
+``GRAFTLAB_SKIP_JS=1`` and ``GRAFTLAB_SKIP_KERNEL=1`` leave what is there as it is. ``GRAFTLAB_KERNEL_FOR=aarch64`` (or
+``x86_64``) compiles the kernel for publication: with ziglang, for that processor, against a glibc that is old enough
+for manylinux. ``python hatch_build.py`` makes both anew, ``python hatch_build.py kernel`` one of them.
 """
 
 from __future__ import annotations
@@ -84,6 +85,9 @@ class CustomBuildHook(BuildHookInterface):
                     f"graftlab: {product.title} was not built, so {product.instead}: {error}. "
                     f"To build it later: python hatch_build.py {product.name}"
                 )
+        if self.target_name == "wheel" and version != "editable":
+            # Beside the package they would be no part of it. An editable installation finds them in the checkout.
+            build_data["force_include"]["notebooks"] = "graftlab/notebooks"
         if KERNEL in products and (made := made_for(root / KERNEL.path)):
             build_data.update(pure_python=False, tag=f"py3-none-{made}")
 
@@ -232,8 +236,14 @@ class Compiler(NamedTuple):
         run([*self.command, *arguments], name, folder, kept if self.is_zig else None)
 
 
+def published_for() -> str:
+    """The processor that a wheel for publication is made for; empty where the wheel is for this machine."""
+    return os.environ.get("GRAFTLAB_KERNEL_FOR", "")
+
+
 def machine() -> str:
-    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    name = published_for() or platform.machine()
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def levels_here() -> dict[str, tuple[tuple[str, ...], str]]:
@@ -242,7 +252,12 @@ def levels_here() -> dict[str, tuple[tuple[str, ...], str]]:
 
 
 def machine_compiler() -> Compiler | None:
-    """The machine's own C compiler, if it has one that can make a library."""
+    """The machine's own C compiler, if it has one that can make a library.
+
+    None for publication, because its glibc is too new.
+    """
+    if published_for():
+        return None
     named = shlex.split(os.environ.get("CC", ""))
     for command in ([named] if named else []) + [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]) is None:
@@ -306,6 +321,7 @@ def kernel_is_fresh(root: Path) -> bool:
     return (
         tag is not None
         and tag.endswith(machine())
+        and (tag.startswith("manylinux") or not published_for())
         and f"made from {kernel_hash(root)} for".encode() in (root / KERNEL.path).read_bytes()
     )
 
@@ -316,7 +332,8 @@ def make_kernel(root: Path) -> Path:
         raise BuildError(f"it is not written for {platform.machine()} processors on {platform.system()}")
     compiler = machine_compiler() or zig_compiler()
     if compiler is None:
-        raise BuildError("no C compiler was found (pip install ziglang brings one)")
+        wanted = "ziglang was not found" if published_for() else "no C compiler was found"
+        raise BuildError(f"{wanted} (pip install ziglang brings one)")
     library = root / KERNEL.path
     compile_kernel(library.parent, library, compiler, f"{kernel_hash(root)} for {compiler.tag}")
     return library

@@ -22,7 +22,7 @@ version = release = version_of("graftlab")
 root_doc = "README"
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 include_patterns = ["*.md", "docs/**.md", "notebooks/*.ipynb"]
-exclude_patterns = ["build", "dist", ".*", "venv", "**/node_modules", "**/.ipynb_checkpoints"]
+exclude_patterns = ["RELEASING.md", "build", "dist", ".*", "venv", "**/node_modules", "**/.ipynb_checkpoints"]
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
 

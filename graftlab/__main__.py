@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import GraftError
 
 
@@ -56,12 +57,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     token = commands.add_parser("token", help=summary, description=summary)
     token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not exist yet")
     token.set_defaults(run=_token)
+    summary = "run the quickstart notebook, or another one, without a browser; print where its models diverge"
+    demo = commands.add_parser("demo", help=summary, description=summary)
+    demo.add_argument("notebook", nargs="?", type=Path, help="default: the quickstart")
+    demo.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the results (%(default)s)")
+    demo.add_argument(
+        "--noise-floor",
+        type=float,
+        default=DEFAULT_NOISE_FLOOR,
+        help="largest rel_l2 that counts as equal (%(default)g)",
+    )
+    demo.add_argument("--timeout", type=float, default=600.0, help="time limit of a cell in seconds (%(default)g)")
+    demo.set_defaults(run=_demo)
+    summary = "copy the example notebooks into a folder"
+    examples = commands.add_parser("examples", help=summary, description=summary)
+    examples.add_argument("folder", type=Path, metavar="DIR", help="made if it does not exist")
+    examples.set_defaults(run=_examples)
+    summary = "check this installation: versions, kernel, GPUs, limits and front end, and how to mend what is missing"
+    commands.add_parser("doctor", help=summary, description=summary).set_defaults(run=_doctor)
     arguments = parser.parse_args(argv)
     if arguments.run is not attach_command.run:
         # The environment may ask jobs to join; this command is not one.
         forget_first_tap()
     code: int = arguments.run(arguments)
     return code
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from graftlab import demo
+
+    return demo.run(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from graftlab import doctor
+
+    return doctor.run(arguments)
+
+
+def _examples(arguments: argparse.Namespace) -> int:
+    from graftlab.demo import copy_examples
+
+    try:
+        copies = copy_examples(arguments.folder)
+    except GraftError as error:
+        sys.stderr.write(f"graftlab examples: {error}\n")
+        return 2
+    sys.stdout.write("".join(f"{path}\n" for path in copies))
+    return 0
 
 
 def _token(arguments: argparse.Namespace) -> int:

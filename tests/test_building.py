@@ -317,6 +317,34 @@ def test_an_editable_installation_finds_the_kernel_in_the_sources(kernel_project
 
 
 @pytest.mark.ranks
+@needs_a_level
+@pytest.mark.parametrize("processor", ["x86_64", "aarch64"])
+def test_a_published_kernel_is_compiled_by_zig_for_the_named_processor(
+    kernel_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
+    kernel_project.program("cc", GOOD_CC)
+    assert kernel_project.build() == []  # for this machine, with its own glibc
+    monkeypatch.setenv("GRAFTLAB_KERNEL_FOR", processor)
+    assert kernel_project.asked_for() == [hook.ZIG]
+    (warning,) = kernel_project.build()
+    assert "ziglang was not found" in warning
+    kernel_project.program("zig", f'echo "$*" >> {tmp_path}/arguments\n{GOOD_CC}')
+    zig = hook.Compiler(("zig",), f"manylinux_2_17_{processor}", is_zig=True)
+    monkeypatch.setattr(hook, "zig_compiler", lambda: zig)
+    assert kernel_project.build() == []
+    assert re.fullmatch(rf"graftlab kernel made from {HASH} for {zig.tag}\n", kernel_project.library.read_text())
+    levels = {word for word in (tmp_path / "arguments").read_text().split() if word.startswith("-mcpu=")}
+    assert levels == {f"-mcpu={cpu}" for _, cpu in hook.LEVELS[processor].values()}
+
+
+@pytest.mark.ranks
+def test_the_notebooks_are_in_the_package_but_not_in_an_editable_one(kernel_project: Project, tmp_path: Path) -> None:
+    for kind in ("wheel", "editable"):
+        package, _ = kernel_project.package(kind, tmp_path / kind)
+        assert ("graftlab/notebooks/one.ipynb" in names_in(package)) == (kind == "wheel")
+
+
+@pytest.mark.ranks
 def test_a_package_without_the_kernel_is_for_any_platform(
     kernel_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

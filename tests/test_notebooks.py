@@ -46,7 +46,7 @@ def pictures(outputs: list[Any]) -> int:
 
 @pytest.mark.slow
 def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
-    # The quickstart is executed by test_packaging, through `python -m graftlab.demo`.
+    # The quickstart is executed by test_packaging, through `graftlab demo`.
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
         "attach.ipynb",
         "compiled.ipynb",

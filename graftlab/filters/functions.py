@@ -6,8 +6,11 @@ items, is None too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import regex
 
 MAX_ITEMS = 1_000
 """The most items of a range, a collection or a split text that a filter iterates over."""
@@ -15,8 +18,10 @@ MAX_ITEMS = 1_000
 MAX_TEXT = 100_000
 """The most characters of a text that methods and functions accept."""
 
-METHODS = ("startswith", "endswith", "lower", "upper", "strip", "split")
-"""The methods that may be called on text."""
+METHODS = ("startswith", "endswith", "lower", "upper", "strip", "split", "group")
+"""The methods that may be called: ``group`` on a match, the others on text."""
+
+_MATCHES = (re.Match, regex.Match)
 
 
 def _plain(value: Any) -> Any:
@@ -25,9 +30,12 @@ def _plain(value: Any) -> Any:
 
 
 def call_method(name: str, text: object, arguments: list[Any]) -> Any:
-    """Return ``text.name(*arguments)``; None if ``text`` is not text, or if Python refuses the arguments."""
+    """Return ``text.name(*arguments)``; None if ``text`` has no such method, or if Python refuses the arguments."""
     text = _plain(text)
-    if not isinstance(text, str) or len(text) > MAX_TEXT:
+    if name == "group":
+        if type(text) not in _MATCHES:
+            return None
+    elif not isinstance(text, str) or len(text) > MAX_TEXT:
         return None
     try:
         result = getattr(text, name)(*map(_plain, arguments))
@@ -49,9 +57,9 @@ def items_of(value: object) -> Iterable[Any] | None:
 
 
 def item_or_slice(value: object, key: object) -> Any:
-    """Return ``value[key]`` of a text or an ordered collection; None if there is no such item."""
+    """Return ``value[key]`` of a text, an ordered collection or a match; None if it has no such item."""
     value = _plain(value)
-    if type(value) not in (tuple, list, range) and not isinstance(value, str):
+    if type(value) not in (tuple, list, range, *_MATCHES) and not isinstance(value, str):
         return None
     try:
         return value[key]  # type: ignore[index]

@@ -22,7 +22,7 @@ from graftlab.base.tags import (
     plain,
 )
 from graftlab.base.world import Direction, Place
-from graftlab.errors import TagError
+from graftlab.errors import GraftOverlapError, TagError
 from graftlab.plan.pairs import Pairing, as_tags
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.taps.backward import is_backward
@@ -140,6 +140,8 @@ class Decisions:
         self._place = place
         self._seen = seen
         self._warn_once = warn_once
+        # Whether the plan may match a tap whose name begins so, for those that were asked.
+        self._may_match: dict[str, bool] = {}
         # A decision that changes from call to call cannot be cached.
         self._caches = "recompute_status" not in plan.looks_at
 
@@ -149,6 +151,13 @@ class Decisions:
             return self.known[lookup]
         except (KeyError, TypeError):
             return self.decide(lookup)
+
+    def may_take(self, path: str) -> bool:
+        """Whether to show taps whose names begin with ``path``: also the first time, so that they become known."""
+        if path not in self._may_match:
+            self._may_match[path] = self.plan.may_match(path)
+            return True
+        return self._may_match[path]
 
     def decide(self, lookup: TapLookup) -> Decision | None:
         """Make a new decision about a call."""
@@ -189,6 +198,15 @@ class Decisions:
             # Rows have separate columns for these.
             del seen[tag]
         return Decision(action, sends(self._place, action.direction), seen, pairing.key, own, pairing, (), tags["name"])
+
+
+def overlap_error(decision: Decision, name: str, place: Place, plan: GraftPlan, step: int) -> GraftOverlapError:
+    """The error at a tap that the plan grafts in both directions."""
+    tags = decision.tags_at(step, recompute_status())
+    return GraftOverlapError(
+        f"tap {name!r} matches both b2t and t2b on {place.label}, tags {tags}; "
+        f"change one filter so that each tap has one direction (b2t={plan.b2t!r}, t2b={plan.t2b!r})"
+    )
 
 
 class Addresses:

@@ -20,7 +20,7 @@ from graftlab.base import limits
 from graftlab.base.tags import TagItems, TapKey
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
-from graftlab.errors import BufferFullError, GraftOverlapError, LayoutError, ShippingError, warn
+from graftlab.errors import BufferFullError, LayoutError, ShippingError, warn
 from graftlab.exchange.contract import Exchange
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.decisions import (
@@ -31,6 +31,7 @@ from graftlab.grafting.decisions import (
     TapLookup,
     all_tags,
     given_tags,
+    overlap_error,
     paired_tags,
     recompute_status,
     sends,
@@ -42,6 +43,7 @@ from graftlab.layouts import RankLayout, rank_layout
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import Row, Status
+from graftlab.taps.backward import IN_A_HOOK, is_passed_by_autograd
 from graftlab.taps.compiled import forget_open_tags
 from graftlab.taps.extras import ExtrasWithLayout, resolved, unpicklable_part
 from graftlab.taps.untraced import outside_compiled_code
@@ -163,6 +165,11 @@ class Grafter:
             return None
         decision = self._decisions.of((name, self._ambient.get(), *tags.items()))
         return None if decision is None else self._combined([decision.action, *(o.action for o in decision.others)])
+
+    def may_take(self, path: str) -> bool:
+        """Whether to show taps whose names begin with ``path``, which the plan may then not match."""
+        decisions = self._decisions
+        return decisions is not None and decisions.may_take(path)
 
     def actions_of_side(self, name: str, tags: Mapping[str, Any]) -> list[Action]:
         """Return the actions for such a tap on all ranks of this side, which differ only by the tag ``rank``."""
@@ -362,7 +369,7 @@ class Grafter:
     @outside_compiled_code
     def _handle(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
         if decision.action.overlap or any(other.action.overlap for other in decision.others):
-            raise self._overlap(decision, name)
+            raise overlap_error(decision, name, self.place, self._plan, self._step)
         thread = threading.get_ident()
         if thread in self._at_work:
             # The exchange is in the middle of an operation that cannot continue before this call returns.
@@ -417,6 +424,12 @@ class Grafter:
                 if key is not None:
                     self._exchange.decline(key)
             return value
+        receives = any(each.action.graft and not each.sends for each, _ in pairs)
+        if receives and not replace and shown is value and is_passed_by_autograd(own):
+            self._warn_once(name, IN_A_HOOK)
+            value = shown = shown.clone()
+            own = self.tensor_of(name, shown)
+            assert own is not None
         sent_extras = self._sent_extras(decision, shown, extras)
         extras = resolved(extras)
         self._page.pass_tap(self._step, self._plan.version, self._order, name)
@@ -449,7 +462,9 @@ class Grafter:
             return None
         try:
             given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
-            return SentExtras(None, rank_layout(shown, given, self.place.world_size) if has_layout else None, name)
+            place = self.place
+            layout = rank_layout(shown, given, place.world_size, place.rank) if has_layout else None
+            return SentExtras(None, layout, name)
         except LayoutError as error:
             return error
 
@@ -480,13 +495,6 @@ class Grafter:
         finally:
             self._computes -= 1
             self._at_work.add(thread)
-
-    def _overlap(self, decision: Decision, name: str) -> GraftOverlapError:
-        tags = decision.tags_at(self._step, recompute_status())
-        return GraftOverlapError(
-            f"tap {name!r} matches both b2t and t2b on {self.place.label}, tags {tags}; "
-            f"change one filter so that each tap has one direction (b2t={self._plan.b2t!r}, t2b={self._plan.t2b!r})"
-        )
 
     def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor, order: int) -> TapCall:
         run = self._run

@@ -219,12 +219,16 @@ class ReceivePipeline:
         try:
             outcome = run_transform(transform, graft_input)
             stats = compare(outcome, graft_input)
+            if call.action.graft and outcome.graft_refused:
+                raise TransformError(outcome.graft_refused)
         except (Exception, SystemExit) as error:
             return self._transform_failed(call, graft_input, label, note, error)
         matched, unmatched = None, None
         note = _joined(note, outcome.note)
         if outcome.rows is not None:
-            matched, unmatched = len(outcome.rows[0]), outcome.rows_unmatched
+            matched, unmatched = outcome.rows_matched, outcome.rows_unmatched
+            if matched is None:
+                matched = len(outcome.rows[0])
             if unmatched and not matched:
                 return _no_matching_rows(graft_input, outcome, label, note)
         if call.action.keep:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
 from graftlab.layouts.mesh import Coordinates, Mesh
-from graftlab.layouts.shards import MeshStep, OneOf, Replicate
+from graftlab.layouts.shards import MeshStep, OneOf, Replicate, Shard
 from graftlab.layouts.steps import Disagreement, Step, StepContext, disagreement
 
 
@@ -48,11 +48,13 @@ class Layout:
     """How a rank's tensor is made from the whole tensor: ``steps``, in order, on the ranks of ``mesh``.
 
     Without steps it is the identity. Along mesh dimensions that no step names, ranks have replicas, which are checked
-    when they are joined. Parse a layout from text with :func:`graftlab.layouts.parse_layout`.
+    when they are joined. Parse a layout from text with :func:`graftlab.layouts.parse_layout`. ``names`` is its text if
+    that names the dimensions.
     """
 
     steps: tuple[Step, ...] = ()
     mesh: Mesh = field(default_factory=Mesh)
+    names: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
@@ -88,9 +90,23 @@ class Layout:
         """Return this layout on a mesh: sizes by name, outermost first, or the size of a single dimension."""
         return replace(self, mesh=Mesh.of(mesh, self.mesh_names))
 
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether ranks have contiguous pieces of each of several sequences, for which their lengths are needed."""
+        return any(self._cuts_sequences(step) for step in self.steps)
+
+    def of_one_sequence(self) -> Layout:
+        """Return the layout in which such pieces are of a single sequence."""
+        steps = (replace(step, packed=False) if self._cuts_sequences(step) else step for step in self.steps)
+        return replace(self, steps=tuple(steps))
+
+    def _cuts_sequences(self, step: Step) -> TypeGuard[Shard]:
+        is_cut = isinstance(step, Shard) and step.packed and step.order == "contiguous"
+        return is_cut and self.mesh.size_of(cast("Shard", step).mesh) > 1
+
     def then(self, *steps: Step) -> Layout:
         """Return this layout followed by further steps."""
-        return replace(self, steps=(*self.steps, *steps))
+        return Layout((*self.steps, *steps), self.mesh)
 
     # ---- from the whole to the ranks ----------------------------------------------------------------------------
 

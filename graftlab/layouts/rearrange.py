@@ -130,6 +130,20 @@ class Rearrange:
         sizes = "".join(f", {name}={size}" for name, size in self.sizes)
         return f"rearrange({self.pattern!r}{sizes})" if sizes else self.pattern
 
+    def with_other_sizes(self, shape: Sequence[int]) -> Rearrange:
+        """The same rearrangement of this shape, with the size of the other axis given where a dimension splits in two.
+
+        Of two axes one follows from the shape. Which of them is constant in other shapes cannot be read from one.
+        """
+        sizes, _ = self._solve(self._left, shape, "left")
+        given = dict(self.sizes)
+        for group in self._left:
+            if len(group) == 2 and (group[0] in given) != (group[1] in given):
+                known, other = group if group[0] in given else group[::-1]
+                del given[known]
+                given[other] = sizes[other]
+        return Rearrange(self.pattern, tuple(given.items()))
+
     def get(self, before: Tensor, at: StepContext) -> Tensor:
         sizes, more = self._solve(self._left, before.shape, "left")
         atoms, onto = self._atoms(self._left, more), self._atoms(self._right, more)

@@ -20,6 +20,8 @@ from graftlab.layouts.steps import Step, StepContext, call, check_count, dim_of
 Segment = tuple[int, int]
 """Start and end of a range of a dimension."""
 
+Order = Literal["contiguous", "zigzag"]
+
 Reduction = Literal["sum", "avg", "max", "min"]
 
 
@@ -56,7 +58,7 @@ class Shard:
     padded: bool = False
     replicas: tuple[int, ...] = (1,)
     blocks: tuple[int, ...] = (1,)
-    order: Literal["contiguous", "zigzag"] = "contiguous"
+    order: Order = "contiguous"
     packed: bool = False
     leaves_out: ClassVar[str | None] = None
 

@@ -188,7 +188,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Window:
-    """``length`` elements of a dimension, starting at ``start``, with a stride of ``step``."""
+    """``length`` elements of a dimension, starting at ``start``, with a stride of ``step``.
+
+    A negative ``start`` counts from the end of the dimension: the last token is ``start=-1, length=1``.
+    """
 
     dim: int
     start: int
@@ -196,7 +199,7 @@ class Window:
     step: int = 1
 
     def __post_init__(self) -> None:
-        check_count("window", "start", self.start, least=0)
+        check_count("window", "start", self.start, least=-(1 << 62))
         check_count("window", "length", self.length, least=0)
         check_count("window", "step", self.step)
 
@@ -215,9 +218,10 @@ class Window:
 
     def _of(self, before: Tensor) -> Tensor:
         dim = dim_of(self.dim, before, self.text)
-        if self.length and self.start + (self.length - 1) * self.step >= before.shape[dim]:
+        start = self.start + (before.shape[dim] if self.start < 0 else 0)
+        if self.length and not 0 <= start <= before.shape[dim] - 1 - (self.length - 1) * self.step:
             raise LayoutError(f"{self.text} reaches beyond dimension {dim} of {list(before.shape)}")
-        index = (slice(None),) * dim + (slice(self.start, self.start + self.length * self.step, self.step),)
+        index = (slice(None),) * dim + (slice(start, start + self.length * self.step, self.step),)
         return before[index].narrow(dim, 0, self.length)
 
     def get(self, before: Tensor, at: StepContext) -> Tensor:

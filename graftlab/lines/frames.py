@@ -94,6 +94,28 @@ def model_entry(stack: Sequence[StackEntry]) -> StackEntry | None:
     return innermost
 
 
+def model_frame(frame: FrameType) -> FrameType | None:
+    """Return the running frame that :func:`model_entry` would choose from this one's stack; None without any."""
+    innermost: FrameType | None = None
+    each: FrameType | None = frame
+    while each is not None:
+        origin = _origin(each.f_code.co_filename)
+        if origin != _INTERNAL:
+            if innermost is None:
+                innermost = each
+                if origin == _OF_THE_USER:
+                    return each
+            if _has_modules(each) and (origin == _OF_A_PACKAGE or each.f_code.co_varnames[:1] == ("self",)):
+                return each
+        each = each.f_back
+    return innermost
+
+
+def is_of_graftlab(code: CodeType) -> bool:
+    """Whether code is graftlab's own, and no model of its examples."""
+    return code.co_filename.startswith(_GRAFTLAB) and _origin(code.co_filename) == _INTERNAL
+
+
 def calling_line(frame: FrameType | None = None) -> SourceFrame | None:
     """Return the model's line that runs now, or in this frame; None if the stack has no code but torch and graftlab.
 
@@ -103,6 +125,11 @@ def calling_line(frame: FrameType | None = None) -> SourceFrame | None:
     """
     entry = model_entry(stack_entries(sys._getframe(1) if frame is None else frame))
     return None if entry is None else entry.read()
+
+
+def is_of_model_code(file: str) -> bool:
+    """Return whether a file is neither part of torch, nor of graftlab, nor of Python."""
+    return _origin(file) != _INTERNAL
 
 
 @lru_cache(maxsize=4096)

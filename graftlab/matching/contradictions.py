@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 import torch
 from torch import Tensor
 
-from graftlab.layouts import Layout, Part, join_parts
-from graftlab.matching.names import fused_roles, layers_of, place_of, role_of
-from graftlab.matching.proposal import Pair
+from graftlab.errors import LayoutError
+from graftlab.layouts import Layout, Part, Window, join_parts
+from graftlab.matching.names import fused_roles, last_role, layer_of, layers_of, place_of, role_of
+from graftlab.matching.pair import Pair
 from graftlab.matching.rules import rules_of
 
 
 def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """Targets whose name and values have different roles, such as k in place of v: their names and sentences."""
+    """Targets whose name and values have different roles, such as k in place of v: their names and sentences.
+
+    Two that are swapped share a sentence.
+    """
     parts = fused_parts(pairs)
     of_whole: dict[tuple[str, str], set[str]] = defaultdict(set)
     for pair in pairs:
@@ -33,9 +40,19 @@ def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
             and len(of_whole[pair.whole, outer]) > 1
         )
 
-    return [
-        (pair.target, said) for pair in pairs if not is_part(pair) and (said := _other_role(pair, parts)) is not None
-    ]
+    found = [mixed for pair in pairs if not is_part(pair) and (mixed := _other_role(pair, parts)) is not None]
+    said: list[tuple[str, str]] = []
+    while found:
+        one = found.pop(0)
+        twin = max((other for other in found if one.is_swapped_with(other)), key=one.nearness, default=None)
+        if twin is None:
+            said.append((one.pair.target, one.text))
+            continue
+        # Two that hold each other's values are one mistake.
+        found.remove(twin)
+        text = f"{one.text}, and {twin.short}: the two are swapped"
+        said += [(one.pair.target, text), (twin.pair.target, text)]
+    return said
 
 
 def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:
@@ -56,19 +73,46 @@ def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]
     return roles
 
 
-def _other_role(pair: Pair, roles: Mapping[tuple[str, str], tuple[str, str]]) -> str | None:
+@dataclass(frozen=True)
+class _MixedRole:
+    """A pair whose target has one role by its name, or by its place in a fused tensor, and another by its values."""
+
+    pair: Pair
+    named: str
+    held: str
+    text: str
+    short: str
+    """The same after another sentence on the same module."""
+
+    def is_swapped_with(self, other: _MixedRole) -> bool:
+        return (
+            (self.named, self.held) == (other.held, other.named)
+            and layer_of(self.pair.target) == layer_of(other.pair.target)
+            and last_role(self.pair.target) == last_role(other.pair.target)
+        )
+
+    def nearness(self, other: _MixedRole) -> float:
+        """How much of their names two targets share, from 0 to 1."""
+        return SequenceMatcher(None, self.pair.target, other.pair.target).ratio()
+
+
+def _other_role(pair: Pair, roles: Mapping[tuple[str, str], tuple[str, str]]) -> _MixedRole | None:
     if (pair.baseline, pair.target) in roles:
         outer, role = roles[pair.baseline, pair.target]
         inner = pair.target if outer == pair.baseline else pair.baseline
         named = role_of(inner)
         if named and named[0] in ("attention", "mlp") and named[1] != role:
             if outer == pair.target:
-                return f"{outer} has {inner} in place of its {role}"
-            return f"{inner} is the {role} of {outer}, not its {named[1]}"
+                said = f"{inner} in place of its {role}"
+                return _MixedRole(pair, role, named[1], f"{outer} has {said}", said)
+            said = f"{inner} is the {role} of {outer}, not its {named[1]}"
+            return _MixedRole(pair, named[1], role, said, f"{inner} its {role}")
         return None
     mine, theirs = role_of(pair.baseline), role_of(pair.target)
     if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
-        return f"{pair.target} is {theirs[1]} by its name but has the values of {pair.baseline}, which is {mine[1]}"
+        held = f"the values of {pair.baseline}, which is {mine[1]}"
+        said = f"{pair.target} is {theirs[1]} by its name but has {held}"
+        return _MixedRole(pair, theirs[1], mine[1], said, f"{pair.target} has {held}")
     return None
 
 
@@ -93,6 +137,8 @@ def other_parts(pairs: Sequence[Pair]) -> list[str]:
 def _share(pair: Pair) -> tuple[int, int]:
     """A part's share of the whole, as a fraction."""
     step = pair.layout.steps[0]
+    if isinstance(step, Window):
+        return step.length, 0
     if not isinstance(step, Part):
         return -1, id(pair)
     size, whole = step.of[step.index], sum(step.of)
@@ -149,13 +195,62 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
     return said
 
 
+def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
+    """Taps that take groups of heads out of a fused tap, where a tap of their layer does not match by value.
+
+    ``unsure`` has the target's taps whose values do not match. If those of a layer do, its parts were read rightly.
+    """
+    layers = {layer_of(name) for name in unsure}
+    places: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        part = next((step for step in pair.layout.steps if isinstance(step, Part) and step.groups > 1), None)
+        if part is not None and pair.whole == "baseline" and layer_of(pair.target) in layers:
+            places.setdefault((layers_of(pair.target), part.text), pair)
+    return [
+        f"{pair.target} is taken out of {pair.baseline} by groups of heads ({pair.layout.text!r}), which is right only "
+        f"if the baseline reads it so"
+        for pair in places.values()
+    ]
+
+
+def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[tuple[str, str]]:
+    """The target's taps of which the baseline's show only parts, and what those are. ``shapes`` are the target's."""
+    parts: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        parts[pair.target].append(pair)
+    said = []
+    for name, own in parts.items():
+        if name not in shapes or any(pair.whole == "baseline" or not pair.layout.leaves_out for pair in own):
+            continue
+        gap = uncovered((pair.layout for pair in own), shapes[name])
+        if gap is not None:
+            shown = ", ".join(pair.baseline for pair in own)
+            left = f"{gap.double().mean():.0%}"
+            said.append(
+                (name, f"{name} is compared in part: it contains {shown}; no baseline tap has the other {left}")
+            )
+    return said
+
+
 def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
-    """A mask of the elements of a whole that none of these layouts takes; None if they take all."""
+    """A mask of the elements of a whole that none of these layouts takes; None if they take all.
+
+    Layouts that do not fit the shape, such as one that counts a complex tensor's numbers singly, take nothing.
+    """
     ones = torch.ones(tuple(shape), dtype=torch.bool)
-    known = join_parts([(layout, [layout.local(ones)]) for layout in layouts], shape).known
+    parts = []
+    for layout in layouts:
+        with suppress(LayoutError):
+            parts.append((layout, [layout.local(ones)]))
+    if not parts:
+        return ones
+    known = join_parts(parts, shape).known
     return None if known is None else ~known
 
 
 def fills(layout: Layout, gap: Tensor) -> bool:
     """Whether a part lies entirely in a gap that others leave."""
-    return bool(layout.local(gap).all())
+    try:
+        return bool(layout.local(gap).all())
+    except LayoutError:
+        return False

@@ -11,7 +11,7 @@ import torch
 from graftlab.errors import MatchError
 from graftlab.layouts import Layout, Part, Rearrange, Scale, Step, Strided, Window
 from graftlab.matching.names import numbers_of
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 
 _HEAD = '''{imports}
 
@@ -126,7 +126,8 @@ def _step_code(step: Step, shape: tuple[int, ...]) -> str:
             return taken
         return f".unflatten({dim}, ({step.groups}, {extent // step.groups})){taken}.flatten({dim}, {dim + 1})"
     if isinstance(step, Window):
-        return f"[{':, ' * step.dim}{step.start}:{step.start + step.length * step.step}:{step.step}]"
+        start = step.start + (shape[step.dim] if step.start < 0 else 0)
+        return f"[{':, ' * step.dim}{start}:{start + step.length * step.step}:{step.step}]"
     if isinstance(step, Scale):
         return f".mul({step.factor!r})" + (f".add({step.add!r})" if step.add else "")
     if isinstance(step, Strided):

@@ -13,10 +13,21 @@ from dataclasses import replace
 import numpy as np
 
 from graftlab.base.world import Side
+from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
-from graftlab.matching.contradictions import fills, odd_layouts, other_parts, other_roles, uncovered
-from graftlab.matching.names import pattern_of, place_of, similarity
-from graftlab.matching.proposal import Pair, Proposal, Sureness
+from graftlab.matching.contradictions import (
+    fills,
+    in_groups,
+    in_part,
+    odd_layouts,
+    other_parts,
+    other_roles,
+    uncovered,
+)
+from graftlab.matching.generalising import general_layouts
+from graftlab.matching.names import fused_roles, pattern_of, place_of, similarity
+from graftlab.matching.pair import Pair, Sureness
+from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.rules import rules_of
 from graftlab.matching.search import ValueMatch, applied, find
@@ -87,8 +98,9 @@ class Matcher:
         self.apply_rules(trusted)
         if guesses:
             self.guess()
-        pairs = tuple(self.in_order(_after(before, self.pairs)))
-        return Proposal(pairs, *self.unmatched(), tuple(self._problems(pairs)))
+        pairs = tuple(self.in_order(_after(before, general_layouts(self.pairs, self.baseline, self.target))))
+        order: dict[Side, tuple[str, ...]] = {"baseline": tuple(self.baseline), "target": tuple(self.target)}
+        return Proposal(pairs, *self.unmatched(), tuple(self._problems(pairs)), order=order)
 
     def _problems(self, pairs: Sequence[Pair]) -> Iterable[str]:
         """The contradictions, each with the first later tap that does not match."""
@@ -98,8 +110,13 @@ class Matcher:
         odd = odd_layouts(sure, [tap.name for tap in self.left("baseline")])
         said = [text for _, text in roles] + [text for text in odd if text.partition(" ")[0] not in names]
         said += other_parts(sure)
+        said += in_groups(sure, {tap.name for tap in self.target.values()} - {pair.target for pair in sure})
+        # A fused tap has several parts; a single one, such as the last token, is seldom a mistake.
+        known = Counter(pair.target for pair in sure)
+        partly = in_part(sure, {name: tap.shape for name, tap in self.target.items()})
+        said += [text for name, text in partly if known[name] > 1 or fused_roles(name)]
         matching = {pair.target for pair in sure}
-        for text in said:
+        for text in dict.fromkeys(said):
             tap = self.target.get(text.partition(" ")[0])
             after = [other for other in self.target.values() if tap is not None and other.order > tap.order]
             parted = next((other.name for other in after if other.name not in matching), None)
@@ -137,7 +154,13 @@ class Matcher:
         self._choose(found)
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
-        return find(outer, inner, self._bring, self.limit)
+        try:
+            return find(outer, inner, self._bring, self.limit)
+        except LayoutError as error:
+            # One candidate that does not fit is no partner, and no reason to lose the others.
+            tap, other = (inner, outer) if self.target.get(inner.name) is inner else (outer, inner)
+            self.why[tap.name] = f"{other.name} could not be tried as its partner: {error}"
+            return None
 
     def _bring(self, tap: RecordedTap) -> None:
         """Fetch a tap's values, and drop the oldest fetched ones beyond the budget."""

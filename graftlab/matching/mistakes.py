@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +12,9 @@ import torch
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale
 from graftlab.matching.contradictions import odd_layouts, other_roles, uncovered
+from graftlab.matching.heads import odd_heads
 from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
 
 Items = Mapping[str, RecordedTap]
@@ -32,10 +32,11 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
         misplaced.add(name)
         said.append(wrong)
     said += _other_layers(sure, misplaced)
-    said += [odd for odd in odd_layouts(sure, [*baseline]) if odd.partition(" ")[0] not in misplaced]
+    odd = odd_layouts(sure, [*baseline])
+    said += [text for text in odd if text.partition(" ")[0] not in misplaced]
     said += _odd_transpositions(sure, baseline)
     said += _odd_biases(sure)
-    said += _odd_heads(sure)
+    said += odd_heads(sure, baseline, target, {*misplaced, *(text.partition(" ")[0] for text in odd)})
     said += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in misplaced]
     for pair in pairs:
         said += _changed_values(pair, baseline, target)
@@ -58,6 +59,11 @@ def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[st
                     f"{pair.target} is {pair.baseline} with its rows or columns in a different order ({pair.layout}): "
                     f"correct if the two sides' code counts heads or rotary pairs differently"
                 )
+    for (name, groups), inner in _in_groups(pairs).items():
+        said.append(
+            f"{name} has {', '.join(inner)} side by side in each of {groups} groups of heads, not one after the other: "
+            "correct if the code that reads it counts them so"
+        )
     wholes: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         if pair.whole == "baseline" and pair.layout.leaves_out:
@@ -67,6 +73,17 @@ def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[st
         if rest:
             said.append(f"{name} is used only in part: the target lacks {rest} of it")
     return list(dict.fromkeys(said))
+
+
+def _in_groups(pairs: Sequence[Pair]) -> dict[tuple[str, int], list[str]]:
+    """Fused parameters whose parts alternate by groups, with the number of groups, and the parts."""
+    found: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for pair in pairs:
+        outer, inner = (pair.baseline, pair.target) if pair.whole == "baseline" else (pair.target, pair.baseline)
+        for step in pair.layout.steps:
+            if isinstance(step, Part) and step.groups > 1:
+                found[outer, step.groups].append(inner)
+    return found
 
 
 # ---- names, layers and layouts ---------------------------------------------------------------------------------------
@@ -182,39 +199,6 @@ def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
                 f"layout {weight.layout.text!r}"
             )
     return said
-
-
-def _odd_heads(pairs: Sequence[Pair]) -> list[str]:
-    """A q and a k whose rows are reordered within heads of different sizes: one attention has one size of head."""
-    modules: dict[tuple[str, str], dict[str, tuple[Pair, int]]] = defaultdict(dict)
-    for pair in pairs:
-        role, size = role_of(pair.target, "attention"), _head_size(pair)
-        if role is not None and size is not None:
-            modules[module_of(module_of(pair.target)), last_role(pair.target) or ""][role[1]] = pair, size
-    said = []
-    for roles in modules.values():
-        if "q" in roles and "k" in roles and roles["q"][1] != roles["k"][1]:
-            (q, wide), (k, narrow) = roles["q"], roles["k"]
-            said.append(
-                f"{k.target} is {k.baseline} reordered in heads of {narrow} rows, and {q.target} is {q.baseline} "
-                f"reordered in heads of {wide}: one attention has heads of one size"
-            )
-    return said
-
-
-def _head_size(pair: Pair) -> int | None:
-    """The number of rows in each head, where a layout only reorders the rows within heads; else None."""
-    steps = pair.layout.steps
-    if len(steps) != 1 or not isinstance(steps[0], Rearrange):
-        return None
-    found = re.match(r"\((\w) (\w) (\w)\)(.*) -> \((\w) (\w) (\w)\)(.*)", steps[0].pattern)
-    if found is None or found.group(4) != found.group(8):
-        return None
-    heads, one, other = found.group(1, 2, 3)
-    sizes = dict(steps[0].sizes)
-    if found.group(5, 6, 7) != (heads, other, one) or one not in sizes or other not in sizes:
-        return None
-    return sizes[one] * sizes[other]
 
 
 def _columns(layout: Layout) -> bool:

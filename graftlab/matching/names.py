@@ -115,6 +115,8 @@ _ROLES: list[tuple[str, str, re.Pattern[str]]] = [
         ("attention", "q", r"(^|[._])(q|query|wq|to_q|q_proj|q_lin|q_proj_weight)([._]|$)"),
         ("attention", "k", r"(^|[._])(k|key|wk|to_k|k_proj|k_lin|k_proj_weight)([._]|$)"),
         ("attention", "v", r"(^|[._])(v|value|wv|to_v|v_proj|v_lin|v_proj_weight)([._]|$)"),
+        ("attention", "o", r"(^|[._])(o|o_proj|to_out|out_proj|o_lin)([._]|$)|att\w*\.(wo|c_proj)([._]|$)"),
+        ("attention", "o", r"attention\.output\.dense([._]|$)"),
         ("mlp", "gate", r"(^|[._])(gate_proj|gate|w1|fc_1)([._]|$)"),
         ("mlp", "up", r"(^|[._])(up_proj|up|w3|fc_2)([._]|$)"),
         (

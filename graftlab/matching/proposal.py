@@ -7,58 +7,23 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from graftlab.base.html import bundle, cell, marked_up, number, rest_of, table
 from graftlab.base.text import counted
 from graftlab.base.world import Side
-from graftlab.layouts import Layout, parse_layout
+from graftlab.layouts import parse_layout
+from graftlab.matching.generalising import general_pairs
 from graftlab.matching.names import numbers_of, pattern_of
+from graftlab.matching.pair import SURENESS, Pair
 from graftlab.plan.pairs import PairRule
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Sureness = Literal["exact", "near", "confirmed", "rule", "guess"]
-SURENESS: tuple[Sureness, ...] = ("exact", "near", "confirmed", "rule", "guess")
-
-MEANINGS = {
-    "exact": "the values are bit-equal",
-    "near": "the values are equal up to rounding",
-    "confirmed": "first by rule, then by value once earlier taps were grafted",
-    "rule": "as in other layers, where the values match, or because later taps match once it is grafted",
-    "guess": "by name alone; never grafted",
-}
 # The most lines of a table in a notebook.
 _SHOWN_LINES = 20
 COLUMNS = ("target_name", "baseline_name", "matched_by", "match_rel", "layout", "whole", "note")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A baseline tap and a target tap that show the same quantity.
-
-    ``layout`` takes one out of the other: the tensor of side ``whole`` is the larger of the two, or of equal size. So a
-    target's fused qkv has three pairs, each with ``whole="target"`` and its part as layout. ``rel`` is their relative
-    L2 in that layout, None if it could not be measured; ``sureness`` is one of ``exact, near, confirmed, rule, guess``.
-    ``note`` is a remark for the reader.
-    """
-
-    baseline: str
-    target: str
-    layout: Layout = field(default_factory=Layout)
-    whole: Side = "baseline"
-    sureness: Sureness = "near"
-    rel: float | None = None
-    note: str = ""
-
-    @property
-    def by_value(self) -> bool:
-        """Whether the values match, so that a graft may rely on the pair."""
-        return self.sureness in ("exact", "near", "confirmed")
-
-    def noted(self, note: str) -> Pair:
-        return replace(self, note=f"{self.note}; {note}" if self.note else note)
 
 
 @dataclass(frozen=True)
@@ -143,7 +108,7 @@ class Proposal:
         number. Guesses are left out.
         """
         written: list[dict[str, str]] = []
-        for group in folded(pair for pair in self.pairs if pair.sureness != "guess"):
+        for group in folded(self._general()):
             baseline, target = written_as(group)
             rule = {"baseline": baseline, "target": target}
             if group[0].layout.steps:
@@ -152,29 +117,31 @@ class Proposal:
         return written
 
     def plan_pairs(self) -> tuple[PairRule, ...]:
-        """The pairs as a plan takes them, one by one, without guesses, which must never be grafted."""
-        names = {
+        """The pairs as a plan takes them, one a tap and layer, without guesses, which must never be grafted."""
+        return tuple(
+            PairRule(pair.baseline, pair.target, pair.layout.text, pair.whole, pair.sureness, pair.rel)
+            for pair in self._general()
+        )
+
+    def _general(self) -> list[Pair]:
+        """The pairs for all calls of their taps, without guesses."""
+        names: dict[Side, list[str]] = {
             "baseline": [*(pair.baseline for pair in self.pairs), *self.unmatched_baseline],
             "target": [*(pair.target for pair in self.pairs), *self.unmatched_target],
         }
+        order = {side: list(dict.fromkeys([*self.order.get(side, ()), *known])) for side, known in names.items()}
         # If a tap was reached several times, its plain name is the first call only.
-        several = {side: {name.rpartition("#")[0] for name in known if "#" in name} for side, known in names.items()}
+        several = {side: {name.rpartition("#")[0] for name in known if "#" in name} for side, known in order.items()}
 
         def call(side: Side, name: str) -> str:
             return f"{name}#0" if name in several[side] else name
 
-        return tuple(
-            PairRule(
-                call("baseline", pair.baseline),
-                call("target", pair.target),
-                pair.layout.text,
-                pair.whole,
-                pair.sureness,
-                pair.rel,
-            )
+        written = [
+            replace(pair, baseline=call("baseline", pair.baseline), target=call("target", pair.target))
             for pair in self.pairs
             if pair.sureness != "guess"
-        )
+        ]
+        return general_pairs(written, {side: [call(side, name) for name in known] for side, known in order.items()})
 
     @property
     def summary(self) -> str:

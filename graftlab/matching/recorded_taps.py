@@ -75,7 +75,7 @@ class SketchRecorder:
     """
 
     def __init__(self, kinds: Mapping[str, str] | None = None, budget: int = BUDGET) -> None:
-        self._kinds = dict(kinds or {})
+        self._kinds = {} if kinds is None else kinds
         self._left = budget
         self._taps: dict[str, RecordedTap] = {}
         self.skipped: dict[str, str] = {}

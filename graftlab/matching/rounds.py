@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from graftlab.matching.matcher import match_taps
-from graftlab.matching.proposal import Pair, Proposal
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.suspects import NOTE, copies, suspects
 

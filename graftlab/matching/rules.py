@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from graftlab.matching.names import numbers_of, pattern_of, with_numbers
-from graftlab.matching.proposal import Pair
+from graftlab.matching.pair import Pair
 
 
 @dataclass(frozen=True)

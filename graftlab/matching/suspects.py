@@ -16,7 +16,8 @@ import torch
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
 from graftlab.matching.names import place_of, similarity
-from graftlab.matching.proposal import Pair, Proposal
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.sketch import flat_values
 from graftlab.matching.strides import Strides

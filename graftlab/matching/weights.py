@@ -18,7 +18,8 @@ from graftlab.matching.converting import converter
 from graftlab.matching.matcher import Matcher
 from graftlab.matching.mistakes import mistakes_of, notices_of, rounded_to
 from graftlab.matching.names import last_role, layer_of, module_of, role_of, similarity
-from graftlab.matching.proposal import Pair, Proposal, Sureness
+from graftlab.matching.pair import Pair, Sureness
+from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.search import applied
 from graftlab.matching.sketch import limit_for

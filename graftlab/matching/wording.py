@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from graftlab.layouts import Layout, Part, Rearrange, Step, Strided
+from graftlab.layouts import Layout, Part, Rearrange, Step, Strided, Window
 from graftlab.matching.strides import Strides
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -27,10 +27,28 @@ class _Atom:
 @lru_cache(maxsize=1024)
 def layout_of(found: Strides, whole: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
     """The layout that takes a tensor of ``shape`` out of a whole, in einops notation if possible."""
-    layout = _in_words(_cut(found, whole), whole, shape)
+    layout = _in_words(_cut(_cut_at_own(found, shape), whole), whole, shape)
     if layout is not None:
         return layout
     return Layout((Strided(shape, found.radices, found.strides, found.offset),))
+
+
+def _cut_at_own(found: Strides, shape: Sequence[int]) -> Strides:
+    """The same strides with digits split at the borders of the tensor's own dimensions."""
+    borders = sorted({math.prod(shape[place:]) for place in range(1, len(shape))}, reverse=True)
+    radices: list[int] = []
+    strides: list[int] = []
+    below = math.prod(found.radices)
+    for radix, stride in zip(found.radices, found.strides, strict=True):
+        above, below = below, below // radix
+        for border in borders:
+            if below < border < above and border % below == 0 and above % border == 0:
+                radices.append(above // border)
+                strides.append(stride * (border // below))
+                above = border
+        radices.append(above // below)
+        strides.append(stride)
+    return Strides(found.offset, tuple(radices), tuple(strides))
 
 
 def _cut(found: Strides, whole: Sequence[int]) -> Strides:
@@ -68,6 +86,10 @@ def _in_words(found: Strides, whole: tuple[int, ...], shape: tuple[int, ...]) ->
         groups.append(group)
     steps: list[Step] = []
     for dim, group in enumerate(groups):
+        single = _single(group, dim, whole[dim])
+        if single is not None:
+            steps.append(single)
+            continue
         for place, atom in enumerate(group):
             if atom.length == atom.size:
                 continue
@@ -124,6 +146,16 @@ def _atoms(found: Strides, whole: tuple[int, ...]) -> list[_Atom] | None:
         return None
     covered = sum(atom.start * atom.stride for atom in atoms)
     return atoms if covered == offset else None
+
+
+def _single(group: Sequence[_Atom], dim: int, extent: int) -> Window | None:
+    """The step that takes one element of a dimension, such as the last token, whatever the dimension's extent."""
+    if extent <= 2 or any(atom.length > 1 for atom in group):
+        return None
+    at = 0
+    for atom in group:
+        at = at * atom.size + atom.start
+    return Window(dim, -1 if at == extent - 1 else at, 1)
 
 
 def _part(atom: _Atom, dim: int, groups: int) -> Part:

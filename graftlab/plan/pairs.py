@@ -25,6 +25,8 @@ GIVEN = "given"
 
 _INDEX = re.compile(r"\{([a-z])([+-]\d+)?\}")
 _CALL = re.compile(r"(?P<name>.*?)(?:\[(?P<tags>[^\[\]]*=[^\[\]]*)\])?(?:#(?P<occurrence>\d+))?$", re.DOTALL)
+ANY = "*"
+"""In a name of a pair, the value of a tag that may be anything."""
 _FIELDS = ("baseline", "target", "layout", "whole", "matched_by", "rel")
 
 
@@ -33,8 +35,10 @@ class PairRule:
     """A baseline tap and a target tap that show the same quantity; with ``{n}`` in both names, one pair per number.
 
     ``layout`` is the text of a layout that makes one from the other; the tensor of the side ``whole`` is the larger, or
-    of equal size. A name may select one call of a tap by its tags, ``q[layer={n}]``, and by its occurrence in the step,
-    ``drop#2``. ``{n+1}`` is the next number. ``matched_by`` and ``rel`` describe how the pair was found.
+    of equal size. A name may select calls of a tap by their tags, ``q[layer={n}]``, and by the occurrence in the step,
+    ``drop#2``. Tags that it does not name must be equal on both sides, except for those that it leaves open,
+    ``q[layer={n},t=*]``: such calls are paired in their order. ``{n+1}`` is the next number. ``matched_by`` and ``rel``
+    describe how the pair was found.
     """
 
     baseline: str
@@ -150,8 +154,8 @@ class Pairing:
 
     ``name`` is the pair's name in filters, rows and plots, ``baseline_name`` and ``target_name`` are the taps' own
     names (None if this side cannot know the other's), ``key`` is the name in the address. ``tags`` replace the tap's
-    own tags in filters and in the address, if the two sides give different ones. ``occurrence`` restricts the pair to
-    that call of the tap in the step. ``alone`` is the reason why the tap has no counterpart.
+    own tags in filters and in the address, if the two sides may give different ones. ``occurrence`` restricts the pair
+    to that call of the tap in the step. ``alone`` is the reason why the tap has no counterpart.
     """
 
     name: str
@@ -183,6 +187,10 @@ class PairTable:
         self._patterns: dict[Side, dict[str, list[PairRule]]] = {
             side: _by_shape([r for r in self._rules if r.is_pattern], side) for side in ("baseline", "target")
         }
+        # The tags that rules name, by the names without them.
+        self._selected: dict[Side, dict[str, set[_NamedTags]]] = {
+            side: _tags_by_shape(self._rules, side) for side in ("baseline", "target")
+        }
         self._shown = self._shown_names()
         # Names with an occurrence are indexed by the name alone.
         self._called: dict[Side, set[str]] = {
@@ -195,40 +203,64 @@ class PairTable:
 
     def of(self, side: Side, name: str, given: Mapping[str, Any]) -> list[Pairing]:
         """Return the pairs of the tap with this name and these tags on this side."""
-        tagged = name_with(name, dict(identity({**given, "name": name}).tags))
+        own = dict(identity({**given, "name": name}).tags)
+        tagged = name_with(name, own)
         found: list[Pairing] = []
         for text in dict.fromkeys((name, tagged)):
             for rule, baseline, target in self._instances(side, text):
                 # A rule with tags on either side applies by its tags on both.
                 if text == tagged or not _tells_tags(rule):
-                    found.append(self._pairing(side, rule, baseline, target))
+                    found.append(self._pairing(side, rule, baseline, target, own))
         if self._called[side]:
-            found += self._of_calls(side, name, tagged)
+            for text in dict.fromkeys((name, tagged)):
+                found += self._of_calls(side, text, own)
+        # A rule that names all tags of a call wins over those that name some of them.
+        for text in () if found else self._with_fewer_tags(side, name, own):
+            found += [self._pairing(side, *each, own) for each in self._instances(side, text)]
+            found += self._of_calls(side, text, own) if self._called[side] else []
         return found
+
+    def _with_fewer_tags(self, side: Side, name: str, own: Mapping[str, Any]) -> list[str]:
+        """The texts of rules that may be about this call and name some of its tags, none, or leave some open."""
+        texts = []
+        for tags in self._selected[side].get(_shape(name), ()):
+            named = {tag for tag, _ in tags}
+            if own.keys() > named or (own.keys() == named and any(is_open for _, is_open in tags)):
+                texts.append(name_with(name, {tag: ANY if is_open else own[tag] for tag, is_open in tags}))
+        return texts
 
     def has(self, side: Side, name: str) -> bool:
         """Whether some pair has a tap of this name on this side, with any tags."""
-        return bool(self._instances(side, name)) or any(
-            TapCallName.of(text).name == name for text in self._written[side]
+        return (
+            bool(self._instances(side, name))
+            or any(TapCallName.of(text).name == name for text in self._written[side])
+            or any(
+                _numbers(TapCallName.of(rule.name(side)).name, name) is not None for rule in self._with_tags(side, name)
+            )
         )
 
-    def _of_calls(self, side: Side, name: str, tagged: str) -> list[Pairing]:
+    def _with_tags(self, side: Side, name: str) -> Iterable[PairRule]:
+        """The patterns that may be about a tap of this name and name some of its tags."""
+        if _shape(name) not in self._selected[side]:
+            return ()
+        return (rule for rule in self._rules if rule.is_pattern and _tells_tags(rule))
+
+    def _of_calls(self, side: Side, text: str, own: Mapping[str, Any]) -> list[Pairing]:
         found = []
-        for text in dict.fromkeys((name, tagged)):
-            numbered = [t for t in self._written[side] if "#" in t and t.rpartition("#")[0] == text]
-            for called in numbered:
-                for rule, baseline, target in self._instances(side, called):
-                    found.append(self._pairing(side, rule, baseline, target))
-            for shape, rules in self._patterns[side].items():
-                if "#" not in shape:
-                    continue
-                for rule in rules:
-                    fixed, _, call = rule.name(side).rpartition("#")
-                    numbers = _numbers(fixed, text) if call.isdigit() else None
-                    if numbers is not None:
-                        baseline_name, target_name = (_filled(each, numbers) for each in (rule.baseline, rule.target))
-                        if baseline_name and target_name:
-                            found.append(self._pairing(side, rule, baseline_name, target_name))
+        numbered = [t for t in self._written[side] if "#" in t and t.rpartition("#")[0] == text]
+        for called in numbered:
+            for rule, baseline, target in self._instances(side, called):
+                found.append(self._pairing(side, rule, baseline, target, own))
+        for shape, rules in self._patterns[side].items():
+            if "#" not in shape:
+                continue
+            for rule in rules:
+                fixed, _, call = rule.name(side).rpartition("#")
+                numbers = _numbers(fixed, text) if call.isdigit() else None
+                if numbers is not None:
+                    baseline_name, target_name = (_filled(each, numbers) for each in (rule.baseline, rule.target))
+                    if baseline_name and target_name:
+                        found.append(self._pairing(side, rule, baseline_name, target_name, own))
         return found
 
     def _instances(self, side: Side, name: str) -> list[tuple[PairRule, str, str]]:
@@ -247,13 +279,16 @@ class PairTable:
             return by_target if rule.whole == "baseline" else by_baseline
         return by_baseline or by_target
 
-    def _pairing(self, side: Side, rule: PairRule, baseline: str, target: str) -> Pairing:
+    def _pairing(self, side: Side, rule: PairRule, baseline: str, target: str, own: Mapping[str, Any]) -> Pairing:
         mine, theirs = TapCallName.of(baseline), TapCallName.of(target)
         shown = self._shown[id(rule)]
         name = {"baseline": mine.name, "target": theirs.name}.get(shown, f"{mine.name} = {theirs.name}")
         tags = None
         if mine.tags is not None or theirs.tags is not None:
-            tags = mine.tags if mine.tags is not None else theirs.tags
+            chosen = mine.tags if mine.tags is not None else theirs.tags
+            named = (mine if side == "baseline" else theirs).tags or {}
+            tags = {tag: value for tag, value in own.items() if tag not in named}
+            tags |= {tag: value for tag, value in (chosen or {}).items() if value != ANY}
         occurrence = None
         if mine.occurrence is not None or theirs.occurrence is not None:
             occurrence = (mine if side == "baseline" else theirs).occurrence or 0
@@ -308,6 +343,20 @@ def _by_shape(rules: Iterable[PairRule], side: Side) -> dict[str, list[PairRule]
     found: dict[str, list[PairRule]] = defaultdict(list)
     for rule in rules:
         found[_shape(rule.name(side))].append(rule)
+    return dict(found)
+
+
+_NamedTags = tuple[tuple[str, bool], ...]
+"""The tags that a rule names, and whether it leaves each open."""
+
+
+def _tags_by_shape(rules: Iterable[PairRule], side: Side) -> dict[str, set[_NamedTags]]:
+    """The tags that rules with tags name on a side, by their taps' names without numbers."""
+    found: dict[str, set[_NamedTags]] = defaultdict(set)
+    for rule in rules:
+        if _tells_tags(rule):
+            call = TapCallName.of(rule.name(side))
+            found[_shape(call.name)].add(tuple((tag, value == ANY) for tag, value in (call.tags or {}).items()))
     return dict(found)
 
 

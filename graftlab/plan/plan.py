@@ -222,6 +222,13 @@ class GraftPlan:
         """Whether ranks of one side may decide differently about the same tap."""
         return any(name in ("rank", "side") or name.endswith("_rank") for name in self.mentions)
 
+    def may_match(self, path: str) -> bool:
+        """Whether some filter may match a tap whose own name begins with ``path``."""
+        if self.rename or self.pairs:
+            # Filters see other names than the tap's own.
+            return True
+        return any(filter_.may_match(path) for filter_ in self._filters.values())
+
     def action_for(self, tags: Mapping[str, object]) -> Action:
         """Return the action for a tap with these tags."""
         hit = {name: filter_.matches(tags) for name, filter_ in self._filters.items()}

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 from graftlab.base.tags import RESERVED_TAGS, TagItems
@@ -29,9 +31,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ambient: ContextVar[TagItems] = ContextVar("graftlab_tags", default=())
-# The value of ``ambient`` outside each open ``with gl.tags(...)`` of this thread or task, outermost first. It is not an
-# attribute of the object, because several threads may have entered that.
-_outside: ContextVar[tuple[TagItems, ...]] = ContextVar("graftlab_tags_outside", default=())
+
+
+@dataclass(frozen=True, eq=False)
+class _TagBlock:
+    """An open ``with gl.tags(...)``.
+
+    ``outside`` and ``shown_outside`` are what to restore at its end, ``base`` the tags outside all blocks.
+    """
+
+    given: TagItems
+    frame: FrameType | None
+    """The frame of the generator that opened it, where it holds only while that runs."""
+    base: TagItems
+    outside: TagItems
+    shown_outside: tuple[_TagBlock, ...]
+
+    @property
+    def holds(self) -> bool:
+        # A suspended generator has no caller.
+        return self.frame is None or self.frame.f_back is not None
+
+
+# The open blocks of this thread or task, outermost first, and those whose tags ``ambient`` has. They are no attributes
+# of the object, because several threads may have entered that.
+_blocks: ContextVar[tuple[_TagBlock, ...]] = ContextVar("graftlab_tag_blocks", default=())
+_shown_blocks: ContextVar[tuple[_TagBlock, ...]] = ContextVar("graftlab_shown_tag_blocks", default=())
+# The blocks that generators of any thread have open. Without any, the tags need not be looked at again at each tap.
+_in_generators: set[_TagBlock] = set()
 
 
 class TapHandler(Protocol):
@@ -47,6 +74,9 @@ class RankTapHandler(TapHandler, Protocol):
     @property
     def moment(self) -> object:
         """A value that changes with each run and each step."""
+
+    def may_take(self, path: str) -> bool:
+        """Whether taps whose names begin with ``path`` may have an effect; if not, they need not be shown."""
 
     def step(self) -> None:
         """See :func:`graftlab.step`."""
@@ -129,6 +159,8 @@ def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad:
         return value
     if _is_tracing():
         return show_traced(name, value, extras, tags, layout=layout, grad=grad)  # type: ignore[no-any-return]
+    if _in_generators:
+        _leave_out_suspended()
     if layout is not None:
         extras = ExtrasWithLayout(layout, extras)
     grafted: T = _handler.tap(name, value, extras, tags)
@@ -154,6 +186,8 @@ def show(
         return value
     if _is_tracing():
         return show_traced(name, value, extras, tags, replace=replace, grad=grad)
+    if _in_generators:
+        _leave_out_suspended()
     shown = _handler.tap(name, value, extras, tags, replace=replace)
     if grad:
         tap_gradient(name, shown, tags)
@@ -232,7 +266,9 @@ class tags:
 
     ``with gl.tags(phase="decode"): ...`` or ``@gl.tags(phase="decode")``. A function computes tags from the decorated
     function's arguments at each call: ``@gl.tags(lambda self, *_: {"layer": self.index})``. Inner tags take precedence
-    over outer ones, and a tap's own tags over both. Tags are separate for each thread and each asyncio task.
+    over outer ones, and a tap's own tags over both. Tags are separate for each thread and each asyncio task. In a
+    generator they apply while it runs, and not to its caller's taps between two values, unless
+    ``contextlib.contextmanager`` makes it a context manager.
 
     Raises :class:`TagError` for tags that graftlab sets itself, and for a generator, which cannot be decorated.
 
@@ -258,9 +294,7 @@ class tags:
                 assert _traced is not None
                 _traced.open_tags(self._given)
                 return self
-            before = ambient.get()
-            _outside.set((*_outside.get(), before))
-            ambient.set(tuple({**dict(before), **self._given}.items()))
+            _enter(tuple(self._given.items()), _generator_frame(sys._getframe(1)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -269,9 +303,8 @@ class tags:
             _traced.close_tags()
             return
         # Empty if this process became a rank inside the block.
-        if _grafter is not None and (outside := _outside.get()):
-            _outside.set(outside[:-1])
-            ambient.set(outside[-1])
+        if _grafter is not None and _blocks.get():
+            _exit(sys._getframe(1))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -312,6 +345,68 @@ class tags:
         return tags(**{**computed, **self._given})
 
 
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
+
+def _generator_frame(frame: FrameType) -> FrameType | None:
+    """The frame, if it is a generator's that its caller uses as one.
+
+    One that contextlib makes a context manager opens its tags for the caller.
+    """
+    if not frame.f_code.co_flags & _GENERATORS:
+        return None
+    caller = frame.f_back
+    return None if caller is not None and caller.f_globals.get("__name__") == "contextlib" else frame
+
+
+def _enter(given: TagItems, frame: FrameType | None) -> None:
+    if _in_generators:
+        _leave_out_suspended()
+    before, blocks = ambient.get(), _blocks.get()
+    block = _TagBlock(given, frame, blocks[0].base if blocks else before, before, _shown_blocks.get())
+    if frame is not None:
+        _in_generators.add(block)
+    _blocks.set((*blocks, block))
+    _shown_blocks.set((*block.shown_outside, block))
+    ambient.set(tuple({**dict(before), **dict(given)}.items()))
+
+
+def _exit(frame: FrameType) -> None:
+    """Close the newest block that this frame of a generator opened, or else the newest of no generator."""
+    blocks = _blocks.get()
+    opened = [place for place, block in enumerate(blocks) if block.frame is frame]
+    others = [place for place, block in enumerate(blocks) if block.frame is None]
+    if not (opened or others):
+        return  # a generator that was begun in one thread and ends in another
+    # A generator may outlive blocks that were opened after its own.
+    place = (opened or others)[-1]
+    block = blocks[place]
+    _blocks.set((*blocks[:place], *blocks[place + 1 :]))
+    _in_generators.discard(block)
+    if place == len(blocks) - 1:
+        _shown_blocks.set(block.shown_outside)
+        ambient.set(block.outside)
+    else:
+        _show_blocks(block.base, tuple(each for each in _shown_blocks.get() if each is not block))
+
+
+def _leave_out_suspended() -> None:
+    """Give ``ambient`` the tags of this thread's blocks that hold now."""
+    blocks, shown = _blocks.get(), _shown_blocks.get()
+    # The blocks of a generator that has been resumed are inside those of its caller.
+    holding = (*(block for block in shown if block.holds), *(b for b in blocks if b not in shown and b.holds))
+    if holding != shown:
+        _show_blocks(blocks[0].base, holding)
+
+
+def _show_blocks(base: TagItems, blocks: tuple[_TagBlock, ...]) -> None:
+    _shown_blocks.set(blocks)
+    merged = dict(base)
+    for block in blocks:
+        merged.update(block.given)
+    ambient.set(tuple(merged.items()))
+
+
 def _refuse_reserved(given: dict[str, Any]) -> None:
     # Written so that torch 2.6 can trace it.
     taken = [tag for tag in given if tag in RESERVED_TAGS]
@@ -350,6 +445,9 @@ class _NullHandler:
 
     moment: object = None
 
+    def may_take(self, path: str) -> bool:
+        return False
+
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         return value
 
@@ -365,12 +463,23 @@ def deactivate() -> None:
 
 def tap_handler() -> TapHandler | None:
     """Return the tap handler in use; None outside a session."""
+    if not _is_tracing() and _in_generators:
+        _leave_out_suspended()
     return _handler
 
 
 def tap_handler_of(thread: int) -> TapHandler | None:
     """Return the tap handler of this thread; None outside a session."""
+    if _in_generators:
+        _leave_out_suspended()
     return _grafter if _route is None else _route(thread)
+
+
+def may_take(path: str) -> bool:
+    """Whether the tap handler in use may do something with a tap whose name begins with ``path``."""
+    if _handler is None:
+        return False
+    return _handler is not _grafter or _grafter.may_take(path)
 
 
 def grafter() -> RankTapHandler | None:

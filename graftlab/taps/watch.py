@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -17,23 +15,15 @@ from torch.overrides import TorchFunctionMode
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
+from graftlab.taps.inside import InsideTaps
+from graftlab.taps.module_inputs import ArgumentTaps, WatchedModule, WatchedModules
+from graftlab.taps.nested import tap_inside
+from graftlab.taps.wrappers import forward_of, unwrapped
 
 _latest_change = 0
 
 # The name of the root module's output, because its name in named_modules is empty.
 ROOT = "output"
-# Outputs nest a few levels; deeper structures are caches or graphs.
-_MAX_DEPTH = 6
-
-# The attribute in which a wrapper keeps its module: names that occur only in wrappers; and common names, by the
-# wrapper's class. Classes are given by name, so that none of them has to be imported.
-_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_WRAPPERS = {
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "PeftModel": "base_model",
-    "BaseTuner": "model",
-}
 
 Chooser = str | Callable[[str], bool] | None
 Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
@@ -42,9 +32,9 @@ Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 _kinds: dict[str, str] = {}
 
 
-def kinds_of_watched() -> dict[str, str]:
-    """Return the class of the module behind each watched tap, by the tap's name."""
-    return dict(_kinds)
+def kinds_of_watched() -> Mapping[str, str]:
+    """Return the module's class, or the operation, behind each watched tap by its name; a view, which grows."""
+    return MappingProxyType(_kinds)
 
 
 class Removable(Protocol):
@@ -58,7 +48,7 @@ def latest_change() -> int:
     return _latest_change
 
 
-class _HookChange:
+class HookChange:
     """A handle that counts a change of taps when a watch is created and when it is removed."""
 
     def __init__(self) -> None:
@@ -110,6 +100,7 @@ def watch(
     extras: Extras | None = None,
     grads: bool = False,
     functions: Sequence[str] = (),
+    inside: Chooser = None,
     params: bool = False,
     inputs: bool = False,
 ) -> Watch:
@@ -136,14 +127,20 @@ def watch(
     shows its tensors, as ``scaled_dot_product_attention.in[0]``, ``.in.attn_mask`` and ``.out``, so that
     implementations that are split into different modules share taps. Calls in a step are distinguished by occurrence.
 
+    ``inside`` chooses modules as ``include`` does, and taps each torch function that their own code calls, submodules
+    apart. A tap's name is the module's and the variable that gets the result, such as ``self_attn.q_rot``, or else the
+    line of source and the operation, such as ``self_attn.L241.matmul``. A helper's name comes before its variables and
+    lines: ``self_attn.rotate.x1``. A graft replaces the result for what follows it. Code that ``torch.compile``
+    compiles is left out, with a warning.
+
     With ``params`` each weight and buffer is a tap too, once per step, at the model's first call: under its name in
     ``state_dict()``, with the tag ``kind="param"``. ``include`` and ``exclude`` choose among them by that name and by
     the type of the owning module. A graft of such a tap changes the weight permanently; a verdict only compares them.
     With ``inputs`` the tensors among the model's arguments are taps, named after the parameters of its ``forward``
     (``input.input_ids``), with ``kind="input"``.
 
-    Outside a session no hook is installed, and the handle only lists the names. ``names`` does not include inputs,
-    which are unknown before a call.
+    Outside a session no hook is installed, and the handle only lists the names. ``names`` includes neither
+    inputs nor operations, which are unknown before a call.
 
     Raises :class:`FilterError` for an invalid expression, ValueError for an unknown torch function, and TypeError if
     ``model`` is not a module.
@@ -157,8 +154,9 @@ def watch(
         raise TypeError(f"gl.watch taps a torch.nn.Module, not {type(model).__name__}")
     called = named_functions(functions)
     wanted, unwanted = chooser(include, default=True), chooser(exclude, default=False)
+    looked_into = chooser(inside, default=False)
     chosen: list[tuple[str, torch.nn.Module]] = []
-    for path, (module, kind) in _unwrapped_modules(model).items():
+    for path, (module, kind) in unwrapped_modules(model).items():
         name = prefix + (path or ROOT)
         if wanted(name, kind) and not unwanted(name, kind):
             chosen.append((name, module))
@@ -168,23 +166,43 @@ def watch(
     if taps.tap_handler() is None:
         return Watch([], names)
     # Only now, so that an invalid choice leaves the model unchanged.
-    handles: list[Removable] = [_HookChange()]
+    handles: list[Removable] = [HookChange()]
     if params:
         find = partial(weights_of, model, prefix, wanted, unwanted)
         # Before the hooks of FSDP, which replace shards by whole weights.
         handles.append(model.register_forward_pre_hook(_WeightTaps(find), prepend=True))
     if inputs:
-        handles.append(model.register_forward_pre_hook(_InputTaps(model, f"{prefix}input"), with_kwargs=True))
+        tap_one = partial(_tap_input, f"{prefix}input.")
+        hook = ArgumentTaps(forward_of(model), lambda: tap_one, tap_inside)
+        handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+    modules = dict(model.named_modules())
     handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
+    handles.append(
+        WatchedModules(
+            (module, WatchedModule(name, prefix if module is model else f"{name}.")) for name, module in chosen
+        )
+    )
+    if inside is not None:
+        # The wrapped modules, because a wrapper's forward is not the model's code.
+        within = {unwrapped(path, modules): module for path, module in modules.items()}
+        own = {
+            f"{prefix}{path}." if path else prefix: module
+            for path, module in within.items()
+            if looked_into(prefix + (path or ROOT), _type_of(module))
+        }
+        taken = {prefix + (path or ROOT) for path in within}
+        handles.append(InsideTaps(own, partial(_show_operation, grads), _kinds, taken))
     if called:
         handles.append(FunctionTaps(model, called, prefix, partial(_show_call, grads)))
     return Watch(handles, names)
 
 
 def _show_call(grads: bool, name: str, value: Any) -> Any:
-    return (
-        value if taps.tap_handler() is None else _tap_inside(name, value, partial(_tap_value, None, grads), _MAX_DEPTH)
-    )
+    return value if taps.tap_handler() is None else tap_inside(name, value, partial(_tap_value, None, grads))
+
+
+def _show_operation(grads: bool, name: str, value: torch.Tensor, *, replace: bool, tags: Mapping[str, Any]) -> Any:
+    return taps.show(name, value, None, replace=replace, grad=grads, tags=tags)
 
 
 Chosen = Callable[[str, str], bool]
@@ -201,7 +219,7 @@ def weights_of(
     found: dict[str, torch.Tensor] = {}
     for path, tensor in (*model.named_parameters(), *(model.named_buffers() if buffers else ())):
         owner, _, leaf = path.rpartition(".")
-        inside = _unwrapped(owner, modules) if owner else ""
+        inside = unwrapped(owner, modules) if owner else ""
         name = f"{prefix}{inside}.{leaf}" if inside else f"{prefix}{leaf}"
         kind = _type_of(modules[owner])
         if wanted(name, kind) and not unwanted(name, kind):
@@ -233,40 +251,12 @@ class _WeightTaps:
         self._shown_at = None if grafter is None else grafter.moment
 
 
-class _InputTaps:
-    """Taps the tensors among the model's arguments."""
-
-    def __init__(self, model: torch.nn.Module, name: str) -> None:
-        self._name = name
-        # A wrapper's forward takes *args; the wrapped module has the parameter names.
-        inside = [module for path, module in model.named_modules() if not _unwrapped(path, dict(model.named_modules()))]
-        parameters = inspect.signature(inside[-1].forward).parameters.values()
-        self._parameters = [each.name for each in parameters if each.kind in _POSITIONAL]
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if taps.tap_handler() is None:
-            return None
-        named = [self._parameters[i] if i < len(self._parameters) else f"[{i}]" for i in range(len(args))]
-        positional = tuple(self._tapped(name, value) for name, value in zip(named, args, strict=True))
-        by_name = {name: self._tapped(name, value) for name, value in kwargs.items()}
-        same = all(new is old for new, old in zip(positional, args, strict=True))
-        if same and all(by_name[name] is kwargs[name] for name in kwargs):
-            return None
-        return positional, by_name
-
-    def _tapped(self, name: str, value: Any) -> Any:
-        return _tap_inside(f"{self._name}.{name}", value, _tap_input, _MAX_DEPTH)
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+def unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
     """Return modules by names without wrappers' parts: of equal names, the outermost module and the innermost type."""
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
-        name = _unwrapped(path, modules)
+        name = unwrapped(path, modules)
         found[name] = (found[name][0] if name in found else module, _type_of(module))
     return found
 
@@ -276,17 +266,6 @@ def _type_of(module: torch.nn.Module) -> str:
     mine = type(module)
     own = [base for base in mine.__bases__ if base.__name__ != "FSDPModule"]
     return own[0].__name__ if len(own) < len(mine.__bases__) and own else mine.__name__
-
-
-def _unwrapped(path: str, modules: Mapping[str, torch.nn.Module]) -> str:
-    parts = path.split(".")
-    kept = []
-    for place, part in enumerate(parts):
-        above = modules[".".join(parts[:place])]
-        wraps = any(_WRAPPERS.get(each.__name__) == part for each in type(above).__mro__)
-        if part not in _WRAPPED and not wraps:
-            kept.append(part)
-    return ".".join(kept)
 
 
 def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
@@ -305,51 +284,19 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
         if taps.tap_handler() is None:
             return None
         tap_one = partial(_tap_value, None if extras is None else extras(module, args, output), grads)
-        replaced = _tap_inside(name, output, tap_one, _MAX_DEPTH)
+        replaced = tap_inside(name, output, tap_one)
         # None makes torch keep the object that the module returned.
         return None if replaced is output else replaced
 
     return tap_output
 
 
-TapOne = Callable[[str, torch.Tensor], Any]
-
-
 def _tap_value(extras: Any, grads: bool, name: str, value: torch.Tensor) -> Any:
     return taps.show(name, value, extras, replace=True, grad=grads)
 
 
-def _tap_input(name: str, value: torch.Tensor) -> Any:
-    return taps.show(name, value, None, replace=True, tags={"kind": "input"})
-
-
-def _tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
-    """Tap the tensors inside a value. Returns the same object unless a tensor was grafted."""
-    if isinstance(value, torch.Tensor):
-        return tap_one(name, value)
-    if depth == 0:
-        return value
-    if isinstance(value, (tuple, list)):
-        items = [_tap_inside(f"{name}[{index}]", item, tap_one, depth - 1) for index, item in enumerate(value)]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        entries = {key: _tap_inside(f"{name}.{key}", item, tap_one, depth - 1) for key, item in value.items()}
-        changed = {key: new for key, new in entries.items() if new is not value[key]}
-        if not changed:
-            return value
-        # A copy keeps the class, and a ModelOutput's attributes beside its entries.
-        replaced = copy.copy(value) if hasattr(value, "__setitem__") else dict(value)
-        for key, new in changed.items():
-            replaced[key] = new
-        return replaced
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field for field in dataclasses.fields(value) if field.init]
-        entries = {f.name: _tap_inside(f"{name}.{f.name}", getattr(value, f.name), tap_one, depth - 1) for f in fields}
-        changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
+def _tap_input(prefix: str, name: str, value: torch.Tensor) -> Any:
+    return taps.show(f"{prefix}{name}", value, None, replace=True, tags={"kind": "input"})
 
 
 # ---- the torch functions that a model calls -------------------------------------------------------------------------

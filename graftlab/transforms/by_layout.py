@@ -9,8 +9,17 @@ from typing import Any
 import torch
 
 from graftlab.errors import LayoutError, TransformError
-from graftlab.layouts import Disagreement, Layout, Mesh, RankLayout, join_parts, layouts_of_pair, relayout
-from graftlab.transforms.default import default_transform
+from graftlab.layouts import (
+    Disagreement,
+    Layout,
+    Mesh,
+    RankLayout,
+    join_parts,
+    layouts_of_pair,
+    parse_dims,
+    relayout,
+)
+from graftlab.transforms.default import default_transform, nearly_equal
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
 
 INFERRED = "inferred"
@@ -28,18 +37,48 @@ def by_layout(graft_input: GraftTransformInput) -> Outcome:
     >>> gl.transforms.by_layout(given).value
     tensor([0., 1., 2., 3.])
     """
-    sent = [each for each in graft_input.received_layouts if each is not None]
-    if graft_input.layout is None and graft_input.pair is None and not sent:
-        outcome = default_transform(graft_input)
-        return replace(outcome, layout=INFERRED) if outcome.aligned_by else outcome
+    given, note = _usable(graft_input)
+    if given.layout is None and given.pair is None and not any(given.received_layouts):
+        outcome = default_transform(given)
+        outcome = replace(outcome, layout=INFERRED) if outcome.aligned_by else outcome
+        return _noted(outcome, note)
     try:
-        return _by_layout(graft_input)
+        return _noted(_by_layout(given), note)
     except LayoutError as error:
         raise TransformError(
             f"{error} (from {[list(t.shape) for t in graft_input.received_list]} of senders {graft_input.senders} to "
             f"{list(graft_input.target.shape)} on rank {graft_input.recv_rank}); if the layout is wrong, declare it "
             f"with gl.tap(layout=...) or the plan's pairs, or give the plan a transform: `{SIGNATURE}`"
         ) from error
+
+
+def _usable(given: GraftTransformInput) -> tuple[GraftTransformInput, str | None]:
+    """Return the input with layouts that can be applied, and a note on what could not be."""
+    layouts = [given.layout, *given.received_layouts]
+    unknown = next((each.unknown for each in layouts if each is not None and each.unknown), None)
+    if unknown is not None:
+        mine, *theirs = [None if each is None or each.names else each for each in layouts]
+        given = replace(given, layout=mine, received_layouts=theirs)
+        return given, f"the names of dimensions were not used: {unknown}"
+    if _lengths(given) is not None or not any(_needs_lengths(each) for each in layouts):
+        return given, None
+    mine, *theirs = [
+        replace(each, layout=each.layout.of_one_sequence()) if each is not None and _needs_lengths(each) else each
+        for each in layouts
+    ]
+    return replace(given, layout=mine, received_layouts=theirs), (
+        "no lengths of sequences arrived, so that the tokens were joined as those of one sequence; pass the lengths as "
+        'extras={"request_lens": lengths}'
+    )
+
+
+def _noted(outcome: Outcome, note: str | None) -> Outcome:
+    return outcome if note is None else replace(outcome, note="; ".join(filter(None, (note, outcome.note))))
+
+
+def _needs_lengths(layout: RankLayout | None) -> bool:
+    # A layout in steps says itself that the tokens are packed; named dimensions do not.
+    return layout is not None and layout.names is not None and layout.layout.cuts_sequences
 
 
 @dataclass(frozen=True)
@@ -177,17 +216,9 @@ def _groups(
             )
         )
         return _SenderTensors(RankLayout(Layout(), tuple(outcome.value.shape)), [outcome.value], is_inferred=True)
-    if not all(each.shape == wholes[0].shape and _nearly_equal(each, wholes[0]) for each in wholes):
+    if not all(each.shape == wholes[0].shape and nearly_equal(each, wholes[0]) for each in wholes):
         raise LayoutError(f"{count} groups of senders hold different tensors and do not declare which part each holds")
     return _SenderTensors(RankLayout(Layout(), tuple(wholes[0].shape)), wholes[:1])
-
-
-def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors are equal up to the rounding of sums in a different order, which such groups may have."""
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    room = 16 * torch.finfo(one.dtype).eps
-    return torch.allclose(one, other, rtol=room, atol=room * float(one.abs().nan_to_num().max()), equal_nan=True)
 
 
 def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tensor]) -> _SenderTensors:
@@ -252,16 +283,21 @@ def _by_names(
     given: GraftTransformInput, senders: _SenderTensors, mine: RankLayout
 ) -> tuple[_SenderTensors, RankLayout]:
     """Derive the layouts of two sides that name their dimensions."""
+    names = senders.layout.names
     assert mine.names is not None
-    assert senders.layout.names is not None
+    assert names is not None
+    mesh, own_mesh = senders.layout.layout.mesh, mine.layout.mesh
+    sizes, split_sizes = parse_dims(names).sizes([tensor.shape for tensor in senders.tensors], mesh)
+    own_sizes, own_split_sizes = parse_dims(mine.names).sizes([given.target.shape], own_mesh)
+    known, split = sizes | own_sizes, split_sizes | own_split_sizes
     if given.direction == "b2t":
-        theirs, ours = layouts_of_pair(senders.layout.names, mine.names)
+        theirs, ours = layouts_of_pair(names, mine.names, known, split_sizes=split)
     else:
-        ours, theirs = layouts_of_pair(mine.names, senders.layout.names)
-    return (
-        replace(senders, layout=RankLayout(theirs.on(senders.layout.layout.mesh))),
-        RankLayout(ours.on(mine.layout.mesh)),
-    )
+        ours, theirs = layouts_of_pair(mine.names, names, known, split_sizes=split)
+    theirs, ours = theirs.on(mesh), ours.on(own_mesh)
+    if _lengths(given) is None:
+        theirs, ours = theirs.of_one_sequence(), ours.of_one_sequence()
+    return replace(senders, layout=RankLayout(theirs)), RankLayout(ours)
 
 
 def _lengths(given: GraftTransformInput) -> Sequence[int] | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import string
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from graftlab.errors import TransformError
 from graftlab.layouts import Layout, parse_layout
+from graftlab.layouts.steps import disagreement
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
 
 # Permutations of more dimensions are too many, and rarely intended.
@@ -29,8 +31,9 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     - S's extent is T's times the receiving ranks: the receiver's slice is taken;
     - the senders' extents add up to T's times the receiving ranks: both.
 
-    The tensor of a rank that sent nothing is never made up from the others'. Raises
-    :class:`TransformError` with the shapes when none fits.
+    Where one of several senders is taken, they should be replicas: if they differ, the outcome has a note, and if they
+    differ by more than rounding, it is not grafted. The tensor of a rank that sent nothing is never made up from the
+    others'. Raises :class:`TransformError` with the shapes when none fits.
 
     >>> shards = [torch.zeros(2, 3), torch.ones(2, 3)]
     >>> given = gl.GraftTransformInput({"name": "q"}, shards, [None, None], target=torch.empty(2, 6))
@@ -46,7 +49,9 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     chosen = received[senders.index(partner)] if partner in senders else None
     if all(tensor.shape == mine.shape for tensor in received):
         if chosen is not None:
-            return Outcome(chosen, None if count in (1, receivers) else f"sender {partner}")
+            if count in (1, receivers):
+                return Outcome(chosen)
+            return _one_of(received, senders, partner, Outcome(chosen, f"sender {partner}"))
         raise TransformError(
             f"the default transform takes rank {partner}'s tensor, which was not sent (senders {senders} of {count}). "
             f"If another rank's will do, give the plan a transform: `{SIGNATURE}`"
@@ -57,7 +62,8 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
         if complete and count > 1 and total == extent:
             return Outcome(torch.cat(_like(received), dim), f"concat dim={dim}")
         if chosen is not None and chosen.shape[dim] == extent * receivers:
-            return Outcome(chosen.narrow(dim, rank * extent, extent), f"slice dim={dim}")
+            cut = Outcome(chosen.narrow(dim, rank * extent, extent), f"slice dim={dim}")
+            return _one_of(received, senders, partner, cut)
         if complete and count > 1 and total == extent * receivers:
             joined = torch.cat(_like(received), dim)
             return Outcome(joined.narrow(dim, rank * extent, extent), f"concat, slice dim={dim}")
@@ -67,6 +73,42 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
         f"from {_shapes(received)} (senders {senders} of {count})"
         f"{f'{hint}; or' if hint else ';'} give the plan a transform: `{SIGNATURE}`"
     )
+
+
+def _one_of(received: Sequence[Tensor], senders: Sequence[int], partner: int, outcome: Outcome) -> Outcome:
+    """Add a note to an outcome that is one sender's tensor, if the senders are not replicas."""
+    chosen = _comparable(received[senders.index(partner)])
+    others = [
+        (rank, _comparable(tensor).to(chosen.dtype))
+        for rank, tensor in zip(senders, received, strict=True)
+        if rank != partner
+    ]
+    found = [each for rank, tensor in others if (each := disagreement(f"sender {rank}", tensor, chosen)) is not None]
+    if not found:
+        return outcome
+    differ = "; ".join(map(str, found))
+    note = f"sender {partner}'s tensor was taken, but the senders are not replicas ({differ})"
+    if all(nearly_equal(tensor, chosen) for _, tensor in others):
+        return replace(outcome, note=note)
+    advice = "if these are partial sums or shards, declare it with gl.tap(layout=...)"
+    return replace(outcome, note=f"{note}; {advice}", graft_refused=f"{note}, so it is not grafted; {advice}")
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    # torch compares no floats of 8 bits, and can only copy those of 4.
+    if not tensor.is_floating_point() or tensor.element_size() > 1:
+        return tensor
+    return tensor.float() if "float8" in str(tensor.dtype) else tensor.view(torch.uint8)
+
+
+def nearly_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are equal up to the rounding of sums in a different order, which replicas may have."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    room = 16 * torch.finfo(one.dtype).eps
+    finite = one[one.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=room, atol=room * largest, equal_nan=True)
 
 
 def _differing_dim(received: Sequence[torch.Tensor], mine: torch.Tensor) -> int | None:

@@ -58,11 +58,12 @@ class Outcome:
 
     ``value`` has the target's shape; ``aligned_by`` and ``cast`` describe how it was made to fit. ``rows`` marks the
     part that was received, when the rest is the target's own: one int64 index tensor for each leading dimension, all of
-    one length, so that ``value[rows]`` is that part. Statistics then cover only these rows. ``rows_unmatched`` counts
-    the rows that should have had a counterpart. ``known``, a mask of the target's shape, limits statistics to the
-    marked elements. ``measured`` is the pair to compare instead of the value and the target, if those are partial sums.
-    ``layout`` describes how both were converted to one layout, ``note`` what a reader should know about the comparison,
-    and ``caveat`` what a reader should know about a graft.
+    one length, so that ``value[rows]`` is that part. Statistics then cover only these rows. ``rows_matched`` is their
+    number if each has several indices, and ``rows_unmatched`` counts the rows that should have had a counterpart.
+    ``known``, a mask of the target's shape, limits statistics to the marked elements. ``measured`` is the pair to
+    compare instead of the value and the target, if those are partial sums. ``layout`` describes how both were converted
+    to one layout, ``note`` what a reader should know about the comparison, and ``caveat`` what a reader should know
+    about a graft. With ``graft_refused``, a reason, the value is compared and not grafted.
 
     >>> gl.transforms.Outcome(torch.ones(2), aligned_by="layer order").aligned_by
     'layer order'
@@ -72,12 +73,14 @@ class Outcome:
     aligned_by: str | None = None
     cast: str | None = None
     rows: tuple[torch.Tensor, ...] | None = None
+    rows_matched: int | None = None
     rows_unmatched: int = 0
     known: torch.Tensor | None = None
     measured: tuple[torch.Tensor, torch.Tensor] | None = None
     layout: str | None = None
     note: str | None = None
     caveat: str | None = None
+    graft_refused: str | None = None
 
 
 Transform = Callable[[GraftTransformInput], "torch.Tensor | Outcome"]

@@ -20,7 +20,7 @@ from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
 
 COLUMNS = (
-    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "is_cast", "aligned_by"),
+    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "cast", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
 LABELS = ("culprit", "minor", "cancels", "rounds differently", "inherited", "clean", "unmeasured")
@@ -71,7 +71,7 @@ def added_frame(
                 "group": group,
                 "target_name": row.get("target_name") or row["name"],
                 "dtype": dtype,
-                "is_cast": row["cast"] is not None,
+                "cast": row["cast"],
                 "aligned_by": row["aligned_by"],
                 "added": row["rel_l2"],
                 "floor": floor.rel_l2,
@@ -131,6 +131,12 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _is_absent(value: object) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def call_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A row of a verdict's frame as a key: equal for the same call of a tap on the same rank, in any run."""
+    tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
+    return row["step"], row["name"], json.dumps(tags, sort_keys=True, default=str), row["occurrence"], row["rank"]
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -283,6 +289,12 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     ]
     if len(noted):
         said.append(f"{_taps(noted['name'])} arrived from only some of the sending ranks: {noted['note'].iloc[0]}.")
+    unlike = measured[measured["note"].notna() & measured["note"].astype(str).str.contains("are not replicas")]
+    if len(unlike):
+        said.append(
+            f"{_taps(unlike['name'])} {_be(unlike, 'was')} compared with one of several ranks that differ: "
+            f"{unlike['note'].iloc[0]}."
+        )
     return said
 
 

@@ -40,10 +40,10 @@ def remarks_on_jobs(
     not ask to graft them.
     """
     constant, word, words = _floor(grafted, given, repeats=not moved)
-    first = []
+    first, basis = [], []
     step = "a step" if steps == 1 else f"a run of {steps} steps"
     if moved:
-        first.append(
+        basis.append(
             f"The jobs do not repeat {step}: from one to the next, the baseline differs at {_listed(moved)}. So "
             f"{words}, no code was swapped to see what moves the output, and dropout or other random numbers would "
             "not be noticed."
@@ -55,7 +55,7 @@ def remarks_on_jobs(
             "carries over (weights, a cache, random numbers) may explain everything that is named."
         )
     unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold, _GRAFT_THEM)
-    return JobRemarks(constant, word, tuple(first), tuple(unseen), tuple(of_named), tuple(last))
+    return JobRemarks(constant, word, tuple(first), tuple(basis), tuple(unseen), tuple(of_named), tuple(last))
 
 
 def _shows_weights(compared: pd.DataFrame) -> bool:
@@ -65,14 +65,14 @@ def _shows_weights(compared: pd.DataFrame) -> bool:
 def remarks_on_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: float | None) -> JobRemarks:
     """The remarks on a recording as baseline, which shows the same values whatever is grafted into it."""
     constant, word, words = _floor(grafted, given, repeats=False)
-    first = (
+    basis = (
         f"The baseline is a recording, which computes nothing. So {words}, and no code was swapped to see what moves "
         "the output."
     )
     # Unlike two functions, a recording is not called with the same arguments.
     unseen = [] if input_names(compared) else [_NO_INPUTS.format("sides")]
     unseen += [] if _shows_weights(compared) else [_NO_WEIGHTS.format("sides") + "."]
-    return JobRemarks(constant, word, (first,), tuple(unseen))
+    return JobRemarks(constant, word, basis=(basis,), unseen=tuple(unseen))
 
 
 def remarks_on_rows(
@@ -89,7 +89,7 @@ def remarks_on_rows(
     ``where`` names the step, ``shown`` has the rows of inputs and weights.
     """
     constant, word, words = _floor(grafted, given, repeats=False)
-    first = (
+    basis = (
         f"This verdict is from the rows of {where}. So {words}, no code was swapped to see what moves the output, and "
         "whether the code repeats itself is not known."
     )
@@ -102,7 +102,7 @@ def remarks_on_rows(
         ]
     if not len(compared):
         unseen.append("what was inherited: no step of this run compared every tap and grafted none.")
-    return JobRemarks(constant, word, (first,), tuple(unseen), tuple(of_named), tuple(last))
+    return JobRemarks(constant, word, (), (basis,), tuple(unseen), tuple(of_named), tuple(last))
 
 
 def _given_to_both(

@@ -8,10 +8,12 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
+from graftlab.base.text import counted
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
-from graftlab.matching.contradictions import odd_layouts, other_parts, other_roles
-from graftlab.matching.proposal import Pair
+from graftlab.matching.contradictions import in_groups, in_part, odd_layouts, other_parts, other_roles
+from graftlab.matching.names import layers_of
+from graftlab.matching.pair import Pair
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
 
@@ -24,24 +26,20 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     If a target swaps k and v in one layer, a match by value pairs its k with the baseline's v. Every graft is then
     right, and the code that reads the two is named instead of them.
     """
-    pairs: dict[tuple[str, str], Pair] = {}
+    pairs = pairs_of(rows, plan)
+    shapes = _shapes(rows)
     rearranged: dict[str, dict[str, str]] = {}
+    for pair in pairs:
+        if pair.layout.steps and _keeps_shape(pair.layout, shapes.get(pair.target)):
+            rearranged.setdefault(pair.layout.text, {})[pair.target] = pair.baseline
     alone = set(rows.loc[(rows["side"] == "baseline") & (rows["status"] == "unmatched"), "name"]) if len(rows) else ()
-    for row in records(rows):
-        own = row["target_name"]
-        if own is None or row["matched_by"] is None:
-            continue
-        for pairing in plan.pairings("target", own, own_tags(row["tags"])):
-            if pairing.rule is not None and pairing.baseline_name and pairing.target_name:
-                pair = Pair(pairing.baseline_name, pairing.target_name, pairing.rule.parsed, pairing.rule.whole)
-                pairs[pair.baseline, pair.target] = pair
-                if pair.layout.steps and _keeps_shape(pair.layout, row["shape"]):
-                    rearranged.setdefault(pair.layout.text, {})[own] = pair.baseline
-    roles = other_roles(list(pairs.values()))
+    roles = other_roles(pairs)
     names = {name for name, _ in roles}
-    said = [text for _, text in roles]
-    said += [text for text in odd_layouts(list(pairs.values()), alone) if text.partition(" ")[0] not in names]
-    said += other_parts(list(pairs.values()))
+    said = list(dict.fromkeys(text for _, text in roles))
+    said += [text for text in odd_layouts(pairs, alone) if text.partition(" ")[0] not in names]
+    said += other_parts(pairs)
+    by_rule = rows.loc[rows["matched_by"] == "rule", "target_name"] if len(rows) else ()
+    said += in_groups(pairs, {name for name in by_rule if name is not None})
     said += [
         f"{own} is compared in the layout {text!r}, though both shapes are equal and no other tap needs one"
         for text, taps in rearranged.items()
@@ -58,6 +56,41 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
         f"The plan's pairs contradict their names or each other: {'; '.join(said[:_MOST_SAID])}{more}. They are "
         "compared as the plan says. If the target mixes them up, the code that reads them is named below instead."
     ]
+
+
+def compared_in_part(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
+    """A sentence on the target's taps of which the plan pairs, and so compares, only parts; one for all layers."""
+    groups: dict[str, list[str]] = {}
+    for name, text in in_part(pairs_of(rows, plan), _shapes(rows)):
+        groups.setdefault(layers_of(name), []).append(text)
+    return [
+        texts[0] + (f", and so in {counted(len(texts) - 1, 'other layer')}" if len(texts) > 1 else "") + "."
+        for texts in groups.values()
+    ]
+
+
+def pairs_of(rows: pd.DataFrame, plan: GraftPlan) -> list[Pair]:
+    """The plan's pairs that appear in these rows, without those that a name alone makes."""
+    pairs: dict[tuple[str, str, str], Pair] = {}
+    for row in records(rows):
+        own = row["target_name"]
+        if own is None or row["matched_by"] is None:
+            continue
+        for pairing in plan.pairings("target", own, own_tags(row["tags"])):
+            rule = pairing.rule
+            if rule is not None and pairing.baseline_name and pairing.target_name:
+                pair = Pair(pairing.baseline_name, pairing.target_name, rule.parsed, rule.whole)
+                pairs[pair.baseline, pair.target, rule.layout] = pair
+    return list(pairs.values())
+
+
+def _shapes(rows: pd.DataFrame) -> dict[str, Sequence[int]]:
+    """The shapes of the target's taps, by their own names."""
+    return {
+        row["target_name"]: row["shape"]
+        for row in records(rows)
+        if row["target_name"] is not None and row["shape"] is not None and row["side"] == "target"
+    }
 
 
 def _keeps_shape(layout: Layout, shape: Sequence[int] | None) -> bool:

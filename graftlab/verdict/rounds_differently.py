@@ -66,7 +66,7 @@ def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundsDiffe
     ``frame`` is :func:`.added.added_frame`'s. Groups that are ``named`` already, and rows whose sides have different
     dtypes, are left out: the latter cannot be bit-equal.
     """
-    comparable = frame[frame["added"].notna() & ~frame["is_cast"].astype(bool)]
+    comparable = frame[frame["added"].notna() & frame["cast"].isna()]
     rows = comparable[comparable["dtype"].map(_is_coarse).astype(bool)]
     rows = rows[~rows["group"].isin(list(named))]
     if not len(rows):

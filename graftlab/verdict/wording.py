@@ -14,8 +14,10 @@ import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted, spans
+from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
 from graftlab.verdict.rounds_differently import RoundsDifferently
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
@@ -29,13 +31,14 @@ class JobRemarks:
     """Sentences for a verdict on jobs, or on a baseline that is a recording.
 
     ``constant`` is the floor of every tap if it was not measured, ``floor`` the adjective for such a floor. ``first``
-    are sentences before the conclusion, ``unseen`` what was not checked, ``of_named`` a caveat if anything is named,
-    and ``last`` how the verdict changed the jobs.
+    are sentences that may overturn the conclusion, ``basis`` what it is based on, ``unseen`` what was not checked,
+    ``of_named`` a caveat if anything is named, and ``last`` how the verdict changed the jobs.
     """
 
     constant: float | None
     floor: str
     first: tuple[str, ...] = ()
+    basis: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     of_named: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
@@ -49,6 +52,8 @@ class Findings:
     threshold: float
     target_ranks: int
     unseen: Sequence[str] = ()
+    may_be_inherited: Sequence[str] = ()
+    """What was not checked and may make named groups innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
     """By the group of the output at which they were measured."""
@@ -70,8 +75,14 @@ class Findings:
     """Sentences on stages of the verdict that failed."""
     rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
     """The groups that round differently. They are among the named ones."""
+    origins: ErrorOrigins | None = None
+    """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    extra_calls: Sequence[str] = ()
+    """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
+    inconclusive: Sequence[str] = ()
+    """Sentences on why nothing can be concluded from grafts, such as pairs that no longer hold."""
 
     @property
     def named(self) -> list[str]:
@@ -79,20 +90,24 @@ class Findings:
 
 
 def text_of(findings: Findings) -> str:
-    """The verdict's text, its most important sentence first."""
-    lines = [*findings.unexplained, *findings.failed]
+    """The verdict's text: what may overturn its conclusion, the conclusion, and then all other caveats."""
+    return "\n".join(line for part in parts_of(findings) for line in part)
+
+
+def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
+    """The sentences before the conclusion, the conclusion, and those after it."""
+    before = [*findings.inconclusive, *findings.unexplained, *findings.extra_calls]
+    after = [*_hints(findings.hints), *findings.remarks]
+    # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
+    (after if findings.named else before).extend(findings.failed)
     if findings.not_repeated:
-        lines.append(_not_repeatable("baseline", findings.not_repeated))
+        before.append(_not_repeatable("baseline", findings.not_repeated))
     if findings.target_not_repeated:
-        lines.append(_not_repeatable("target", findings.target_not_repeated))
-    lines += findings.job_remarks.first if findings.job_remarks else ()
-    lines += findings.data
-    lines += [f"{NOT_CHECKED}{line}" for line in findings.unseen]
-    lines += _conclusion(findings)
-    lines += _hints(findings.hints)
-    lines += findings.remarks
-    lines += findings.job_remarks.last if findings.job_remarks else ()
-    return "\n".join(lines)
+        before.append(_not_repeatable("target", findings.target_not_repeated))
+    jobs = findings.job_remarks or JobRemarks(None, "")
+    before += [*jobs.first, *(f"{NOT_CHECKED}{line}" for line in findings.may_be_inherited), *findings.data]
+    after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
+    return before, _conclusion(findings), after
 
 
 def _hints(hints: Mapping[str, str]) -> list[str]:
@@ -120,7 +135,7 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
-    if findings.failed and not len(frame):
+    if findings.inconclusive or (findings.failed and not len(frame)):
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
@@ -133,6 +148,10 @@ def _conclusion(findings: Findings) -> list[str]:
             label = _label(frame, groups[0])
             what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
             lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
+        if findings.origins is not None:
+            lines += sentences_on(findings.origins)
+        elif any(kind_of_group(group) is None for group in computed):
+            lines.append(NOT_EXAMINED)
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
     if computed:
@@ -164,8 +183,12 @@ def _nothing_named(findings: Findings) -> str:
     if coarse:
         if findings.rounding.groups:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
-        return (
-            f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer look."
+        return " ".join(
+            [
+                f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer "
+                "look.",
+                *_casts(frame),
+            ]
         )
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
@@ -174,6 +197,21 @@ def _nothing_named(findings: Findings) -> str:
     if findings.unexplained or findings.failed or findings.unseen or findings.data or not repeats:
         return f"Nothing that was checked adds more than rounding ({measured})."
     return f"No tap adds more than rounding ({measured})."
+
+
+def _casts(frame: pd.DataFrame) -> list[str]:
+    """A sentence for each pair of dtypes that a tap had on the two sides, where the target's rounds more."""
+    found = []
+    for cast, rows in frame[frame["cast"].notna()].groupby("cast", sort=False):
+        # Conversions of dtypes and of devices, which round nothing.
+        for before, after in (each.split(" -> ") for each in str(cast).split(", ")):
+            if roundoff(after) > roundoff(before):
+                groups = _shown(list(dict.fromkeys(rows["group"])))
+                found.append(
+                    f"The target has {after} at {groups} where the baseline has {before}, which alone explains a "
+                    "difference of this size."
+                )
+    return found
 
 
 def _floor(findings: Findings) -> str:
@@ -290,7 +328,8 @@ def _one_group(findings: Findings, group: str) -> str:
     what = described(group)
     # A tap's name keeps its case.
     what = what[0].upper() + what[1:] if kind_of_group(group) else what
-    return f"{what} is computed differently{where} ({', '.join(details)})"
+    is_right = findings.origins is not None and findings.origins.are_right(group)
+    return f"{what} {'differs' if is_right else 'is computed differently'}{where} ({', '.join(details)})"
 
 
 def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
@@ -307,7 +346,8 @@ def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
 
 def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
     """A sentence where several named values may read one wrong tensor that no tap shows; None elsewhere."""
-    values = [group for group in groups if kind_of_group(group) is None]
+    known = findings.origins or ErrorOrigins()
+    values = [group for group in groups if kind_of_group(group) is None and not known.covers(group)]
     places = {}
     for group in values:
         _, over = _over(findings, group)

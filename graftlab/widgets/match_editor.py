@@ -17,7 +17,8 @@ import traitlets
 from graftlab.base.world import Side
 from graftlab.control.core import SessionCore
 from graftlab.matching.names import pattern_of
-from graftlab.matching.proposal import MEANINGS, SURENESS, Pair, Proposal, folded, written_as
+from graftlab.matching.pair import MEANINGS, SURENESS, Pair
+from graftlab.matching.proposal import Proposal, folded, written_as
 from graftlab.widgets.panel import Panel
 
 _SCRIPT = Path(__file__).with_suffix(".js")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,127 @@ def test_while_disabled_nothing_is_tapped_and_no_step_counted(tmp_path: Path, mo
     monkeypatch.setenv("DUMPER_ENABLE", "0")
     with pytest.warns(gl.GraftWarning, match="nothing was recorded"):
         assert recorded(tmp_path / "off", lambda dumper: dumper.dump("x", torch.ones(1))) == []
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: torch.Tensor, *, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x + self.mlp(x), None
+
+
+class SmallModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = input_ids.float().unsqueeze(-1).expand(-1, 2)
+        for layer in self.layers:
+            x, _ = layer(x, positions=positions)
+        return {"logits": x}
+
+
+def _of_modules(dumper: Dumper, model: torch.nn.Module | None = None) -> None:
+    model = SmallModel() if model is None else model
+    watched = dumper.register_non_intrusive_dumper(model)
+    # As engines call it, past the hooks of the model.
+    model.forward(torch.arange(3), positions=torch.arange(3))
+    dumper.configure(enable=False)
+    model(torch.arange(3), positions=torch.arange(3))
+    if watched is not None:
+        watched.remove()
+    assert "forward" not in vars(model)
+
+
+INSIDE_A_LAYER = [
+    *("layers.{}.inputs.0", "layers.{}.inputs.positions"),
+    *("layers.{}.mlp.inputs.0", "layers.{}.mlp", "layers.{}[0]"),
+]
+
+
+def test_modules_have_inputs_outputs_and_the_number_of_their_layer(tmp_path: Path) -> None:
+    found = recorded(tmp_path, _of_modules)
+    inside = [(name.format(layer), layer) for layer in range(2) for name in INSIDE_A_LAYER]
+    expected = [("inputs.0", None), ("inputs.positions", None), *inside, ("output.logits", None)]
+    assert [(tap["name"], tap.get("layer_id")) for tap in found] == expected
+
+
+def test_modules_have_the_published_names_where_imports_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAFTLAB_COMPAT", "sglang")
+    names = [tap["name"] for tap in recorded(tmp_path, _of_modules)]
+    assert names[:7] == [
+        *("non_intrusive__inputs.0", "positions"),
+        *("non_intrusive__layers.0.inputs.0", "positions"),
+        *("non_intrusive__layers.0.mlp.inputs.0", "non_intrusive__layers.0.mlp.output"),
+        "non_intrusive__layers.0.output",
+    ]
+    assert names[-1] == "non_intrusive__output.logits"
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("core", ["positions"] * 3), ("off", [])])
+def test_the_mode_chooses_among_the_taps_of_modules(tmp_path: Path, mode: str, expected: list[str]) -> None:
+    def show(dumper: Dumper) -> None:
+        dumper.configure(non_intrusive_mode=mode)
+        dumper.dump("x", torch.ones(1))
+        _of_modules(dumper)
+
+    assert [tap["name"] for tap in recorded(tmp_path, show)] == ["x", *expected]
+    with pytest.raises(gl.ConfigError, match="it takes all, core or off"):
+        Dumper().configure(non_intrusive_mode="some")
+
+
+def test_the_number_of_a_layer_is_its_own_and_ends_with_it(tmp_path: Path) -> None:
+    def show(dumper: Dumper) -> None:
+        model = SmallModel()
+        model.layers[0].layer_id = 4  # type: ignore[assignment]
+        model.layers[1].layer_number = 6  # type: ignore[assignment]
+        dumper.register_non_intrusive_dumper(model)
+        with pytest.raises(RuntimeError):
+            model.layers[0](torch.ones(3), positions=None)
+        dumper.dump("between", torch.ones(1))
+        model(torch.arange(3), torch.arange(3))
+        dumper.reset()
+
+    found = [(tap["name"], tap.get("layer_id")) for tap in recorded(tmp_path, show)]
+    assert ("between", None) in found
+    assert {layer for name, layer in found if name.startswith("layers.0")} == {4}
+    assert {layer for name, layer in found if name.startswith("layers.1")} == {5}
+
+
+def test_numbers_of_a_dict_are_tapped_as_tensors(tmp_path: Path) -> None:
+    with gl.record(tmp_path):
+        Dumper().dump_dict("batch", {"count": 3, "scale": 0.1, "last": True, "ids": torch.arange(2)})
+    taps = {entry.name: tensor for entry, tensor, _ in gl.Recording(tmp_path).taps(0)}
+    assert {name: tensor.tolist() for name, tensor in taps.items()} == {
+        **{"batch_count": 3, "batch_scale": 0.1, "batch_last": True},
+        "batch_ids": [0, 1],
+    }
+    assert taps["batch_scale"].dtype == torch.float64
+
+
+def test_a_reset_counts_steps_from_0_again() -> None:
+    dumper = Dumper()
+    dumper.step()
+    dumper.step()
+    assert dumper.get_state()["step"] == 2
+    dumper.reset()
+    assert dumper.get_state()["step"] == 0
+
+
+def test_imports_are_replaced_without_the_kit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFTLAB_COMPAT", "sglang")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    replace_imports()
+    found = importlib.import_module("sglang.srt.debug_utils.dumper")
+    assert found.dumper is sglang_dumper.dumper
+    with pytest.raises(ImportError):
+        importlib.import_module("sglang.srt.server_args")
 
 
 def test_the_published_names_can_be_imported() -> None:

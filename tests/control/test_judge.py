@@ -145,13 +145,13 @@ def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) ->
     assert "without changing the output" in verdict.text
 
 
-# ---- what is said first ---------------------------------------------------------------------------------------------
+# ---- what is said besides -------------------------------------------------------------------------------------------
 
 
-def test_a_one_sided_tap_is_reported_before_the_conclusion(session: gl.Session) -> None:
+def test_a_one_sided_tap_is_reported_after_the_conclusion(session: gl.Session) -> None:
     verdict = session.verdict(chain, chain, args=("missing",))
-    assert verdict.text.startswith("Not checked: 1 tap (only here) is on the target only")
-    assert "Nothing that was checked adds more than rounding" in verdict.text
+    assert verdict.text.startswith("Nothing that was checked adds more than rounding")
+    assert "\nNot checked: 1 tap (only here) is on the target only" in verdict.text
 
 
 def test_nan_on_one_side_is_named_where_it_begins(session: gl.Session) -> None:
@@ -247,8 +247,8 @@ def overflowing_chain(side: str) -> torch.Tensor:
 
 def test_values_finite_on_neither_side_are_unmeasured_not_clean(session: gl.Session) -> None:
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("neither",))
-    assert verdict.text.startswith("Not checked: 2 taps (act, after) have no pair of finite numbers.")
-    assert "Nothing that was checked adds more than rounding (1 group of taps" in verdict.text
+    assert verdict.text.startswith("Nothing that was checked adds more than rounding (1 group of taps")
+    assert "\nNot checked: 2 taps (act, after) have no pair of finite numbers." in verdict.text
     assert verdict.labels == {"before": "clean", "act": "unmeasured", "after": "unmeasured"}
     verdict = session.verdict(overflowing_chain, overflowing_chain, args=("target",))
     assert verdict.labels == {"before": "culprit", "act": "unmeasured", "after": "unmeasured"}
@@ -357,9 +357,9 @@ def test_a_failing_transform_is_reported(session: gl.Session) -> None:
     plan = session.edit(b2t="name == 'nowhere'", transform=failing_transform)
     text = session.verdict(chain, chain).text
     assert (session.plan.b2t, session.plan.transform) == (plan.b2t, plan.transform)
-    assert text.startswith("Not checked: 10 taps (input,")
+    assert text.startswith("Nothing was compared")
+    assert "\nNot checked: 10 taps (input," in text
     assert "ValueError: no way" in text
-    assert "Nothing was compared" in text
 
 
 def evicts() -> None:
@@ -372,7 +372,8 @@ def evicts() -> None:
 def test_a_tap_that_could_not_be_grafted_is_reported(session: gl.Session) -> None:
     verdict = session.verdict(evicts, evicts)
     assert verdict.named == ["read"]
-    assert "Not checked: cache, where nothing could be grafted: later taps may" in verdict.text
+    # It may make what is named innocent, and comes before it.
+    assert verdict.text.startswith("Not checked: cache, where nothing could be grafted: later taps may")
 
 
 def narrow() -> None:
@@ -384,7 +385,8 @@ def narrow() -> None:
 def test_low_precision_with_nothing_named_is_not_called_right(session: gl.Session) -> None:
     text = session.verdict(narrow, narrow).text
     assert text.startswith("Nothing above bfloat16 rounding (")
-    assert text.endswith("run the target in float32 for a closer look.")
+    assert "run the target in float32 for a closer look." in text
+    assert "The target has bfloat16 at x, y where the baseline has float32, which alone explains" in text
 
 
 # ---- the floor, measured once ---------------------------------------------------------------------------------------
@@ -480,9 +482,9 @@ def test_a_twin_with_other_taps_is_reported_as_useless(session: gl.Session) -> N
         gl.tap("input", torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).double())
 
     partly = session.verdict(chain, chain, args=("",), exact=of_the_first, explain=False).text
-    assert partly.startswith("Not checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more with exact=, ")
+    assert "\nNot checked: layers.0.h, layers.0.act, layers.1.h, layers.1.act and 5 more with exact=, " in partly
     other = session.verdict(chain, chain, args=("",), exact=untapped_with, explain=False).text
-    assert other.startswith("Not checked: exact=, which reaches none of the baseline's taps")
+    assert "\nNot checked: exact=, which reaches none of the baseline's taps" in other
 
 
 def untapped_with(fault: str) -> None:
@@ -602,9 +604,13 @@ def test_a_verdict_has_text_and_html(session: gl.Session) -> None:
     shown = verdict._repr_mimebundle_()
     assert verdict.text in shown["text/plain"]
     assert ">culprit</td>" in shown["text/html"]
-    # What was not looked at stands first; what was found is what the eye finds.
+    # The answer is bold and first, but for what may overturn it.
     partly = Verdict(replace(verdict.findings, unseen=["one tap."]), verdict.runs)._repr_mimebundle_()["text/html"]
-    assert partly.startswith("<p>Not checked: one tap.</p><p><b>layers.*.act is computed differently")
+    assert partly.startswith("<p><b>layers.*.act is computed differently")
+    assert "<p>Not checked: one tap.</p>" in partly
+    doubtful = replace(verdict.findings, unexplained=["The output differs, and no tap explains it."])
+    both = Verdict(doubtful, verdict.runs)._repr_mimebundle_()["text/html"]
+    assert both.startswith("<p><b>The output differs, and no tap explains it.</b></p><p><b>layers.*.act is computed")
     figure = verdict.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["culprit: layers.*.act"]
     assert session.verdict(untapped, untapped).plot().axes

@@ -231,7 +231,8 @@ def test_a_stage_that_fails_is_reported_and_the_others_are_kept(session: gl.Sess
     session.edit(transform=("True", refuses_t2b))
     verdict = session.verdict(other_dtypes, other_dtypes, args=(1.1,))
     assert verdict.named == ["h"]
-    assert first_line(verdict).startswith("The search for what moves out failed, so its results are missing: ")
+    assert first_line(verdict).startswith("h is computed differently")
+    assert "\nThe search for what moves out failed, so its results are missing: " in verdict.text
     assert "The effect of h on the output was not measured." in verdict.text
 
 
@@ -250,6 +251,31 @@ def test_the_run_without_grafts_is_judged_where_no_other_run_succeeds(session: g
     assert ", and no tap explains it. The first tap that differs is h by 0.1 (" in lines[0]
     assert lines[1].startswith("The run in which every tap was grafted failed, so its results are missing: ")
     assert "Nothing was compared" not in verdict.text
+
+
+# ---- sides in different steps ---------------------------------------------------------------------------------------
+
+
+def decodes(ahead: int) -> torch.Tensor:
+    """Five steps on a series that no tap shows; the target may begin later in it, and its second layer is wrong."""
+    x = torch.zeros(16)
+    for step in range(5):
+        target = gl.here().side == "target"
+        x = torch.randn(16, generator=torch.Generator().manual_seed(step + (ahead if target else 0)))
+        x = gl.tap("embed", x * 3)
+        x = gl.tap("layer", x.tanh() * (1.1 if target else 1.0))
+        gl.step()
+    return x
+
+
+def test_a_side_that_is_ahead_is_reported_and_no_innocent_is_named(session: gl.Session) -> None:
+    verdict = session.verdict(decodes, decodes, args=(2,))
+    assert first_line(verdict).startswith("The target is ahead by 2 steps: its values at embed are those that the base")
+    assert first_line(verdict).endswith(
+        "by 2 more calls of gl.step() on the target before its first step, and judge again."
+    )
+    assert (verdict.named, set(verdict.labels.values())) == ([], {"unmeasured"})
+    assert session.verdict(decodes, decodes, args=(0,)).named == ["layer"]
 
 
 # ---- groups that are outputs themselves -----------------------------------------------------------------------------
@@ -285,7 +311,7 @@ def returns_a_time(extra: bool) -> dict[str, Any]:
 
 def test_a_returned_time_neither_stops_a_verdict_nor_counts(session: gl.Session) -> None:
     verdict = session.verdict(returns_a_time, returns_a_time, args=(False,))
-    assert first_line(verdict) == "Not checked: the returned value ['seconds'], which the baseline does not repeat."
+    assert "Not checked: the returned value ['seconds'], which the baseline does not repeat." in verdict.text
     assert "does not repeat itself" not in verdict.text
     assert "With the baseline's h the output out agrees (" in verdict.text
 

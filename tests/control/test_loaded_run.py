@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,16 +90,38 @@ def test_a_fully_grafted_step_shows_where_errors_arose(tmp_path: Path) -> None:
     assert verdict.named == ["layers.*.act"]
     assert verdict.frame["label"].tolist() == ["clean", "culprit", "inherited"]
     assert verdict.frame["error"].tolist() == [0.0, 0.1, 0.3]
-    first = verdict.text.splitlines()[0]
-    assert first.startswith(
-        "This verdict is from the rows of step 1 of run 0, in which every tap was grafted. So the floor"
+    based = (
+        "This verdict is from the rows of step 1 of run 0, in which every tap was grafted. So the floor is not measured"
     )
-    assert "assumed for float32 (rel_l2 1e-05), no code was swapped" in first
-    assert "\nlayers.*.act is computed differently in layer 1 of 0-1 (added 0.1, " in verdict.text
+    assert f"\n{based} but assumed for float32 (rel_l2 1e-05), no code was swapped" in verdict.text
+    assert verdict.text.startswith("layers.*.act is computed differently in layer 1 of 0-1 (added 0.1, ")
     assert isinstance(verdict.plot(), Figure)
     assert "layers.*.act is computed differently" in run.report(tmp_path / "page.html", verdict=verdict).read_text()
     assert run.verdict(floor=0.5).named == []
     assert "Nothing that was checked adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
+
+
+def test_a_loaded_run_of_misaligned_sides_names_nothing(tmp_path: Path) -> None:
+    def shown(step: int, side: str, later: int = 0) -> dict[str, float]:
+        return {
+            f"{what}_{side}": math.sin(step + later + place) for place, what in enumerate(("mean", "std", "min", "max"))
+        }
+
+    rows = [
+        row(
+            step,
+            0,
+            "h",
+            0.9,
+            "compared" if step < 5 else "grafted",
+            **shown(step, "baseline"),
+            **shown(step, "target", 1),
+        )
+        for step in range(6)
+    ]
+    verdict = loaded(tmp_path, rows).verdict()
+    assert verdict.text.startswith("The target is ahead by 1 step: its values at h are those that the baseline shows")
+    assert verdict.named == []
 
 
 def test_incomplete_or_partly_grafted_steps_are_not_judged(tmp_path: Path) -> None:
@@ -154,7 +177,7 @@ def test_differing_weights_are_reported_and_need_no_graft(tmp_path: Path) -> Non
     weight = row(0, 0, "w", 0.2, "compared", tags={"kind": "param"})
     verdict = loaded(tmp_path, [weight, *COMPARED, weight._replace(step=1), *GRAFTED]).verdict()
     assert "w" not in set(verdict.frame["name"])
-    assert "\nThe weights already differ: w (rel_l2 0.2)." in verdict.text
+    assert verdict.text.startswith("The weights already differ: w (rel_l2 0.2).")
     assert "those that differ may explain what is named" in verdict.text
 
 
@@ -165,7 +188,7 @@ def test_grafted_weights_are_reported_to_have_differed_before(tmp_path: Path) ->
     of_grafted = "The target has had the baseline's weights since step 0"
     for rows in ([*before, *after], [*before, *step_of(2, [0.0, 0.1, 0.3], "compared"), *after]):
         text = loaded(tmp_path / str(len(rows)), rows).verdict().text
-        assert "\nThe weights already differ: w (rel_l2 0.2)." in text
+        assert text.startswith("The weights already differ: w (rel_l2 0.2).")
         assert of_grafted in text
         assert "which no tap shows (gl.watch(params=True))" not in text
         assert "may be the doing" not in text

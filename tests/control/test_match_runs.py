@@ -44,12 +44,16 @@ def fused(layers: int) -> list[float]:
     return gl.tap("out", x).flatten().tolist()
 
 
-def split(layers: int, fault: int | None = None) -> list[float]:
-    """The same with three projections, tokens first, and other names; a fault in one layer if asked for."""
+def split(layers: int, fault: int | None = None, swapped: int | None = None) -> list[float]:
+    """The same with three projections, tokens first, and other names; a fault in one layer if asked for.
+
+    In the layer ``swapped``, k and v have each other's weights, and so have the taps.
+    """
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99)).transpose(0, 1)
     for n in range(layers):
         into, out, mlp = weights(n)
-        q, k, v = (gl.tap(f"layers.{n + 1}.{name}", (x @ w)) for name, w in zip("qkv", into.chunk(3, 1), strict=True))
+        parts = [into.chunk(3, 1)[place] for place in ((0, 2, 1) if n == swapped else (0, 1, 2))]
+        q, k, v = (gl.tap(f"layers.{n + 1}.{name}", (x @ w)) for name, w in zip("qkv", parts, strict=True))
         scores = (q.transpose(0, 1) @ k.transpose(0, 1).mT).tanh() * (1.5 if n == fault else 1.0)
         x = gl.tap(f"layers.{n + 1}.mix", (scores @ v.transpose(0, 1) @ out).transpose(0, 1)) + x
         x = gl.tap(f"layers.{n + 1}.ffn", (x @ mlp).relu()) + x
@@ -180,6 +184,30 @@ def test_a_verdict_measures_effects_where_the_output_is_in_several_pairs(session
     assert verdict.named == ["head"], verdict.text
     assert "With the baseline's head the output agrees" in verdict.text
     assert "failed" not in verdict.text
+
+
+def with_swapped_parts(layers: int) -> list[float]:
+    """``split`` with k and v mixed up in the second layer, as its taps show."""
+    return split(layers, swapped=1)
+
+
+def test_pairs_learned_from_a_faulty_target_are_refused_after_its_fix(session: gl.Session) -> None:
+    proposal = session.match(fused, with_swapped_parts, args=(3,))
+    learned = {p.target: p.layout.text for p in proposal.pairs if p.target.startswith("layers.2")}
+    assert "index=2" in learned["layers.2.k"]
+    assert len([text for text in proposal.problems if "are swapped" in text]) <= 1
+    session.edit(pairs=proposal)
+    verdict = session.verdict(fused, split, args=(3,))
+    assert verdict.named == []
+    first, *_ = verdict.text.split("\n")
+    assert first.startswith("The plan's pairs were learned from other code: layers.2.k was paired with h.1.qkv"), first
+    assert "Match again" in first
+    assert "adds more than rounding" not in verdict.text
+    # A target that takes another tap's values by mistake is no mended one.
+    session.edit(pairs=session.match(fused, split, args=(3,)))
+    verdict = session.verdict(fused, with_swapped_parts, args=(3,))
+    assert verdict.named != []
+    assert "match again" in verdict.text
 
 
 @pytest.mark.parametrize(

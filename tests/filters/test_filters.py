@@ -38,6 +38,17 @@ def refusal(expression: str) -> FilterError:
         ("fullmatch('attn', name)", False),
         (r"search('\d', layer)", True),
         ("search(name, 'the attn_out of a block')", True),
+        ("search('attn.*', name) is not None", True),
+        ("search('mlp.*', name) is not None", False),
+        ("search('mlp.*', name) is None and match('out', name) is None and fullmatch('attn', name) is None", True),
+        ("search('x', missing) is None", True),
+        (r"search(r'(\w+)_(out)', name).group(2) == 'out' and search(r'(\w+)_(out)', name)[1] == 'attn'", True),
+        (r"search(r'(?P<part>\w+)_', name).group('part') == 'attn'", True),
+        (r"int(search(r'(\d+)', 'layers.12.attn').group(1)) < 13", True),
+        (r"search(r'((?:a|t)+)', name).group(1) == 'att'", True),
+        (r"search('mlp', name).group(1) is None and search('attn', name)[7] is None", True),
+        ("len(search('attn', name)) is None and search('attn', name)[:1] is None", True),
+        ("layer.group(0) is None and name.group(0) is None", True),
         ("layer in (1, 2, 3) and side not in ['baseline']", True),
         ("layer in {4, 5}", False),
         ("'attn' in name", True),
@@ -339,6 +350,8 @@ REFUSED = [
     ("layer in [1, 2)", 14, "write ]"),
     ("name == 'attn", 8, "never closed"),
     ("search('attn(, name)", 7, "never closed"),
+    ("search('attn', name) == True", 24, "a match is never True or False"),
+    ("False is match('attn', name)", 0, "a match is never True or False"),
     # characters
     ("layer\0", 5, "null"),
     ("layer == '\ud800'", 10, "surrogate"),
@@ -567,6 +580,55 @@ def test_the_place_of_a_fault_counts_the_blanks_before_the_text(blanks: int, tex
     with pytest.raises(FilterError) as refused:
         compile_filter(" " * blanks + text)
     assert refused.value.position == blanks
+
+
+@pytest.mark.parametrize(
+    ("expression", "may"),
+    [
+        ("", False),
+        ("# nothing", False),
+        ("name == 'layers.3'", False),
+        ("'layers.1.attn.q' == name", True),
+        ("name in ('head', 'layers.1.attn.q')", True),
+        ("name in ('head', 'norm')", False),
+        ("name in 'layers'", True),
+        ("name == 'norm' and search('q', name)", False),
+        ("name == 'norm' or search('q', name)", True),
+        ("not name == 'norm'", True),
+        ("not name != 'norm'", False),
+        ("name != 'norm'", True),
+        ("name not in ('norm',)", True),
+        ("not (True or layer == 3)", False),
+        ("rank == 0 and False", False),
+        ("layer in (1, 2)", True),
+        ("name == other", True),
+        ("'a' < name < 'b'", True),
+        ("name == 'norm' if layer else False", True),
+    ],
+)
+def test_a_names_beginning_tells_where_a_filter_cannot_match(expression: str, may: bool) -> None:
+    assert compile_filter(expression).may_match("layers.1.attn.") is may
+
+
+NAMES = st.sampled_from(["a.b", "a.c", "b"])
+
+
+@given(
+    st.recursive(
+        st.sampled_from(["name == 'a.b'", "name in ('b', 'a.c')", "name != 'b'", "layer", "True", "search('a', name)"]),
+        lambda inner: st.one_of(
+            st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(lambda parts: f"({' '.join(parts)})"),
+            inner.map(lambda part: f"(not {part})"),
+        ),
+        max_leaves=6,
+    ),
+    NAMES,
+    st.booleans(),
+)
+def test_a_filter_that_matches_may_match(expression: str, name: str, layer: bool) -> None:
+    chosen = compile_filter(expression)
+    if chosen.matches({"name": name, "layer": layer}):
+        assert chosen.may_match(name[:2])
 
 
 def test_values_of_the_room_cannot_be_changed() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from kit.grafters import GrafterWorld
 from kit.support import reset
 
 import graftlab as gl
@@ -99,6 +101,66 @@ def test_no_hook_is_installed_outside_a_session() -> None:
     x = torch.ones(3, requires_grad=True)
     y = gl.tap("a", x * 2, grad=True)
     assert not y._backward_hooks
+
+
+# ---- taps in a user's hooks ------------------------------------------------------------------------------------------
+
+
+def branches_with_a_hook(
+    rank: Any, upstream: float, *, hook: Callable[[Callable[[Any], Any]], Callable[..., Any]]
+) -> tuple[float, float]:
+    """y = a + b, whose branches share one gradient in autograd. ``hook`` makes b's hook from a function that taps."""
+    x, z = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+    a, b = x * 1, z * 1
+    b.register_hook(hook(lambda gradient: rank.tap("gradient", gradient)))
+    ((a + b) * upstream).backward()
+    return x.grad.item(), z.grad.item()
+
+
+def test_a_gradient_tapped_in_a_hook_is_replaced_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = GrafterWorld(b2t="True")
+    returned = functools.partial(branches_with_a_hook, hook=lambda tap: tap)
+    assert returned(world.baseline, 16.0) == (16.0, 16.0)
+    with pytest.warns(gl.GraftWarning, match="only gl.tap's result has the graft; return that from the hook"):
+        assert returned(world.target, 1.0) == (1.0, 16.0)
+    assert [row.status for row in world.rows] == ["grafted"]
+
+
+def test_a_view_of_a_gradient_in_a_helper_of_the_hook_is_not_written_either() -> None:
+    world = GrafterWorld(b2t="True")
+    in_a_view = functools.partial(branches_with_a_hook, hook=lambda tap: lambda g: tap(g.view(1)).view(()))
+    in_a_view(world.baseline, 16.0)
+    with pytest.warns(gl.GraftWarning, match="return that from the hook"):
+        assert in_a_view(world.target, 1.0) == (1.0, 16.0)
+
+
+def test_a_tensor_that_a_backward_made_itself_is_written_in_place() -> None:
+    world = GrafterWorld(b2t="True")
+
+    def gradient_of(rank: Any, scale: float) -> float:
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * scale
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                own = gradient * scale
+                rank.tap("own", own)
+                return own
+
+        x = torch.ones((), requires_grad=True)
+
+        def accumulated(leaf: torch.Tensor) -> None:
+            rank.tap("accumulated", leaf.grad)
+
+        x.register_post_accumulate_grad_hook(accumulated)
+        Scaled.apply(x).backward()
+        return x.grad.item()
+
+    assert gradient_of(world.baseline, 5.0) == 5.0
+    assert gradient_of(world.target, 7.0) == 5.0
+    assert [row.status for row in world.rows] == ["grafted"] * 2
 
 
 # ---- grafts, on ranks -----------------------------------------------------------------------------------------------

@@ -100,6 +100,16 @@ def test_graft_overwrites_the_tensor_and_the_row_has_the_difference_before() -> 
     assert {name: getattr(row, name) for name in STATISTICS} == before
 
 
+def test_one_of_several_senders_that_differ_is_never_grafted() -> None:
+    own = torch.tensor([1.0, 2.0])
+    _, row = taken(own, receipt([1.0, 2.0], [4.0, 4.0]))
+    assert (row.status, row.rel_l2) == ("compared", 0.0)
+    assert "the senders are not replicas (sender 1: 2 elements differ, by up to 3)" in (row.note or "")
+    _, row = taken(own, receipt([3.0, 2.0], [4.0, 4.0]), GRAFT)
+    assert (row.status, own.tolist()) == ("failed", [1.0, 2.0])
+    assert "so it is not grafted; if these are partial sums or shards" in (row.error or "")
+
+
 def test_graft_with_replace_does_not_change_the_tensor() -> None:
     own = torch.tensor([1.0, 2.0])
     result = Receiver().take(call(own, GRAFT), receipt(torch.tensor([3.0, 4.0])), replaced=own)

@@ -28,13 +28,13 @@ def stop(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
-def listened(folder: Path, stop: Path, script: str) -> tuple[gl.Session, Jobs]:
+def listened(folder: Path, stop: Path, script: str, wrong: str = "act") -> tuple[gl.Session, Jobs]:
     """A session of two jobs that run this script, the target's with a fault. They have not joined yet."""
     session = gl.listen(baseline=1, target=1, folder=folder, timeout=4 * DEADLINE)
     told = {"address": folder, "timeout": 4 * DEADLINE}
     jobs = [
         start(script, stop, fault, **variables(role, 1, 1, **told))
-        for role, fault in (("baseline", "none"), ("target", "act"))
+        for role, fault in (("baseline", "none"), ("target", wrong))
     ]
     return session, jobs
 
@@ -120,10 +120,9 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
 def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop: Path) -> None:
     session, jobs = listened(tmp_path / "run", stop, "trains.py")
     verdict = session.verdict()
-    first = verdict.text.splitlines()[0]
-    assert first.startswith("The jobs do not repeat a step: from one to the next, the baseline differs at input.x")
-    assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in first
-    assert "\nThe weights already differ: " in verdict.text
+    assert "\nThe jobs do not repeat a step: from one to the next, the baseline differs at input.x" in verdict.text
+    assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in verdict.text
+    assert verdict.text.startswith("The weights already differ: ")
     assert (
         "layers.*.act is computed differently in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
     )
@@ -147,4 +146,16 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     for job in jobs:
         code, out, err = end(job)
         assert (code, out) == (0, "trained True\n"), err
+    session.close()
+
+
+def test_a_job_that_is_two_batches_ahead_is_reported_and_no_layer_is_named(tmp_path: Path, stop: Path) -> None:
+    session, jobs = listened(tmp_path / "run", stop, "trains.py", "ahead")
+    before = filters_of(session.plan)
+    verdict = session.verdict()
+    assert verdict.text.startswith("The target is ahead by 2 steps: its values at input.x are those that the baseline")
+    assert verdict.named == []
+    assert filters_of(session.plan) == before
+    stop.touch()
+    assert [end(job)[0] for job in jobs] == [0, 0]
     session.close()

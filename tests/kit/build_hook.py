@@ -43,6 +43,8 @@ class Project:
             shutil.copy(ROOT / name, self.root / name)
         for name in ("__init__.py", "diffs/__init__.py", "diffs/sources.py"):
             shutil.copy(ROOT / "graftlab" / name, self.root / "graftlab" / name)
+        (self.root / "notebooks").mkdir()
+        (self.root / "notebooks" / "one.ipynb").write_text("{}")
         monkeypatch.setenv("PATH", str(self.bin))
         for name in (hook.BUNDLE.skip, hook.KERNEL.skip, "CC"):
             monkeypatch.delenv(name, raising=False)
@@ -74,7 +76,7 @@ class Project:
     def build(self, target: str = "wheel") -> list[str]:
         """What hatchling does before it collects files; returns the warnings."""
         made = self.hook(target)
-        hook.CustomBuildHook.initialize(made, "standard", {})
+        hook.CustomBuildHook.initialize(made, "standard", {"force_include": {}})
         return made.warnings  # type: ignore[no-any-return]
 
     def asked_for(self, target: str = "wheel") -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graftlab.base.sources import install_source
-from graftlab.lines.frames import SourceFrame, calling_line, model_entry, stack_entries
+from graftlab.lines.frames import SourceFrame, StackEntry, calling_line, model_entry, stack_entries
 from graftlab.zoo.model import Config, Math, Model, make_weights
 
 MODEL = """
@@ -74,11 +74,14 @@ def test_the_models_line_is_shown_not_the_line_of_a_helper_it_calls(
 
 
 def test_the_whole_stack_has_the_helpers_line_too(monkeypatch: pytest.MonkeyPatch, attention: torch.nn.Module) -> None:
-    stacks = []
+    stacks: list[list[StackEntry]] = []
     original = torch.Tensor.__matmul__
-    monkeypatch.setattr(
-        torch.Tensor, "__matmul__", lambda x, y: [stacks.append(stack_entries(sys._getframe(1))), original(x, y)][1]
-    )
+
+    def noted(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        stacks.append(stack_entries(sys._getframe(1)))
+        return original(self, other)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", noted)
     attention(torch.ones(2, 2))
     assert [each.read().source for each in stacks[0][:3]] == [
         "return x @ x",

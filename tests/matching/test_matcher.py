@@ -10,12 +10,15 @@ import torch
 from kit.ports import Port, record_taps
 from torch import Tensor
 
-from graftlab.errors import GraftError
+from graftlab.errors import GraftError, LayoutError
+from graftlab.matching import matcher
 from graftlab.matching.matcher import match_taps
-from graftlab.matching.proposal import Pair, Proposal, pairs_of
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import Record, match_in_rounds
 from graftlab.matching.rules import rules_of
+from graftlab.matching.search import find
 
 EXPECTED = {
     "small_bert": {
@@ -305,6 +308,57 @@ def test_a_fused_tap_has_all_its_parts_even_if_some_match_elsewhere() -> None:
     proposal = match_taps(baseline, target)
     assert [pair.baseline for pair in proposal.of_target("q_norm")] == ["q"]
     assert {pair.baseline for pair in proposal.of_target("qkv")} == {"q", "k", "v"}
+
+
+def test_a_fused_tap_that_is_covered_in_part_is_a_problem() -> None:
+    q, k, v = (values(4, 8, seed=n) for n in range(3))
+    baseline = [tap(f"h.{name}", value, n) for n, (name, value) in enumerate(zip("qkv", (q, k, v), strict=True))]
+    whole = match_taps(baseline, [tap("fused", torch.cat([q, k, v], 1), 0)])
+    assert whole.problems == ()
+    (problem,) = match_taps(baseline, [tap("fused", torch.cat([q, k, values(4, 8, seed=9)], 1), 0)]).problems
+    assert problem == "fused is compared in part: it contains h.q, h.k; no baseline tap has the other 33%"
+    # The last token of a sequence is no fused tensor.
+    assert match_taps([tap("last", q[3:].clone(), 0)], [tap("all", q, 0)]).problems == ()
+
+
+def test_heads_read_in_groups_are_a_problem_where_the_next_tap_differs() -> None:
+    baseline, target = [], []
+    for n in range(3):
+        fused, out = values(4, 48, seed=n), values(4, 16, seed=20 + n)
+        apart = fused.reshape(4, 2, 3, 8).permute(2, 0, 1, 3).reshape(3, 4, 16)
+        baseline += [tap(f"h.{n}.qkv", fused, 2 * n), tap(f"h.{n}.out", out, 2 * n + 1)]
+        target += [
+            tap(f"l.{n}.{role}", part.contiguous(), 4 * n + m)
+            for m, (role, part) in enumerate(zip("qkv", apart, strict=True))
+        ]
+        target += [tap(f"l.{n}.out", out, 4 * n + 3)]
+    right = match_taps(baseline, target)
+    assert len(right.graftable) == 12
+    assert right.problems == ()
+    wrong = [
+        tap(each.name, values(4, 16, seed=50 + n), n) if "out" in each.name else each for n, each in enumerate(target)
+    ]
+    problems = match_taps(baseline, wrong, guesses=False).problems
+    assert len(problems) == 3, problems
+    assert problems[0].startswith(
+        "l.0.q is taken out of h.0.qkv by groups of heads ('part(index=0, of=[1, 1, 1], dim=1"
+    )
+    assert problems[0].endswith("the first tap after it that does not match is l.0.out")
+
+
+def test_a_candidate_that_does_not_fit_does_not_end_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(outer: RecordedTap, inner: RecordedTap, *rest: object) -> object:
+        if "odd" in (outer.name, inner.name):
+            raise LayoutError("strided(...) reaches beyond the 2048 elements")
+        return find(outer, inner, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(matcher, "find", refuse)
+    x, y = values(4, 8, seed=1), values(4, 8, seed=2)
+    proposal = match_taps([tap("x", x, 0), tap("y", y, 1)], [tap("odd", x, 0), tap("z", y, 1)], guesses=False)
+    assert [(pair.baseline, pair.target) for pair in proposal.pairs] == [("y", "z")]
+    assert proposal.unmatched_target == {
+        "odd": "x could not be tried as its partner: strided(...) reaches beyond the 2048 elements"
+    }
 
 
 def test_a_tap_that_passes_a_guess_on_does_not_confirm_it() -> None:

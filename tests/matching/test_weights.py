@@ -337,19 +337,126 @@ def test_a_correct_fused_gate_and_up_is_clean_whatever_its_name(fused: str) -> N
     assert match.clean, match.problems
 
 
-def test_q_and_k_are_reordered_in_heads_of_one_size() -> None:
+def test_a_fused_weight_in_groups_of_heads_is_a_notice(small_bert: Port, gpt2: Port) -> None:
+    baseline, target = small_bert.states()
+    for n in layers(target):
+        for last in ("weight", "bias"):
+            change(target, f"encoder.layers.{n}.self_attn.in_proj_{last}", by_head)
+    match = gl.match_weights(baseline, target)
+    assert match.clean, match
+    assert len(match.notices) == 8
+    assert match.notices[0].startswith("encoder.layers.0.self_attn.in_proj_weight has encoder.layer.0.attention.self.")
+    assert "side by side in each of 4 groups of heads, not one after the other" in match.notices[0]
+    # And where the baseline's is the fused one, which the target has apart.
+    baseline, target = gpt2.states()
+    for n in layers(target):
+        for last in ("weight", "bias"):
+            names = [f"stack.{n}.{name}.{last}" for name in ("query", "key", "value")]
+            parts = torch.cat([target[name] for name in names]).unflatten(0, (4, 3, -1)).transpose(0, 1).flatten(1, 2)
+            target.update(zip(names, parts, strict=True))
+    match = gl.match_weights(baseline, target)
+    assert any("h.1.attn.c_attn.weight has stack.1.query.weight" in notice for notice in match.notices), match.notices
+
+
+HEADS = {"q": 64, "k": 32, "v": 32, "o": 64}
+WIDTH = 24
+
+
+def in_heads(weight: torch.Tensor, head: int, by: int = 2) -> torch.Tensor:
+    """The rows of each head in another order, as for another convention of rotary embedding."""
+    return weight.reshape(-1, by, head // by, WIDTH).transpose(1, 2).reshape(-1, WIDTH)
+
+
+def transposed_heads(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows that count features first and heads second."""
+    return weight.reshape(heads, -1, WIDTH).transpose(0, 1).reshape(-1, WIDTH)
+
+
+Orders = dict[str, Callable[[torch.Tensor], torch.Tensor]]
+
+
+def attention_with(orders: Orders, single: bool = False) -> gl.WeightMatch:
+    """Two layers whose rows, for o columns, have been put into these orders."""
     torch.manual_seed(0)
-    baseline = {f"h.{n}.{role}_proj.weight": torch.randn(rows, 24) for n in range(2) for role, rows in ROWS.items()}
-
-    def reordered(weight: torch.Tensor, head: int) -> torch.Tensor:
-        return weight.reshape(-1, 2, head // 2, 24).transpose(1, 2).reshape(-1, 24)
-
-    right = {name: reordered(value, 16) if "v_" not in name else value for name, value in baseline.items()}
-    assert gl.match_weights(baseline, right).clean
-    wrong = {name: reordered(value, 8) if "k_" in name else right[name] for name, value in baseline.items()}
-    match = gl.match_weights(baseline, wrong)
-    assert len(match.problems) == 2
-    assert match.problems[0].startswith("h.0.k_proj.weight is h.0.k_proj.weight reordered in heads of 8 rows, and")
+    rows = {**HEADS, **({"k": 16, "v": 16} if single else {})}
+    baseline = {
+        f"h.{n}.attn.{role}_proj.weight": torch.randn(size, WIDTH) for n in range(2) for role, size in rows.items()
+    }
+    target = {name: orders.get(name.split(".")[3][0], torch.clone)(value) for name, value in baseline.items()}
+    for state in (baseline, target):
+        state.update({name: value.T.contiguous() for name, value in state.items() if "o_proj" in name})
+    return gl.match_weights(baseline, target)
 
 
-ROWS = {"q": 64, "k": 32, "v": 32}
+RIGHT_HEADS: dict[str, tuple[Orders, bool]] = {
+    "q and k alike": ({"q": lambda w: in_heads(w, 16), "k": lambda w: in_heads(w, 16)}, False),
+    "q and k alike, k with one head": ({"q": lambda w: in_heads(w, 16), "k": lambda w: in_heads(w, 16)}, True),
+    "v and o alike": ({"v": lambda w: in_heads(w, 16), "o": lambda w: in_heads(w, 16)}, False),
+    "heads counted second": (
+        {
+            "q": lambda w: transposed_heads(w, 4),
+            "k": lambda w: transposed_heads(w, 2),
+            "v": lambda w: transposed_heads(w, 2),
+        },
+        False,
+    ),
+    "queries by their group": ({"q": lambda w: w.reshape(2, 2, 16, WIDTH).transpose(0, 1).reshape(-1, WIDTH)}, False),
+}
+WRONG_HEADS: dict[str, tuple[Orders, bool, str]] = {
+    "k in smaller heads": (
+        {"q": lambda w: in_heads(w, 16), "k": lambda w: in_heads(w, 8)},
+        False,
+        r"^h\.0\.attn\.k_proj\.weight is .* reordered in heads of 8 rows, and .*q_proj.* in heads of 16 rows: one",
+    ),
+    "q alone": (
+        {"q": lambda w: in_heads(w, 16)},
+        False,
+        "k_proj.* in the same order, and .*q_proj.* in heads of 16 rows",
+    ),
+    "k alone": ({"k": lambda w: in_heads(w, 16)}, False, "k_proj.* in heads of 16 rows, and .*q_proj.* the same order"),
+    "q alone, k with one head": ({"q": lambda w: in_heads(w, 16)}, True, "k_proj.* in the same order, and .*q_proj"),
+    "v alone": ({"v": lambda w: in_heads(w, 16)}, False, "o_proj.* in the same order, and .*v_proj.* heads of 16 rows"),
+    "o alone": ({"o": lambda w: in_heads(w, 16)}, False, "o_proj.* in heads of 16 rows, and .*v_proj.* the same order"),
+    "o in larger heads": (
+        {"v": lambda w: in_heads(w, 16), "o": lambda w: in_heads(w, 32)},
+        False,
+        "o_proj.* in heads of 32 rows, and .*v_proj.* in heads of 16 rows",
+    ),
+    "k's heads counted otherwise": (
+        {"q": lambda w: transposed_heads(w, 4), "k": lambda w: transposed_heads(w, 8)},
+        False,
+        "k_proj.* in another order, and .*q_proj.* in another order: one attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_HEADS)
+def test_one_order_of_heads_throughout_an_attention_is_clean(name: str) -> None:
+    match = attention_with(*RIGHT_HEADS[name])
+    assert match.clean, match
+
+
+@pytest.mark.parametrize("name", WRONG_HEADS)
+def test_two_orders_of_heads_in_one_attention_are_a_mistake(name: str) -> None:
+    orders, single, sentence = WRONG_HEADS[name]
+    match = attention_with(orders, single)
+    assert len(match.problems) == 2, match
+    assert re.search(sentence, match.problems[0]), match.problems
+
+
+def test_swapped_projections_are_one_mistake(llama: Port, small_bert: Port) -> None:
+    baseline, target = llama.states()
+    swap(target, "blocks.1.attention.k_proj.weight", "blocks.1.attention.v_proj.weight")
+    (said,) = gl.match_weights(baseline, target).problems
+    assert said.startswith("blocks.1.attention.k_proj.weight is k by its name but has the values of")
+    assert "and blocks.1.attention.v_proj.weight has the values of" in said
+    assert said.endswith("which is k: the two are swapped")
+    baseline, target = small_bert.states()
+    bert_qkv(target, (0, 2, 1), 2)
+    bert_qkv(target, (0, 2, 1), 2, "bias")
+    said, _ = gl.match_weights(baseline, target).problems
+    assert re.search(r"in_proj_weight has .*key\.weight in place of its v, and .*value\.weight in place of its k", said)
+    # o is as square as q.
+    baseline, target = llama.states()
+    everywhere(target, "blocks.{n}.attention.q_proj.weight", "blocks.{n}.attention.o_proj.weight")
+    assert len(gl.match_weights(baseline, target).problems) == 3

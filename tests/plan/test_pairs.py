@@ -76,6 +76,19 @@ def test_a_pair_of_calls_with_other_tags_has_the_same_tags_on_both_sides() -> No
     assert only(plan, "target", "drop.1").occurrence == 0
 
 
+def test_a_pair_holds_for_calls_with_further_tags_and_with_any_value_of_an_open_one() -> None:
+    plan = GraftPlan(pairs=[("q[layer={n},t=*]", "attn.{n}.q"), ("q[layer=1,t=5]", "special")])
+    mine = only(plan, "baseline", "q", layer=3, t=17, rid="a")
+    assert seen(mine) == seen(only(plan, "target", "attn.3.q", rid="a"))
+    assert mine.tags == {"layer": 3, "rid": "a"}
+    assert only(plan, "baseline", "q", layer=1, t=4).target_name == "attn.1.q"
+    # A rule that names all tags of a call wins.
+    assert only(plan, "baseline", "q", layer=1, t=5).target_name == "special"
+    # Without one of the tags that are named, the rule is about something else.
+    assert only(plan, "baseline", "q", layer=3).rule is None
+    assert only(plan, "baseline", "q", t=3).rule is None
+
+
 def test_pairs_go_before_rename_and_the_rest_is_renamed() -> None:
     plan = GraftPlan(pairs=[("a", "model.b")], rename={"target": {r"^model\.": ""}})
     assert only(plan, "target", "model.b").name == "a"

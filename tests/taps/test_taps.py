@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -247,6 +248,68 @@ def test_decorated_generator_is_refused_with_an_alternative(recorder: Recorder) 
         @gl.tags(layer=1)
         def generate() -> Iterator[int]:
             yield 1
+
+
+def requests(number: int) -> Iterator[int]:
+    """Two tokens of a request, whose taps have its number."""
+    with gl.tags(request=number):
+        for token in range(2):
+            gl.tap("token", token)
+            yield token
+        gl.tap("end", number)
+
+
+def test_tags_around_a_yield_leak_neither_to_the_caller_nor_to_other_generators(recorder: Recorder) -> None:
+    def nested() -> Iterator[int]:
+        with gl.tags(outer=True):
+            yield from requests(3)
+            gl.tap("nested", 0)
+
+    with gl.tags(phase="decode"):
+        for _ in zip(requests(1), requests(2), nested(), strict=True):
+            gl.tap("caller", 0)
+            with gl.tags(layer=0):
+                gl.tap("inner", 0)
+    gl.tap("after", 0)
+    each = [{"phase": "decode", "request": number} for number in (1, 2)]
+    each.append({"phase": "decode", "outer": True, "request": 3})
+    assert recorder.tags_of("token") == each * 2
+    assert recorder.tags_of("end") == each
+    assert recorder.tags_of("nested") == [{"phase": "decode", "outer": True}]
+    assert recorder.tags_of("caller") == [{"phase": "decode"}] * 2
+    assert recorder.tags_of("inner") == [{"phase": "decode", "layer": 0}] * 2
+    assert recorder.tags_of("after") == [{}]
+
+
+def test_a_generator_may_outlive_the_tags_around_its_first_value(recorder: Recorder) -> None:
+    with gl.tags(phase="prefill"):
+        first, left = requests(1), requests(2)
+        next(first)
+        next(left)
+    with gl.tags(phase="decode", request=7), contextlib.closing(left):
+        assert [*first] == [1]
+        gl.tap("caller", 0)
+    gl.tap("after", 0)
+    assert recorder.tags_of("token")[-1] == {"phase": "decode", "request": 1}
+    assert recorder.tags_of("caller") == [{"phase": "decode", "request": 7}]
+    assert recorder.tags_of("after") == [{}]
+    assert not taps._in_generators
+
+
+def test_a_context_manager_made_of_a_generator_sets_tags_for_its_block(recorder: Recorder) -> None:
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with gl.tags(phase=name):
+            yield
+
+    with phase("decode"):
+        gl.tap("inside", 0)
+        assert [*requests(1)] == [0, 1]
+        gl.tap("inside", 0)
+    gl.tap("after", 0)
+    assert recorder.tags_of("inside") == [{"phase": "decode"}] * 2
+    assert recorder.tags_of("token") == [{"phase": "decode", "request": 1}] * 2
+    assert recorder.tags_of("after") == [{}]
 
 
 def test_computed_tags_need_a_call_and_must_be_a_dict(recorder: Recorder) -> None:

@@ -151,6 +151,60 @@ def test_padded_batches_pair_with_flat_and_wider_batches() -> None:
         assert compare(outcome, graft_input).max_abs_index == (1, 0, 0)
 
 
+def _number_of(request: int, token: int) -> float:
+    return 10.0 * request + token
+
+
+def _stacked(order: list[int], lengths: dict[int, int]) -> torch.Tensor:
+    """``[6, tokens, 2]`` of the requests in this order; the sign of a value is its head's."""
+    values = torch.tensor([_number_of(each, token) for each in order for token in range(lengths[each])])
+    return torch.stack([values, -values] * 3).unsqueeze(-1).expand(-1, -1, 2).contiguous()
+
+
+def test_tokens_after_the_heads_are_found_by_the_lengths() -> None:
+    lengths = {1: 3, 2: 2, 3: 4}
+    theirs, mine = _stacked([1, 2, 3], lengths), _stacked([3, 1], lengths)
+    extras = tokens([3, 2, 4], 1, 2, 3), tokens([4, 3], 3, 1)
+    graft_input = the_input([(theirs, extras[0])], mine * 0, extras[1])
+    outcome = run_transform(align_by_request, graft_input)
+    assert torch.equal(outcome.value, mine)
+    assert (outcome.rows_matched, outcome.rows_unmatched) == (7, 0)
+    wrong = replace(graft_input, target=mine.index_fill(1, torch.tensor([5]), 0))
+    assert compare(run_transform(align_by_request, wrong), wrong).max_abs_index == (0, 5, 0)
+    # The same for padded requests: [requests, heads, longest, 2].
+    padded = torch.zeros(3, 6, 4, 2)
+    for index, each in enumerate((1, 2, 3)):
+        padded[index, :, : lengths[each]] = _stacked([each], lengths)
+    outcome = run_transform(
+        align_by_request, the_input([(padded, extras[0])], padded.flip(0) * 0, tokens([4, 2, 3], 3, 2, 1))
+    )
+    assert torch.equal(outcome.value, padded.flip(0))
+    assert outcome.rows_matched == 9
+    outcome = run_transform(align_by_request, the_input([(padded, extras[0])], mine.transpose(0, 1) * 0, extras[1]))
+    assert torch.equal(outcome.value, mine.transpose(0, 1))
+
+
+def test_the_other_sides_rows_decide_between_two_dimensions_that_fit() -> None:
+    # Eight rows of a padded graph with five heads, and five tokens: only one reading has rows like the other side's.
+    theirs, mine = rows_of(*range(5)).unsqueeze(1).expand(-1, 5, -1), torch.zeros(8, 5, 2)
+    outcome = run_transform(align_by_request, the_input([(theirs, tokens([5], 1))], mine, tokens([5], 1)))
+    assert outcome.value[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert "dim 0 was taken" in (outcome.note or "")
+    outcome = run_transform(align_by_request, the_input([(mine, tokens([5], 1))], mine, tokens([5], 1)))
+    assert "dim 1 was taken" in (outcome.note or "")
+    either = torch.zeros(2, 5, 2)
+    with pytest.raises(TransformError, match=r"may be in dim 1 or \[requests, tokens\] in dims 0 and 1"):
+        run_transform(align_by_request, the_input([(either, tokens([2, 3], 1, 2))], either, tokens([2, 3], 1, 2)))
+
+
+def test_a_batch_of_one_request_has_one_reading() -> None:
+    mine = torch.zeros(1, 3, 2)
+    sent = (rows_of(1, 2, 3).unsqueeze(0), tokens([3], 1))
+    outcome = run_transform(align_by_request, the_input([sent], mine, tokens([3], 1)))
+    assert outcome.value[0, :, 0].tolist() == [1, 2, 3]
+    assert outcome.note is None
+
+
 # ---- what it refuses ------------------------------------------------------------------------------------------------
 
 

@@ -309,3 +309,112 @@ def test_no_layout_is_suggested_unless_one_fits_shapes_or_values() -> None:
     zeros = suggested([whole], torch.zeros(6, 4))
     assert zeros == "; the shapes would fit in the layout 'a b -> b a' of the received tensor, but the values do not"
     assert "declare it with gl.tap(layout=...)" in suggested([whole, whole], whole)
+
+
+# ---- packed sequences over context parallel ranks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["t[cp] h", "t[cp:natural] h", "t[cp:zigzag] h"])
+def test_tokens_of_packed_sequences_are_joined_per_sequence(order: str) -> None:
+    lengths, whole = (8, 4), torch.arange(24.0).view(12, 2)
+    pieces: list[list[Tensor]] = [[], []]
+    for sequence in whole.split(lengths):
+        chunks = sequence.chunk(4)
+        first, second = ((0, 3), (1, 2)) if "zigzag" in order else ((0, 1), (2, 3))
+        pieces[0] += [chunks[number] for number in first]
+        pieces[1] += [chunks[number] for number in second]
+    held = [torch.cat(each) for each in pieces]
+    extras = {"request_lens": list(lengths)}
+    rest: dict[str, Any] = {"received_layouts": [rank_layout(each, order, 2) for each in held]}
+    for named in (None, "t h"):
+        mine = rank_layout(whole, named, 1)
+        assert torch.equal(made(held, whole * 0, target_extras=extras, layout=mine, **rest), whole)
+    # Cut for two receivers, too.
+    for rank in (0, 1):
+        mine = rank_layout(held[rank], order, 2)
+        sent: dict[str, Any] = {"received_layouts": [rank_layout(whole, "t h", 1)], "recv_world_size": 2}
+        given = made([whole], held[rank] * 0, target_extras=extras, layout=mine, recv_rank=rank, **sent)
+        assert torch.equal(given, held[rank])
+
+
+def test_without_lengths_tokens_are_of_one_sequence_with_a_note() -> None:
+    whole = torch.arange(24.0).view(12, 2)
+    rest: dict[str, Any] = {"senders": [0, 1], "send_world_size": 2}
+    for mine in (None, rank_layout(whole, "t h", 1)):
+        given = GraftTransformInput({"name": "x"}, list(whole.chunk(2)), [None, None], whole * 0, layout=mine, **rest)
+        found = by_layout(
+            dataclasses.replace(given, received_layouts=[rank_layout(each, "t[cp] h", 2) for each in whole.chunk(2)])
+        )
+        assert torch.equal(found.value, whole)
+        assert "no lengths of sequences arrived" in (found.note or "")
+
+
+# ---- names on both sides ---------------------------------------------------------------------------------------------
+
+
+def named(theirs: list[Tensor], text: str, mine: list[Tensor], own: str, sizes: dict[str, int]) -> list[Tensor]:
+    """What each receiver gets; ``sizes`` is the mesh of a side with several ranks."""
+    sent = [
+        rank_layout(each, parse_layout(text, mesh=sizes) if len(theirs) > 1 else text, len(theirs)) for each in theirs
+    ]
+    found = []
+    for rank, each in enumerate(mine):
+        layout = rank_layout(each, parse_layout(own, mesh=sizes) if len(mine) > 1 else own, len(mine))
+        rest: dict[str, Any] = {"recv_rank": rank, "recv_world_size": len(mine)}
+        for direction in ("b2t", "t2b"):
+            found.append(made(theirs, each * 0, received_layouts=sent, layout=layout, direction=direction, **rest))
+        assert torch.equal(found[-1], found[-2])
+    return found[::2]
+
+
+TOKENS = torch.arange(4 * 24.0).view(4, 24)
+ONE_RANK = [
+    ("t (a*c)", TOKENS, "t a c", TOKENS.view(4, 2, 12)),
+    ("b (h*d)", TOKENS, "b h d", TOKENS.view(4, 2, 12)),
+    ("t h", TOKENS, "s 1 h", TOKENS.view(4, 1, 24)),
+    ("t 1 h", TOKENS.view(4, 1, 24), "t h", TOKENS),
+    ("t h", TOKENS, "s b h", TOKENS.view(2, 2, 24).transpose(0, 1)),
+    ("b t h", TOKENS.view(2, 2, 24), "b s h", TOKENS.view(2, 2, 24)),
+    ("t (a*e*c)", TOKENS, "t a e c", TOKENS.view(4, 2, 3, 4)),
+    ("t (a*e) c", TOKENS.view(4, 6, 4), "t a (e*c)", TOKENS.view(4, 2, 12)),
+    ("(t*h) a", TOKENS.view(24, 4), "s h a", TOKENS.view(4, 6, 4)),
+]
+
+
+@pytest.mark.parametrize("case", ONE_RANK, ids=[f"{case[0]} and {case[2]}" for case in ONE_RANK])
+def test_dimensions_with_the_same_names_correspond(case: tuple[str, Tensor, str, Tensor]) -> None:
+    one, left, other, right = case
+    assert torch.equal(named([left], one, [right], other, {})[0], right)
+    assert torch.equal(named([right], other, [left], one, {})[0], left)
+
+
+def test_names_with_a_mesh_align_over_ranks() -> None:
+    tp = {"tp": 2}
+    fused = list(TOKENS.chunk(2, 1))
+    apart = list(TOKENS.view(4, 2, 12).chunk(2, 1))
+    assert torch.equal(named(fused, "t (a*c)[tp]", [TOKENS.view(4, 2, 12)], "t a c", tp)[0], TOKENS.view(4, 2, 12))
+    for got, expected in zip(named(fused, "t (a*c)[tp]", apart, "t a[tp] c", tp), apart, strict=True):
+        assert torch.equal(got, expected)
+    whole = TOKENS.view(2, 2, 24)  # b s h
+    quarters = [part for half in whole.transpose(0, 1).chunk(2, 0) for part in half.chunk(2, 2)]
+    assert torch.equal(named(quarters, "s[cp] b h[tp]", [whole], "b s h", {"cp": 2, "tp": 2})[0], whole)
+    for got, expected in zip(
+        named([whole], "b s h", quarters, "s[cp] b h[tp]", {"cp": 2, "tp": 2}), quarters, strict=True
+    ):
+        assert torch.equal(got, expected)
+    summands = [TOKENS - 7, torch.full_like(TOKENS, 7.0)]
+    assert torch.equal(
+        named(summands, "t (a*c)[tp:partial]", [TOKENS.view(4, 2, 12)], "t a c", tp)[0].view(4, 24), TOKENS
+    )
+
+
+def test_names_that_cannot_be_used_are_left_out_with_a_note() -> None:
+    text, halves = "s[cp] b h[tp]", list(WHOLE.chunk(2))
+    rest: dict[str, Any] = {"senders": [0, 1], "send_world_size": 2}
+    given = GraftTransformInput(
+        {"name": "x"}, halves, [None, None], WHOLE * 0, layout=rank_layout(WHOLE, "b s h", 1), **rest
+    )
+    found = by_layout(dataclasses.replace(given, received_layouts=[rank_layout(each, text, 2, 0) for each in halves]))
+    assert torch.equal(found.value, WHOLE)
+    assert (found.aligned_by, found.layout) == ("concat dim=0", INFERRED)
+    assert "the names of dimensions were not used: s[cp] b h[tp]: it is unknown how 2 ranks" in (found.note or "")

@@ -89,6 +89,36 @@ def test_the_default_transform_takes_joins_or_cuts(case: str) -> None:
     assert outcome.cast is None
 
 
+def _taken_of_two(other: torch.Tensor, chosen: torch.Tensor, receivers: int = 1) -> Any:
+    mine = torch.zeros_like(chosen).chunk(receivers)[0]
+    return run_transform(None, the_input([chosen, other], mine, 0, receivers))
+
+
+def test_a_sender_taken_among_several_that_differ_has_a_note_and_is_not_grafted() -> None:
+    summand, infinite = torch.tensor([1.5, -2.0, 3.0, 0.5]), torch.tensor([math.inf, 1.0, 2.0, 3.0])
+    for chosen, other in ((summand, 4 - summand), (infinite, infinite + 1), (summand, torch.full((4,), math.nan))):
+        for receivers in (1, 2):
+            taken = _taken_of_two(other, chosen, receivers)
+            assert taken.aligned_by == ("sender 0" if receivers == 1 else "slice dim=0")
+            assert "the senders are not replicas (sender 1: " in taken.note
+            assert "declare it with gl.tap(layout=...)" in taken.graft_refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_equal_senders_are_replicas_in_every_dtype(dtype: torch.dtype) -> None:
+    value = torch.tensor([1.0, 0.0, 3.0]).to(dtype)
+    taken = _taken_of_two(value.clone(), value)
+    assert (taken.note, taken.graft_refused) == (None, None)
+    assert _taken_of_two(torch.zeros(3).to(dtype), value).graft_refused
+
+
+def test_senders_that_differ_by_rounding_are_noted_and_may_be_grafted() -> None:
+    value = torch.linspace(1, 2, 5)
+    taken = _taken_of_two(torch.nextafter(value, value + 1), value)
+    assert "are not replicas (sender 1: 5 elements differ, by up to 2.38e-07)" in taken.note
+    assert taken.graft_refused is None
+
+
 FITS_NOT: dict[str, tuple[list[tuple[int, ...]], tuple[int, ...], tuple[int, int]]] = {
     "another number of dimensions": ([(2, 3)], (2, 3, 1), (0, 1)),
     "two dimensions differ": ([(8, 6)], (4, 3), (0, 2)),

@@ -111,6 +111,7 @@ def test_the_error_without_grafts_is_beside_the_added_error() -> None:
         (row("q", None), "1 tap (q) has no pair of finite numbers."),
         (row("q", 0.0, nonfinite_baseline=2), "not finite in the same places on both sides"),
         (row("q", 0.0, rows_unmatched=2), "1 tap (q) has rows without a partner on the other side"),
+        (row("q", 0.0, note="the senders are not replicas (...)"), "1 tap (q) was compared with one of several ranks"),
     ],
 )
 def test_unmeasured_taps_are_reported(bad: Row, said: str) -> None:

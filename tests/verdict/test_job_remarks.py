@@ -38,7 +38,7 @@ def test_repeating_jobs_that_show_their_inputs_need_no_remark() -> None:
 def test_a_baseline_that_does_not_repeat_gets_an_assumed_floor_and_a_remark(dtype: str, constant: float) -> None:
     job_remarks = remarks([*WATCHED, row(4, "z", dtype=dtype)], moved=["y", "z"])
     assert (job_remarks.constant, job_remarks.floor) == (constant, "assumed ")
-    (said,) = job_remarks.first
+    (said,) = job_remarks.basis
     assert said.startswith("The jobs do not repeat a step: from one to the next, the baseline differs at y, z. So the ")
     assert f"assumed for {dtype} (rel_l2 {constant:.1g}), no code was swapped" in said
     assert "dropout or other random numbers would not be noticed" in said
@@ -48,8 +48,8 @@ def test_a_given_floor_counts_whether_or_not_jobs_repeat() -> None:
     assert remarks(WATCHED, given=1e-3).constant == 1e-3
     moving = remarks(WATCHED, given=1e-3, moved=["y"], steps=4)
     assert (moving.constant, moving.floor) == (1e-3, "given ")
-    assert moving.first[0].startswith("The jobs do not repeat a run of 4 steps: ")
-    assert "the floor is the given one (rel_l2 0.001)" in moving.first[0]
+    assert moving.basis[0].startswith("The jobs do not repeat a run of 4 steps: ")
+    assert "the floor is the given one (rel_l2 0.001)" in moving.basis[0]
 
 
 def test_a_target_that_alone_does_not_repeat_is_reported() -> None:
@@ -94,10 +94,10 @@ def text(rows: list[Row], job_remarks: JobRemarks, label: str) -> str:
 
 
 def test_nothing_is_called_rounding_over_an_unmeasured_floor() -> None:
-    assert text([row(1, "y", 3e-5)], remarks(WATCHED, moved=["y"]), "culprit").splitlines()[1] == (
+    assert text([row(1, "y", 3e-5)], remarks(WATCHED, moved=["y"]), "culprit").splitlines()[0] == (
         "Nothing that was checked adds more than 5 x the assumed floor of 1e-05 (1 group of taps, at most 3 x "
         "the assumed floor, threshold 5)."
     )
     named = text([row(1, "y", 3e-3)], remarks(WATCHED, moved=["y"]), "culprit")
-    assert "\ny is computed differently (added 0.003, 3e+02 x the assumed floor, float32)." in named
+    assert named.startswith("y is computed differently (added 0.003, 3e+02 x the assumed floor, float32).\n")
     assert "2 x the given floor" in text([row(1, "y", 2e-3)], remarks(WATCHED, given=1e-3), "culprit")

@@ -11,7 +11,7 @@ from graftlab.plan.pairs import rules_from
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.pair_contradictions import contradicting_pairs
+from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs
 
 QKV = {0: "q", 1: "k", 2: "v"}
 
@@ -27,19 +27,26 @@ def split_from_fused(swapped: dict[str, str]) -> list[dict[str, Any]]:
     return pairs
 
 
-def said_of(pairs: list[dict[str, Any]], shape: list[int] | None = None) -> list[str]:
-    names = [p["target"] for p in pairs]
-    rows = [
-        Row(0, 0, n, name, {}, "b2t", "target", 0, "compared", [0], shape, target_name=name, matched_by="near")
-        for n, name in enumerate(names)
+def rows_of(pairs: list[dict[str, Any]], shape: list[int] | None = None) -> pd.DataFrame:
+    made = [
+        Row(
+            *(0, 0, n, pair["target"], {}, "b2t", "target", 0, "compared", [0], shape),
+            target_name=pair["target"],
+            matched_by=pair.get("matched_by", "near"),
+        )
+        for n, pair in enumerate(pairs)
     ]
-    return contradicting_pairs(to_frame(rows), GraftPlan(pairs=rules_from(pairs)))
+    return to_frame(made)
+
+
+def said_of(pairs: list[dict[str, Any]], shape: list[int] | None = None) -> list[str]:
+    return contradicting_pairs(rows_of(pairs, shape), GraftPlan(pairs=rules_from(pairs)))
 
 
 def test_parts_with_the_name_of_a_different_part_are_reported() -> None:
     pairs = split_from_fused({f"layers.1.{a}_proj": f"layers.1.{b}_proj" for a, b in ("kv", "vk")})
     (said,) = said_of(pairs)
-    assert "layers.1.v_proj is the k of h.1.qkv, not its v; layers.1.k_proj is the v of h.1.qkv, not its k." in said
+    assert "layers.1.v_proj is the k of h.1.qkv, not its v, and layers.1.k_proj its v: the two are swapped." in said
     assert "the code that reads them is named below instead" in said
 
 
@@ -64,6 +71,35 @@ def test_two_taps_that_take_different_parts_of_one_tensor_are_reported() -> None
     assert said_of([*pairs[:2], {**pairs[2], "layout": "part(index=0, of=[1, 4], dim=1)"}]) == []
     # Nor where the two wholes are not each other's.
     assert said_of([{"baseline": "other", "target": "x"}, *pairs[1:]]) == []
+
+
+def test_parts_by_groups_of_heads_are_reported_where_their_layer_does_not_match() -> None:
+    layout = "part(index=0, of=[1, 1, 1], dim=1, groups=4)"
+    pairs = [{"baseline": f"h.{n}.qkv", "target": f"l.{n}.q", "layout": layout} for n in range(3)]
+    pairs += [{"baseline": f"h.{n}.out", "target": f"l.{n}.out"} for n in range(3)]
+    assert said_of(pairs) == []
+    (said,) = said_of([{**pair, "matched_by": "rule"} if pair["target"] == "l.1.out" else pair for pair in pairs])
+    assert "l.1.q is taken out of h.1.qkv by groups of heads" in said
+
+
+def test_what_the_pairs_leave_out_of_a_tap_is_named_once_for_all_layers() -> None:
+    pairs = [
+        {
+            "baseline": f"h.{n}.{m}",
+            "target": f"l.{n}.qkv",
+            "layout": f"part(index={m}, of=[1, 1, 1])",
+            "whole": "target",
+        }
+        for n in range(3)
+        for m in range(2)
+    ]
+    rows = rows_of(pairs, [12, 4])
+    assert compared_in_part(rows, GraftPlan(pairs=rules_from(pairs))) == [
+        "l.0.qkv is compared in part: it contains h.0.0, h.0.1; no baseline tap has the other 33%, and so in 2 other "
+        "layers."
+    ]
+    pairs += [{**pairs[2 * n], "baseline": f"h.{n}.2", "layout": "part(index=2, of=[1, 1, 1])"} for n in range(3)]
+    assert compared_in_part(rows, GraftPlan(pairs=rules_from(pairs))) == []
 
 
 def test_a_single_reordered_tensor_of_equal_shapes_is_reported() -> None:

@@ -12,7 +12,8 @@ from kit.support import reset
 
 import graftlab as gl
 from graftlab.layouts import parse_layout
-from graftlab.matching.proposal import Pair, Proposal
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
 from graftlab.widgets.match_editor import MatchEditor
 
 pytestmark = pytest.mark.ranks

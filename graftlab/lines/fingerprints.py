@@ -1,0 +1,181 @@
+"""Fingerprints of tensors: enough to see that two are equal, also in different layouts, without keeping either."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Level = Literal[0, 1, 2, 3]
+"""How two tensors agree: not at all; in their magnitudes; in their values in any order; in their values in order."""
+DIFFERENT: Level = 0
+MAGNITUDES: Level = 1
+ANY_ORDER: Level = 2
+IN_ORDER: Level = 3
+
+QUANTILES = 65
+# Frequencies without a common period: each gives a projection that no reordering keeps.
+_FREQUENCIES = np.array([0.7390851332, 2.2360679775, 5.1961524227, 9.4247779608])
+# The value that stands for "may not look here" in an additive mask is at least this large.
+_MASKED = 1e4
+FEWEST_NUMBERS = 3
+"""Fewer numbers than this agree with others by chance."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What is kept of a tensor's values.
+
+    ``moments`` are sums over the elements, in float64: of the values, their magnitudes, their squares, their third
+    powers and the roots of their magnitudes; ``projections`` are sums with fixed factors in the order of the elements.
+    Both of a whole are the sums of those of its parts on several ranks (moments: of shards; projections: of summands).
+    ``magnitudes`` and ``values`` are quantiles, None where a budget left them out. ``mask`` means that the tensor has
+    just two values, in effect booleans, which count as 1 and -1. Dimensions that are expanded count once.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    numel: int
+    nonfinite: int
+    moments: Floats
+    projections: Floats
+    magnitudes: Floats | None
+    values: Floats | None
+    mask: bool
+    constant: bool
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether tensors of different meaning often have this fingerprint: few numbers, or all alike."""
+        return self.numel < FEWEST_NUMBERS or self.constant
+
+    @property
+    def norm(self) -> float:
+        """The root of the sum of squares."""
+        return math.sqrt(max(float(self.moments[2]), 0.0))
+
+
+def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
+    """Return the fingerprint of a tensor; without ``sorts`` it has no quantiles, which take the most time."""
+    plain = tensor.detach()
+    plain = getattr(plain, "_local_tensor", plain)
+    shape, dtype = tuple(plain.shape), str(plain.dtype).removeprefix("torch.")
+    for dim, (extent, stride) in enumerate(zip(plain.shape, plain.stride(), strict=True)):
+        if stride == 0 and extent > 1:
+            plain = plain.narrow(dim, 0, 1)
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj().resolve_neg())
+    # In numpy, whose calls take a tenth of the time on small arrays.
+    wide: Floats = plain.to("cpu", torch.float64).reshape(-1).numpy()
+    if not wide.size:
+        nothing = np.zeros(0)
+        return Fingerprint(shape, dtype, 0, 0, np.zeros(5), np.zeros(len(_FREQUENCIES)), nothing, nothing, False, True)
+    finite = np.isfinite(wide)
+    nonfinite = int(wide.size - np.count_nonzero(finite))
+    mask = plain.dtype == torch.bool
+    if not mask and plain.is_floating_point() and wide.max() == 0 and wide.min() <= -_MASKED:
+        visible = wide == 0
+        mask = bool((visible | (wide <= -_MASKED)).all())
+        if mask:
+            wide, nonfinite = visible.astype(np.float64), 0
+    if mask:
+        # So that its opposite is its negation.
+        wide = 2 * wide - 1
+    if nonfinite:
+        wide = np.where(finite, wide, 0.0)
+    sizes = np.abs(wide)
+    moments = np.array([wide.sum(), sizes.sum(), wide @ wide, (wide * wide) @ wide, np.sqrt(sizes).sum()])
+    quantiles: list[Floats | None] = [None, None]
+    if sorts:
+        at = np.linspace(0, wide.size - 1, QUANTILES).astype(np.int64)
+        quantiles = [np.sort(each)[at] for each in (sizes, wide)]
+    constant = not nonfinite and bool(wide.min() == wide.max())
+    return Fingerprint(
+        shape, dtype, wide.size, nonfinite, moments, _projections(wide), quantiles[0], quantiles[1], mask, constant
+    )
+
+
+_BLOCK = 1 << 14
+
+
+def _projections(wide: Floats) -> Floats:
+    """Sums over the elements with factors that depend on the place of each."""
+    whole = np.zeros(len(_FREQUENCIES))
+    for block, begin in enumerate(range(0, wide.size, _BLOCK)):
+        part = wide[begin : begin + _BLOCK]
+        # The blocks share their factors, so the sum of a block gets another factor by the block's place.
+        whole += (_factors()[:, : part.size] @ part) * (1 + np.cos(block * _FREQUENCIES[::-1]) / 2)
+    return whole
+
+
+@lru_cache(maxsize=1)
+def _factors() -> Floats:
+    """``[projection, element]`` of a block."""
+    factors: Floats = np.cos(np.outer(_FREQUENCIES, np.arange(_BLOCK)))
+    return factors
+
+
+def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
+    """Return how far two tensors agree; ``tolerance`` is relative to the size of their values."""
+    if one.numel != other.numel or one.nonfinite != other.nonfinite or one.mask != other.mask:
+        return DIFFERENT
+    if one.mask:
+        return _of_masks(one, other)
+    limit = tolerance * max(one.norm, other.norm)
+    # A sum with random factors of size one is as large as the norm of what it is a sum of.
+    in_order = bool((np.abs(one.projections - other.projections) <= 4 * limit).all())
+    rms = max(one.norm, other.norm) / math.sqrt(max(one.numel, 1))
+    if one.magnitudes is not None and other.magnitudes is not None and one.values is not None:
+        assert other.values is not None
+        if not _close(one.magnitudes, other.magnitudes, tolerance, rms):
+            return DIFFERENT
+        same_values = _close(one.values, other.values, tolerance, rms)
+    else:
+        ours, theirs = (each.moments[[1, 2, 4]] for each in (one, other))
+        if not (np.abs(ours - theirs) <= tolerance * np.maximum(ours, theirs)).all():
+            return DIFFERENT
+        signed = np.abs(one.moments[[0, 3]] - other.moments[[0, 3]])
+        sizes = np.array([one.moments[1], max(one.norm, other.norm) ** 3 / math.sqrt(max(one.numel, 1))])
+        same_values = bool((signed <= 4 * tolerance * sizes).all())
+    if not same_values:
+        return MAGNITUDES
+    return IN_ORDER if in_order else ANY_ORDER
+
+
+def _close(one: Floats, other: Floats, tolerance: float, rms: float) -> bool:
+    limit = tolerance * np.maximum(np.maximum(np.abs(one), np.abs(other)), rms)
+    return bool((np.abs(one - other) <= limit).all())
+
+
+def _of_masks(one: Fingerprint, other: Fingerprint) -> Level:
+    """Compare masks, one of which may be true where the other is false."""
+    near = 1e-6 * max(one.numel, 1)
+    if np.allclose(one.projections, other.projections, rtol=0, atol=near):
+        return IN_ORDER
+    if np.allclose(one.projections, -other.projections, rtol=0, atol=near):
+        return MAGNITUDES
+    return ANY_ORDER if one.moments[0] == other.moments[0] else DIFFERENT
+
+
+def joined(parts: list[Fingerprint]) -> Fingerprint:
+    """Return the fingerprint of a tensor from those of its shards, without an order and without quantiles."""
+    first = parts[0]
+    return Fingerprint(
+        first.shape,
+        first.dtype,
+        sum(each.numel for each in parts),
+        sum(each.nonfinite for each in parts),
+        np.sum([each.moments for each in parts], axis=0),
+        np.full(len(_FREQUENCIES), np.nan),
+        None,
+        None,
+        first.mask,
+        all(each.constant and (each.moments[0] * first.numel == first.moments[0] * each.numel) for each in parts),
+    )

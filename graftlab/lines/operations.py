@@ -1,0 +1,321 @@
+"""Record the torch operations of a call: what each read and wrote, its scalar arguments and its line of source."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graftlab.lines.fingerprints import Fingerprint, fingerprint
+from graftlab.lines.frames import SourceFrame, StackEntry, is_of_model_code, model_entry, stack_entries
+
+MOST_OPERATIONS = 50_000
+SORT_BUDGET = 1 << 25
+"""The elements that one recording sorts for fingerprints: a few seconds of one processor core."""
+NUMBER_BUDGET = 1 << 29
+"""The elements that one recording reads for fingerprints at all."""
+
+# What these write to, they do not read.
+_OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
+# A collective's schema does not say what it writes to.
+_COLLECTIVES = frozenset({"c10d"})
+_VIEWS = frozenset({"view", "_unsafe_view", "reshape", "transpose", "t", "permute", "select", "slice", "expand"})
+LAYOUT_OPERATIONS = _VIEWS | frozenset(
+    {"unsqueeze", "squeeze", "split", "chunk", "unbind", "detach", "alias", "clone", "contiguous", "split_with_sizes"}
+    | {"as_strided", "lift_fresh", "unfold", "diagonal", "numpy_T", "_reshape_alias", "view_as_real", "view_as_complex"}
+)
+"""Operations that only arrange numbers."""
+
+
+@dataclass(frozen=True)
+class TracedValue:
+    """A tensor at one moment of a recording.
+
+    ``sources`` are the operations that wrote it; none for what a tap set (``tap``), and for what existed before.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+    sources: tuple[int, ...]
+    tap: str | None = None
+    is_parameter: bool = False
+    path: str | None = None
+    """For a tensor that existed before: the attribute or variable under which the code that reads it has it."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of torch. ``index`` counts from 0 in order of execution; ``inputs`` and ``outputs`` are numbers of
+    values; ``call`` is the operation with its arguments in words.
+    """
+
+    index: int
+    name: str
+    call: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    stack: tuple[StackEntry, ...]
+    backward_of: tuple[SourceFrame, ...] = ()
+    """For an operation of the backward pass: the lines of the forward operation that it belongs to."""
+
+    @property
+    def only_arranges(self) -> bool:
+        """Whether the operation changes no number."""
+        return self.name in LAYOUT_OPERATIONS
+
+    def frames(self) -> list[SourceFrame]:
+        """Return the lines of source, the line to show first, then the stack, innermost first."""
+        shown = model_entry(self.stack)
+        own = [each.read() for each in ([] if shown is None else [shown, *(e for e in self.stack if e is not shown)])]
+        return [*self.backward_of, *own] if self.backward_of and not _has_own_backward(own) else own
+
+
+def _has_own_backward(frames: Sequence[SourceFrame]) -> bool:
+    """Whether the innermost line is in the ``backward`` of a custom ``autograd.Function``."""
+    return bool(frames) and frames[0].function.rpartition(".")[2] == "backward"
+
+
+@dataclass
+class _Writes:
+    """What is known of one storage: its life (addresses are used again), and the operations that wrote to it."""
+
+    life: int
+    writes: int = 0
+    writers: list[int] = field(default_factory=list)
+
+
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations of this thread while it is entered and not paused.
+
+    Only fingerprints are kept, of each tensor that is read, so memory does not grow with their size. ``only`` limits
+    fingerprints to these values, by number. While ``is_open`` is False, operations pass unrecorded. ``replaced`` are
+    functions by the index of an operation: each receives the operation's first result, and returns the one to continue
+    with.
+
+    >>> from graftlab.lines.operations import OperationRecorder
+    >>> with OperationRecorder() as recorder:
+    ...     scores = torch.ones(4, 4) * 0.125
+    >>> [each.call for each in recorder.operations]
+    ['ones([4, 4])', 'mul(f32[4, 4], 0.125)']
+    """
+
+    def __init__(self, only: frozenset[int] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self.values: list[TracedValue] = []
+        self.fingerprints: dict[int, Fingerprint] = {}
+        self.is_open = True
+        self.is_cut_short = False
+        """Whether there were too many operations to record them all."""
+        self.replaced: dict[int, Any] = {}
+        self._only = only
+        self._paused = 0
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._written: dict[int, _Writes] = {}
+        self._lives = 0
+        self._sorts, self._numbers = SORT_BUDGET, NUMBER_BUDGET
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Record nothing inside the block."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Or torch imports its compiler, which takes seconds, to keep it from compiling the next method.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {} if kwargs is None else dict(kwargs)
+        if self._paused or not self.is_open:
+            return func(*args, **given)
+        if len(self.operations) >= MOST_OPERATIONS:
+            self.is_cut_short = True
+            return func(*args, **given)
+        name = func._schema.name.rpartition("::")[2].removeprefix("_")
+        is_collective = func.namespace in _COLLECTIVES
+        read, written = [], []
+        for argument, value in _arguments(func._schema, args, given):
+            found = list(_tensors(value))
+            changes = is_collective or (argument.alias_info is not None and argument.alias_info.is_write)
+            if changes:
+                written += found
+            if not (changes and (argument.kwarg_only or name in _OVERWRITING)):
+                read += found
+        inputs = tuple(dict.fromkeys(self.read(each) for each in read))
+        index = len(self.operations)
+        stack, backward_of = tuple(stack_entries(sys._getframe(1))), _forward_lines()
+        call = _in_words(func, args, given)
+        # Operations inside this one are not recorded: torch takes the mode away meanwhile.
+        result = func(*args, **given)
+        if index in self.replaced:
+            result = _with_first(result, self.replaced[index])
+        for each in written:
+            self._write(each, index)
+        changed = {_address(each) for each in written}
+        shared = changed | {_address(each) for each in read}
+        outputs = [self._number(each, (index,)) for each in written]
+        for each in _tensors(result):
+            if _address(each) not in shared:
+                self._lives += 1
+                self._written[_address(each)] = _Writes(self._lives, 0, [index])
+            outputs.append(self._number(each, (index,)))
+        self.operations.append(Operation(index, name, call, inputs, tuple(dict.fromkeys(outputs)), stack, backward_of))
+        return result
+
+    def read(self, tensor: torch.Tensor) -> int:
+        """Return the number of this tensor's present value, and take its fingerprint."""
+        number = self._number(tensor, None)
+        if number not in self.fingerprints and (self._only is None or number in self._only):
+            size = tensor.numel()
+            if size <= self._numbers and _is_plain(tensor):
+                self._numbers -= size
+                sorts = size <= self._sorts
+                self._sorts -= size if sorts else 0
+                self.fingerprints[number] = fingerprint(tensor, sorts=sorts)
+        return number
+
+    def set_by_tap(self, tensor: torch.Tensor, tap: str, *, changed: bool) -> int:
+        """Note that a tap showed this tensor, and whether it has overwritten it; returns the value's number."""
+        if changed:
+            self._write(tensor, None)
+        number = self._number(tensor, None)
+        old = self.values[number]
+        self.values[number] = TracedValue(number, old.shape, old.dtype, old.sources, tap)
+        return number
+
+    def _write(self, tensor: torch.Tensor, index: int | None) -> None:
+        memory = self._memory(tensor)
+        memory.writes += 1
+        if index is not None:
+            memory.writers.append(index)
+
+    def _memory(self, tensor: torch.Tensor) -> _Writes:
+        address = _address(tensor)
+        memory = self._written.get(address)
+        if memory is None:
+            self._lives += 1
+            memory = self._written[address] = _Writes(self._lives)
+        return memory
+
+    def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
+        """The number of a tensor's present value. A view of the same numbers in the same arrangement is one value."""
+        memory = self._memory(tensor)
+        plain, shape = _is_plain(tensor), tuple(tensor.shape)
+        layout = (tensor.storage_offset(), *tensor.stride()) if plain else ()
+        key = (memory.life, memory.writes, layout, shape, tensor.dtype, plain or type(tensor))
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = len(self.values)
+            wrote = tuple(memory.writers) if sources is None else sources
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            is_parameter = not wrote and isinstance(tensor, torch.nn.Parameter)
+            self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter))
+        return number
+
+
+def _arguments(schema: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The arguments of a schema with the values that were given."""
+    for place, argument in enumerate(schema.arguments):
+        if place < len(args):
+            yield argument, args[place]
+        elif argument.name in given:
+            yield argument, given[argument.name]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """What identifies a tensor's memory while it lives."""
+    inner = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(inner.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        # A sparse tensor has no storage.
+        return id(inner)
+
+
+def _with_first(result: Any, replace: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return replace(result)
+    return type(result)([replace(result[0]), *result[1:]])
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}
+_MOST_NUMBERS = 6
+
+
+def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
+    """An operation as its call would be written, with tensors by dtype and shape: ``mul(f32[2, 4], 0.1581)``."""
+    said = []
+    for argument, value in _arguments(func._schema, args, given):
+        if value is None or (argument.has_default_value() and _is_equal(value, argument.default_value)):
+            continue
+        shown = _value_in_words(value)
+        by_name = argument.kwarg_only or isinstance(value, (bool, str)) or argument.name in ("scale", "eps", "dim")
+        said.append(f"{argument.name}={shown}" if by_name and not isinstance(value, torch.Tensor) else shown)
+    name = func._schema.name.rpartition("::")[2].removeprefix("_")
+    return f"{name}({', '.join(said)})"
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and type(value) is type(default) and bool(value == default)
+
+
+def _value_in_words(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{_SHORT.get(dtype, dtype)}{list(value.shape)}"
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    if isinstance(value, (list, tuple)):
+        shown = [_value_in_words(each) for each in value[:_MOST_NUMBERS]]
+        return f"[{', '.join(shown)}{', ...' if len(value) > _MOST_NUMBERS else ''}]"
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value).removeprefix("torch.")
+    return repr(value) if isinstance(value, (bool, int, str)) else type(value).__name__
+
+
+_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<source>.*)')
+
+
+def _forward_lines() -> tuple[SourceFrame, ...]:
+    """The user's lines of the forward operation whose gradient is being computed, innermost first.
+
+    Autograd keeps them while anomalies are looked for, see ``torch.autograd.set_detect_anomaly``.
+    """
+    current = getattr(torch._C, "_current_autograd_node", None)
+    node = None if current is None else current()
+    if node is None:
+        return ()
+    found = []
+    for text in reversed(node.metadata.get("traceback_", ())):
+        match = _LINE.search(text)
+        if match is not None and is_of_model_code(match["file"]):
+            found.append(SourceFrame(match["file"], int(match["line"]), match["function"], match["source"].strip()))
+    return tuple(found)

@@ -1,0 +1,100 @@
+"""The recorder of operations, and the fingerprints of what they read."""
+
+from __future__ import annotations
+
+import torch
+
+from graftlab.lines.fingerprints import ANY_ORDER, DIFFERENT, IN_ORDER, MAGNITUDES, agreement, fingerprint, joined
+from graftlab.lines.operations import Operation, OperationRecorder
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def recorded(recorder: OperationRecorder, name: str) -> Operation:
+    return next(each for each in recorder.operations if each.name == name)
+
+
+def test_an_operation_has_its_arguments_in_words_and_its_line_of_source() -> None:
+    with OperationRecorder() as recorder:
+        drawn(2, 3).softmax(-1)
+    softmax = recorded(recorder, "softmax")
+    assert softmax.call == "softmax(f32[2, 3], dim=-1, half_to_float=False)"
+    assert softmax.frames()[0].source == "drawn(2, 3).softmax(-1)"
+
+
+def test_a_write_through_a_view_is_a_source_of_what_is_read_from_the_whole() -> None:
+    cache = torch.zeros(4, 3)
+    with OperationRecorder() as recorder:
+        before = recorder.read(cache)
+        cache[1] = 2 * torch.ones(3)
+        after = recorder.read(cache)
+    copy = recorded(recorder, "copy_")
+    assert (recorder.values[before].sources, recorder.values[after].sources) == ((), (copy.index,))
+    assert recorder.fingerprints[before].moments[0] == 0
+    assert recorder.fingerprints[after].moments[0] == 6
+
+
+def test_what_an_operation_only_overwrites_is_no_input_of_it() -> None:
+    with OperationRecorder() as recorder:
+        torch.empty(5).fill_(3)
+        torch.add(drawn(5), 1, out=torch.empty(5))
+    assert recorded(recorder, "fill_").inputs == ()
+    assert len(recorded(recorder, "add").inputs) == 1
+
+
+def test_backward_operations_have_the_line_of_their_forward_operation() -> None:
+    x = drawn(4).requires_grad_()
+    with OperationRecorder() as recorder, torch.autograd.set_detect_anomaly(True, check_nan=False):
+        y = (x * 3).tanh()
+        y.sum().backward()  # type: ignore[no-untyped-call]
+    assert recorded(recorder, "tanh_backward").frames()[0].source == "y = (x * 3).tanh()"
+
+
+def test_a_recorder_does_not_change_what_is_computed_and_can_be_paused() -> None:
+    with OperationRecorder() as recorder:
+        with recorder.pause():
+            torch.ones(3)
+        result = drawn(4, 4) @ drawn(4, 4, seed=1)
+    assert "ones" not in [each.name for each in recorder.operations]
+    assert torch.equal(result, drawn(4, 4) @ drawn(4, 4, seed=1))
+
+
+def test_fingerprints_agree_in_values_in_any_order_and_in_magnitudes() -> None:
+    x = drawn(4, 6, 8)
+    one = fingerprint(x)
+    rounded = x.double() * (1 + 1e-8)
+    for other, level in (
+        (rounded.float().reshape(24, 8), IN_ORDER),
+        (x.transpose(1, 2), ANY_ORDER),
+        (-x.transpose(0, 1), MAGNITUDES),
+        (x * 1.001, DIFFERENT),
+        (drawn(4, 6, 8, seed=1), DIFFERENT),
+        (x[:2], DIFFERENT),
+    ):
+        assert agreement(one, fingerprint(other), 1e-5) == level
+        assert agreement(fingerprint(x, sorts=False), fingerprint(other), 1e-5) == level
+
+
+def test_an_additive_mask_agrees_with_its_boolean_and_with_other_large_numbers() -> None:
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    added = torch.zeros(5, 5).masked_fill(~visible, -torch.inf)
+    for other in (added, added.clamp(min=-1e9), added.clamp(min=torch.finfo(torch.float16).min)):
+        assert agreement(fingerprint(visible), fingerprint(other), 1e-5) == IN_ORDER
+    assert agreement(fingerprint(visible), fingerprint(~visible), 1e-5) == MAGNITUDES
+    assert agreement(fingerprint(visible), fingerprint(visible.tril(-1)), 1e-5) == DIFFERENT
+
+
+def test_shards_of_several_ranks_agree_with_the_whole() -> None:
+    x = drawn(4, 6)
+    whole = joined([fingerprint(x[:, :3]), fingerprint(x[:, 3:])])
+    assert agreement(whole, fingerprint(x), 1e-5) == ANY_ORDER
+    assert agreement(whole, fingerprint(x * 1.001), 1e-5) == DIFFERENT
+
+
+def test_constants_and_few_numbers_say_nothing() -> None:
+    assert fingerprint(torch.zeros(9)).says_nothing
+    assert fingerprint(torch.tensor([1.0, 2.0])).says_nothing
+    assert not fingerprint(torch.arange(5)).says_nothing
+    assert fingerprint(torch.ones(3, 1).expand(3, 40)).numel == 3

@@ -1,0 +1,127 @@
+"""A pair that was learned from some calls holds for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graftlab.matching.matcher import match_taps
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.recorded_taps import SketchRecorder
+from graftlab.plan.pairs import Pairing
+from graftlab.plan.plan import GraftPlan
+
+REQUESTS = {0: 37, 1: 23}
+STEPS = 3
+LAYERS = 3
+
+Show = Callable[..., None]
+
+
+def recorder_of(program: Callable[[Show], None]) -> SketchRecorder:
+    recorder = SketchRecorder()
+    program(lambda name, value, **tags: recorder.tap(name, value, None, tags))
+    return recorder
+
+
+def matched(baseline: Callable[[Show], None], target: Callable[[Show], None]) -> Proposal:
+    return match_taps(recorder_of(baseline).taps, recorder_of(target).taps)
+
+
+def hidden(rid: int, t: int, layer: int, what: int) -> Tensor:
+    """What one layer computes of a request: of all tokens at first, then of one a step."""
+    seed = torch.Generator().manual_seed(1000 * rid + 100 * t + 10 * layer + what)
+    return torch.randn(2, REQUESTS[rid] if t == 0 else 1, 8, generator=seed)
+
+
+def served(requests: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    for rid in requests:
+        for t in range(STEPS):
+            for layer in range(LAYERS):
+                yield rid, t, layer
+
+
+def tagged(show: Show) -> None:
+    for rid, t, layer in served((0, 1)):
+        show("q", hidden(rid, t, layer, 0), layer=layer, rid=rid, t=t)
+        show("out", hidden(rid, t, layer, 1), layer=layer, rid=rid, t=t)
+
+
+def counted(requests: Sequence[int] = (0, 1)) -> Callable[[Show], None]:
+    """The same in code that has no tags, and keeps only the last token of each layer's output."""
+
+    def program(show: Show) -> None:
+        for rid, t, layer in served(requests):
+            show(f"blocks.{layer}.query", hidden(rid, t, layer, 0).transpose(0, 1).contiguous())
+            show(f"blocks.{layer}.last", hidden(rid, t, layer, 1)[:, -1:].clone())
+
+    return program
+
+
+def seen(pairing: Pairing) -> tuple[Any, ...]:
+    return pairing.name, pairing.key, pairing.tags, None if pairing.rule is None else pairing.rule.layout
+
+
+def test_tags_that_number_requests_and_steps_are_left_open() -> None:
+    proposal = matched(tagged, counted())
+    assert len(proposal.graftable) == 2 * len(REQUESTS) * STEPS * LAYERS
+    assert proposal.rules() == [
+        {
+            "baseline": "q[layer={n},rid=*,t=*]",
+            "target": "blocks.{n}.query",
+            "layout": "a b c -> b a c",
+            "whole": "baseline",
+        },
+        {
+            "baseline": "out[layer={n},rid=*,t=*]",
+            "target": "blocks.{n}.last",
+            "layout": "window(dim=1, start=-1, length=1)",
+            "whole": "baseline",
+        },
+    ]
+    plan = GraftPlan(pairs=proposal)  # type: ignore[arg-type]
+    (mine,) = plan.pairings("baseline", "out", {"layer": 2, "rid": 8, "t": 900})
+    (theirs,) = plan.pairings("target", "blocks.2.last", {})
+    assert seen(mine) == seen(theirs)
+
+
+def test_one_call_is_enough_where_both_sides_have_its_tags() -> None:
+    def once(name: str) -> Callable[[Show], None]:
+        return lambda show: (
+            [show(name, hidden(0, 0, layer, 0), layer=layer, rid=7, t=0) for layer in range(LAYERS)] and None
+        )
+
+    assert matched(once("q"), once("attn.q")).rules() == [{"baseline": "q", "target": "attn.q"}]
+
+
+def test_calls_in_another_order_keep_the_tags_that_tell_them_apart() -> None:
+    proposal = matched(tagged, counted((1, 0)))
+    assert len(proposal.graftable) == 2 * len(REQUESTS) * STEPS * LAYERS
+    # The calls of request 0 come last on the target, so an open tag would pair different requests.
+    assert not any("*" in rule["baseline"] for rule in proposal.rules())
+    assert {pair.target for pair in proposal.of_baseline("q[layer=1,rid=0,t=0]")} == {"blocks.1.query#3"}
+
+
+def test_a_layer_is_never_left_open_even_if_there_is_one() -> None:
+    def one(show: Show) -> None:
+        show("q", hidden(0, 0, 0, 0), layer=0, t=0)
+
+    proposal = matched(one, lambda show: show("blocks.0.query", hidden(0, 0, 0, 0)))
+    assert proposal.rules() == [{"baseline": "q[layer=0,t=*]", "target": "blocks.0.query"}]
+
+
+def test_a_split_is_written_by_the_size_that_all_calls_share() -> None:
+    def flat(show: Show) -> None:
+        for t in range(STEPS):
+            show("x", hidden(0, t, 0, 0).reshape(-1, 8))
+
+    def batched(show: Show) -> None:
+        for t in range(STEPS):
+            show("y", hidden(0, t, 0, 0))
+
+    (rule,) = matched(flat, batched).rules()
+    assert rule["layout"] == "rearrange('(a b) c -> a b c', a=2)"
+    assert (rule["baseline"], rule["target"]) == ("x", "y")

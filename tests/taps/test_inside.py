@@ -1,0 +1,453 @@
+"""Taps at the operations inside a module: their names, what they leave out, and what a graft does there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.support import run_cell
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import graftlab as gl
+from graftlab.taps import calls, inside
+from graftlab.taps.watch import kinds_of_watched
+
+
+class Recorder:
+    """A handler that records each tap, and grafts as a rank does."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, torch.Tensor]] = []
+        self.grafts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.tags: dict[str, dict[str, Any]] = {}
+        self.moment = 0
+
+    def may_take(self, path: str) -> bool:
+        return True
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Any, replace: bool = False) -> Any:
+        label = f"{name} {tags['kind']}" if "kind" in tags else name
+        self.tags[label] = dict(tags)
+        self.shown.append((label, value.detach().clone()))
+        graft = self.grafts.get(label)
+        if graft is None:
+            return value
+        new = graft(value.detach())
+        if replace:
+            return value + (new - value).detach() if value.requires_grad else new.clone()
+        value.data.copy_(new)
+        return value
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.shown]
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(calls, "_grafter", recorder)
+    monkeypatch.setattr(calls, "_handler", recorder)
+    return recorder
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q * cos + rotate_half(q), k * cos + rotate_half(k)
+
+
+class Norm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.pow(2).mean(-1, keepdim=True)
+        return x * torch.rsqrt(scale + 1e-6)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.scale = Norm(), 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        q, k = self.q_proj(x).view(1, -1, 2, 4).transpose(1, 2), self.k_proj(x).view(1, -1, 2, 4).transpose(1, 2)
+        q_rot, k_rot = rotated(q, k, torch.full((4,), 0.5))
+        scores = q_rot @ k_rot.mT * self.scale
+        scores = scores + 1.0
+        scores = functional.softmax(scores, dim=-1)
+        return (scores @ q).transpose(1, 2).reshape(1, -1, 8)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.fixture
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder()
+
+
+X = torch.linspace(-1, 1, 24).reshape(1, 3, 8)
+
+
+def line_of(text: str) -> str:
+    """The line of this file with this text, as a tap's name has it."""
+    with open(__file__, encoding="utf-8") as file:
+        return next(f"L{number}" for number, line in enumerate(file, 1) if text in line)
+
+
+def names_of(recorder: Recorder, module: nn.Module, *inputs: torch.Tensor, **watching: Any) -> list[str]:
+    """The taps inside one module of a test's own."""
+    recorder.shown.clear()
+    with gl.watch(module, include="False", inside="name == 'output'", **watching):
+        module(*inputs)
+    return recorder.names
+
+
+class Calls(nn.Module):
+    """A module that computes what a test gives it."""
+
+    def __init__(self, function: Callable[..., Any], **inner: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in inner.items():
+            setattr(self, name, module)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_variables_or_else_lines(model: Decoder, recorder: Recorder) -> None:
+    with gl.watch(model, include="False", inside="name == 'layers.1'"):
+        model(X)
+    half, rope, end = line_of("return torch.cat"), line_of("return q * cos"), line_of("return (scores @ q)")
+    turned = ["rotate_half.first", "rotate_half.second", f"rotate_half.{half}.neg", f"rotate_half.{half}.cat"]
+    assert [name.removeprefix("layers.1.") for name in recorder.names] == [
+        *("q", "k", f"{line_of('torch.full')}.full"),
+        *(f"rotated.{rope}.mul", *turned, "q_rot", f"rotated.{rope}.mul.2nd", *turned, "k_rot"),
+        *(f"{line_of('scores = q_rot')}.matmul", "scores", "scores.2nd", "scores.3rd"),
+        *(f"{end}.matmul", f"{end}.reshape"),
+    ]
+    assert {each.partition(".")[0] for each in recorder.names} == {"layers"}
+    assert recorder.tags["layers.1.q_rot"] == {}
+    assert recorder.tags[f"layers.1.{end}.matmul"] == {"file": "test_inside.py"}
+    kinds = kinds_of_watched()
+    assert (kinds["layers.1.q_rot"], kinds["layers.1.scores.3rd"]) == ("add", "softmax")
+
+
+def test_a_tap_shows_the_value_that_the_variable_has(model: Decoder, recorder: Recorder) -> None:
+    with gl.watch(model, include="False", inside="name == 'layers.0'"):
+        model(X)
+    shown = dict(recorder.shown)
+    layer = model.layers[0]
+    x = layer.norm(X)
+    q, k = (each(x).view(1, -1, 2, 4).transpose(1, 2) for each in (layer.q_proj, layer.k_proj))
+    q_rot, k_rot = rotated(q, k, torch.full((4,), 0.5))
+    assert torch.equal(shown["layers.0.q_rot"], q_rot)
+    assert torch.equal(shown["layers.0.scores.3rd"], functional.softmax(q_rot @ k_rot.mT * 0.5 + 1.0, dim=-1))
+
+
+def test_submodules_are_inside_only_if_they_are_chosen(model: Decoder, recorder: Recorder) -> None:
+    with gl.watch(model, prefix="m.", include="False", inside="type in ('Decoder', 'Norm')"):
+        model(X)
+    power, end = (f"{line_of(text)}." for text in ("scale = x.pow", "torch.rsqrt"))
+    norm = [f"{power}pow", "scale", f"{end}add", f"{end}rsqrt", f"{end}mul"]
+    layers = ([f"m.layers.{layer}.norm.{name}" for name in norm] for layer in range(2))
+    assert recorder.names == [*next(layers), "m.x", *next(layers), "m.x"]
+
+
+def test_a_submodules_name_is_not_given_to_a_variable(recorder: Recorder) -> None:
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        output = inner = module.inner(x) * 2
+        inner = output + 1
+        return inner
+
+    module = Calls(function, inner=nn.Identity())
+    assert names_of(recorder, module, X) == ["function.output", "function.inner.2nd"]
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = self.inner(x) * 2
+            return inner
+
+    name = line_of("inner = self.inner(x) * 2")
+    assert names_of(recorder, Own(), X) == [f"inner.{name}"]
+
+
+def test_what_is_assigned_in_other_ways_has_plain_names_too(recorder: Recorder) -> None:
+    def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, x + 2
+
+    def indirect(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return pair(x)
+
+    def function(module: Any, x: torch.Tensor) -> Any:
+        module.kept = x * 2
+        (low, high), top = pair(x), x.max(-1)
+        a, b = indirect(x)
+        both = pair(x)
+        x += 1
+        if (y := x * 3) is not None:
+            typed: torch.Tensor = y - 1
+        chosen = typed.exp() if len(x) else typed
+        many = [each * 2 for each in (x, x)]
+        largest, where = chosen.max(-1)
+        return [low, high, top, a, b, both, many, largest, where]
+
+    names = names_of(recorder, Calls(function), X.clone())
+    comprehension, nested = line_of("each * 2 for each"), line_of("(low, high), top")
+    returned = line_of("return x + 1, x + 2")
+    function_names = [
+        *("kept", f"pair.{returned}.add", f"pair.{returned}.add.2nd"),
+        *(f"{nested}.max[0]", f"{nested}.max[1]"),
+        *("a", "b", "both[0]", "both[1]", "x", "y", "typed", "chosen"),
+        *([f"{comprehension}.mul"] * 2),
+        *("largest", "where"),
+    ]
+    assert names == [name if name.startswith("pair") else f"function.{name}" for name in function_names]
+
+
+def test_code_of_a_notebook_cell_has_names(recorder: Recorder) -> None:
+    cell = run_cell(
+        """
+        import torch
+        class Cell(torch.nn.Module):
+            def forward(self, x):
+                doubled = x * 2
+                return doubled + 1
+        """
+    )
+    assert names_of(recorder, cell["Cell"](), X) == ["doubled", "L5.add"]
+
+
+def test_code_without_a_source_has_its_lines(recorder: Recorder) -> None:
+    namespace: dict[str, Any] = {"nn": nn}
+    exec(
+        compile("class Lost(nn.Module):\n  def forward(self, x):\n    y = x * 2\n    return y + 1", "lost.py", "exec"),
+        namespace,
+    )
+    assert names_of(recorder, namespace["Lost"](), X) == ["L3.mul", "L4.add"]
+
+
+def test_an_installed_helper_is_passed_over_for_the_line_that_calls_it(recorder: Recorder) -> None:
+    einops = pytest.importorskip("einops")
+
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        heads = einops.rearrange(x, "b s (h d) -> b h d s", h=2)
+        return heads.contiguous()
+
+    names = names_of(recorder, Calls(function), X)
+    assert names[-1] == f"function.{line_of('return heads.contiguous')}.contiguous"
+
+
+# ---- grafts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_graft_replaces_the_value_for_what_follows(model: Decoder, recorder: Recorder) -> None:
+    recorder.grafts["layers.0.scores.3rd"] = torch.zeros_like
+    with gl.watch(model, include="name == 'layers.0'", inside="name == 'layers.0'"):
+        model(X)
+    assert dict(recorder.shown)["layers.0"].abs().max() == 0
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_write_into_a_view_that_a_graft_replaced_reaches_its_memory(recorder: Recorder, mode: Any) -> None:
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        first, rest = x[..., :4], x[..., 4:]
+        inner = first[..., :2]
+        inner.mul_(0)
+        rest[..., 1:] = 7
+        return x
+
+    with mode():
+        plain = Calls(function)(X)
+        for name in ("function.first", "function.inner", "function.rest"):
+            recorder.grafts[name] = torch.clone
+        module = Calls(function)
+        with gl.watch(module, include="False", inside="True"):
+            assert torch.equal(module(X), plain)
+    assert recorder.names[:4] == [f"function.{each}" for each in ("x", "first", "rest", "inner")]
+
+
+def test_a_write_in_place_is_grafted_in_place(recorder: Recorder) -> None:
+    def function(module: Any, cache: torch.Tensor) -> torch.Tensor:
+        cache[:, 1] = 5
+        cache.add_(1)
+        torch.mul(cache, 2, out=cache)
+        return functional.relu(cache, inplace=True)
+
+    module, cache = Calls(function), torch.zeros(2, 3)
+    names = [
+        f"function.{line_of(text)}.{operation}"
+        for text, operation in (
+            ("cache[:, 1] = 5", "setitem"),
+            ("cache.add_(1)", "add_"),
+            ("torch.mul(cache, 2, out", "mul"),
+            ("functional.relu(cache, in", "relu"),
+        )
+    ]
+    recorder.grafts[names[0]] = lambda value: torch.full_like(value, 9)
+    recorder.grafts[names[2]] = lambda value: value + 1
+    assert names_of(recorder, module, cache) == names
+    assert recorder.shown[0][1].shape == (2,)
+    assert cache.tolist() == [[3, 21, 3], [3, 21, 3]]
+
+
+def test_gradients_are_tapped_and_flow_through_a_graft(model: Decoder, recorder: Recorder) -> None:
+    recorder.grafts["layers.0.scores.2nd"] = lambda value: value * 0
+    x = X.clone().requires_grad_()
+    with gl.watch(model, include="False", inside="name == 'layers.0'", grads=True):
+        model(x).sum().backward()
+    backward = [name for name in recorder.names if name.endswith(" grad")]
+    assert backward.index("layers.0.scores.3rd grad") < backward.index("layers.0.scores.2nd grad")
+    assert backward.index("layers.0.scores.2nd grad") < backward.index("layers.0.q_rot grad")
+    # Through the graft to what made the scores.
+    assert model.layers[0].k_proj.weight.grad.abs().max() > 0
+
+
+# ---- checkpoints, compiled code, errors, copies ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_operations_are_tapped_again_when_a_checkpoint_repeats_them(
+    model: Decoder, recorder: Recorder, reentrant: bool
+) -> None:
+    x = X.clone().requires_grad_()
+    with gl.watch(model, include="False", inside="name == 'layers.0'"):
+        checkpoint(model.layers[0], x, use_reentrant=reentrant).sum().backward()
+    assert recorder.names.count("layers.0.scores.2nd") == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside_a_module_is_left_out_with_a_warning(recorder: Recorder, reentrant: bool) -> None:
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        before = x * 2
+        return checkpoint(lambda y: (y * 3).exp(), before, use_reentrant=reentrant)
+
+    module = nn.ModuleDict({f"inner{reentrant}": Calls(function)})
+    with (
+        gl.watch(module, include="False", inside="search('inner', name)"),
+        pytest.warns(gl.GraftWarning, match=f"inner{reentrant} begins an activation checkpoint"),
+    ):
+        module[f"inner{reentrant}"](X.clone().requires_grad_()).sum().backward()
+    assert recorder.names == [f"inner{reentrant}.function.before"]
+
+
+def test_a_forward_that_raises_leaves_nothing_tapped(recorder: Recorder) -> None:
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if module.training:
+            raise RuntimeError("in the forward")
+        y = x * 2
+        return y
+
+    module = Calls(function)
+    with gl.watch(module, include="False", inside="True"):
+        with pytest.raises(RuntimeError):
+            module(X)
+        _ = X * 3
+        module.eval()(X)
+    assert recorder.names == ["function.y"]
+
+
+def test_a_watched_model_can_be_copied(model: Decoder, recorder: Recorder) -> None:
+    with gl.watch(model, include="False", inside="name == 'layers.0'"):
+        copied = copy.deepcopy(model)
+        copied(X)
+        assert recorder.names.count("layers.0.q_rot") == 1
+
+
+def test_outside_a_session_no_hook_is_installed(model: Decoder) -> None:
+    with gl.watch(model, inside="True"):
+        assert not any(each._forward_hooks for each in model.modules())
+
+
+@pytest.mark.slow
+def test_compiled_code_shows_module_outputs_alone_and_warns(model: Decoder, recorder: Recorder) -> None:
+    with gl.watch(model, include="name == 'layers.0'", inside="name == 'layers.0'"):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.warns(gl.GraftWarning, match="run it without torch.compile"):
+            result = compiled(X)
+        assert recorder.names == ["layers.0"]
+        assert torch.equal(result, model(X))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_inside_a_module_are_left_out_with_a_warning(recorder: Recorder, backend: str) -> None:
+    inner = torch.compile(lambda x: (x * 2).exp(), backend=backend, fullgraph=True)
+
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        before = x + 1
+        after = inner(before) - 1
+        return after
+
+    inside._warned.clear()
+    module = Calls(function)
+    with pytest.warns(gl.GraftWarning, match="calls compiled code"):
+        assert names_of(recorder, module, X) == ["function.before", "function.after"]
+    assert torch.equal(module(X), ((X + 1) * 2).exp() - 1)
+
+
+# ---- on ranks -------------------------------------------------------------------------------------------------------
+
+
+def decode(fault: float) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Decoder()
+    if gl.here().side == "target":
+        model.layers[1].scale = fault
+    with gl.watch(model, inside="type == 'Attention'"):
+        return model(X.clone().requires_grad_())
+
+
+@pytest.mark.ranks
+def test_a_verdict_names_the_variable_and_grafts_reach_it_in_both_directions() -> None:
+    with gl.launch(1, 1) as session:
+        compared = session.run(decode, decode, args=(0.7,))
+        for side in ("b2t", "t2b"):
+            session.edit(**{"b2t": None, "t2b": None, side: "True"})
+            grafted = session.run(decode, decode, args=(0.7,))
+            assert torch.equal(grafted.baseline[0], grafted.target[0])
+            # What graftlab computes for a graft is no operation of the model.
+            assert grafted.frame["name"].tolist() == compared.frame["name"].tolist()
+        session.edit(b2t=None, t2b=None)
+        verdict = session.verdict(decode, decode, args=(0.7,))
+        assert verdict.named == ["layers.*.scores"]
+        # No filter can match a tap inside, so that after the first step under it nothing is in the way.
+        session.edit(compare="name == 'layers.1'")
+        assert session.run(modes, modes).target == [[True, False]]
+
+
+def modes() -> list[bool]:
+    """Whether operations pass through graftlab, in two calls under one plan."""
+    seen = []
+    inner = Calls(lambda module, x: seen.append(len(torch.overrides._get_current_function_mode_stack()) > 0))
+    with gl.watch(nn.ModuleDict({"inner": inner}), include="False", inside="name == 'inner'"):
+        inner(X)
+        inner(X)
+    return seen
