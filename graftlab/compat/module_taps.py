@@ -12,7 +12,8 @@ import torch
 
 from graftlab.config import PREFIX
 from graftlab.taps import calls
-from graftlab.taps.watch import MAX_DEPTH, ROOT, HookChange, Removable, Watch, tap_inside, unwrapped_modules
+from graftlab.taps.nested import tap_inside
+from graftlab.taps.watch import ROOT, HookChange, Removable, Watch, unwrapped_modules
 
 # What every engine calls the parts of a batch; their taps have these names wherever they are found.
 _CORE = frozenset(
@@ -145,7 +146,7 @@ class _ModuleTaps:
                 inside = _INDEX.sub(r".\1", inside)
             return self._dumper.show(f"{name}{inside}", tensor)
 
-        return tap_inside(name, value, tap_one, MAX_DEPTH)
+        return tap_inside(name, value, tap_one)
 
 
 class _ReplacedForward:

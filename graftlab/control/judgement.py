@@ -12,19 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pandas as pd
-import torch
 
-from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.measured_floors import MeasuredFloors
+from graftlab.control.mechanisms import Mechanisms
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor
-from graftlab.errors import GraftError, SessionError
+from graftlab.errors import GraftError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import (
     added_frame,
     labelled,
@@ -35,10 +34,11 @@ from graftlab.verdict.added import (
     unseen_of,
 )
 from graftlab.verdict.causes import Causes, consequences
+from graftlab.verdict.extra_calls import extra_calls
 from graftlab.verdict.gradient_scaling import gradient_scaling
-from graftlab.verdict.hints import hint_of
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
+from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
     learned_from_other_code,
     no_longer_equal,
@@ -132,13 +132,18 @@ class Judgement:
         """Make the runs, and return the verdict."""
         evidence = self._measure()
         naming = self._name(evidence)
+        misaligned = self._attempt(
+            "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
+        )
+        if misaligned is not None:
+            return self._without_conclusion(naming, misaligned.sentence)
         outdated = outdated_pairs(evidence.measured, self._before, naming.given)
         if outdated:
             nothing: list[Pair] = []
             present = self._attempt("the search for present partners", self._runs.present_pairs, nothing)
             outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
             if mended := learned_from_other_code(outdated):
-                return self._of_other_code(naming, mended)
+                return self._without_conclusion(naming, mended)
         if naming.clears or self._explains(naming):
             # Before nothing is named, the target runs often enough to show whether it differs from itself.
             naming.target_not_repeated = self._attempt(
@@ -148,6 +153,8 @@ class Judgement:
             left = evidence.floors.returned_not_repeated
             naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
         unexplained = self._unexplained(evidence, naming)
+        mechanisms = Mechanisms(self._runs, evidence.lonely)
+        origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
         causes, remarks = self._causes(evidence, naming, swaps)
         rounding = self._rounds_differently(evidence, naming, swaps)
@@ -161,7 +168,7 @@ class Judgement:
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and naming.job_remarks is not None):
-            hints = self._attempt("the search for hints", lambda: self._hints(frame, naming.named, evidence.lonely), {})
+            hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
         of_functions = naming.job_remarks is None
         return Verdict(
             Findings(
@@ -183,16 +190,20 @@ class Judgement:
                 failed=self._failed,
                 pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
                 rounding=rounding,
+                extra_calls=self._attempt(
+                    "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
+                ),
+                origins=origins,
             ),
             self._runs.count,
         )
 
-    def _of_other_code(self, naming: Naming, sentence: str) -> Verdict:
-        """The verdict under pairs that no longer hold: each graft of one is a mistake, and would name an innocent."""
+    def _without_conclusion(self, naming: Naming, sentence: str) -> Verdict:
+        """The verdict where grafts are mistakes: of pairs that no longer hold, or of other steps."""
         frame = labelled(naming.frame, naming.named, naming.following, {}, self._threshold, naming.scaled)
         frame["label"] = "unmeasured"
         ranks = self.session.options.target
-        found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, outdated_pairs=[sentence])
+        found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, inconclusive=[sentence])
         return Verdict(found, self._runs.count)
 
     def _attempt(self, what: str, stage: Callable[[], Result], otherwise: Result) -> Result:
@@ -331,6 +342,25 @@ class Judgement:
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 
+    def _origins(self, evidence: Evidence, naming: Naming, mechanisms: Mechanisms) -> ErrorOrigins | None:
+        """Where the errors of the named values arise; None where the inputs of modules were not examined."""
+        named = [group for group in naming.named if group not in naming.inputs and kind_of_group(group) is None]
+        if not (named and self._explains(naming)) or naming.not_repeated or not self._runs.shows_module_inputs:
+            return None
+        constant = self._runs.request.constant_floor
+        if constant is None and not evidence.selves:
+            constant, _ = assumed_floor(evidence.compared["dtype"].dropna())
+
+        def added(rows: pd.DataFrame) -> pd.DataFrame:
+            floors = evidence.floors
+            return added_frame(rows, floors.of_groups(), constant=constant, own=floors.of_taps())
+
+        return self._attempt(
+            "the comparison of what modules are given",
+            lambda: mechanisms.origins(naming.frame, named, evidence.measured, added, self._threshold),
+            None,
+        )
+
     def _explains(self, naming: Naming) -> bool:
         return self._runs.request.explain and bool(naming.named)
 
@@ -397,38 +427,6 @@ class Judgement:
         # Sums over ranks round differently in any tensor parallel target, and explain little.
         return found if found.explains_output else RoundsDifferently()
 
-    # ---- the mechanism ------------------------------------------------------------------------------------------
-
-    def _hints(self, frame: pd.DataFrame, named: Sequence[str], lonely: str | None) -> dict[str, str]:
-        """What the tensors of each culprit show, at the tap that adds the most."""
-        worst = {}
-        for group in named:
-            rows = frame[frame["group"] == group]
-            if (rows["label"] == "culprit").any():
-                worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
-        before = {group: _taps_before(frame, row) for group, row in worst.items()}
-        shown = [*worst.values(), *(row for rows in before.values() for row in rows)]
-        keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
-        if keep is None:
-            return {}
-        self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=lonely))
-        hints = {}
-        for group, row in worst.items():
-            try:
-                pair = self._pair(row)
-                inputs = {each["name"]: self._pair(each)[0] for each in before[group]}
-            except SessionError as error:
-                hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
-                continue
-            hint = hint_of(*pair) or activation_hint(*pair, inputs)
-            if hint is not None:
-                hints[group] = f"at {row['name']}, {hint}"
-        return hints
-
-    def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        tags = {tag: value for tag, value in row["tags"].items() if value is not None}
-        return self._runs.pair(row["name"], int(row["rank"]), int(row["step"]), tags)
-
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
     """The step, and the order in it, at which the group first adds more than rounding."""
@@ -494,19 +492,6 @@ def _changed(taps: Sequence[str]) -> str:
         f"After its code was swapped the baseline no longer showed the same values at {', '.join(taps[:3])}, "
         "so the swaps are left out."
     )
-
-
-# An activation follows its inputs: a gated one has two.
-_INPUTS_SHOWN = 3
-
-
-def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
-    """The rows of values just before this one on its rank."""
-    if kind_of(row["tags"]) is not None:
-        return []
-    beside = (frame["rank"] == row["rank"]) & (frame["step"] == row["step"])
-    values = frame[beside & frame["tags"].map(lambda tags: kind_of(tags) is None)]
-    return [each for _, each in values[values["order"] < row["order"]].tail(_INPUTS_SHOWN).iterrows()]
 
 
 def _unseen(

@@ -22,12 +22,22 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.matching.pair import Pair
+from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import FILTERS, PlanEdit
-from graftlab.ranks.remote_functions import Callee, find_without_dependents, graft_baseline_into_itself, repeat_callee
+from graftlab.ranks.remote_functions import (
+    Callee,
+    call_with_module_inputs,
+    find_without_dependents,
+    graft_baseline_into_itself,
+    repeat_callee,
+)
 from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.taps.module_inputs import ModuleCall
 from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.job_remarks import remarks_on_recording
+from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_steps
 from graftlab.verdict.model_data import without_data
+from graftlab.verdict.origins import WantedInputs
 from graftlab.verdict.unexplained import ReturnedValues, compare_returned
 from graftlab.verdict.wording import JobRemarks
 
@@ -45,13 +55,17 @@ class VerdictAbandoned(SessionError):
 
 @dataclass(frozen=True)
 class RunFilters:
-    """The plan's filters in one run of a verdict. Taps that match ``leaving`` are never grafted."""
+    """The plan's filters in one run of a verdict. Taps that match ``leaving`` are never grafted.
+
+    ``pairs`` are added to the plan's.
+    """
 
     b2t: str | None = None
     t2b: str | None = None
     compare: str | None = None
     keep: str | None = None
     leaving: str | None = None
+    pairs: Sequence[PairRule] = ()
 
 
 class VerdictRuns:
@@ -65,6 +79,9 @@ class VerdictRuns:
 
     recorded = False
     """Whether the baseline is a recording, which computes nothing from a graft."""
+
+    shows_module_inputs = False
+    """Whether the inputs of watched modules can be compared."""
 
     has_twin = False
     """Whether the request has a twin of the baseline in higher precision."""
@@ -85,7 +102,7 @@ class VerdictRuns:
         # A newer plan was published by the user, and stays.
         if not self.session.closed and self.session.plan.version in self._ours:
             before = {name: getattr(self.before, name) for name in FILTERS}
-            self.session.edit(**before, transform=self.before.transform)
+            self.session.edit(**before, transform=self.before.transform, pairs=self.before.pairs)
 
     def changes(self, wanted: RunFilters) -> PlanEdit:
         """The edit that turns the earlier plan into the plan of a run with these filters."""
@@ -93,7 +110,14 @@ class VerdictRuns:
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
         # A verdict grafts every tap, so a transform for grafted taps applies at each tap, in all of its runs.
         transforms = [replace(spec, where=spec.where or "True") for spec in self.before.transforms]
-        return {"b2t": b2t, "t2b": t2b, "compare": wanted.compare, "keep": wanted.keep, "transform": transforms}
+        return {
+            "b2t": b2t,
+            "t2b": t2b,
+            "compare": wanted.compare,
+            "keep": wanted.keep,
+            "transform": transforms,
+            "pairs": (*self.before.pairs, *wanted.pairs),
+        }
 
     def expect(self, version: int | None = None) -> None:
         """Note that this plan version, or the next one, is the verdict's."""
@@ -111,6 +135,12 @@ class VerdictRuns:
         """The taps at which the target differs from itself in a second run, on any of its ranks."""
         raise NotImplementedError
 
+    def with_module_inputs(
+        self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
+    ) -> tuple[pd.DataFrame, Mapping[Side, Sequence[Mapping[str, ModuleCall]]]]:
+        """The rows of both sides while the inputs of modules are taps too, and each rank's calls of these modules."""
+        raise NotImplementedError
+
     def without_dependents(self, groups: Sequence[str]) -> list[str]:
         """Those of the groups that nothing else depends on, on any of the baseline's ranks; none where unknown."""
         return []
@@ -126,6 +156,10 @@ class VerdictRuns:
     def baseline_changed(self) -> list[str]:
         """The taps at which the baseline no longer shows the values from before its code was swapped."""
         return []
+
+    def misaligned_steps(self, compared: pd.DataFrame) -> MisalignedSteps | None:
+        """By how many steps one side is ahead of the other. ``compared`` are the rows of a run without grafts."""
+        return find_misaligned_steps(compared)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         """Remarks on jobs, whose baseline differed from itself at ``moved``, or on a recording; None for functions."""
@@ -146,16 +180,27 @@ class CalledRuns(VerdictRuns):
         self._baseline: Callee = request.baseline
         self._target: Callee = request.target
         self.recorded = isinstance(request.baseline, RecordedSide)
+        self.shows_module_inputs = not self.recorded
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         callees: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
         run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
-        frame = run.frame
-        if len(frame) and set(frame["plan_version"]) != {version}:
-            raise VerdictAbandoned(EDITED)
+        frame = _rows_under(version, run)
         self.returned = compare_returned(run.baseline, run.target)
         return frame
+
+    def with_module_inputs(
+        self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
+    ) -> tuple[pd.DataFrame, Mapping[Side, Sequence[Mapping[str, ModuleCall]]]]:
+        args, kwargs = self.request.arguments
+        sides: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
+        callees: dict[Side, Callee] = {
+            side: partial(call_with_module_inputs, callee, args, kwargs, wanted[side].wanted, wanted[side].known)
+            for side, callee in sides.items()
+        }
+        run, version = self._run("whether modules are right themselves", callees, changes=self.changes(filters))
+        return _rows_under(version, run), {"baseline": list(run.baseline), "target": list(run.target)}
 
     def _run(
         self,
@@ -233,6 +278,14 @@ class CalledRuns(VerdictRuns):
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, **tags)
+
+
+def _rows_under(version: int, run: Run) -> pd.DataFrame:
+    """The rows of a run. Raises :class:`VerdictAbandoned` if its plan was edited meanwhile."""
+    frame = run.frame
+    if len(frame) and set(frame["plan_version"]) != {version}:
+        raise VerdictAbandoned(EDITED)
+    return frame
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:

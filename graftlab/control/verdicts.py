@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
 from graftlab.verdict.added import LABELS
+from graftlab.verdict.origins import ErrorOrigin
 from graftlab.verdict.wording import Findings, parts_of, text_of
 
 if TYPE_CHECKING:
@@ -59,6 +60,13 @@ class Verdict:
             found[group] = min(found.get(group, label), label, key=LABELS.index)
         return found
 
+    @property
+    def origins(self) -> tuple[ErrorOrigin, ...]:
+        """Where the errors of named values arise: for each, the innermost module of both sides that gives another
+        output from equal inputs. Empty where no module is watched, for jobs, and without ``explain``.
+        """
+        return () if self.findings.origins is None else self.findings.origins.found
+
     def plot(self, **options: Any) -> Figure:
         """Added and inherited error of each tap over the floor, with the culprits marked.
 
@@ -69,7 +77,7 @@ class Verdict:
         return added_errors(self.frame, threshold=self.findings.threshold, **options)
 
     def __repr__(self) -> str:
-        differs = self.findings.unexplained or self.findings.outdated_pairs
+        differs = self.findings.unexplained or self.findings.inconclusive
         nothing = "nothing named, and something differs" if differs else "nothing named"
         return f"<Verdict of {counted(self.runs, 'run')}: {', '.join(self.named) or nothing}>\n{self.text}"
 

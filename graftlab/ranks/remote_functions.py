@@ -25,6 +25,7 @@ from graftlab.grafting.sketches import sketch_taps
 from graftlab.layouts.replicas import TapSketch
 from graftlab.plan.plan import GraftPlan
 from graftlab.taps.calls import here, step, tags
+from graftlab.taps.module_inputs import ModuleCall, ModuleInputs
 from graftlab.transforms import user_traceback
 
 Callee = Callable[..., Any] | str
@@ -74,6 +75,15 @@ def graft_baseline_into_itself(
 def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
     """Run the callee twice; returns the taps that differ."""
     return differences_of_repeat(bind_callee(callee, args, kwargs), budget=budget)
+
+
+def call_with_module_inputs(
+    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[str], known: list[str]
+) -> dict[str, ModuleCall]:
+    """Run the callee while the inputs of modules are taps; see :class:`graftlab.taps.module_inputs.ModuleInputs`."""
+    with ModuleInputs(wanted, known) as inputs:
+        bind_callee(callee, args, kwargs)()
+    return inputs.calls
 
 
 def find_without_dependents(

@@ -64,7 +64,9 @@ _open = threading.local()
 class _OperationTapMode(TorchFunctionMode):
     """While active, taps the result of each torch function that a watched module calls."""
 
-    def __init__(self, calls: list[_OpenCall], show: ShowOperation, kinds: dict[str, str], taken: Collection[str]) -> None:
+    def __init__(
+        self, calls: list[_OpenCall], show: ShowOperation, kinds: dict[str, str], taken: Collection[str]
+    ) -> None:
         super().__init__()
         self._calls, self._show, self._kinds, self._taken = calls, show, kinds, taken
         # New tensors that replaced views, and those views: what is then written into one belongs into the other.

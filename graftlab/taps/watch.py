@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,23 +16,14 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
 from graftlab.taps.inside import InsideTaps
+from graftlab.taps.module_inputs import ArgumentTaps, WatchedModule, WatchedModules
+from graftlab.taps.nested import tap_inside
+from graftlab.taps.wrappers import forward_of, unwrapped
 
 _latest_change = 0
 
 # The name of the root module's output, because its name in named_modules is empty.
 ROOT = "output"
-# Outputs nest a few levels; deeper structures are caches or graphs.
-MAX_DEPTH = 6
-
-# The attribute in which a wrapper keeps its module: names that occur only in wrappers; and common names, by the
-# wrapper's class. Classes are given by name, so that none of them has to be imported.
-_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_WRAPPERS = {
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "PeftModel": "base_model",
-    "BaseTuner": "model",
-}
 
 Chooser = str | Callable[[str], bool] | None
 Extras = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
@@ -205,6 +193,7 @@ def watch(
         at_call.append(_WeightTaps(find))
         handles.append(model.register_forward_pre_hook(at_call[-1], prepend=True))
     if inputs:
+<<<<<<< HEAD
         input_taps = _InputTaps(model, f"{prefix}input")
         handles.append(model.register_forward_pre_hook(input_taps, with_kwargs=True))
     modules = dict(model.named_modules())
@@ -212,9 +201,21 @@ def watch(
     if called:
         handles.append(function_taps := FunctionTaps(model, called, prefix, partial(_show_call, grads)))
         at_call.append(function_taps.enter)
+=======
+        tap_one = partial(_tap_input, f"{prefix}input.")
+        hook = ArgumentTaps(forward_of(model), lambda: tap_one, tap_inside)
+        handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+    modules = dict(model.named_modules())
+    handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
+    handles.append(
+        WatchedModules(
+            (module, WatchedModule(name, prefix if module is model else f"{name}.")) for name, module in chosen
+        )
+    )
+>>>>>>> main
     if inside is not None:
         # The wrapped modules, because a wrapper's forward is not the model's code.
-        within = {_unwrapped(path, modules): module for path, module in modules.items()}
+        within = {unwrapped(path, modules): module for path, module in modules.items()}
         own = {
             f"{prefix}{path}." if path else prefix: module
             for path, module in within.items()
@@ -235,7 +236,7 @@ def watch(
 
 
 def _show_call(grads: bool, name: str, value: Any) -> Any:
-    return value if taps.tap_handler() is None else tap_inside(name, value, partial(_tap_value, None, grads), MAX_DEPTH)
+    return value if taps.tap_handler() is None else tap_inside(name, value, partial(_tap_value, None, grads))
 
 
 def _show_operation(grads: bool, name: str, value: torch.Tensor, *, replace: bool, tags: Mapping[str, Any]) -> Any:
@@ -256,7 +257,7 @@ def weights_of(
     found: dict[str, torch.Tensor] = {}
     for path, tensor in (*model.named_parameters(), *(model.named_buffers() if buffers else ())):
         owner, _, leaf = path.rpartition(".")
-        inside = _unwrapped(owner, modules) if owner else ""
+        inside = unwrapped(owner, modules) if owner else ""
         name = f"{prefix}{inside}.{leaf}" if inside else f"{prefix}{leaf}"
         kind = _type_of(modules[owner])
         if wanted(name, kind) and not unwanted(name, kind):
@@ -288,40 +289,12 @@ class _WeightTaps:
         self._shown_at = None if grafter is None else grafter.moment
 
 
-class _InputTaps:
-    """Taps the tensors among the model's arguments."""
-
-    def __init__(self, model: torch.nn.Module, name: str) -> None:
-        self._name = name
-        # A wrapper's forward takes *args; the wrapped module has the parameter names.
-        inside = [module for path, module in model.named_modules() if not _unwrapped(path, dict(model.named_modules()))]
-        parameters = inspect.signature(inside[-1].forward).parameters.values()
-        self._parameters = [each.name for each in parameters if each.kind in _POSITIONAL]
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if taps.tap_handler() is None:
-            return None
-        named = [self._parameters[i] if i < len(self._parameters) else f"[{i}]" for i in range(len(args))]
-        positional = tuple(self._tapped(name, value) for name, value in zip(named, args, strict=True))
-        by_name = {name: self._tapped(name, value) for name, value in kwargs.items()}
-        same = all(new is old for new, old in zip(positional, args, strict=True))
-        if same and all(by_name[name] is kwargs[name] for name in kwargs):
-            return None
-        return positional, by_name
-
-    def _tapped(self, name: str, value: Any) -> Any:
-        return tap_inside(f"{self._name}.{name}", value, _tap_input, MAX_DEPTH)
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
 def unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
     """Return modules by names without wrappers' parts: of equal names, the outermost module and the innermost type."""
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
-        name = _unwrapped(path, modules)
+        name = unwrapped(path, modules)
         found[name] = (found[name][0] if name in found else module, _type_of(module))
     return found
 
@@ -331,17 +304,6 @@ def _type_of(module: torch.nn.Module) -> str:
     mine = type(module)
     own = [base for base in mine.__bases__ if base.__name__ != "FSDPModule"]
     return own[0].__name__ if len(own) < len(mine.__bases__) and own else mine.__name__
-
-
-def _unwrapped(path: str, modules: Mapping[str, torch.nn.Module]) -> str:
-    parts = path.split(".")
-    kept = []
-    for place, part in enumerate(parts):
-        above = modules[".".join(parts[:place])]
-        wraps = any(_WRAPPERS.get(each.__name__) == part for each in type(above).__mro__)
-        if part not in _WRAPPED and not wraps:
-            kept.append(part)
-    return ".".join(kept)
 
 
 def chooser(choice: Chooser, *, default: bool) -> Callable[[str, str], bool]:
@@ -360,51 +322,19 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
         if taps.tap_handler() is None:
             return None
         tap_one = partial(_tap_value, None if extras is None else extras(module, args, output), grads)
-        replaced = tap_inside(name, output, tap_one, MAX_DEPTH)
+        replaced = tap_inside(name, output, tap_one)
         # None makes torch keep the object that the module returned.
         return None if replaced is output else replaced
 
     return tap_output
 
 
-TapOne = Callable[[str, torch.Tensor], Any]
-
-
 def _tap_value(extras: Any, grads: bool, name: str, value: torch.Tensor) -> Any:
     return taps.show(name, value, extras, replace=True, grad=grads)
 
 
-def _tap_input(name: str, value: torch.Tensor) -> Any:
-    return taps.show(name, value, None, replace=True, tags={"kind": "input"})
-
-
-def tap_inside(name: str, value: Any, tap_one: TapOne, depth: int) -> Any:
-    """Tap the tensors inside a value. Returns the same object unless a tensor was grafted."""
-    if isinstance(value, torch.Tensor):
-        return tap_one(name, value)
-    if depth == 0:
-        return value
-    if isinstance(value, (tuple, list)):
-        items = [tap_inside(f"{name}[{index}]", item, tap_one, depth - 1) for index, item in enumerate(value)]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        entries = {key: tap_inside(f"{name}.{key}", item, tap_one, depth - 1) for key, item in value.items()}
-        changed = {key: new for key, new in entries.items() if new is not value[key]}
-        if not changed:
-            return value
-        # A copy keeps the class, and a ModelOutput's attributes beside its entries.
-        replaced = copy.copy(value) if hasattr(value, "__setitem__") else dict(value)
-        for key, new in changed.items():
-            replaced[key] = new
-        return replaced
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field for field in dataclasses.fields(value) if field.init]
-        entries = {f.name: tap_inside(f"{name}.{f.name}", getattr(value, f.name), tap_one, depth - 1) for f in fields}
-        changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
+def _tap_input(prefix: str, name: str, value: torch.Tensor) -> Any:
+    return taps.show(f"{prefix}{name}", value, None, replace=True, tags={"kind": "input"})
 
 
 # ---- the torch functions that a model calls -------------------------------------------------------------------------

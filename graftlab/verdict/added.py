@@ -133,6 +133,12 @@ def _is_absent(value: object) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
+def call_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A row of a verdict's frame as a key: equal for the same call of a tap on the same rank, in any run."""
+    tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
+    return row["step"], row["name"], json.dumps(tags, sort_keys=True, default=str), row["occurrence"], row["rank"]
+
+
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
     return (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graftlab.base.tap_groups import kind_of, kind_of_group
 
-MOST_SWAPS = 14
+MOST_SWAPS = 13
 """Runs that the search for causes may take. With the others a verdict takes at most 20."""
 _LARGEST_FLOOR = 2e-3
 """A floor that excuses an output within a few times of it. A larger one, of low precision, would excuse too much."""

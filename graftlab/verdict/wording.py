@@ -17,6 +17,7 @@ from graftlab.base.text import counted, spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
 from graftlab.verdict.rounds_differently import RoundsDifferently
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
@@ -74,10 +75,14 @@ class Findings:
     """Sentences on stages of the verdict that failed."""
     rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
     """The groups that round differently. They are among the named ones."""
+    origins: ErrorOrigins | None = None
+    """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
-    outdated_pairs: Sequence[str] = ()
-    """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
+    extra_calls: Sequence[str] = ()
+    """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
+    inconclusive: Sequence[str] = ()
+    """Sentences on why nothing can be concluded from grafts, such as pairs that no longer hold."""
 
     @property
     def named(self) -> list[str]:
@@ -91,7 +96,7 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.outdated_pairs, *findings.unexplained]
+    before = [*findings.inconclusive, *findings.unexplained, *findings.extra_calls]
     after = [*_hints(findings.hints), *findings.remarks]
     # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
     (after if findings.named else before).extend(findings.failed)
@@ -130,7 +135,7 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
-    if findings.outdated_pairs or (findings.failed and not len(frame)):
+    if findings.inconclusive or (findings.failed and not len(frame)):
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
@@ -143,6 +148,10 @@ def _conclusion(findings: Findings) -> list[str]:
             label = _label(frame, groups[0])
             what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
             lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
+        if findings.origins is not None:
+            lines += sentences_on(findings.origins)
+        elif any(kind_of_group(group) is None for group in computed):
+            lines.append(NOT_EXAMINED)
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
     if computed:
@@ -319,7 +328,8 @@ def _one_group(findings: Findings, group: str) -> str:
     what = described(group)
     # A tap's name keeps its case.
     what = what[0].upper() + what[1:] if kind_of_group(group) else what
-    return f"{what} is computed differently{where} ({', '.join(details)})"
+    is_right = findings.origins is not None and findings.origins.are_right(group)
+    return f"{what} {'differs' if is_right else 'is computed differently'}{where} ({', '.join(details)})"
 
 
 def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
@@ -336,7 +346,8 @@ def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
 
 def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
     """A sentence where several named values may read one wrong tensor that no tap shows; None elsewhere."""
-    values = [group for group in groups if kind_of_group(group) is None]
+    known = findings.origins or ErrorOrigins()
+    values = [group for group in groups if kind_of_group(group) is None and not known.covers(group)]
     places = {}
     for group in values:
         _, over = _over(findings, group)

@@ -253,6 +253,31 @@ def test_the_run_without_grafts_is_judged_where_no_other_run_succeeds(session: g
     assert "Nothing was compared" not in verdict.text
 
 
+# ---- sides in different steps ---------------------------------------------------------------------------------------
+
+
+def decodes(ahead: int) -> torch.Tensor:
+    """Five steps on a series that no tap shows; the target may begin later in it, and its second layer is wrong."""
+    x = torch.zeros(16)
+    for step in range(5):
+        target = gl.here().side == "target"
+        x = torch.randn(16, generator=torch.Generator().manual_seed(step + (ahead if target else 0)))
+        x = gl.tap("embed", x * 3)
+        x = gl.tap("layer", x.tanh() * (1.1 if target else 1.0))
+        gl.step()
+    return x
+
+
+def test_a_side_that_is_ahead_is_reported_and_no_innocent_is_named(session: gl.Session) -> None:
+    verdict = session.verdict(decodes, decodes, args=(2,))
+    assert first_line(verdict).startswith("The target is ahead by 2 steps: its values at embed are those that the base")
+    assert first_line(verdict).endswith(
+        "by 2 more calls of gl.step() on the target before its first step, and judge again."
+    )
+    assert (verdict.named, set(verdict.labels.values())) == ([], {"unmeasured"})
+    assert session.verdict(decodes, decodes, args=(0,)).named == ["layer"]
+
+
 # ---- groups that are outputs themselves -----------------------------------------------------------------------------
 
 

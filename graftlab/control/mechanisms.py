@@ -1,0 +1,111 @@
+"""How the values of named groups differ: where their error arises, and hints at its mechanism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+
+from graftlab.base.tap_groups import filter_of, kind_of
+from graftlab.control.verdict_runs import RunFilters, VerdictRuns
+from graftlab.errors import SessionError
+from graftlab.plan.pairs import PairRule
+from graftlab.taps.module_inputs import FIRST, KIND
+from graftlab.verdict.activations import activation_hint
+from graftlab.verdict.hints import hint_of
+from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
+
+
+class Mechanisms:
+    """Looks at the tensors of named groups. ``lonely`` is a filter for the taps that one side alone has."""
+
+    def __init__(self, runs: VerdictRuns, lonely: str | None) -> None:
+        self._runs = runs
+        self._lonely = lonely
+        self._of_inputs: dict[str, str] = {}
+
+    def origins(
+        self,
+        frame: pd.DataFrame,
+        named: Sequence[str],
+        rows: pd.DataFrame,
+        added: Callable[[pd.DataFrame], pd.DataFrame],
+        threshold: float,
+    ) -> ErrorOrigins:
+        """Graft the inputs of modules too, in one run; returns where the errors of these groups of values arise.
+
+        ``rows`` are those of the run in which every tap was grafted, ``added`` makes a verdict's frame of such rows.
+        """
+        values = rows[rows["tags"].map(lambda tags: kind_of(tags) is None).astype(bool)]
+        over = frame[frame["group"].isin(list(named)) & (frame["ratio"] > threshold)]
+        wanted, names = wanted_inputs(values, list(dict.fromkeys(over["name"])))
+        before = self._runs.before
+        # Inputs have no layout of their own, and no rule renames them.
+        pairs = [PairRule(*each) for each in names] if before.pairs or before.rename else []
+        again, calls = self._runs.with_module_inputs(
+            wanted, RunFilters(b2t="True", keep=f"kind == {KIND!r}", leaving=self._lonely, pairs=pairs)
+        )
+        origins = find_origins(frame, named, again, added(again), calls, threshold)
+        for origin in origins.found:
+            if not origin.is_itself and origin.group not in self._of_inputs:
+                hint = self._hint_of_input(origin)
+                if hint is not None:
+                    self._of_inputs[origin.group] = hint
+        return origins
+
+    def _hint_of_input(self, origin: ErrorOrigin) -> str | None:
+        tags = {"kind": KIND, "argument": origin.arguments[0]}
+        try:
+            pair = self._runs.pair(origin.input_tap, origin.rank, origin.step, tags)
+        except SessionError:
+            # Inputs share the budget with each other, and a hint is an addition.
+            return None
+        hint = hint_of(*pair)
+        what = "" if origin.arguments[0] == FIRST else f" as {origin.arguments[0]}"
+        return None if hint is None else f"at what {origin.given_to} is given{what}, {hint}"
+
+    def hints(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, str]:
+        """What the tensors of each culprit show, at the tap that adds the most, or at its module's input."""
+        worst = {}
+        for group in named:
+            rows = frame[frame["group"] == group]
+            if (rows["label"] == "culprit").any():
+                worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
+        hints = {group: self._of_inputs[group] for group in worst if group in self._of_inputs}
+        worst = {group: row for group, row in worst.items() if group not in hints}
+        before = {group: _taps_before(frame, row) for group, row in worst.items()}
+        shown = [*worst.values(), *(row for rows in before.values() for row in rows)]
+        keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
+        if keep is None:
+            return hints
+        self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=self._lonely))
+        for group, row in worst.items():
+            try:
+                pair = self._pair(row)
+                inputs = {each["name"]: self._pair(each)[0] for each in before[group]}
+            except SessionError as error:
+                hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
+                continue
+            hint = hint_of(*pair) or activation_hint(*pair, inputs)
+            if hint is not None:
+                hints[group] = f"at {row['name']}, {hint}"
+        return hints
+
+    def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        tags = {tag: value for tag, value in row["tags"].items() if value is not None}
+        return self._runs.pair(row["name"], int(row["rank"]), int(row["step"]), tags)
+
+
+# An activation follows its inputs: a gated one has two.
+_INPUTS_SHOWN = 3
+
+
+def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
+    """The rows of values just before this one on its rank."""
+    if kind_of(row["tags"]) is not None:
+        return []
+    beside = (frame["rank"] == row["rank"]) & (frame["step"] == row["step"])
+    values = frame[beside & frame["tags"].map(lambda tags: kind_of(tags) is None)]
+    return [each for _, each in values[values["order"] < row["order"]].tail(_INPUTS_SHOWN).iterrows()]

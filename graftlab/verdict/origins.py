@@ -1,0 +1,401 @@
+"""Where the errors of named groups arise: in the module behind a tap, or before it, in what the module is given.
+
+The rows are those of a run in which the inputs of modules were grafted like all other taps. A module that gives the
+baseline's output from equal inputs is right, and its error arises between earlier taps and its inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.base.world import Side
+from graftlab.rows.schema import MEASURED
+from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX, ModuleCall
+from graftlab.taps.watch import ROOT
+from graftlab.verdict.added import call_key
+
+_SIDES: tuple[Side, Side] = ("baseline", "target")
+ModuleCalls = Mapping[Side, Sequence[Mapping[str, ModuleCall]]]
+"""By side and rank, the call of the module behind each tap."""
+
+
+@dataclass(frozen=True)
+class WantedInputs:
+    """The taps of a side behind which modules are examined, and all of its taps, by the side's own names."""
+
+    wanted: list[str]
+    known: list[str]
+
+
+@dataclass(frozen=True)
+class ErrorOrigin:
+    """Where the error of a group of taps arises, at the call that adds the most.
+
+    ``tap`` is the tap's name, ``rank`` the target's rank, ``step`` counts from the run's first. ``modules`` is, by
+    side, the innermost module of both sides between whose equal inputs and output the error arises; empty where no
+    inputs of it were compared. ``taps`` are all taps of the group of which the same holds.
+
+    If ``is_itself``, the module is the one behind the tap. Otherwise that one is right, and the error is in the
+    ``arguments`` that ``given_to`` is given, which is the same module or one around it. They are computed after the
+    taps ``before``, in ``function`` (``is_method`` of the target's module). ``not_compared`` are arguments of the
+    module that have no partner, ``tensors`` the numbers of the first tensors that ``given_to`` is given.
+    """
+
+    group: str
+    tap: str
+    rank: int
+    step: int
+    occurrence: int
+    is_itself: bool
+    modules: Mapping[Side, str]
+    taps: tuple[str, ...]
+    given_to: str = ""
+    arguments: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    function: str | None = None
+    is_method: bool = False
+    not_compared: tuple[str, ...] = ()
+    input_tap: str = ""
+    """The tap of the wrong input, as filters know it."""
+    tensors: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class ErrorOrigins:
+    """The origins of errors, and the watched groups that may be right: their modules' inputs were not all compared.
+
+    ``not_compared`` has the arguments of each of those, none where no argument was compared.
+    """
+
+    found: tuple[ErrorOrigin, ...] = ()
+    not_compared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def are_right(self, group: str) -> bool:
+        """Whether the modules behind a group are right at all of its taps, and only what they are given is wrong."""
+        of_group = [origin for origin in self.found if origin.group == group]
+        return bool(of_group) and not any(origin.is_itself for origin in of_group)
+
+    def covers(self, group: str) -> bool:
+        """Whether this has an origin of the group's error."""
+        return any(origin.group == group for origin in self.found)
+
+
+def wanted_inputs(rows: pd.DataFrame, names: Sequence[str]) -> tuple[dict[Side, WantedInputs], list[tuple[str, str]]]:
+    """What to examine for the taps of these names, and the pairs of names of both sides' inputs.
+
+    ``rows`` are measured rows of values.
+    """
+    own = {side: rows[f"{side}_name"].where(rows[f"{side}_name"].notna(), rows["name"]) for side in _SIDES}
+    chosen = rows["name"].isin(list(names))
+    wanted = {
+        side: WantedInputs(list(dict.fromkeys(own[side][chosen])), list(dict.fromkeys(own[side]))) for side in _SIDES
+    }
+    pairs = dict.fromkeys(zip(own["baseline"], own["target"], strict=True))
+    return wanted, [(f"{baseline}{SUFFIX}", f"{target}{SUFFIX}") for baseline, target in pairs]
+
+
+def find_origins(
+    frame: pd.DataFrame,
+    groups: Sequence[str],
+    rows: pd.DataFrame,
+    again: pd.DataFrame,
+    calls: ModuleCalls,
+    threshold: float,
+) -> ErrorOrigins:
+    """The origins of the errors of these groups.
+
+    ``frame`` is a verdict's. ``rows`` are those of the run with the inputs of modules, ``again`` is the
+    :func:`graftlab.verdict.added.added_frame` of it.
+    """
+    search = _Search(rows, again, calls, threshold)
+    over = frame[frame["ratio"] > threshold]
+    found: list[ErrorOrigin] = []
+    not_compared: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        origins, left = search.of_group(group, over[over["group"] == group])
+        found += origins
+        if left is not None:
+            not_compared[group] = left
+    return ErrorOrigins(tuple(found), not_compared)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The inputs of one call of a module: the measured rows, by the tap of the module's output on the target."""
+
+    tap: str
+    call: ModuleCall
+    rows: pd.DataFrame
+
+
+class _Search:
+    def __init__(self, rows: pd.DataFrame, again: pd.DataFrame, calls: ModuleCalls, threshold: float) -> None:
+        is_measured = rows["status"].isin(MEASURED)
+        again = again.assign(
+            baseline_name=rows.loc[is_measured, "baseline_name"].to_numpy(),
+            is_input=_are_inputs(again),
+        )
+        self._again = again
+        self._inputs = again[again["is_input"]]
+        self._by_call = {call_key(row): row for row in _dicts(again[~again["is_input"]])}
+        self._calls = calls
+        self._threshold = threshold
+        left = rows[~is_measured]
+        self._not_compared = left[_are_inputs(left)]
+
+    def of_group(self, group: str, over: pd.DataFrame) -> tuple[list[ErrorOrigin], tuple[str, ...] | None]:
+        """The origins of one group, and the arguments that were not compared; None where nothing is left out."""
+        is_right: dict[str, bool] = {}
+        worst = {}
+        for row in _dicts(over.sort_values("ratio", ascending=False, kind="stable")):
+            now = self._by_call.get(call_key(row))
+            if now is None or math.isnan(now["ratio"]):
+                continue
+            agrees = now["ratio"] <= self._threshold
+            # A tap with both kinds of calls counts as wrong, by its worst such call.
+            if now["name"] not in worst or (is_right[now["name"]] and not agrees):
+                is_right[now["name"]], worst[now["name"]] = agrees, now
+        found: list[ErrorOrigin] = []
+        left: tuple[str, ...] | None = None
+        for name, now in worst.items():
+            tap = self._tap_behind(now)
+            if tap is None:
+                continue
+            chain = self._chain(tap, now)
+            own = chain[0] if chain and chain[0].tap == tap else None
+            origin = None
+            if is_right[name]:
+                origin = self._before(group, now, chain) if chain else None
+            elif own is not None and not self._left_out(own):
+                origin = self._itself(group, now, own)
+            if origin is not None:
+                found.append(origin)
+            elif not is_right[name]:
+                left = left or (self._left_out(own) if own is not None else ())
+        return _merged(found), left
+
+    # ---- the modules around a tap -------------------------------------------------------------------------------
+
+    def _calls_on(self, now: Mapping[str, Any]) -> Mapping[str, ModuleCall]:
+        return self._calls["target"][now["rank"]] if now["rank"] < len(self._calls["target"]) else {}
+
+    def _tap_behind(self, now: Mapping[str, Any]) -> str | None:
+        """The tap of the watched module whose output the row shows; None for other taps."""
+        calls = self._calls_on(now)
+        return next((tap for tap, call in calls.items() if call.module in _behind(now["target_name"])), None)
+
+    def _chain(self, tap: str, now: Mapping[str, Any]) -> list[_Given]:
+        """The measured inputs of the module behind a tap, and of those around it, the innermost first."""
+        calls = self._calls_on(now)
+        by_module = {call.module: each for each, call in calls.items()}
+        chain = []
+        for each in (tap, *(by_module[name] for name in calls[tap].within if name in by_module)):
+            rows = self._given(each, now)
+            if len(rows):
+                chain.append(_Given(each, calls[each], rows))
+        return chain
+
+    def _given(self, tap: str, now: Mapping[str, Any]) -> pd.DataFrame:
+        """The inputs of the module's last call before this row."""
+        of_tap = (self._inputs["target_name"] == f"{tap}{SUFFIX}") & (self._inputs["rank"] == now["rank"])
+        of_tap &= (self._inputs["step"] == now["step"]) & (self._inputs["order"] < now["order"])
+        rows: pd.DataFrame = self._inputs[of_tap]
+        return rows[rows["occurrence"] == rows["occurrence"].max()] if len(rows) else rows
+
+    # ---- the two answers ----------------------------------------------------------------------------------------
+
+    def _itself(self, group: str, now: Mapping[str, Any], own: _Given) -> ErrorOrigin:
+        return ErrorOrigin(
+            group,
+            now["name"],
+            int(now["rank"]),
+            int(now["step"]),
+            int(now["occurrence"]),
+            True,
+            self._modules(own),
+            (now["name"],),
+        )
+
+    def _before(self, group: str, now: Mapping[str, Any], chain: Sequence[_Given]) -> ErrorOrigin | None:
+        """The origin for a tap that agrees when all modules around it are given the same."""
+        floor = now["floor"] or np.finfo(float).tiny
+        largest = [float((each.rows["added"] / floor).max()) for each in chain]
+        over = [place for place, ratio in enumerate(largest) if ratio > self._threshold]
+        # An ill-conditioned module makes much of a small difference.
+        place = over[0] if over else int(np.nanargmax(largest)) if np.isfinite(largest).any() else None
+        if place is None or not largest[place] > 0:
+            return None
+        given = chain[place]
+        is_wrong = given.rows["added"] / floor > min(self._threshold, 0.5 * largest[place])
+        wrong = given.rows[is_wrong].sort_values("added", ascending=False, kind="stable")
+        around = chain[place + 1] if place + 1 < len(chain) else None
+        return ErrorOrigin(
+            group,
+            now["name"],
+            int(now["rank"]),
+            int(now["step"]),
+            int(now["occurrence"]),
+            False,
+            {} if around is None else self._modules(around),
+            (now["name"],),
+            given_to=given.call.module,
+            arguments=tuple(dict.fromkeys(tags["argument"] for tags in wrong["tags"])),
+            before=self._taps_before(given, around),
+            function=given.call.function,
+            is_method=around is not None and given.call.is_method and given.call.within[0] == around.call.module,
+            not_compared=() if around is None else self._left_out(around),
+            input_tap=wrong["name"].iloc[0],
+            tensors=frozenset(() if given.call.tensor is None else (given.call.tensor,)),
+        )
+
+    def _modules(self, given: _Given) -> dict[Side, str]:
+        name = str(given.rows["baseline_name"].iloc[0]).removesuffix(SUFFIX)
+        known = (calls[name].module for calls in self._calls["baseline"] if name in calls)
+        return {"baseline": next(known, name), "target": given.call.module}
+
+    def _left_out(self, given: _Given) -> tuple[str, ...]:
+        """The arguments of this module that were not compared, by their names on the target."""
+        names = {f"{given.tap}{SUFFIX}", str(given.rows["baseline_name"].iloc[0])}
+        of_side: dict[str, dict[str, None]] = {"target": {}, "baseline": {}}
+        for row in _dicts(self._not_compared):
+            if names & {row["baseline_name"], row["target_name"], row["name"]}:
+                of_side[row["side"]][row["tags"]["argument"]] = None
+        return tuple(of_side["target"] or of_side["baseline"])
+
+    def _taps_before(self, given: _Given, around: _Given | None) -> tuple[str, ...]:
+        """The last taps that the module around computes before the wrong input, without those inside other modules."""
+        first = given.rows["order"].min()
+        rows = self._again[(self._again["rank"] == given.rows["rank"].iloc[0]) & ~self._again["is_input"]]
+        rows = rows[(rows["step"] == given.rows["step"].iloc[0]) & (rows["order"] < first)]
+        rows = rows[np.array([kind_of(tags) is None for tags in rows["tags"]], dtype=bool)].sort_values("order")
+        if around is not None:
+            rows = rows[rows["order"] > around.rows["order"].max()]
+        names = list(dict.fromkeys(rows["target_name"].astype(str)))
+        outer = [name for name in names if not any(name.startswith((f"{n}.", f"{n}[")) for n in names if n != name)]
+        return tuple(outer[-_BEFORE:])
+
+
+_BEFORE = 5
+
+
+def _are_inputs(rows: pd.DataFrame) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    return np.array([tags.get("kind") == KIND for tags in rows["tags"]], dtype=bool)
+
+
+def _behind(tap: str) -> tuple[str, str]:
+    """The names that the module behind a tap of this name may have."""
+    return tap, tap.partition("[")[0]
+
+
+def _dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:
+    """One origin for all taps of a group of which the same holds: that of the tap which adds the most."""
+    alike: dict[Any, list[ErrorOrigin]] = {}
+    for each in origins:
+        what = None if each.is_itself else (_what_differs([each]), group_of(each.given_to))
+        alike.setdefault(what, []).append(each)
+    return [
+        replace(
+            same[0],
+            taps=tuple(origin.tap for origin in same),
+            tensors=frozenset().union(*(origin.tensors for origin in same)),
+        )
+        for same in alike.values()
+    ]
+
+
+# ---- the text -------------------------------------------------------------------------------------------------------
+
+
+def sentences_on(origins: ErrorOrigins) -> list[str]:
+    """Sentences on the modules that are right themselves, one for all that are given one wrong tensor."""
+    alike: list[list[ErrorOrigin]] = []
+    for origin in origins.found:
+        if not origin.is_itself:
+            same = next((each for each in alike if _is_given_the_same(origin, each[0])), None)
+            if same is None:
+                alike.append([origin])
+            else:
+                same.append(origin)
+    lines = [_sentence(origins, each) for each in alike]
+    for group, left in origins.not_compared.items():
+        what = f"What {group} is given as {_listed(left)} was" if left else f"The inputs of {group} were"
+        lines.append(f"{what} not compared: {group} itself may be right, and what it is given wrong.")
+    return lines
+
+
+def _is_given_the_same(one: ErrorOrigin, other: ErrorOrigin) -> bool:
+    is_alike = all(f(one) == f(other) for f in (_place_in_code, lambda o: (o.arguments, o.not_compared)))
+    return is_alike and (FIRST not in one.arguments or bool(one.tensors & other.tensors))
+
+
+NOT_EXAMINED = "What modules are given was not compared: a module that is named may be right, and its inputs wrong."
+
+
+def _sentence(origins: ErrorOrigins, alike: Sequence[ErrorOrigin]) -> str:
+    names = _listed([each.group + ("" if origins.are_right(each.group) else _at(each)) for each in alike])
+    one = len(alike) == 1
+    right = f"{names} {'is' if one else 'are'} right: from equal inputs {'it agrees' if one else 'they agree'}."
+    return f"{right} {_what_differs(alike)}"
+
+
+def _at(origin: ErrorOrigin) -> str:
+    more = f" and {len(origin.taps) - 3} more" if len(origin.taps) > 3 else ""
+    return f" (at {', '.join(origin.taps[:3])}{more})"
+
+
+def _what_differs(alike: Sequence[ErrorOrigin]) -> str:
+    """What differs before modules that are right, all in one module."""
+    first = min(alike, key=lambda each: len(each.before))
+    around = _module_of(first)
+    place = _place_in_code(first)
+    left = f", or in {_listed(first.not_compared)}, which {_shown(around)} is given too" if first.not_compared else ""
+    given_to = list(dict.fromkeys(_relative(group_of(each.given_to), around) for each in alike))
+    if FIRST not in first.arguments:
+        named = _listed(list(first.arguments))
+        return f"What {_listed(given_to)} is given as {named} differs, and arises where no tap shows it{place}{left}."
+    before = list(dict.fromkeys(_relative(group_of(name), around) for name in first.before))
+    to = _listed(given_to, "or")
+    before = [name for name in before if name not in given_to] or before
+    if before == given_to:
+        between = f"between one {to} and the next"
+    elif before:
+        between = f"between {_listed([*before, to])}"
+    else:
+        between = f"between the inputs of {_shown(around)} and {to}" if around else f"before {to}"
+    return f"Something {between} that no tap shows differs{place}{left}."
+
+
+def _place_in_code(origin: ErrorOrigin) -> str:
+    around = _module_of(origin)
+    if origin.function is None or not around:
+        return f", in {_shown(around)}" if around else ""
+    if origin.is_method:
+        return f", in the model's {origin.function}" if around == ROOT else f", in {around}.{origin.function}"
+    return f", in {origin.function}, called in {_shown(around)}"
+
+
+def _module_of(origin: ErrorOrigin) -> str:
+    return group_of(origin.modules["target"]) if origin.modules else ""
+
+
+def _shown(module: str) -> str:
+    return "the model" if module == ROOT else module
+
+
+def _relative(name: str, around: str) -> str:
+    return name.removeprefix(f"{around}.") if around else name
+
+
+def _listed(names: Sequence[str], last: str = "and") -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"

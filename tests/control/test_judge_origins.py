@@ -1,0 +1,219 @@
+"""A verdict tells a module that is wrong from one that is given something wrong, from equal inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.support import reset
+from torch import nn
+
+import graftlab as gl
+
+pytestmark = pytest.mark.ranks
+
+WIDTH = 16
+
+
+class Attention(nn.Module):
+    """Its faults are where no tap shows them: before its projections, or in the scores."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.fault = fault
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.fault == "before":
+            x = x * 1.01
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        scores = q @ k.transpose(-1, -2) * (0.3 if self.fault == "scale" else 0.25)
+        return self.o((scores + mask).softmax(-1) @ v)
+
+
+class OtherAttention(nn.Module):
+    """The same with other names, and a tuple as its output."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = attention.q, attention.k, attention.v, attention.o
+        self.scale = 0.3 if attention.fault == "scale" else 0.25
+
+    def forward(self, hidden: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, None]:
+        scores = self.wq(hidden) @ self.wk(hidden).transpose(-1, -2) * self.scale
+        return self.wo((scores + bias).softmax(-1) @ self.wv(hidden)), None
+
+
+class Layer(nn.Module):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attn: nn.Module = Attention(fault)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        attended = self.attn(self.norm(x), mask)
+        return x + (attended if isinstance(attended, torch.Tensor) else attended[0])
+
+
+class Decoder(nn.Module):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(fault) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+        self.fault = fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(len(x), len(x)).triu(1) * (-2.0 if self.fault == "mask" else -1.0)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x)
+
+
+def decode(fault: str, renamed: bool = False) -> torch.Tensor:
+    on_target = gl.here().side == "target"
+    model = Decoder(fault if on_target else "")
+    with torch.no_grad():
+        if fault == "weight" and on_target:
+            model.layers[1].attn.o.weight.mul_(1.1)
+        if renamed and on_target:
+            for layer in model.layers:
+                layer.attn = OtherAttention(layer.attn)
+        with gl.watch(model):
+            return model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+def found(verdict: Any) -> list[tuple[str, bool, dict[str, str]]]:
+    return [(each.group, each.is_itself, dict(each.modules)) for each in verdict.origins]
+
+
+def test_a_projection_is_right_where_the_scores_before_it_are_wrong(session: gl.Session) -> None:
+    verdict = session.verdict(decode, decode, args=("scale",))
+    assert verdict.named == ["layers.*.attn.o"]
+    assert verdict.text.splitlines()[1] == (
+        "layers.*.attn.o is right: from equal inputs it agrees. Something between q, k, v and o that no tap shows "
+        "differs, in layers.*.attn.forward."
+    )
+    assert verdict.text.startswith("layers.*.attn.o differs in layers 0-2 (added 0.0")
+    (origin,) = verdict.origins
+    layer = origin.tap.removesuffix(".o")
+    assert origin.modules == {"baseline": layer, "target": layer}
+    assert (origin.rank, origin.step, origin.occurrence, origin.is_itself) == (0, 0, 0, False)
+
+
+def test_modules_that_read_one_wrong_tensor_share_a_sentence(session: gl.Session) -> None:
+    verdict = session.verdict(decode, decode, args=("before",))
+    assert verdict.named == ["layers.*.attn.q", "layers.*.attn.k", "layers.*.attn.v"]
+    assert (
+        "layers.*.attn.q, layers.*.attn.k and layers.*.attn.v are right: from equal inputs they agree. Something "
+        "between the inputs of layers.*.attn and q, k or v that no tap shows differs, in layers.*.attn.forward."
+    ) in verdict.text
+    assert "the target's values are 1.01 times the baseline's" in verdict.text
+    assert "Tap that tensor to find out" not in verdict.text
+
+
+def test_a_wrong_argument_of_a_module_around_is_named(session: gl.Session) -> None:
+    verdict = session.verdict(decode, decode, args=("mask",))
+    assert (
+        "layers.*.attn.o is right: from equal inputs it agrees. What layers.* is given as mask differs, and arises "
+        "where no tap shows it, in the model's forward."
+    ) in verdict.text
+    assert "is given as mask, the target's values are 2 times the baseline's" in verdict.text
+
+
+def test_a_module_that_differs_from_equal_inputs_is_wrong_itself(session: gl.Session) -> None:
+    verdict = session.verdict(decode, decode, args=("weight",))
+    assert verdict.text.startswith("layers.*.attn.o is computed differently in layer 1 of 0-2 (added 0.")
+    assert "right" not in verdict.text
+    assert found(verdict) == [
+        ("layers.*.attn.o", True, {"baseline": "layers.1.attn.o", "target": "layers.1.attn.o"}),
+    ]
+
+
+PAIRS = [
+    *((f"layers.{{n}}.attn.{name}", f"layers.{{n}}.attn.w{name}") for name in "qkvo"),
+    ("layers.{n}.attn", "layers.{n}.attn[0]"),
+]
+
+
+def test_modules_with_other_names_and_arguments_are_compared_by_their_pairs(session: gl.Session) -> None:
+    session.edit(pairs=PAIRS)
+    before = session.plan.pairs
+    verdict = session.verdict(decode, decode, args=("scale", True))
+    assert session.plan.pairs == before
+    assert verdict.named == ["layers.*.attn.o"]
+    # The mask has another name on the target, so nothing says that it is equal.
+    assert (
+        "layers.*.attn.o is right: from equal inputs it agrees. Something between wq, wk, wv and wo that no tap shows "
+        "differs, in layers.*.attn.forward, or in bias, which layers.*.attn is given too."
+    ) in verdict.text
+
+
+class Recurrent(nn.Module):
+    def __init__(self, wrong: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.Linear(WIDTH, WIDTH)
+        self.wrong = wrong
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for call in range(5):
+            x = self.cell(torch.tanh(x) * (1.1 if call == self.wrong else 1.0))
+        return x
+
+
+def recur() -> torch.Tensor:
+    model = Recurrent(3 if gl.here().side == "target" else -1)
+    with gl.watch(model), torch.no_grad():
+        return model(torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH))
+
+
+def test_each_call_of_a_shared_module_is_judged_by_its_own_inputs(session: gl.Session) -> None:
+    verdict = session.verdict(recur, recur)
+    assert verdict.named == ["cell"]
+    assert [(each.occurrence, each.is_itself) for each in verdict.origins] == [(3, False)]
+    assert "cell is right: from equal inputs it agrees." in verdict.text
+
+
+def without_modules() -> torch.Tensor:
+    x = gl.tap("x", torch.linspace(-1, 1, 64).reshape(4, 16))
+    return gl.tap("y", x.tanh() * (1.1 if gl.here().side == "target" else 1.0))
+
+
+def test_nothing_is_said_of_modules_where_the_taps_are_in_functions(session: gl.Session) -> None:
+    verdict = session.verdict(without_modules, without_modules)
+    assert verdict.named == ["y"]
+    assert verdict.origins == ()
+    assert "inputs" not in verdict.text
+
+
+def half_watched(watches: bool) -> torch.Tensor:
+    """The baseline taps the projection by hand, so its inputs are seen on the target alone."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    x = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+    if gl.here().side == "baseline":
+        return gl.tap("output", model(x))
+    with gl.watch(model), torch.no_grad():
+        return model(x * 1.1)
+
+
+def test_a_module_whose_inputs_have_no_partner_may_be_right(session: gl.Session) -> None:
+    verdict = session.verdict(half_watched, half_watched, args=(True,))
+    assert verdict.named == ["output"]
+    assert (
+        "The inputs of output were not compared: output itself may be right, and what it is given wrong."
+    ) in verdict.text
