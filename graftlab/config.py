@@ -78,18 +78,13 @@ class GraftConfig:
     its next step pairs with the same step of the other side. Without it both sides' next steps pair.
 
     ``watch`` taps the modules of the first model that is called, chosen as by ``include`` of :func:`graftlab.watch`;
-<<<<<<< HEAD
     each call of that model is then a step. ``watch_inside``, ``watch_functions`` (names, with commas in between),
     ``watch_params``, ``watch_inputs`` and ``watch_grads`` are further arguments of that watch, and with
     ``watch_optimizer`` each optimizer of the model's weights is watched as by :func:`graftlab.watch_training`. Any of
     them is enough to watch the model; ``watch`` is then ``"True"`` by default.
 
-    ``without_host`` says what a job does when its notebook closes: ``"keep"`` comparing by the plan, or compare
+    ``without_session`` says what a job does when its session ends: ``"keep"`` comparing by the plan, or compare
     ``"nothing"``, until another notebook listens at that address.
-=======
-    each call of that model is then a step. ``without_session`` says what a job does when its session ends: ``"keep"``
-    comparing by the plan, or compare ``"nothing"``, until another notebook listens at that address.
->>>>>>> main
 
     ``mesh`` is how this side's ranks are arranged, for layouts that name several axes: sizes by name, outermost first,
     as in ``"cp=2,tp=4"``. Megatron's, SGLang's, vLLM's and a ``DeviceMesh``'s groups are found without it.
@@ -118,17 +113,13 @@ class GraftConfig:
     keep_budget: int = limits.KEEP_BUDGET
     run_dir: str | None = None
     watch: str | None = None
-<<<<<<< HEAD
     watch_inside: str | None = None
     watch_functions: str | None = None
     watch_params: bool = False
     watch_inputs: bool = False
     watch_grads: bool = False
     watch_optimizer: bool = False
-    without_host: str = "keep"
-=======
     without_session: str = "keep"
->>>>>>> main
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
     ports: str | None = None
@@ -174,16 +165,12 @@ class GraftConfig:
             raise _refusal("port", self.port, "a number from 1 to 65535")
         if not self.group_name or "/" in self.group_name or self.group_name.startswith("."):
             raise _refusal("group_name", self.group_name, "a name without a / that does not begin with a dot")
-<<<<<<< HEAD
-        for name in (*_FILTERS, "watch", "watch_inside"):
-=======
         if self.mesh is not None:
             try:
                 parse_mesh(self.mesh)
             except LayoutError as error:
                 raise _refusal("mesh", self.mesh, f"sizes by name: {error}") from error
-        for name in (*_FILTERS, "watch"):
->>>>>>> main
+        for name in (*_FILTERS, "watch", "watch_inside"):
             try:
                 compile_filter(getattr(self, name))
             except FilterError as error:

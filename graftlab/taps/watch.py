@@ -157,8 +157,8 @@ def watch(
     With ``inputs`` the tensors among the model's arguments are taps, named after the parameters of its ``forward``
     (``input.input_ids``), with ``kind="input"``.
 
-    Outside a session no hook is installed, and the handle only lists the names. ``names`` includes neither
-    inputs nor operations, which are unknown before a call.
+    Outside a session no hook is installed, and the handle only lists the names. ``names`` includes neither inputs
+    nor operations, which are unknown before a call.
 
     Raises :class:`FilterError` for an invalid expression, ValueError for an unknown torch function, and TypeError if
     ``model`` is not a module.
@@ -193,18 +193,9 @@ def watch(
         at_call.append(_WeightTaps(find))
         handles.append(model.register_forward_pre_hook(at_call[-1], prepend=True))
     if inputs:
-<<<<<<< HEAD
-        input_taps = _InputTaps(model, f"{prefix}input")
-        handles.append(model.register_forward_pre_hook(input_taps, with_kwargs=True))
-    modules = dict(model.named_modules())
-    handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
-    if called:
-        handles.append(function_taps := FunctionTaps(model, called, prefix, partial(_show_call, grads)))
-        at_call.append(function_taps.enter)
-=======
         tap_one = partial(_tap_input, f"{prefix}input.")
-        hook = ArgumentTaps(forward_of(model), lambda: tap_one, tap_inside)
-        handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+        input_taps = ArgumentTaps(forward_of(model), lambda: tap_one, tap_inside)
+        handles.append(model.register_forward_pre_hook(input_taps, with_kwargs=True))
     modules = dict(model.named_modules())
     handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
     handles.append(
@@ -212,7 +203,9 @@ def watch(
             (module, WatchedModule(name, prefix if module is model else f"{name}.")) for name, module in chosen
         )
     )
->>>>>>> main
+    if called:
+        handles.append(function_taps := FunctionTaps(model, called, prefix, partial(_show_call, grads)))
+        at_call.append(function_taps.enter)
     if inside is not None:
         # The wrapped modules, because a wrapper's forward is not the model's code.
         within = {unwrapped(path, modules): module for path, module in modules.items()}
