@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -276,6 +277,22 @@ def test_a_side_that_is_ahead_is_reported_and_no_innocent_is_named(session: gl.S
     )
     assert (verdict.named, set(verdict.labels.values())) == ([], {"unmeasured"})
     assert session.verdict(decodes, decodes, args=(0,)).named == ["layer"]
+
+
+def reads_a_cache() -> torch.Tensor:
+    """A step of decoding, whose target finds another request's rows in its cache."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    old, others, k = draw(6, 8), draw(2, 8), gl.tap("k", draw(1, 8))
+    if gl.here().side == "target":
+        old = torch.cat([old[:2], others, old[4:]])
+    q = gl.tap("q", draw(1, 8))
+    cache = gl.tap("cache", torch.cat([old, k]))
+    return gl.tap("out", (q @ cache.T).softmax(-1) @ cache)
+
+
+def test_rows_of_a_cache_that_no_tap_computed_are_called_stale(session: gl.Session) -> None:
+    text = session.verdict(reads_a_cache, reads_a_cache).text
+    assert "Hint (cache): at cache, indices 2-3 of dim 0 were not computed in this call, a stale or wrongly " in text
 
 
 # ---- groups that are outputs themselves -----------------------------------------------------------------------------
