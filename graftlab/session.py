@@ -335,8 +335,8 @@ class Session(SessionCore):
 
     def match(
         self,
-        baseline: Callee,
-        target: Callee,
+        baseline: Callee | None = None,
+        target: Callee | None = None,
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -350,6 +350,10 @@ class Session(SessionCore):
         runs again, until nothing changes or ``rounds`` are over: behind a fault no value matches until the fault is
         grafted away. So the target's code must begin from the same state each time. The plan is not used, and no rows
         are made.
+
+        Where the session listens for jobs, call it without arguments: taps are recorded in a step that the jobs make
+        anyway, and each round is another step, in which a plan of the match's own grafts. Those grafts make rows, and
+        the target's job continues with the grafted values, except for weights and states of optimizers.
 
         The :class:`Proposal` shows the pairs, how sure each is, and the taps without a partner with the reason. To
         apply it: ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
@@ -366,7 +370,6 @@ class Session(SessionCore):
         [0.0]
         >>> plan = session.edit(pairs=None)
         """
-        self._require_workers("run code on")
         from graftlab.control.match_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)

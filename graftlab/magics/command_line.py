@@ -216,8 +216,10 @@ def _commands() -> dict[str, Command]:
     expression(
         "match",
         "Pair the taps of both sides by their values, whatever their names.\n\n"
-        "Both sides evaluate the expression several times, so it must be repeatable.",
+        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, matches\n"
+        "jobs in steps that they make anyway.",
         "the proposal",
+        raw="[EXPR]",
     )
     expression(
         "check",

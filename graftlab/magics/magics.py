@@ -228,7 +228,8 @@ class GraftMagics(Magics):
 
     def _match(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
-        proposal = session.match(arguments.expression, arguments.expression)
+        matched = arguments.expression or None
+        proposal = session.match(matched, matched)
         self._assign(arguments.out, proposal)
         return session.match_editor(proposal)
 
