@@ -17,6 +17,7 @@ from graftlab.base.text import counted, spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.lines import DifferingLine, lines_in_words
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
 from graftlab.verdict.rounds_differently import RoundsDifferently
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
@@ -79,10 +80,12 @@ class Findings:
     """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    lines: Sequence[DifferingLine] = ()
+    """The lines of source at which the named groups' errors arise."""
     extra_calls: Sequence[str] = ()
     """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
-    outdated_pairs: Sequence[str] = ()
-    """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
+    inconclusive: Sequence[str] = ()
+    """Sentences on why nothing can be concluded from grafts, such as pairs that no longer hold."""
 
     @property
     def named(self) -> list[str]:
@@ -96,7 +99,7 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.outdated_pairs, *findings.unexplained, *findings.extra_calls]
+    before = [*findings.inconclusive, *findings.unexplained, *findings.extra_calls]
     after = [*_hints(findings.hints), *findings.remarks]
     # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
     (after if findings.named else before).extend(findings.failed)
@@ -135,7 +138,7 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
-    if findings.outdated_pairs or (findings.failed and not len(frame)):
+    if findings.inconclusive or (findings.failed and not len(frame)):
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
@@ -148,6 +151,7 @@ def _conclusion(findings: Findings) -> list[str]:
             label = _label(frame, groups[0])
             what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
             lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
+            lines += lines_in_words(findings.lines, groups)
         if findings.origins is not None:
             lines += sentences_on(findings.origins)
         elif any(kind_of_group(group) is None for group in computed):
