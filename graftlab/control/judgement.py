@@ -185,6 +185,7 @@ class Judgement:
                 pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
                 rounding=rounding,
                 origins=origins,
+                maps=mechanisms.maps,
             ),
             self._runs.count,
         )

@@ -14,6 +14,7 @@ import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted, spans
+from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
@@ -42,6 +43,14 @@ class JobRemarks:
     unseen: tuple[str, ...] = ()
     of_named: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShownMap:
+    """Where two tensors differ, and which tensors they are."""
+
+    title: str
+    found: DifferenceMap
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,8 @@ class Findings:
     """Sentences on stages of the verdict that failed."""
     rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
     """The groups that round differently. They are among the named ones."""
+    maps: Mapping[str, ShownMap] = field(default_factory=dict)
+    """Where the tensors of a culprit differ, by group."""
     origins: ErrorOrigins | None = None
     """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
