@@ -18,6 +18,7 @@ from graftlab.errors import LaunchError, PlanError, SessionError
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import launch_ranks
 from graftlab.ranks.options import LaunchOptions, StartMethod
 from graftlab.recordings.recorded_side import RecordedSide
@@ -87,7 +88,7 @@ def launch(
     made = make_run_folder(folder)
     if folder is None:
         prune()
-    session = _start(options, plan or GraftPlan(), made, append=append)
+    session = open_session(options, plan or GraftPlan(), made, launch_ranks, append=append)
     sides = {"baseline": baseline, "target": target}
     internals_of(session).default_callees = {
         name: side for name, side in sides.items() if isinstance(side, RecordedSide)
@@ -95,14 +96,22 @@ def launch(
     return session
 
 
-def _start(options: LaunchOptions, plan: GraftPlan, folder: Path, *, append: bool) -> Session:
+def open_session(
+    options: LaunchOptions,
+    plan: GraftPlan,
+    folder: Path,
+    start: Callable[[LaunchOptions, Path, GraftPlan], Sequence[RankHandle]],
+    *,
+    append: bool = False,
+) -> Session:
+    """Open a session of the ranks that ``start`` starts, with its rows in this folder. Raises :class:`LaunchError`."""
     try:
         rows = RowStore(folder, append=append)
     except (SessionError, OSError) as error:
         raise LaunchError(str(error)) from error
     try:
         describe_session(folder, (options.baseline, options.target), rows.first_run)
-        return Session(options, launch_ranks(options, folder, plan), plan, rows, folder)
+        return Session(options, start(options, folder, plan), plan, rows, folder)
     except BaseException:
         with contextlib.suppress(SessionError):
             rows.close()

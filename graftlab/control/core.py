@@ -525,6 +525,8 @@ class SessionCore:
         with self._ending, self._lock:
             self._require_open()
             self._require_workers("restart")
+            if not all(rank.can_restart for rank in self._ranks):
+                raise SessionError("this session cannot restart its ranks, which are scripts; compare them again")
             self._runs.close("the session was restarted")
             self._end_ranks()
             started = launch_ranks(self.options, self.folder, self.plan)

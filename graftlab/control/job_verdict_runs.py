@@ -37,6 +37,12 @@ from graftlab.ranks.messages import (
 )
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.job_remarks import remarks_on_jobs, updates
+from graftlab.verdict.misaligned_steps import (
+    ENOUGH_STEPS,
+    MisalignedSteps,
+    find_misaligned_steps,
+    may_be_misaligned,
+)
 from graftlab.verdict.model_data import without_data
 from graftlab.verdict.wording import JobRemarks
 
@@ -95,11 +101,7 @@ class StepRuns(VerdictRuns):
         # The first grafted steps give the target the baseline's weights and state; the next ones begin with them.
         first = self._after_steps(why, version, 2 if self._graft_weights and wanted.b2t else 1)
         first += self._steps if self._graft_weights and wanted.b2t else 0
-        for rank in self.session.ranks:
-            # The answer arrives after the rank's rows.
-            self._ask(rank, AskKeptTags(failed=False), KeptTags)
-        frame = self._jobs.rows_from(before)
-        frame = frame[(frame["run"] == self._state.number) & frame["step"].between(first, first + self._steps - 1)]
+        frame = self._rows_since(before, first, self._steps)
         if self._is_edited(version) or not set(frame["plan_version"]) <= {version}:
             raise VerdictAbandoned(EDITED)
         self._zero = int(frame["step"].min()) if len(frame) else first
@@ -108,6 +110,14 @@ class StepRuns(VerdictRuns):
             self._weights_grafted += int(written.sum())
             frame = frame[~written]
         return frame.reset_index(drop=True)
+
+    def _rows_since(self, number: int, first: int, steps: int) -> pd.DataFrame:
+        """The rows of this number of steps, from the ``first`` on, among those since this row."""
+        for rank in self.session.ranks:
+            # The answer arrives after the rank's rows.
+            self._ask(rank, AskKeptTags(failed=False), KeptTags)
+        frame = self._jobs.rows_from(number)
+        return frame[(frame["run"] == self._state.number) & frame["step"].between(first, first + steps - 1)]
 
     def _publish(self, wanted: RunFilters) -> int:
         """Publish the plan of a run of the verdict; returns its version."""
@@ -156,6 +166,15 @@ class StepRuns(VerdictRuns):
     def baseline_changed(self) -> list[str]:
         ranks = self.session.select("baseline")
         return _differing(self._against_themselves("whether the baseline is as it was", ("repeat",), ranks))
+
+    def misaligned_steps(self, compared: pd.DataFrame) -> MisalignedSteps | None:
+        if self._repeats or not may_be_misaligned(compared):
+            return None
+        before, runs = self.session.row_count, -(-ENOUGH_STEPS // self._steps)
+        version = self._publish(RunFilters(compare="True"))
+        first = self._after_steps("whether one side is ahead", version, runs)
+        frame = self._rows_since(before, first, runs * self._steps)
+        return find_misaligned_steps(frame[frame["plan_version"] == version])
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks:
         return remarks_on_jobs(

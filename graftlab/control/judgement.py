@@ -34,6 +34,7 @@ from graftlab.verdict.added import (
     unseen_of,
 )
 from graftlab.verdict.causes import Causes, consequences
+from graftlab.verdict.extra_calls import extra_calls
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
@@ -131,13 +132,18 @@ class Judgement:
         """Make the runs, and return the verdict."""
         evidence = self._measure()
         naming = self._name(evidence)
+        misaligned = self._attempt(
+            "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
+        )
+        if misaligned is not None:
+            return self._without_conclusion(naming, misaligned.sentence)
         outdated = outdated_pairs(evidence.measured, self._before, naming.given)
         if outdated:
             nothing: list[Pair] = []
             present = self._attempt("the search for present partners", self._runs.present_pairs, nothing)
             outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
             if mended := learned_from_other_code(outdated):
-                return self._of_other_code(naming, mended)
+                return self._without_conclusion(naming, mended)
         if naming.clears or self._explains(naming):
             # Before nothing is named, the target runs often enough to show whether it differs from itself.
             naming.target_not_repeated = self._attempt(
@@ -184,18 +190,21 @@ class Judgement:
                 failed=self._failed,
                 pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
                 rounding=rounding,
+                extra_calls=self._attempt(
+                    "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
+                ),
                 origins=origins,
                 maps=mechanisms.maps,
             ),
             self._runs.count,
         )
 
-    def _of_other_code(self, naming: Naming, sentence: str) -> Verdict:
-        """The verdict under pairs that no longer hold: each graft of one is a mistake, and would name an innocent."""
+    def _without_conclusion(self, naming: Naming, sentence: str) -> Verdict:
+        """The verdict where grafts are mistakes: of pairs that no longer hold, or of other steps."""
         frame = labelled(naming.frame, naming.named, naming.following, {}, self._threshold, naming.scaled)
         frame["label"] = "unmeasured"
         ranks = self.session.options.target
-        found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, outdated_pairs=[sentence])
+        found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, inconclusive=[sentence])
         return Verdict(found, self._runs.count)
 
     def _attempt(self, what: str, stage: Callable[[], Result], otherwise: Result) -> Result:

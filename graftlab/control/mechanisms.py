@@ -16,8 +16,10 @@ from graftlab.grafting.kept import OCCURRENCE
 from graftlab.plan.pairs import PairRule
 from graftlab.taps.module_inputs import FIRST, KIND
 from graftlab.verdict.activations import activation_hint
+from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
+from graftlab.verdict.stale_rows import stale_rows
 from graftlab.verdict.wording import ShownMap
 
 _MOST_MAPS = 24
@@ -97,11 +99,13 @@ class Mechanisms:
             try:
                 pair = self._pair(row)
                 inputs = {each["name"]: self._pair(each)[0] for each in before[group]}
+                agreeing = {each["name"]: inputs[each["name"]] for each in before[group] if each["label"] in NOT_NAMED}
             except SessionError as error:
                 hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
                 continue
             self._map(group, _title(row), pair)
-            hint = hint_of(*pair) or activation_hint(*pair, inputs)
+            last = dict(list(inputs.items())[-_INPUTS_OF_AN_ACTIVATION:])
+            hint = stale_rows(*pair, agreeing) or hint_of(*pair) or activation_hint(*pair, last)
             if hint is not None:
                 hints[group] = f"at {row['name']}, {hint}"
         return hints
@@ -122,7 +126,9 @@ def _title(row: pd.Series[Any]) -> str:
 
 
 # An activation follows its inputs: a gated one has two.
-_INPUTS_SHOWN = 3
+_INPUTS_OF_AN_ACTIVATION = 3
+# A cache of values is read after the queries, keys and values and what is done to them.
+_TAPS_SHOWN = 8
 
 
 def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
@@ -131,4 +137,4 @@ def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
         return []
     beside = (frame["rank"] == row["rank"]) & (frame["step"] == row["step"])
     values = frame[beside & frame["tags"].map(lambda tags: kind_of(tags) is None)]
-    return [each for _, each in values[values["order"] < row["order"]].tail(_INPUTS_SHOWN).iterrows()]
+    return [each for _, each in values[values["order"] < row["order"]].tail(_TAPS_SHOWN).iterrows()]

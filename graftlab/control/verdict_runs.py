@@ -35,6 +35,7 @@ from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.taps.module_inputs import ModuleCall
 from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.job_remarks import remarks_on_recording
+from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_steps
 from graftlab.verdict.model_data import without_data
 from graftlab.verdict.origins import WantedInputs
 from graftlab.verdict.unexplained import ReturnedValues, compare_returned
@@ -155,6 +156,10 @@ class VerdictRuns:
     def baseline_changed(self) -> list[str]:
         """The taps at which the baseline no longer shows the values from before its code was swapped."""
         return []
+
+    def misaligned_steps(self, compared: pd.DataFrame) -> MisalignedSteps | None:
+        """By how many steps one side is ahead of the other. ``compared`` are the rows of a run without grafts."""
+        return find_misaligned_steps(compared)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         """Remarks on jobs, whose baseline differed from itself at ``moved``, or on a recording; None for functions."""

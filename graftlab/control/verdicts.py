@@ -99,7 +99,7 @@ class Verdict:
         return draw_difference_map(shown.found, **{"title": shown.title, **options})
 
     def __repr__(self) -> str:
-        differs = self.findings.unexplained or self.findings.outdated_pairs
+        differs = self.findings.unexplained or self.findings.inconclusive
         nothing = "nothing named, and something differs" if differs else "nothing named"
         return f"<Verdict of {counted(self.runs, 'run')}: {', '.join(self.named) or nothing}>\n{self.text}"
 

@@ -428,7 +428,7 @@ class AttachedRank:
         self._connection.channel.close()
         if self._over.is_set():
             return
-        nothing = self._config.without_host == "nothing"
+        nothing = self._config.without_session == "nothing"
         logger.warning(
             "%s: the session ended; the job continues, %s. Rows are lost until another session listens %s",
             self.place.label,

@@ -123,10 +123,13 @@ class _MatchRecorder(SketchRecorder):
         assert place is not None
         try:
             given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
-            layout = rank_layout(shown, given, place.world_size)
+            layout = rank_layout(shown, given, place.world_size, place.rank)
         except LayoutError as error:
             self.note(f"{recorded.name}: {error}")
             return value
+        if layout is not None and layout.unknown:
+            self.note(f"{recorded.name}: {layout.unknown}")
+            layout = None
         if layout is not None:
             self.layouts[recorded.name] = layout
         result = own

@@ -40,7 +40,6 @@ class Columns:
         self._values: dict[str, DistinctValues] = {}
         self._grows = grows
         # Arrays of one length; the columns of merged blocks are their first parts.
-        self._room = 0
         self._arrays: dict[str, Array] = {}
 
     def empty(self) -> Block:
@@ -84,44 +83,54 @@ class Columns:
                 made[f".{name}"] = self.values_of(f".{name}").places(values, _keys(values))[rows]
         return made
 
-    def merge(self, ordered: Block, more: Sequence[Block]) -> Block:
+    def merge(self, ordered: Block, more: Iterable[Block], count: int) -> Block:
         """All of these rows in :data:`.schema.EXECUTION_ORDER`, which ``ordered``, that came from here, is in already.
 
-        The rows of ``ordered`` are not moved: they may stay where they are in what is returned.
+        The rows of ``ordered`` are not moved: they may stay where they are in what is returned. ``more`` has about
+        ``count`` rows. Each block of it is copied when it comes, so that it need not be in memory longer.
         """
-        more = [block for block in more if len(block["step"])]
-        if not more:
-            return {name: _column(ordered, name) for name in self._names()}
-        by = [self._sortable(name, np.concatenate([block[name] for block in more])) for name in EXECUTION_ORDER]
+        known = at = len(ordered["step"])
+        arrays, is_shown = self._arrays, True
+        if not self._is_here(ordered) or known + count > len(arrays["step"]):
+            arrays, is_shown = self._elsewhere(ordered, known + count), False
+        for block in more:
+            end = at + len(block["step"])
+            if end > len(arrays["step"]):
+                arrays, is_shown = self._elsewhere({name: array[:at] for name, array in arrays.items()}, end), False
+            for name in [name for name in block if name not in arrays]:
+                # A tag that no row had before.
+                arrays[name] = np.zeros(len(arrays["step"]), np.int32)
+            for name, array in arrays.items():
+                array[at:end] = block.get(name, 0)
+            at = end
+        by = [self._sortable(name, arrays[name][known:at]) for name in EXECUTION_ORDER]
         is_sorted = _is_sorted(by)
-        least = 0 if is_sorted else np.lexsort(by[::-1])[0]
-        known, count = len(ordered["step"]), len(by[0])
-        # Most new rows come after the known ones, except those of the step that is running.
-        stays = self._first_after(ordered, tuple(column[least] for column in by))
-        if stays < known or known + count > self._room:
-            # Elsewhere, because frames may show what is here.
-            self._room = known + count + ((known + count) // 2 + _LEAST_ROOM if self._grows else 0)
-            self._arrays = {}
-        made = {name: self._extended(_column(ordered, name), name, more) for name in self._names()}
-        if stays < known or not is_sorted:
-            order = np.lexsort([self._sortable(name, made[name][stays:]) for name in reversed(EXECUTION_ORDER)])
-            for column in made.values():
-                column[stays:] = column[stays:][order]
-        return made
+        if at > known:
+            least = 0 if is_sorted else np.lexsort(by[::-1])[0]
+            # Most new rows come after the known ones, except those of the step that is running.
+            stays = self._first_after(ordered, tuple(column[least] for column in by))
+            if stays < known and is_shown:
+                arrays = self._elsewhere({name: array[:at] for name, array in arrays.items()}, at)
+            if stays < known or not is_sorted:
+                order = np.lexsort([self._sortable(name, arrays[name][stays:at]) for name in reversed(EXECUTION_ORDER)])
+                for array in arrays.values():
+                    array[stays:at] = array[stays:at][order]
+        # At once, because the stop button may interrupt this anywhere.
+        self._arrays = arrays
+        return {name: array[:at] for name, array in arrays.items()}
 
-    def _extended(self, column: Array, name: str, more: Sequence[Block]) -> Array:
-        """The column followed by that of these blocks, in place if there is room behind it."""
-        at, array = len(column), self._arrays.get(name)
-        if array is None or column.base is not array:
-            array = self._arrays[name] = np.empty(self._room, column.dtype)
-            array[:at] = column
-        end = at + sum(len(block["step"]) for block in more)
-        np.concatenate([_column(block, name) for block in more], out=array[at:end])
-        return array[:end]
+    def _elsewhere(self, block: Block, count: int) -> dict[str, Array]:
+        """Other arrays, which begin with the block, for ``count`` rows and more; frames show the present ones."""
+        room = count + (count // 4 + _LEAST_ROOM if self._grows else 0)
+        arrays = {}
+        for name, cells in block.items():
+            arrays[name] = np.empty(room, cells.dtype)
+            arrays[name][: len(cells)] = cells
+        return arrays
 
-    def _names(self) -> list[str]:
-        """All columns of a block that lacks none."""
-        return [*COLUMNS, *(name for name in self._values if name.startswith("."))]
+    def _is_here(self, block: Block) -> bool:
+        """Whether a block's columns are the first part of these arrays."""
+        return bool(self._arrays) and block["step"].base is self._arrays["step"]
 
     def _first_after(self, ordered: Block, row: tuple[Any, ...]) -> int:
         """The place of the first of these rows that comes after ``row`` in :data:`.schema.EXECUTION_ORDER`."""
@@ -133,8 +142,7 @@ class Columns:
 
     def has_room(self, block: Block) -> bool:
         """Whether the columns of a block are the first part of longer arrays."""
-        array = self._arrays.get("step")
-        return self._grows and array is not None and block["step"].base is array
+        return self._grows and self._is_here(block)
 
     @staticmethod
     def tags_in(block: Block) -> list[str]:
@@ -221,8 +229,3 @@ def _is_sorted(by: Sequence[Array]) -> bool:
             return False
         before &= column[1:] == column[:-1]
     return True
-
-
-def _column(block: Block, name: str) -> Array:
-    column = block.get(name)
-    return np.zeros(len(block["step"]), np.int32) if column is None else column

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from graftlab.errors import SessionError
 from graftlab.rows import parquet
-from graftlab.rows.columns import Columns
+from graftlab.rows.columns import Block, Columns
 from graftlab.rows.frames import frame_of
 from graftlab.rows.log import LogReader, refuse_old_format
 
@@ -22,13 +22,17 @@ def load_run(folder: str | Path) -> pd.DataFrame:
     """
     columns = Columns()
     path = Path(folder).expanduser()
-    blocks = []
-    for table in tables(path):
+    count = sum(file.count for file in parquet.row_files(path))
+    return frame_of(columns, columns.merge(columns.empty(), _blocks(columns, path), count))
+
+
+def _blocks(columns: Columns, folder: Path) -> Iterator[Block]:
+    for table in tables(folder):
         try:
-            blocks.append(columns.block(table))
+            block = columns.block(table)
         except ValueError as error:
-            raise SessionError(f"{path} has rows that are not graftlab's ({error})") from error
-    return frame_of(columns, columns.merge(columns.empty(), blocks))
+            raise SessionError(f"{folder} has rows that are not graftlab's ({error})") from error
+        yield block
 
 
 def tables(folder: Path) -> Iterator[pa.Table]:
@@ -40,9 +44,9 @@ def tables(folder: Path) -> Iterator[pa.Table]:
     with LogReader(folder) as log:
         refuse_old_format(folder)
         count = 0
-        for file in parquet.row_files(folder):
-            yield parquet.read(file)
-            count = file.stop
+        files = parquet.row_files(folder)
+        yield from parquet.read_many((file, 0, file.count) for file in files)
+        count = files[-1].stop if files else 0
         if log.header.first > count:
             raise parquet.missing_rows(folder, count, log.header.first)
         for first, table in log.tables():

@@ -66,14 +66,15 @@ def read_header(line: bytes, path: Path) -> Header:
         raise SessionError(f"{path}, line 1: this does not name the columns of rows; it is not a log of rows") from None
     if version is None and first:
         raise old_format(path)
+    said, key, checksum = line.rpartition(_SUM_KEY)
+    # First, because a version that a flipped bit made is none.
+    if (key or version == VERSION) and checksum != b"%d}" % crc32(said):
+        raise SessionError(f"{path}, line 1: this does not match its checksum; the file was damaged")
     if version not in (None, VERSION):
         raise SessionError(
             f"{path} has rows in format {version!r:.20}, and this version of graftlab reads format {VERSION}; read it "
             f"with the version that wrote it, or a later one"
         )
-    said, _, checksum = line.rpartition(_SUM_KEY)
-    if version == VERSION and checksum != b"%d}" % crc32(said):
-        raise SessionError(f"{path}, line 1: this does not match its checksum; the file was damaged")
     if type(first) is not int or first < 0:
         raise SessionError(f"{path}, line 1: {first!r:.40} is not the number of a row")
     return Header(columns, first)

@@ -18,7 +18,7 @@ SOME = 4 << 20
 MUCH = 32 << 20
 # All of them, so that other programs find all rows of a session that has ended in Parquet files.
 AT_THE_END = 1
-DECODED_AT_ONCE = 4000
+DECODED_AT_ONCE = 2000
 """This many rows are worth waking the thread to decode them."""
 # After this many seconds without a new row, none is expected.
 _QUIET = 0.5
@@ -44,12 +44,14 @@ class RowMover:
         self._decode, self._move, self._undecoded, self._log_size = decode, move, undecoded, log_size
         self._due, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._awaits_pause = False
 
     def look(self) -> None:
         """Wake the thread if there is something to do; returns at once. One thread at a time may call it."""
         if self._due.is_set() or self._ending.is_set():
             return
-        if self._undecoded() >= DECODED_AT_ONCE or self._log_size() >= SOME:
+        # While the thread awaits a pause of the stream, it looks at the size by itself.
+        if self._undecoded() >= DECODED_AT_ONCE or (not self._awaits_pause and self._log_size() >= SOME):
             self._due.set()
             self._start()
 
@@ -103,4 +105,7 @@ class RowMover:
                 before = -1
             else:
                 before = size
-                self._ending.wait(_QUIET)
+                self._awaits_pause = True
+                self._due.wait(_QUIET)
+                self._awaits_pause = False
+                self._due.clear()

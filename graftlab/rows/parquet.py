@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -170,6 +171,24 @@ def read(file: RowFile, start: int = 0, stop: int | None = None) -> pa.Table:
     except (pa.ArrowException, OSError, ValueError, LookupError, OverflowError, MemoryError) as error:
         raise SessionError(f"{where} cannot be read as Parquet ({error!s:.200})") from error
     return table
+
+
+def read_many(parts: Iterable[tuple[RowFile, int, int]]) -> Iterator[pa.Table]:
+    """The rows of parts of files, one after the other; each part is a file, its first row and the row behind its last.
+
+    A thread reads the next file while the caller uses the rows of one. Raises as :func:`read`.
+    """
+    parts = list(parts)
+    if len(parts) < 2:
+        for part in parts:
+            yield read(*part)
+        return
+    with ThreadPoolExecutor(1, "graftlab-row-reader") as reader:
+        ahead = reader.submit(read, *parts[0])
+        for part in parts[1:]:
+            table, ahead = ahead.result(), reader.submit(read, *part)
+            yield table
+        yield ahead.result()
 
 
 def _refuse_excess(found: pq.FileMetaData, file: RowFile, where: str) -> None:

@@ -30,8 +30,8 @@ def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
     tensor as they are. Sorted by step and execution order.
     """
     columns = Columns()
-    block = columns.block(table_of_lines(b"".join(encode(row) + b"\n" for row in rows)))
-    return frame_of(columns, columns.merge(columns.empty(), [block]))
+    table = table_of_lines(b"".join(encode(row) + b"\n" for row in rows))
+    return frame_of(columns, columns.merge(columns.empty(), [columns.block(table)], len(table)))
 
 
 class _DecodedPiece(NamedTuple):
@@ -52,7 +52,7 @@ class _DecodedTail(NamedTuple):
 
 
 class _FrameBlock(NamedTuple):
-    """Rows as a block, up to that number."""
+    """Rows as a block in order, up to that number."""
 
     block: Block
     upto: int
@@ -90,9 +90,7 @@ class RowStore:
         self._tail = _DecodedTail((), *self._log.end)
         self._columns = Columns(grows=True)
         self._frame = GrowingFrame(self._columns)
-        # The first block is in order, the others are as they came. A list that only grows by whole items or is
-        # replaced, because the stop button may interrupt a reader anywhere.
-        self._framed = [_FrameBlock(self._columns.empty(), self._earlier)]
+        self._framed = _FrameBlock(self._columns.empty(), self._earlier)
         self._mover = RowMover(self._decode_ahead, self._move, self._undecoded, lambda: self._log.size)
 
     def _move_earlier_rows(self, append: bool) -> tuple[int, int]:
@@ -139,8 +137,8 @@ class RowStore:
         first, lines = self._log.lines(start, stop)
         # Afterwards: rows that are no longer in the log are in a file.
         values: list[list[Any]] = []
-        for file, begin, end in parquet.slices(self.files, start, min(first, stop)):
-            values += values_of_rows(parquet.read(file, begin, end))
+        for table in parquet.read_many(parquet.slices(self.files, start, min(first, stop))):
+            values += values_of_rows(table)
         values += decode_lines(lines)
         return [record(each) for each in values]
 
@@ -152,10 +150,7 @@ class RowStore:
         """
         with self._framing, self._reading:
             self._read_until(self._log.count)
-            if len(self._framed) > 1:
-                ordered, *more = (framed.block for framed in self._framed)
-                self._framed = [_FrameBlock(self._columns.merge(ordered, more), self._framed[-1].upto)]
-            block = self._framed[0].block
+            block = self._framed.block
             if run is not None:
                 chosen: Any = np.flatnonzero(block["run"] == run)
                 if len(chosen) and chosen[-1] - chosen[0] == len(chosen) - 1:
@@ -193,19 +188,30 @@ class RowStore:
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def _read_until(self, wanted: int) -> None:
-        """Make blocks of all rows up to this number, and of what is read with them."""
-        while (upto := self._framed[-1].upto) < wanted:
-            for table, stop in self._tables_from(upto):
-                self._framed.append(_FrameBlock(self._columns.block(table), stop))
-            if self._framed[-1].upto < wanted and not self._decode_more():
-                raise SessionError(f"{self._log.path} was cut off by another process after row {self._tail.row - 1}")
+        """Add all rows up to this number to the frame's block, with what is read with them."""
+        block, upto = self._framed
+        if upto >= wanted:
+            return
+
+        def blocks() -> Iterator[Block]:
+            nonlocal upto
+            while upto < wanted:
+                for table, stop in self._tables_from(upto):
+                    upto = stop
+                    yield self._columns.block(table)
+                if upto < wanted and not self._decode_more():
+                    raise SessionError(f"{self._log.path} was cut off by another process after row {upto - 1}")
+
+        block = self._columns.merge(block, blocks(), wanted - upto)
+        # At once, because the stop button may interrupt this anywhere.
+        self._framed = _FrameBlock(block, upto)
 
     def _tables_from(self, row: int) -> Iterator[tuple[pa.Table, int]]:
         """What is in files, or decoded, from this row on, each table with the number of the row behind it."""
         first = self._tail.pieces[0].first if self._tail.pieces else self._tail.row
-        for file, begin, end in parquet.slices(self.files, row, first):
-            yield parquet.read(file, begin, end), file.first + end
-            row = file.first + end
+        for table in parquet.read_many(parquet.slices(self.files, row, first)):
+            row += len(table)
+            yield table, row
         for piece in self._tail.pieces:
             if row < piece.stop:
                 yield piece.table.slice(max(0, row - piece.first)), piece.stop

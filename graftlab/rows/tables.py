@@ -7,9 +7,11 @@ tags of a tap repeat from step to step. Text of tags that begins with a space is
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+import struct
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -28,6 +30,9 @@ _NUMBERS = {"integer": pa.int64(), "float": pa.float64()}
 SCHEMA = pa.schema([pa.field(column.name, _NUMBERS.get(column.storage, TEXT), column.is_nullable) for column in TABLE])
 IS_JSON = frozenset({"list", "index", "tags"})
 """The storages of columns that are JSON text in a table."""
+# Bytes of lines.
+_PART = 1 << 17
+_FORMATS = {"integer": "q", "float": "d"}
 # What a list or a tuple of text is when it has been read.
 _READ_AS = {"list": list, "index": list, "tags": dict}
 
@@ -87,26 +92,23 @@ def table_of_lines(lines: bytes, names: Sequence[str] = COLUMNS) -> pa.Table:
 
 def _usual_table(lines: bytes) -> pa.Table:
     try:
-        rows, has_words = _decode_lines(lines), False
+        cells, has_words = _cells_of(lines), False
     except ValueError:
-        rows, has_words = _decode_lines(_NONFINITE.sub(rb'"\1"', lines)), True
-    if len(rows) != lines.count(b"\n"):
+        cells, has_words = _cells_of(_NONFINITE.sub(rb'"\1"', lines)), True
+    if len(cells["step"]) != lines.count(b"\n"):
         raise ValueError("not one row per line")
-    if not rows:
+    if not cells["step"]:
         return SCHEMA.empty_table()
-    cells = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     arrays = []
     for column in TABLE:
         of_rows: Sequence[Any] = cells[column.name]
         if column.storage == "tags":
             of_rows = _without_steps(of_rows, cells["step"])
         elif column.storage in IS_JSON:
-            of_rows = b"\n".join(of_rows).split(b"\n")
-            if b"null" in of_rows:
-                of_rows = [None if text == b"null" else text for text in of_rows]
+            of_rows = _texts_or_none(of_rows)
         elif column.storage == "float" and has_words:
             of_rows = [float(value) if type(value) is str else value for value in of_rows]
-        array = pa.array(of_rows, SCHEMA.field(column.name).type)
+        array = _array(of_rows, column)
         if column.storage in IS_JSON:
             texts = array.dictionary.to_pylist()
             # The words may have been in a tag, where quotes change what they are.
@@ -117,6 +119,40 @@ def _usual_table(lines: bytes) -> pa.Table:
             raise ValueError(f"no {column.name}")
         arrays.append(array)
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _cells_of(lines: bytes) -> dict[str, list[Any]]:
+    """The values of all rows, by column. Raises ValueError."""
+    cells: list[list[Any]] = [[] for _ in COLUMNS]
+    view, start = memoryview(lines), 0
+    # A part stays in the processor's cache, and is gone before its tuples are many enough for the garbage collector.
+    while start < len(lines):
+        stop = lines.rfind(b"\n", start, start + _PART) + 1 or lines.find(b"\n", start) + 1 or len(lines)
+        for column, values in zip(cells, zip(*_decode_lines(view[start:stop]), strict=True), strict=False):
+            column += values
+        start = stop
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
+def _array(cells: Sequence[Any], column: Column) -> pa.Array:
+    """The cells of a column as an array, by the fastest of the ways that give the same one."""
+    kind, count = SCHEMA.field(column.name).type, len(cells)
+    first = cells[0]
+    if column.storage in _FORMATS:
+        if first is not None:
+            # Several times as fast as Arrow's conversion, because it looks at each value once.
+            with contextlib.suppress(struct.error):
+                data = struct.pack(f"{count}{_FORMATS[column.storage]}", *cells)
+                return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(data)])
+    elif first is not None and cells.count(first) == count:
+        return pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), pa.array([first], pa.string()))
+    return pa.array(cells, kind)
+
+
+def _texts_or_none(cells: Sequence[Any]) -> Sequence[Any]:
+    """The JSON texts of cells, which are bytes of one buffer, with None for null."""
+    texts = b"\n".join(cells).split(b"\n")
+    return [None if text == b"null" else text for text in texts] if b"null" in texts else texts
 
 
 def _without_steps(tags: Sequence[Any], steps: Sequence[int]) -> list[bytes]:

@@ -90,8 +90,10 @@ class Findings:
     """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
-    outdated_pairs: Sequence[str] = ()
-    """Sentences on pairs that no longer hold, so that nothing can be concluded from grafts."""
+    extra_calls: Sequence[str] = ()
+    """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
+    inconclusive: Sequence[str] = ()
+    """Sentences on why nothing can be concluded from grafts, such as pairs that no longer hold."""
 
     @property
     def named(self) -> list[str]:
@@ -105,7 +107,7 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.outdated_pairs, *findings.unexplained]
+    before = [*findings.inconclusive, *findings.unexplained, *findings.extra_calls]
     after = [*_hints(findings.hints), *findings.remarks]
     # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
     (after if findings.named else before).extend(findings.failed)
@@ -144,7 +146,7 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
 
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
-    if findings.outdated_pairs or (findings.failed and not len(frame)):
+    if findings.inconclusive or (findings.failed and not len(frame)):
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]

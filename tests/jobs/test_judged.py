@@ -28,13 +28,13 @@ def stop(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
-def listened(folder: Path, stop: Path, script: str) -> tuple[gl.Session, Jobs]:
+def listened(folder: Path, stop: Path, script: str, wrong: str = "act") -> tuple[gl.Session, Jobs]:
     """A session of two jobs that run this script, the target's with a fault. They have not joined yet."""
     session = gl.listen(baseline=1, target=1, folder=folder, timeout=4 * DEADLINE)
     told = {"address": folder, "timeout": 4 * DEADLINE}
     jobs = [
         start(script, stop, fault, **variables(role, 1, 1, **told))
-        for role, fault in (("baseline", "none"), ("target", "act"))
+        for role, fault in (("baseline", "none"), ("target", wrong))
     ]
     return session, jobs
 
@@ -146,4 +146,16 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     for job in jobs:
         code, out, err = end(job)
         assert (code, out) == (0, "trained True\n"), err
+    session.close()
+
+
+def test_a_job_that_is_two_batches_ahead_is_reported_and_no_layer_is_named(tmp_path: Path, stop: Path) -> None:
+    session, jobs = listened(tmp_path / "run", stop, "trains.py", "ahead")
+    before = filters_of(session.plan)
+    verdict = session.verdict()
+    assert verdict.text.startswith("The target is ahead by 2 steps: its values at input.x are those that the baseline")
+    assert verdict.named == []
+    assert filters_of(session.plan) == before
+    stop.touch()
+    assert [end(job)[0] for job in jobs] == [0, 0]
     session.close()

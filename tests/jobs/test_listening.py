@@ -25,16 +25,21 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("without_host", ["keep", "nothing"])
+@pytest.mark.parametrize("without_session", ["keep", "nothing"])
 def test_a_second_notebook_takes_over_the_jobs_of_the_first(
-    tmp_path: Path, stop: Path, capsys: pytest.CaptureFixture[str], without_host: str
+    tmp_path: Path, stop: Path, capsys: pytest.CaptureFixture[str], without_session: str
 ) -> None:
     folder = tmp_path / "run"
     session = gl.listen(baseline=1, target=1, folder=folder, timeout=2 * DEADLINE)
     said = capsys.readouterr().out
     assert f"target: GRAFTLAB_ENABLE=1 GRAFTLAB_ROLE=target GRAFTLAB_ADDRESS={folder} " in said
     assert session.status()["state"].tolist() == ["not joined yet"] * 2
-    told = {"address": folder, "timeout": 2 * DEADLINE, "b2t_filter": "name == 'nobody'", "without_host": without_host}
+    told = {
+        "address": folder,
+        "timeout": 2 * DEADLINE,
+        "b2t_filter": "name == 'nobody'",
+        "without_session": without_session,
+    }
     jobs = [
         start("goes_on.py", stop, 1.0, **variables("baseline", 1, 1, **told)),
         start("goes_on.py", stop, 1.5, **variables("target", 1, 1, **told)),
@@ -80,7 +85,7 @@ def test_a_second_notebook_takes_over_the_jobs_of_the_first(
     again = gl.listen(baseline=1, target=1, folder=folder, append=True, timeout=2 * DEADLINE)
     before = again.row_count
     wait_until(lambda: again.status()["state"].isin(["running", "waiting"]).all(), "both ranks")
-    if without_host == "nothing":
+    if without_session == "nothing":
         assert (again.plan.b2t, again.plan.compare, again.plan.keep) == (None, None, None)
         assert again.plan.version > plan.version
         again.edit(compare="True")

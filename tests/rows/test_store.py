@@ -452,6 +452,12 @@ def test_a_damaged_line_far_down_is_named(tmp_path: Path, pieces: int) -> None:
         gl.load_run(tmp_path)
 
 
+def test_a_flipped_bit_in_the_version_is_damage_and_not_another_version(tmp_path: Path) -> None:
+    (tmp_path / ROWS_FILE).write_bytes(header_line().replace(b'"version": 1', b'"version": 0') + b"\n")
+    with pytest.raises(gl.SessionError, match="line 1: this does not match its checksum"):
+        gl.load_run(tmp_path)
+
+
 @given(st.data())
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_anywhere_in_the_log_is_reported_with_its_line(
@@ -562,6 +568,21 @@ def test_rows_are_decoded_while_they_arrive_before_a_frame_needs_them(
     assert store._mover._thread is not None
     assert not store._mover._thread.is_alive()
     assert len(store.frame()) == 70
+
+
+def test_rows_are_decoded_while_the_mover_waits_for_a_pause_of_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "DECODED_AT_ONCE", 10)
+    monkeypatch.setattr(moving, "SOME", 1)
+    monkeypatch.setattr(moving, "_QUIET", 2 * DEADLINE)
+    store = RowStore(tmp_path)
+    for end in (20, 60, 90):
+        store.append([encode(row(order=order)) for order in range(len(store), end)])
+        wait_until(lambda: store._tail.row == len(store), "the rows' decoding")
+        wait_until(lambda: store._mover._awaits_pause, "the thread's wait")
+    store.close()
+    assert store.frame()["order"].tolist() == list(range(90))
 
 
 def test_rows_that_come_later_change_no_frame_that_is_shown(tmp_path: Path) -> None:
