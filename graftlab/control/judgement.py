@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.control.line_runs import LineSearch
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import Mechanisms
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
@@ -37,6 +38,7 @@ from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
+from graftlab.verdict.lines import DifferingLine
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
@@ -166,6 +168,13 @@ class Judgement:
         may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
+        lines: list[DifferingLine] = []
+        if self._can_trace(evidence, naming):
+            # What cancels, or rounds differently, is no mistake.
+            to_blame = frame.loc[frame["label"] == "culprit", "group"]
+            groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
+            search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)
+            lines = self._attempt("the search for lines of source", lambda: search.lines(groups), [])
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and naming.job_remarks is not None):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
@@ -190,6 +199,7 @@ class Judgement:
                 failed=self._failed,
                 pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
                 rounding=rounding,
+                lines=lines,
                 extra_calls=self._attempt(
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
@@ -369,6 +379,10 @@ class Judgement:
         if naming.not_repeated or self._runs.recorded or not evidence.selves or self._is_abandoned:
             return False
         return naming.job_remarks is None or not naming.target_not_repeated
+
+    def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
+        """Whether runs with every tap grafted repeat themselves, so that operations of both sides correspond."""
+        return self._explains(naming) and naming.job_remarks is None and not naming.not_repeated
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
         """What the named groups do to each output, by the output's group, and remarks on that."""

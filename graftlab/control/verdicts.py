@@ -10,6 +10,7 @@ from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
 from graftlab.errors import SessionError
 from graftlab.verdict.added import LABELS
+from graftlab.verdict.lines import INDENT, lines_frame
 from graftlab.verdict.origins import ErrorOrigin
 from graftlab.verdict.wording import Findings, parts_of, text_of
 
@@ -62,6 +63,18 @@ class Verdict:
         return found
 
     @property
+    def lines(self) -> pd.DataFrame:
+        """The lines of source at which the named groups' errors arise: a row for each line of each side.
+
+        For each group up to three lines of the target and of the baseline, the most telling first. ``operation`` is
+        torch's operation at the line, with its arguments; ``confirmed`` means that the tap agrees once this operation
+        alone has the baseline's value; ``is_suspect`` that values have another order or other signs from here on,
+        which may be meant. ``tap``, ``step``, ``occurrence`` and ``rank`` are the call that was traced, ``stack`` all
+        lines that led to the operation, innermost first. Empty where nothing was named or could be traced.
+        """
+        return lines_frame(self.findings.lines)
+
+    @property
     def origins(self) -> tuple[ErrorOrigin, ...]:
         """Where the errors of named values arise: for each, the innermost module of both sides that gives another
         output from equal inputs. Empty where no module is watched, for jobs, and without ``explain``.
@@ -111,7 +124,7 @@ class Verdict:
         # What may overturn the answer is as important as the answer.
         bold = len(before) + 1
         text = "".join(
-            f"<p><b>{html.escape(line)}</b></p>" if place < bold else f"<p>{html.escape(line)}</p>"
+            f"<p><b>{html.escape(line)}</b></p>" if place < bold else _paragraph(line)
             for place, line in enumerate([*before, *answer, *after])
         )
         labels = self.labels
@@ -125,3 +138,8 @@ class Verdict:
             lines.append(f"<tr>{''.join(cells)}</tr>")
         head = ("group", "label", "added", "floor", "ratio", "alone")
         return text + (table(head, lines) if lines else "")
+
+
+def _paragraph(line: str) -> str:
+    # Lines of source stand below each other, as in the text.
+    return f"<pre>{html.escape(line)}</pre>" if line.startswith(INDENT) else f"<p>{html.escape(line)}</p>"

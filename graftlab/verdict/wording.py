@@ -18,6 +18,7 @@ from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.lines import DifferingLine, lines_in_words
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
 from graftlab.verdict.rounds_differently import RoundsDifferently
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
@@ -90,6 +91,8 @@ class Findings:
     """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    lines: Sequence[DifferingLine] = ()
+    """The lines of source at which the named groups' errors arise."""
     extra_calls: Sequence[str] = ()
     """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
     inconclusive: Sequence[str] = ()
@@ -159,6 +162,7 @@ def _conclusion(findings: Findings) -> list[str]:
             label = _label(frame, groups[0])
             what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
             lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
+            lines += lines_in_words(findings.lines, groups)
         if findings.origins is not None:
             lines += sentences_on(findings.origins)
         elif any(kind_of_group(group) is None for group in computed):
