@@ -257,7 +257,7 @@ class CalledRuns(VerdictRuns):
             for side, callee in sides.items()
         }
         run, version = self._run(why, callees, (), {}, self.changes(filters))
-        return TracedRun(_rows_under(version, run), list(run.baseline), list(run.target))
+        return TracedRun(self._rows_under(version, run), list(run.baseline), list(run.target))
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
