@@ -63,7 +63,7 @@ class Findings:
     target_ranks: int
     unseen: Sequence[str] = ()
     may_be_inherited: Sequence[str] = ()
-    """What was not checked and may make named groups innocent."""
+    """Sentences on what may make named groups innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
     """By the group of the output at which they were measured."""
@@ -119,7 +119,7 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     if findings.target_not_repeated:
         before.append(_not_repeatable("target", findings.target_not_repeated))
     jobs = findings.job_remarks or JobRemarks(None, "")
-    before += [*jobs.first, *(f"{NOT_CHECKED}{line}" for line in findings.may_be_inherited), *findings.data]
+    before += [*jobs.first, *findings.may_be_inherited, *findings.data]
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
     return before, _conclusion(findings), after
 
