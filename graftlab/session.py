@@ -196,8 +196,6 @@ class Session(SessionCore):
     <Session 1+1: 2 ranks alive, ...>
     """
 
-    _verdict: Verdict | None = None
-
     def replay(
         self,
         path: str | Path,
@@ -299,8 +297,9 @@ class Session(SessionCore):
         request = VerdictRequest(
             baseline, target, output, floor, exact, threshold, explain, args, kwargs, steps, graft_weights
         )
-        self._verdict = judge(self, request)
-        return self._verdict
+        verdict = judge(self, request)
+        internals_of(self).verdict = verdict
+        return verdict
 
     def post_mortem(self, on: str, command: str = "") -> str:
         """Run a pdb command in the frames of the last failure on a rank, such as ``"target[1]"``; returns its output.
@@ -340,7 +339,7 @@ class Session(SessionCore):
         """
         from graftlab.control.report import write_report
 
-        return write_report(self, path, self._verdict, tensors)
+        return write_report(self, path, internals_of(self).verdict, tensors)
 
     def match(
         self,

@@ -37,6 +37,7 @@ from graftlab.verdict.added import (
 )
 from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.lines import DifferingLine
@@ -59,7 +60,7 @@ from graftlab.verdict.unexplained import (
     ValueDifference,
     differing_taps,
 )
-from graftlab.verdict.wording import Findings, JobRemarks
+from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -165,8 +166,10 @@ class Judgement:
             remarks += naming.job_remarks.of_named
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
+        may_be_inherited += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
         may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
@@ -205,6 +208,7 @@ class Judgement:
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
                 origins=origins,
+                maps=mechanisms.maps,
             ),
             self._runs.count,
         )
@@ -555,4 +559,5 @@ def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: floa
     if not len(failed):
         return []
     groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    return [f"{groups}, where nothing could be grafted: later taps may have inherited their named error from there."]
+    inherited = "later taps may have inherited their named error from there"
+    return [f"{NOT_CHECKED}{groups}, where nothing could be grafted: {inherited}."]
