@@ -61,6 +61,8 @@ def test_the_environment_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         ("PORT", "70000", "port (GRAFTLAB_PORT) is 70000; it takes a number from 1 to 65535"),
         ("B2T_FILTER", "layer = 4", "b2t_filter (GRAFTLAB_B2T_FILTER) is 'layer = 4'; it takes a filter expression"),
+        ("WATCH_INSIDE", "(", "watch_inside (GRAFTLAB_WATCH_INSIDE) is '('; it takes a filter expression"),
+        ("WATCH_GRADS", "all", "watch_grads (GRAFTLAB_WATCH_GRADS) is 'all'; it takes 1 or 0"),
         ("WATCH", "(", "watch (GRAFTLAB_WATCH) is '('; it takes a filter expression"),
         ("TRANSFORM_PATH", "nodots", "transform_path (GRAFTLAB_TRANSFORM_PATH) is 'nodots'; it takes 'pkg.module"),
         ("MESH", "cp", "mesh (GRAFTLAB_MESH) is 'cp'; it takes sizes by name: 'cp' is not a mesh"),
