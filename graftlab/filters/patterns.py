@@ -37,7 +37,8 @@ _FEW_STEPS = 1e7
 def bounded(pattern: str, helper: str) -> Callable[[str], object]:
     """Return a pattern's function ``helper``: ``search``, ``match`` or ``fullmatch``.
 
-    Raises the errors of ``re.compile``, and :class:`FilterError` for a pattern that is too large. The returned function raises :class:`FilterError` at the time limit.
+    Raises the errors of ``re.compile``, and :class:`FilterError` for a pattern that is too large. The returned
+    function raises :class:`FilterError` at the time limit.
     """
     quickly: Callable[[str], object] = getattr(_compile(pattern), helper)
     longest = _longest_for_re(pattern)
@@ -59,7 +60,8 @@ def bounded(pattern: str, helper: str) -> Callable[[str], object]:
 def bounded_rewrite(pattern: str, replacement: str) -> Callable[[str], str | None]:
     """Return a function that rewrites a text as ``re.sub`` does, and returns None if the pattern is not found.
 
-    Raises the errors of ``re.compile``, and :class:`FilterError` for a pattern that is too large. The returned function raises :class:`FilterError` at the time limit.
+    Raises the errors of ``re.compile``, and :class:`FilterError` for a pattern that is too large. The returned
+    function raises :class:`FilterError` at the time limit.
     """
     expression = _compile(pattern)
     longest = _longest_for_re(pattern)

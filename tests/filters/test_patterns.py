@@ -92,6 +92,113 @@ def test_pattern_that_blocks_re_forever_gets_a_result() -> None:
 @pytest.mark.usefixtures("short_limit")
 def test_filter_check_bounds_patterns_too() -> None:
     taps = [{"name": NAME}]
+    check = FilterCheck(f"search({ENDLESS[0]!r}, name)")
+    check.catch_up(taps)
+    assert check.hits == []
+    assert "takes more than 0.05 s" in check_summary(check, taps)
+    other = FilterCheck(f"name == {ENDLESS[0]!r}")
+    other.catch_up(taps)
+    assert check_summary(other, taps).startswith("0 of 1 seen")
+
+
+def test_more_repeats_allow_re_only_shorter_texts() -> None:
+    from graftlab.filters.patterns import _longest_for_re
+
+    patterns = ("abc", "a*", "a*b*", "a+b?c*", "(a*)*")
+    assert [_longest_for_re(pattern) for pattern in patterns] == [None, 3162, 215, 56, 0]
+
+
+def test_unbounded_pattern_that_only_re_can_parse_is_refused() -> None:
+    for make in (lambda pattern: bounded(pattern, "search"), lambda pattern: bounded_rewrite(pattern, "")):
+        with pytest.raises(
+            FilterError, match=r"may take forever, and its time cannot be limited \(unknown property .*\): \(a"
+        ):
+            make("(a+)+[[:foo:]]")
+        assert make("[[:foo:]]")("a]") is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a)+x{e}", "(a)+x{e<=1}y", "(a)+[{]{2}{i}", r"(a)+\{d}", "(a)+x{1,2}{", "(a)+x{,1}{}", "(a)+[^]{s}]{s}"],
+)
+def test_braces_that_mean_nothing_to_re_mean_nothing(pattern: str) -> None:
+    for text in ("aax{e}", "aay", "ax{e<=1}y", "axy", "a{{{i}", "a{d}", "axx{", "ax{}", "a{}", "aX{s}", "a", ""):
+        found = bounded(pattern, "fullmatch")(text)
+        assert (found is None) == (re.fullmatch(pattern, text) is None), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "longest"), [("a", None), ("a*b", 3162), ("a+b?", 215), ("a{2}b*c?", 56), ("(a)+", 0), ("(a|b){2}", 0)]
+)
+def test_texts_up_to_a_length_that_re_is_done_with_soon_take_no_longer_than_re(
+    pattern: str, longest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Limited:
+        def search(self, text: str, timeout: float) -> str:
+            return f"limited to {timeout:g} s"
+
+        def subn(self, replacement: str, text: str, timeout: float) -> tuple[str, int]:
+            return f"limited to {timeout:g} s", 1
+
+    monkeypatch.setattr(patterns, "_compile_limited", lambda pattern: Limited())
+    for find in (bounded(pattern, "search"), bounded_rewrite(pattern, "")):
+        if longest is None:
+            assert find("-" * 100_000) is None
+        else:
+            assert find("-" * (longest + 1)) == "limited to 0.25 s"
+            assert "limited" not in str(find("-" * longest))
+
+
+def test_a_filter_warns_of_nothing_even_where_warnings_are_errors() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compile_filter(r"search('\d\.[[a]b', name)").matches({"name": "1.ab"})
+        with pytest.raises(DeprecationWarning):
+            warnings.warn("of the user's own", DeprecationWarning, stacklevel=1)
+        with pytest.raises(SyntaxError, match="invalid escape"):
+            compile(r"'\d'", "<cell>", "eval")
+
+
+def test_filters_do_not_restore_another_threads_temporary_warning_filters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, another = ast.parse, warnings.catch_warnings()
+
+    def while_the_other_thread_ends_its_block(*args: Any, **kwargs: Any) -> Any:
+        another.__exit__(None, None, None)
+        return read(*args, **kwargs)
+
+    with warnings.catch_warnings():
+        another.__enter__()
+        warnings.simplefilter("error", BytesWarning)
+        monkeypatch.setattr(ast, "parse", while_the_other_thread_ends_its_block)
+        compile_filter("match('it was never compiled before', name)")
+        assert ("error", None, BytesWarning, None, 0) not in warnings.filters
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(((a{100}){100}){100}){4}",
+        "(" * 11 + "a" + "{2})" * 11,
+        "(" * 40 + "a" + "+)" * 40,
+        "(?:" * 20 + "ab" + "+?)+" * 20,
+    ],
+)
+def test_a_pattern_that_would_fill_the_memory_is_refused_before_regex_reads_it(
+    pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns.regex, "compile", lambda *given: pytest.fail("regex writes the repeats out"))
+    refused = "parts when its repeats are written out"
+    for helper in ("search", "match", "fullmatch"):
+        with pytest.raises(FilterError, match=refused):
+            bounded(pattern, helper)
+        with pytest.raises(FilterError, match=refused):
+            gl.GraftPlan(compare=f"{helper}('{pattern}', name)")
+    with pytest.raises(FilterError, match=refused):
+        bounded_rewrite(pattern, "b")
+    with pytest.raises(gl.PlanError, match=refused):
+        gl.GraftPlan(rename=[("target", pattern, "b")])
     assert refused in check_summary(FilterCheck(f"search('{pattern}', name)"), [])
 
 
