@@ -198,7 +198,7 @@ def test_a_pattern_that_would_fill_the_memory_is_refused_before_regex_reads_it(
     with pytest.raises(FilterError, match=refused):
         bounded_rewrite(pattern, "b")
     with pytest.raises(gl.PlanError, match=refused):
-        gl.GraftPlan(rename=[("target", pattern, "b")])
+        gl.GraftPlan(rename={"target": {pattern: "b"}})
     assert refused in check_summary(FilterCheck(f"search('{pattern}', name)"), [])
 
 
