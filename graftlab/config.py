@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, cast, get_args
 
 from graftlab.base import limits
 from graftlab.base.world import MAX_RANKS, Side
-from graftlab.errors import ConfigError, FilterError, TransformError
+from graftlab.errors import ConfigError, FilterError, LayoutError, TransformError
 from graftlab.exchange.keys import read_token
 from graftlab.filters.expressions import compile_filter
+from graftlab.layouts import parse_mesh
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
 
@@ -77,8 +78,16 @@ class GraftConfig:
     its next step pairs with the same step of the other side. Without it both sides' next steps pair.
 
     ``watch`` taps the modules of the first model that is called, chosen as by ``include`` of :func:`graftlab.watch`;
-    each call of that model is then a step. ``without_session`` says what a job does when its session ends: ``"keep"``
-    comparing by the plan, or compare ``"nothing"``, until another notebook listens at that address.
+    each call of that model is then a step. ``watch_inside``, ``watch_functions`` (names, with commas in between),
+    ``watch_params``, ``watch_inputs`` and ``watch_grads`` are further arguments of that watch, and with
+    ``watch_optimizer`` each optimizer of the model's weights is watched as by :func:`graftlab.watch_training`. Any of
+    them is enough to watch the model; ``watch`` is then ``"True"`` by default.
+
+    ``without_session`` says what a job does when its session ends: ``"keep"`` comparing by the plan, or compare
+    ``"nothing"``, until another notebook listens at that address.
+
+    ``mesh`` is how this side's ranks are arranged, for layouts that name several axes: sizes by name, outermost first,
+    as in ``"cp=2,tp=4"``. Megatron's, SGLang's, vLLM's and a ``DeviceMesh``'s groups are found without it.
 
     Raises :class:`ConfigError` for a value of the wrong type, or one that cannot be used.
 
@@ -104,11 +113,18 @@ class GraftConfig:
     keep_budget: int = limits.KEEP_BUDGET
     run_dir: str | None = None
     watch: str | None = None
+    watch_inside: str | None = None
+    watch_functions: str | None = None
+    watch_params: bool = False
+    watch_inputs: bool = False
+    watch_grads: bool = False
+    watch_optimizer: bool = False
     without_session: str = "keep"
     token: str | None = field(default=None, repr=False)
     token_file: str | None = None
     ports: str | None = None
     first_step: int | None = None
+    mesh: str | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -149,7 +165,12 @@ class GraftConfig:
             raise _refusal("port", self.port, "a number from 1 to 65535")
         if not self.group_name or "/" in self.group_name or self.group_name.startswith("."):
             raise _refusal("group_name", self.group_name, "a name without a / that does not begin with a dot")
-        for name in (*_FILTERS, "watch"):
+        if self.mesh is not None:
+            try:
+                parse_mesh(self.mesh)
+            except LayoutError as error:
+                raise _refusal("mesh", self.mesh, f"sizes by name: {error}") from error
+        for name in (*_FILTERS, "watch", "watch_inside"):
             try:
                 compile_filter(getattr(self, name))
             except FilterError as error:
@@ -287,6 +308,11 @@ class GraftConfig:
             )
         return found
 
+    @property
+    def watches(self) -> bool:
+        """Whether the first model that is called is watched."""
+        return any(getattr(self, each.name) for each in fields(self) if each.name.startswith("watch"))
+
     def join_token(self) -> str | None:
         """Return the session's token. Raises :class:`ConfigError` for a token file that other users can read."""
         if self.token is None and self.token_file is not None:
@@ -327,6 +353,7 @@ class GraftConfig:
 
 _KINDS: dict[str, type] = {
     "enable": bool,
+    **dict.fromkeys(("watch_params", "watch_inputs", "watch_grads", "watch_optimizer"), bool),
     "port": int,
     "baseline_world_size": int,
     "target_world_size": int,

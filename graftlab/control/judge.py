@@ -19,8 +19,10 @@ from graftlab.errors import SessionError
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled, named_groups, unseen_of
 from graftlab.verdict.causes import consequences
+from graftlab.verdict.extra_calls import extra_calls
 from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_rows
+from graftlab.verdict.misaligned_steps import find_misaligned_steps
 from graftlab.verdict.model_data import RunData, input_names, without_data
 from graftlab.verdict.wording import Findings
 
@@ -85,16 +87,24 @@ def judge_rows(
     shown: RunData,
     sizes: tuple[int, int] | None,
     *,
+    ungrafted: pd.DataFrame,
     floor: float | None,
     threshold: float,
     where: str,
 ) -> Verdict:
-    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`. ``others`` are of steps like ``grafted``."""
+    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`.
+
+    ``others`` are of steps like ``grafted``, ``ungrafted`` of all steps without grafts.
+    """
     refuse_floor(floor)
     refuse_threshold(threshold)
     said = remarks_on_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
     frame = added_frame(computed, {}, compared=compared, constant=said.constant)
+    if (misaligned := find_misaligned_steps(ungrafted)) is not None:
+        unjudged = frame.assign(label="unmeasured")
+        ranks = grafted["rank"].nunique()
+        return Verdict(Findings(unjudged, threshold, ranks, inconclusive=[misaligned.sentence], job_remarks=said), 0)
     named = named_groups(frame, threshold)
     data = data_of_jobs(shown.rows, grafted, threshold)
     evened = GradientScaling() if sizes is None else gradient_scaling(frame, computed, named, *sizes, threshold)
@@ -117,5 +127,6 @@ def judge_rows(
         inputs=[*given, *even],
         following=following,
         job_remarks=said,
+        extra_calls=extra_calls(grafted, named),
     )
     return Verdict(findings, 0)

@@ -104,8 +104,18 @@ class LoadedRun(pd.DataFrame):
         shown = data_of_run(of_run, compared, grafted)
         others = of_run[of_run["step"].isin(_whole_steps(of_run, "grafted").index.get_level_values(1))]
         others = others[others["step"] != step]
-        sizes = sizes_of(self.folder, number)
-        return judge_rows(compared, grafted, others, shown, sizes, floor=floor, threshold=threshold, where=where)
+        whole = _whole_steps(of_run, "compared")
+        return judge_rows(
+            compared,
+            grafted,
+            others,
+            shown,
+            sizes_of(self.folder, number),
+            ungrafted=of_run[of_run["step"].isin(whole.index.get_level_values(1))],
+            floor=floor,
+            threshold=threshold,
+            where=where,
+        )
 
 
 def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame] | None:

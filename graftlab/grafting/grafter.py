@@ -462,7 +462,9 @@ class Grafter:
             return None
         try:
             given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
-            return SentExtras(None, rank_layout(shown, given, self.place.world_size) if has_layout else None, name)
+            place = self.place
+            layout = rank_layout(shown, given, place.world_size, place.rank) if has_layout else None
+            return SentExtras(None, layout, name)
         except LayoutError as error:
             return error
 

@@ -207,7 +207,7 @@ class ReceivePipeline:
             return self._transform_failed(call, _input(call, extras, receipt, layout, reduced), None, None, error)
         note = None
         if call.action.keep:
-            note = self._kept.add(_input(call, extras, receipt, layout, reduced), theirs)
+            note = self._kept.add(_input(call, extras, receipt, layout, reduced), theirs, call.occurrence)
         return self._done(call, theirs, stats, _senders(receipt), note, replaced)
 
     def _take_transformed(
@@ -232,7 +232,7 @@ class ReceivePipeline:
             if unmatched and not matched:
                 return _no_matching_rows(graft_input, outcome, label, note)
         if call.action.keep:
-            note = _joined(note, self._keep(graft_input, outcome))
+            note = _joined(note, self._keep(call, graft_input, outcome))
         if call.action.graft:
             note = _joined(note, outcome.caveat)
         done = self._done(call, outcome.value, stats, graft_input.senders, note, replaced)
@@ -297,11 +297,11 @@ class ReceivePipeline:
             record.created, record.msecs = each.when, each.when % 1 * 1000
             logger.handle(record)
 
-    def _keep(self, graft_input: GraftTransformInput, outcome: Outcome) -> str | None:
+    def _keep(self, call: TapCall, graft_input: GraftTransformInput, outcome: Outcome) -> str | None:
         if outcome.measured is None:
-            return self._kept.add(graft_input, outcome.value)
+            return self._kept.add(graft_input, outcome.value, call.occurrence)
         theirs, mine = outcome.measured
-        return self._kept.add(replace(graft_input, target=mine), theirs)
+        return self._kept.add(replace(graft_input, target=mine), theirs, call.occurrence)
 
     def _transform_failed(
         self,
@@ -315,7 +315,7 @@ class ReceivePipeline:
         logger.error("%s: the transform failed at tap %r: %s", call.place.label, call.name, text)
         if call.action.keep:
             # Kept as input for trying a better transform.
-            note = _joined(note, self._kept.add(graft_input, None))
+            note = _joined(note, self._kept.add(graft_input, None, call.occurrence))
         return TapResult("failed", graft_input.senders, transform=transform, note=note, error=text)
 
     def _overwrite(

@@ -37,8 +37,8 @@ class _Sketcher(CountingHandler):
         shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
         given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
         place = here()
-        read = rank_layout(shown, given, 1 if place is None else place.world_size)
-        self._declared = None if read is None else replicas_of(read.layout)
+        read = rank_layout(shown, given, *((1, 0) if place is None else (place.world_size, place.rank)))
+        self._declared = None if read is None or read.unknown else replicas_of(read.layout)
         super().tap(name, shown, extras, tags, replace)
         return value
 

@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from graftlab.config import GraftConfig
-from graftlab.errors import ConfigError, GraftError, SessionError, warn
+from graftlab.errors import ConfigError, GraftError, LayoutError, SessionError, warn
 from graftlab.grafting import active
 from graftlab.jobs.attached_rank import AttachedRank
+from graftlab.layouts import give_mesh
 from graftlab.taps import calls
 
 _joining = threading.Lock()
 _rank: AttachedRank | None = None
 
 
-def attach(config: GraftConfig | None = None) -> bool:
+def attach(config: GraftConfig | None = None, *, mesh: Any = None) -> bool:
     """Join the graft world that the config (default: the environment) names; return whether this process has joined.
 
     Waits until every rank of both sides has joined, at most ``timeout`` seconds. If some have not, or joining fails
@@ -41,6 +42,10 @@ def attach(config: GraftConfig | None = None) -> bool:
             raise SessionError("this process is a rank already; gl.here() shows which")
         forget_first_tap()
         config = GraftConfig.from_env() if config is None else config
+        try:
+            give_mesh(config.mesh if mesh is None else mesh)
+        except LayoutError as error:
+            raise ConfigError(f"mesh: {error}") from error
         try:
             rank = AttachedRank(config)
             rank.begin()

@@ -12,10 +12,11 @@ import shlex
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from graftlab.base.world import Place
+from graftlab.base.world import Place, Side
 from graftlab.config import Endpoint
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run_folder import describe_session
@@ -40,7 +41,7 @@ from graftlab.jobs.proxy import Ends, TcpListener
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid
 from graftlab.jobs.status_query import answer_status_query
 from graftlab.plan.plan import FILTERS, GraftPlan
-from graftlab.plan.wire import from_wire, to_wire
+from graftlab.plan.wire import from_wire
 from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
@@ -48,6 +49,7 @@ from graftlab.ranks.messages import Contact, LinkReport, WaitReason, WorldSwitch
 from graftlab.ranks.messages import pack as pack_message
 from graftlab.ranks.options import LaunchOptions
 from graftlab.rows.store import RowStore
+from graftlab.transforms import TransformSpec
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class SessionServer:
         self._ranks = [rank for rank in session.ranks if isinstance(rank, AttachedRankHandle)]
         self._rendezvous = rendezvous
         self._listener = listener
-        self._agreed = agreed
+        self._agreed = None if agreed is None else AgreedPlan(agreed)
         self._first_plan = session.plan
         self._tcp_listener = tcp_listener
         self._membership = Membership(self._ranks, self._jobs, makes_links=tcp_listener is None)
@@ -325,7 +327,7 @@ class SessionServer:
                 False,
             )
         if self._agreed is not None and join.plan is not None:
-            return _difference(from_wire(join.plan), self._agreed), True, False
+            return self._agreed.objection(join.side, from_wire(join.plan)), True, False
         return "", False, False
 
     def _admit_here(self, connection: socket.socket, join: JoinRequest, segment: int | None) -> None:
@@ -340,6 +342,10 @@ class SessionServer:
     def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
         """Give the process its rank; also return a note about it for the status."""
         rank = self._rank_of(join)
+        if self._agreed is not None and join.plan is not None:
+            plan, newest = self._agreed.enter(join.side, from_wire(join.plan)), self._session.plan
+            if newest is self._first_plan and plan.transforms != newest.transforms:
+                self._first_plan = self._session.edit(transform=plan.transform)
         if self._last_refused is not None and self._last_refused[0] == rank.label:
             self._last_refused = None
         note = ""
@@ -499,18 +505,48 @@ def open_session_server(
     return session, SessionServer(session, rendezvous, listener, plan if agreed else None, opened)
 
 
-def _difference(theirs: GraftPlan, ours: GraftPlan) -> str:
-    """Describe the first field in which a job's plan differs from the plan of the first job; ``""`` if none does."""
-    for name in (*FILTERS, "transform"):
-        here, there = getattr(to_wire(ours), name), getattr(to_wire(theirs), name)
-        if here != there:
-            field = "transform_path" if name == "transform" else f"{name}_filter"
+class AgreedPlan:
+    """The plan that the jobs of a session without a notebook bring. Its transforms may differ by side.
+
+    A transform belongs to the side that receives. If only one side brings one, it is the plan's.
+    """
+
+    def __init__(self, first: GraftPlan) -> None:
+        self._first = first
+        self._transforms: dict[Side, tuple[TransformSpec, ...]] = {}
+
+    def objection(self, side: Side, plan: GraftPlan) -> str:
+        """Describe how a job's plan differs from those of the jobs before it; ``""`` if it may join."""
+        for name in FILTERS:
+            here, there = getattr(self._first, name), getattr(plan, name)
+            if here != there:
+                field = f"{name}_filter"
+                return (
+                    f"{field} (GRAFTLAB_{field.upper()}) is {there!r} here, but {here!r} in the job that joined first; "
+                    f"both sides need the same"
+                )
+        brought = self._transforms.get(side, plan.transforms)
+        if brought != plan.transforms:
+            here, there = (" and ".join(spec.label for spec in specs) or None for specs in (brought, plan.transforms))
             return (
-                f"{field} (GRAFTLAB_{field.upper()}) is {_shown(there)} here, but {_shown(here)} in the job that "
-                f"joined first; both sides need the same"
+                f"transform_path (GRAFTLAB_TRANSFORM_PATH) is {there!r} here, but {here!r} in the {side} process that "
+                f"joined first; the ranks of a side need the same"
             )
-    return ""
+        return ""
 
-
-def _shown(value: object) -> str:
-    return repr(getattr(value, "text", value))
+    def enter(self, side: Side, plan: GraftPlan) -> GraftPlan:
+        """Note the transform of a job that joins, and return the plan of all that have joined."""
+        self._transforms[side] = plan.transforms
+        of_baseline, of_target = (self._transforms.get(each, ()) for each in ("baseline", "target"))
+        if not of_baseline or not of_target or of_baseline == of_target:
+            return replace(self._first, transform=of_target or of_baseline or None)
+        each_own = [
+            replace(spec, where=f"side == {receiver!r} and (\n{filter_}\n)")
+            for receiver, filter_, specs in (
+                ("target", self._first.b2t, of_target),
+                ("baseline", self._first.t2b, of_baseline),
+            )
+            if filter_ is not None and filter_.strip()
+            for spec in specs
+        ]
+        return replace(self._first, transform=tuple(each_own) or None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graftlab.layouts.dims import Dims, layouts_of_pair, parse_dims
+from graftlab.layouts.known_mesh import give_mesh, parse_mesh
 from graftlab.layouts.layout import Joined, Layout, Relaid, join_parts, relayout
 from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.on_ranks import RankLayout, layout_of_dtensor, rank_layout
@@ -32,11 +33,13 @@ __all__ = [
     "Strided",
     "Unpack",
     "Window",
+    "give_mesh",
     "join_parts",
     "layout_of_dtensor",
     "layouts_of_pair",
     "parse_dims",
     "parse_layout",
+    "parse_mesh",
     "rank_layout",
     "relayout",
 ]

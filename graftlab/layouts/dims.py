@@ -5,22 +5,31 @@ split, outermost first, each with qualifiers: ``zigzag`` (or ``natural``) order,
 added up, and ``sharded``, which is the default. ``(a*b)`` is one dimension fused from two, ``1`` a dimension of size 1.
 After ``#`` follow axes over which all ranks have copies (``ep:replicated``), and with ``dp:=moe_dp`` the name of the
 data parallel group, in which only one rank has the tensor. ``t`` stands for the tokens of all sequences in one
-dimension, ``b`` and ``s`` for batch and sequence in two.
+dimension, ``b`` and ``s`` for batch and sequence in two; beside ``b``, or where the other side has no ``b``, ``t`` is
+the same dimension as ``s``.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graftlab.errors import LayoutError
 from graftlab.layouts.layout import Layout
+from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Order, Partial, Replicate, Shard
 from graftlab.layouts.steps import Pack, Step, Unpack
 
-AXES = ("tp", "cp", "ep", "sp", "recompute_pseudo")
+REPEATED = "recompute_pseudo"
+"""The axis of a forward pass that activation checkpointing repeats; it has no ranks."""
+
+AXES = (
+    *("tp", "cp", "ep", "sp", "dp", "etp", "edp"),
+    *("attn_tp", "attn_dp", "moe_ep", "moe_tp", "moe_dp", REPEATED),
+)
 CONTEXT = "cp"
 TOKENS, BATCH, SEQUENCE = "t", "b", "s"
 
@@ -70,22 +79,57 @@ class Dims:
                 else:
                     order: Order = "zigzag" if modifier.zigzag else "contiguous"
                     steps.append(Shard(place, modifier.axis, order=order, packed=packed))
-        return Layout((*steps, *(Replicate(axis) for axis in self.replicated), OneOf(self.dp)))
+        steps += [Replicate(axis) for axis in self.replicated]
+        # Where the data parallel ranks split a dimension, or have copies, none of them has everything alone.
+        named = {step.mesh for step in steps if isinstance(step, Shard | Partial | Replicate)}
+        return Layout((*steps, *([] if self.dp in named else [OneOf(self.dp)])))
+
+    def sizes(self, shapes: Sequence[Sequence[int]], mesh: Mesh) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the sizes of the whole tensor's dimensions, from the shapes of ranks' tensors.
+
+        The second result has those of dimensions that ranks split, on the assumption that they do so evenly. Fused
+        dimensions are in neither. Raises :class:`LayoutError` for tensors with another number of dimensions.
+        """
+        whole: dict[str, int] = {}
+        split: dict[str, int] = {}
+        for shape in shapes:
+            if len(shape) != len(self.dims):
+                raise LayoutError(f"{len(self.dims)} dimensions are named, but a tensor has shape {list(shape)}")
+        for place, dim in enumerate(self.dims):
+            extents = {shape[place] for shape in shapes}
+            if len(dim.names) == 1 and len(extents) == 1:
+                ranks = math.prod(mesh.size_of(each.axis) for each in dim.modifiers if not each.partial)
+                (split if ranks > 1 else whole)[dim.names[0]] = extents.pop() * ranks
+        return whole, split
 
 
 def layouts_of_pair(
-    baseline: str, target: str, sizes: Mapping[str, int] | None = None, *, packed: bool = False
+    baseline: str,
+    target: str,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    split_sizes: Mapping[str, int] | None = None,
+    packed: bool = False,
 ) -> tuple[Layout, Layout]:
     """Return the layouts of two annotated sides; the whole tensor has the dimensions of the baseline's names.
 
     Dimensions with equal names correspond. ``t`` on one side corresponds to ``b`` and ``s`` on the other: row by row,
-    or with ``packed`` without padding, by the lengths of the sequences. ``sizes`` gives sizes of fused dimensions that
-    do not follow from shapes. Raises :class:`LayoutError` for names that only one side has.
+    or with ``packed`` without padding, by the lengths of the sequences; and to ``s`` alone if both sides have ``b``, or
+    neither. ``sizes`` gives sizes of fused dimensions that do not follow from shapes; ``split_sizes`` those that are
+    used only where ``sizes`` lacks one. Raises :class:`LayoutError` for names that only one side has.
     """
     one, other = parse_dims(baseline), parse_dims(target)
-    mine, theirs = set(one.names), set(other.names)
     left, right = [dim.names for dim in one.dims], [dim.names for dim in other.dims]
     before: list[Step] = []
+    known, known_split = dict(sizes or {}), dict(split_sizes or {})
+    mine, theirs = set(one.names), set(other.names)
+    if TOKENS in mine ^ theirs and SEQUENCE in mine ^ theirs and (BATCH in mine) == (BATCH in theirs):
+        for groups in (left, right):
+            groups[:] = [tuple(map(_as_sequence, group)) for group in groups]
+        known, known_split = (
+            {_as_sequence(name): size for name, size in each.items()} for each in (known, known_split)
+        )
+        mine, theirs = ({name for group in groups for name in group} for groups in (left, right))
     tokens = {TOKENS}, {BATCH, SEQUENCE}
     unlike = mine - theirs, theirs - mine
     if unlike in (tokens, tokens[::-1]):
@@ -103,9 +147,26 @@ def layouts_of_pair(
         alone = sorted(unlike[0] or unlike[1])[0]
         text, side = (baseline, "baseline") if unlike[0] else (target, "target")
         raise LayoutError(f"only the {side} has {alone!r}, so they are not one tensor", text, _place(text, alone))
-    rearranged = _rearrangement(left, right, dict(sizes or {}))
+    rearranged = _rearrangement(left, right, _needed([*left, *right], known, known_split))
     between = (*before, *([] if rearranged is None else [rearranged]))
     return one.layout(), Layout((*between, *other.layout().steps))
+
+
+def _as_sequence(name: str) -> str:
+    return SEQUENCE if name == TOKENS else name
+
+
+def _needed(
+    groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], split_sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the sizes that are needed to take fused dimensions apart, from ``split_sizes`` where there is no other."""
+    found = {name: size for group in groups if len(group) > 1 for name in group if (size := sizes.get(name))}
+    for group in groups:
+        for name in group:
+            # The last unknown one follows from the size of the group.
+            if name not in found and name in split_sizes and sum(each not in found for each in group) > 1:
+                found[name] = split_sizes[name]
+    return found
 
 
 def _spread(group: tuple[str, ...]) -> list[str]:
@@ -145,8 +206,8 @@ def parse_dims(text: str) -> Dims:
                 raise LayoutError(f"axis {modifier.axis!r} splits two dimensions", text, word.start())
             split[modifier.axis] = word.start()
         dims.append(dim)
-    if {TOKENS} & set(places) and {BATCH, SEQUENCE} & set(places):
-        raise LayoutError("'t' means 'b' and 's' in one; it cannot be used with them", text, places[TOKENS])
+    if TOKENS in places and SEQUENCE in places:
+        raise LayoutError("'t' and 's' both mean the tokens of sequences; use one of them", text, places[TOKENS])
     replicated, dp = _comment(text, len(shape) + 1, comment, split) if hash_ else ((), "dp")
     return Dims(tuple(dims), replicated, dp)
 

@@ -48,11 +48,13 @@ class Layout:
     """How a rank's tensor is made from the whole tensor: ``steps``, in order, on the ranks of ``mesh``.
 
     Without steps it is the identity. Along mesh dimensions that no step names, ranks have replicas, which are checked
-    when they are joined. Parse a layout from text with :func:`graftlab.layouts.parse_layout`.
+    when they are joined. Parse a layout from text with :func:`graftlab.layouts.parse_layout`. ``names`` is its text if
+    that names the dimensions.
     """
 
     steps: tuple[Step, ...] = ()
     mesh: Mesh = field(default_factory=Mesh)
+    names: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
@@ -104,7 +106,7 @@ class Layout:
 
     def then(self, *steps: Step) -> Layout:
         """Return this layout followed by further steps."""
-        return replace(self, steps=(*self.steps, *steps))
+        return Layout((*self.steps, *steps), self.mesh)
 
     # ---- from the whole to the ranks ----------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
+from graftlab.layouts.dims import REPEATED
+from graftlab.layouts.known_mesh import VARIABLE, mesh_on
 from graftlab.layouts.layout import Layout
 from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
 from graftlab.layouts.steps import Step
-from graftlab.layouts.text import names_dimensions, parse_layout
+from graftlab.layouts.text import parse_layout
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class RankLayout:
 
     ``layout`` is on the side's mesh. ``shape`` is the whole tensor's, if known. ``names`` is the annotation of the
     dimensions, if the layout was given in that form; from two annotations follows the conversion between the sides.
+    ``unknown`` is the reason why an annotation cannot be used on these ranks; ``layout`` then has no steps.
     """
 
     layout: Layout
     shape: tuple[int, ...] | None = None
     names: str | None = None
+    unknown: str | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -40,10 +44,11 @@ class RankLayout:
         return RankLayout(Layout(tuple(steps), self.layout.mesh), self.shape)
 
 
-def rank_layout(shown: Any, given: Any, world_size: int) -> RankLayout | None:
-    """Return the layout of a tap's value, from a DTensor or as declared; None if only its shape is known.
+def rank_layout(shown: Any, given: Any, world_size: int, rank: int = 0) -> RankLayout | None:
+    """Return the layout of a tap's value on a rank, from a DTensor or as declared; None if only its shape is known.
 
-    Raises :class:`LayoutError` for a layout that cannot be read, or that does not determine the split over these ranks.
+    Raises :class:`LayoutError` for a layout that cannot be read, or whose steps do not determine the split over these
+    ranks.
     """
     read = layout_of_dtensor(shown) if isinstance(shown, torch.Tensor) else None
     if read is not None:
@@ -52,24 +57,34 @@ def rank_layout(shown: Any, given: Any, world_size: int) -> RankLayout | None:
         return RankLayout(read, tuple(shown.shape))
     if given is None:
         return None
-    if isinstance(given, Layout):
-        return RankLayout(_on(given, world_size))
-    names = given if isinstance(given, str) and names_dimensions(given) else None
-    return RankLayout(_on(parse_layout(given), world_size), None, names)
+    layout = given if isinstance(given, Layout) else parse_layout(given)
+    try:
+        return RankLayout(_on(layout, rank, world_size), None, layout.names)
+    except LayoutError as error:
+        if layout.names is None:
+            raise
+        # An engine's annotation must not make taps fail that its shapes alone would compare.
+        return RankLayout(Layout(), None, layout.names, str(error))
 
 
-def _on(layout: Layout, ranks: int) -> Layout:
+def _on(layout: Layout, rank: int, ranks: int) -> Layout:
     """Put a layout on this side's ranks, unless it already has a mesh."""
     if layout.mesh.sizes:
         return layout
-    # Groups in which one rank has everything, such as the data parallel group, do not use up ranks.
-    names = [name for name in layout.mesh_names if name not in _groups(layout)]
+    # Groups in which one rank has everything, such as the data parallel group, do not use up ranks; and a forward pass
+    # that checkpointing repeats is a tap of its own.
+    names = [name for name in layout.mesh_names if name not in _groups(layout) and name != REPEATED]
+    if ranks == 1:
+        return layout.on(Mesh(tuple((name, 1) for name in names) or (("rank", 1),)))
+    known = mesh_on(names, rank, ranks) if names else None
+    if known is not None:
+        return layout.on(known if known.sizes else Mesh((("rank", ranks),)))
     if len(names) <= 1:
         return layout.on(Mesh(((names[0] if names else "rank", ranks),)))
-    if ranks == 1:
-        return layout.on(Mesh(tuple((name, 1) for name in names)))
+    sizes = ",".join(f"{name}={ranks if place == 0 else 1}" for place, name in enumerate(names))
     raise LayoutError(
-        f"{layout}: it is unknown how {ranks} ranks are split over {names}; give the sizes too, as in "
+        f"{layout.names or layout}: it is unknown how {ranks} ranks are split over {names}; give the sizes, outermost "
+        f"first, as in {VARIABLE}={sizes} or gl.attach(mesh=...), or at the tap "
         f"layout=graftlab.layouts.parse_layout(text, mesh={{{names[0]!r}: {ranks}, {names[1]!r}: 1}})"
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from graftlab.base.sources import parse_expression
@@ -37,6 +38,8 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "partial": Partial,
     "one_of": OneOf,
 }
+# The last dimension of `t (a*c)`, which is no call of t.
+_FUSED_AT_END = re.compile(r"\(\s*[A-Za-z_]\w*(?:\s*\*\s*[A-Za-z_]\w*)+\s*\)\s*$")
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\(.*\)\s*$", re.DOTALL)
 
 
@@ -53,7 +56,7 @@ def parse_layout(text: str, mesh: Mesh | Mapping[str, int] | int | None = None) 
     layout = Layout()
     if text.strip() not in ("", SAME):
         if names_dimensions(text):
-            layout = parse_dims(text).layout()
+            layout = replace(parse_dims(text).layout(), names=text)
         else:
             layout = Layout(tuple(_step(text, piece, offset) for offset, piece in _split(text)))
     return layout if mesh is None else layout.on(mesh)
@@ -61,7 +64,9 @@ def parse_layout(text: str, mesh: Mesh | Mapping[str, int] | int | None = None) 
 
 def names_dimensions(text: str) -> bool:
     """Whether the text is an annotation of dimensions, ``"b s h[tp] d"``, and not steps."""
-    is_one = len(_split(text)) == 1 and "->" not in text and _CALL.match(text) is None
+    called = _CALL.match(text)
+    is_call = called is not None and not _FUSED_AT_END.search(text)
+    is_one = len(_split(text)) == 1 and "->" not in text and not is_call
     return is_one and text.strip() not in ("", SAME)
 
 

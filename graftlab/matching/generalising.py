@@ -30,7 +30,7 @@ _MOST_OPEN = 8
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CallName:
     """One call of a tap as a match names it."""
 
     name: str
@@ -38,7 +38,7 @@ class _Call:
     occurrence: int
 
     @classmethod
-    def of(cls, text: str) -> _Call:
+    def of(cls, text: str) -> _CallName:
         parsed = TapCallName.of(text)
         return cls(parsed.name, tuple((parsed.tags or {}).items()), parsed.occurrence or 0)
 
@@ -53,7 +53,7 @@ class _TagUse:
     same: frozenset[str] = frozenset()
     left_open: frozenset[str] = frozenset()
 
-    def written(self, call: _Call) -> str:
+    def written(self, call: _CallName) -> str:
         tags = {tag: ANY if tag in self.left_open else value for tag, value in call.tags if tag not in self.same}
         return name_with(call.name, tags)
 
@@ -65,14 +65,14 @@ def general_pairs(pairs: Iterable[Pair], order: Mapping[Side, Sequence[str]]) ->
     and the occurrence in the step, if the calls of both sides pair in their order. ``order`` has the names of each
     side's calls as they ran. A pair of several calls is as sure as the least sure of them.
     """
-    calls: dict[Side, dict[str, list[_Call]]] = {side: defaultdict(list) for side in SIDES}
+    calls: dict[Side, dict[str, list[_CallName]]] = {side: defaultdict(list) for side in SIDES}
     for side in SIDES:
         for text in order.get(side, ()):
-            call = _Call.of(text)
+            call = _CallName.of(text)
             calls[side][pattern_of(call.name)].append(call)
     families: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
-        one, other = (pattern_of(_Call.of(name).name) for name in (pair.baseline, pair.target))
+        one, other = (pattern_of(_CallName.of(name).name) for name in (pair.baseline, pair.target))
         families[one, other, pair.whole].append(pair)
     found: list[Pair] = []
     for (baseline, target, _), family in families.items():
@@ -80,8 +80,8 @@ def general_pairs(pairs: Iterable[Pair], order: Mapping[Side, Sequence[str]]) ->
     return found
 
 
-def _general(family: Sequence[Pair], calls: Mapping[Side, Sequence[_Call]]) -> list[Pair]:
-    both = [(_Call.of(pair.baseline), _Call.of(pair.target)) for pair in family]
+def _general(family: Sequence[Pair], calls: Mapping[Side, Sequence[_CallName]]) -> list[Pair]:
+    both = [(_CallName.of(pair.baseline), _CallName.of(pair.target)) for pair in family]
     if not any(call.tags or call.occurrence for each in both for call in each):
         return list(family)
     tags = list(dict.fromkeys(tag for each in both for call in each for tag, _ in call.tags))
@@ -112,9 +112,11 @@ def _general(family: Sequence[Pair], calls: Mapping[Side, Sequence[_Call]]) -> l
     return found
 
 
-def _is_consistent(use: _TagUse, both: Sequence[tuple[_Call, _Call]], calls: Mapping[Side, Sequence[_Call]]) -> bool:
+def _is_consistent(
+    use: _TagUse, both: Sequence[tuple[_CallName, _CallName]], calls: Mapping[Side, Sequence[_CallName]]
+) -> bool:
     """Whether calls pair as they would by general names: in their order, and each with the taps that it has now."""
-    places: dict[Side, dict[_Call, int]] = {}
+    places: dict[Side, dict[_CallName, int]] = {}
     for side in SIDES:
         counted: Counter[Any] = Counter()
         places[side] = {}
@@ -123,7 +125,7 @@ def _is_consistent(use: _TagUse, both: Sequence[tuple[_Call, _Call]], calls: Map
             places[side][call] = counted[reduced]
             counted[reduced] += 1
     taps: dict[tuple[Side, Any], set[Any]] = defaultdict(set)
-    partners: dict[tuple[Side, _Call], set[_Call]] = defaultdict(set)
+    partners: dict[tuple[Side, _CallName], set[_CallName]] = defaultdict(set)
     for one, other in both:
         if places["baseline"].get(one, one.occurrence) != places["target"].get(other, other.occurrence):
             return False
@@ -139,11 +141,11 @@ def _is_consistent(use: _TagUse, both: Sequence[tuple[_Call, _Call]], calls: Map
     return all(len(several) <= most[key] for key, several in taps.items())
 
 
-def _value(tag: str, call: _Call) -> Any:
+def _value(tag: str, call: _CallName) -> Any:
     return dict(call.tags).get(tag)
 
 
-def _of_partners_name(tags: Sequence[str], both: Sequence[tuple[_Call, _Call]]) -> list[str]:
+def _of_partners_name(tags: Sequence[str], both: Sequence[tuple[_CallName, _CallName]]) -> list[str]:
     """The tags whose values are numbers in the other tap's name, as a layer's is; of several, the one named for it."""
 
     def is_number(tag: str) -> bool:
@@ -171,7 +173,7 @@ def general_layouts(
     """
     families: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
-        families[_Call.of(pair.baseline).name, _Call.of(pair.target).name, pair.whole].append(pair)
+        families[_CallName.of(pair.baseline).name, _CallName.of(pair.target).name, pair.whole].append(pair)
     chosen: dict[tuple[str, str, str], Layout] = {}
     for family in families.values():
         texts = Counter(pair.layout.text for pair in family if pair.by_value)

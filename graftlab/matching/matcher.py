@@ -25,7 +25,7 @@ from graftlab.matching.contradictions import (
     uncovered,
 )
 from graftlab.matching.generalising import general_layouts
-from graftlab.matching.names import fused_roles, pattern_of, place_of, similarity
+from graftlab.matching.names import fused_roles, place_of, similarity
 from graftlab.matching.pair import Pair, Sureness
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
@@ -92,6 +92,11 @@ class Matcher:
 
     def run(self, before: Proposal | None, guesses: bool, trusted: Sequence[Pair] = ()) -> Proposal:
         self.reserved = {pair.baseline: pair.target for pair in trusted}
+        for rule in rules_of(trusted):
+            # The other layers' partners too: another tap with the same values, such as the enclosing module's output,
+            # would take their place.
+            for name in filter(rule.covers, self.target):
+                self.reserved.setdefault(rule.baseline_for(name), name)
         self.match_equals()
         self.match_parts()
         self.trust(trusted)
@@ -295,8 +300,7 @@ class Matcher:
     def apply_rules(self, trusted: Sequence[Pair] = ()) -> None:
         for rule in rules_of([*trusted, *(pair for pair in self.pairs if pair.by_value)]):
             for tap in self.left("target"):
-                # ``norm2`` is not a later layer of ``norm1``.
-                if pattern_of(tap.name) != rule.target or place_of(tap.name) != place_of(rule.example.target):
+                if not rule.covers(tap.name):
                     continue
                 name = rule.baseline_for(tap.name)
                 other = self.baseline.get(name)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from graftlab.matching.names import numbers_of, pattern_of, with_numbers
+from graftlab.matching.names import numbers_of, pattern_of, place_of, with_numbers
 from graftlab.matching.pair import Pair
 
 
@@ -23,6 +23,10 @@ class Rule:
     numbers: tuple[tuple[int | None, int], ...]
     example: Pair
     seen: int
+
+    def covers(self, target: str) -> bool:
+        """Whether a target tap is one of this rule's. ``norm2`` is not a later layer of ``norm1``."""
+        return pattern_of(target) == self.target and place_of(target) == place_of(self.example.target)
 
     def baseline_for(self, target: str) -> str:
         """The baseline tap for a target tap of this rule's pattern."""

@@ -18,7 +18,7 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.grafting import active
 from graftlab.grafting.decisions import all_tags
 from graftlab.grafting.tensors import plain_tensor
-from graftlab.layouts import Layout, layout_of_dtensor, parse_layout
+from graftlab.layouts import Layout, Mesh, layout_of_dtensor, parse_layout, rank_layout
 from graftlab.ranks.own_place import own_rank
 from graftlab.recordings.file_format import FORMAT, RankHeader, StoredLayout, rank_folder
 from graftlab.recordings.writer import PendingTap, RecordingWriter
@@ -102,7 +102,7 @@ class TapRecorder:
 
     def _layout(self, name: str, shown: Any, given: Any) -> StoredLayout | None:
         if isinstance(given, str):
-            return StoredLayout(given)
+            return StoredLayout(given, self._known_mesh(given))
         try:
             layout = given if isinstance(given, Layout) else layout_of_dtensor(shown)
             if layout is None:
@@ -115,6 +115,17 @@ class TapRecorder:
             why = str(error)
         self._leave_out(f"the layout of tap {name!r}: {why}")
         return None
+
+    def _known_mesh(self, text: str) -> list[tuple[str, int]] | None:
+        """Return the sizes of the axes that a layout names, which a later reader cannot find; None if one does not."""
+        try:
+            layout = rank_layout(None, text, self._place.world_size, self._place.rank)
+        except LayoutError:
+            # It is refused where the recording is compared.
+            return None
+        mesh = Mesh() if layout is None else layout.layout.mesh
+        in_order = mesh.ranks == tuple(range(self._place.world_size))
+        return list(mesh.sizes) if len(mesh.sizes) > 1 and in_order else None
 
     def _leave_out(self, what: str) -> None:
         if what not in self._left_out:

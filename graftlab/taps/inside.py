@@ -17,14 +17,13 @@ from torch.overrides import TorchFunctionMode
 from graftlab.errors import warn
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
-from graftlab.taps.operation_names import NamesInside, OperationName
+from graftlab.taps.operation_names import CALL_OF_MODULE, NamesInside, OperationName
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _TORCH = os.path.dirname(torch.__file__)
 # What runs compiled code, and the text that it is generated as.
 _COMPILED = (os.path.join(_TORCH, "_functorch", "_aot_autograd", ""), os.path.join(_TORCH, "_inductor", ""))
 _GENERATED = "<eval_with_key>"
-_CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
 _WRITING = frozenset(
     f"__{name}__"
     for name in (
@@ -50,7 +49,7 @@ class _Scope(NamedTuple):
     names: NamesInside
 
 
-class _Call(NamedTuple):
+class _OpenCall(NamedTuple):
     """An open call of a module; without a scope its operations are not tapped."""
 
     module: torch.nn.Module
@@ -65,7 +64,9 @@ _open = threading.local()
 class _OperationTapMode(TorchFunctionMode):
     """While active, taps the result of each torch function that a watched module calls."""
 
-    def __init__(self, calls: list[_Call], show: ShowOperation, kinds: dict[str, str], taken: Collection[str]) -> None:
+    def __init__(
+        self, calls: list[_OpenCall], show: ShowOperation, kinds: dict[str, str], taken: Collection[str]
+    ) -> None:
         super().__init__()
         self._calls, self._show, self._kinds, self._taken = calls, show, kinds, taken
         # New tensors that replaced views, and those views: what is then written into one belongs into the other.
@@ -181,7 +182,7 @@ def _hidden_by(caller: FrameType, scope: _Scope) -> str | None:
     Between the call of the innermost module and the operation, an activation checkpoint or compiled code began.
     """
     frame: FrameType | None = caller
-    while frame is not None and frame.f_code is not _CALL_OF_MODULE:
+    while frame is not None and frame.f_code is not CALL_OF_MODULE:
         file = frame.f_code.co_filename
         if file == _CHECKPOINT:
             return (
@@ -231,7 +232,7 @@ class InsideTaps:
             handle
             for module in scopes
             for handle in (
-                module.register_forward_pre_hook(self._enter),
+                module.register_forward_pre_hook(self.enter),
                 # Also when the forward raises: otherwise the mode would tap what follows.
                 module.register_forward_hook(self._leave, prepend=True, always_call=True),
             )
@@ -241,8 +242,14 @@ class InsideTaps:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        scope = self._scopes.get(module)
+    def enter(self, module: torch.nn.Module, args: Any) -> None:
+        """Tap a module's operations, or a submodule's no longer, from now until its call ends.
+
+        Does nothing for a module that is neither.
+        """
+        if module not in self._scopes:
+            return
+        scope = self._scopes[module]
         if torch.compiler.is_compiling():
             if scope is not None:
                 torch.ops.graftlab.skip_(
@@ -258,7 +265,7 @@ class InsideTaps:
         if scope is not None and not any(each.mode for each in calls):
             mode = _OperationTapMode(calls, self._show, self._kinds, self._taken)
             mode.__enter__()  # type: ignore[no-untyped-call]
-        calls.append(_Call(module, scope, mode))
+        calls.append(_OpenCall(module, scope, mode))
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -268,8 +275,8 @@ class InsideTaps:
         if calls and calls[-1].module is module and (mode := calls.pop().mode) is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _calls(self) -> list[_Call]:
+    def _calls(self) -> list[_OpenCall]:
         if not hasattr(_open, "calls"):
             _open.calls = {}
-        of_watches: dict[int, list[_Call]] = _open.calls
+        of_watches: dict[int, list[_OpenCall]] = _open.calls
         return of_watches.setdefault(id(self), [])

@@ -11,13 +11,15 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import executing
+import torch
 
 from graftlab.lines.frames import is_of_graftlab, is_of_model_code, model_frame
 
 # Helpers that return the result of a helper, and so on, before a line assigns it.
 _MOST_CALLERS = 8
 # Where torch passes a call on to a mode; the operation is still the one that the calling line names.
-_PASSED_ON = ("overrides.py", "_tensor.py", "_jit_internal.py", "_ops.py", "functional.py")
+_PASSED_ON = ("_device.py", "overrides.py", "_tensor.py", "_jit_internal.py", "_ops.py", "functional.py")
+CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Key = tuple[CodeType, int, str, bool]
 
@@ -68,8 +70,10 @@ class NamesInside:
         in the same source has the same name in each process.
         """
         each: FrameType | None = caller
-        while each is not None and not is_of_model_code(each.f_code.co_filename):
-            if is_of_graftlab(each.f_code):
+        while each is not None and (_passes_on(each.f_code) or not is_of_model_code(each.f_code.co_filename)):
+            # A module of torch's own calls it: the code of the model is outside the module.
+            is_own = is_of_graftlab(each.f_code) and not _passes_on(each.f_code)
+            if is_own or each.f_code is CALL_OF_MODULE:
                 return None
             each = each.f_back
         frame = None if each is None else model_frame(each)
@@ -158,11 +162,16 @@ def _code_of(function: Callable[..., Any]) -> CodeType | None:
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
+def _passes_on(code: CodeType) -> bool:
+    """Whether code is that of another mode, or of a tensor's class, which receives each call and makes it."""
+    return code.co_name == "__torch_function__"
+
+
 def _is_direct(caller: FrameType, frame: FrameType) -> bool:
     """Whether the frame's line calls this operation itself, and no composite function of torch or a helper."""
     each: FrameType | None = caller
     while each is not frame and each is not None:
-        if not each.f_code.co_filename.endswith(_PASSED_ON):
+        if not (_passes_on(each.f_code) or each.f_code.co_filename.endswith(_PASSED_ON)):
             return False
         each = each.f_back
     return True

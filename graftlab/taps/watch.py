@@ -71,9 +71,27 @@ class Watch:
     >>> watched.remove()
     """
 
-    def __init__(self, handles: Sequence[Removable], names: list[str]) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Removable],
+        names: list[str],
+        at_call: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None] | None = None,
+    ) -> None:
         self._handles = handles
+        self._at_call = at_call
         self.names = names
+
+    def catch_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Do what the taps do before a call of the model, for one that had begun before it was watched.
+
+        Returns other positional arguments if a graft replaced some; keyword arguments are replaced in the dict.
+        """
+        replaced = None if self._at_call is None else self._at_call(args, kwargs)
+        if replaced is None:
+            return None
+        kwargs.update(replaced[1])
+        positional: tuple[Any, ...] = replaced[0]
+        return positional
 
     def remove(self) -> None:
         """Remove the taps, which restores the model or the optimizer."""
@@ -139,8 +157,8 @@ def watch(
     With ``inputs`` the tensors among the model's arguments are taps, named after the parameters of its ``forward``
     (``input.input_ids``), with ``kind="input"``.
 
-    Outside a session no hook is installed, and the handle only lists the names. ``names`` includes neither
-    inputs nor operations, which are unknown before a call.
+    Outside a session no hook is installed, and the handle only lists the names. ``names`` includes neither inputs
+    nor operations, which are unknown before a call.
 
     Raises :class:`FilterError` for an invalid expression, ValueError for an unknown torch function, and TypeError if
     ``model`` is not a module.
@@ -167,14 +185,17 @@ def watch(
         return Watch([], names)
     # Only now, so that an invalid choice leaves the model unchanged.
     handles: list[Removable] = [HookChange()]
+    at_call: list[Callable[..., Any]] = []
+    input_taps = None
     if params:
         find = partial(weights_of, model, prefix, wanted, unwanted)
         # Before the hooks of FSDP, which replace shards by whole weights.
-        handles.append(model.register_forward_pre_hook(_WeightTaps(find), prepend=True))
+        at_call.append(_WeightTaps(find))
+        handles.append(model.register_forward_pre_hook(at_call[-1], prepend=True))
     if inputs:
         tap_one = partial(_tap_input, f"{prefix}input.")
-        hook = ArgumentTaps(forward_of(model), lambda: tap_one, tap_inside)
-        handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+        input_taps = ArgumentTaps(forward_of(model), lambda: tap_one, tap_inside)
+        handles.append(model.register_forward_pre_hook(input_taps, with_kwargs=True))
     modules = dict(model.named_modules())
     handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
     handles.append(
@@ -182,6 +203,9 @@ def watch(
             (module, WatchedModule(name, prefix if module is model else f"{name}.")) for name, module in chosen
         )
     )
+    if called:
+        handles.append(function_taps := FunctionTaps(model, called, prefix, partial(_show_call, grads)))
+        at_call.append(function_taps.enter)
     if inside is not None:
         # The wrapped modules, because a wrapper's forward is not the model's code.
         within = {unwrapped(path, modules): module for path, module in modules.items()}
@@ -191,10 +215,17 @@ def watch(
             if looked_into(prefix + (path or ROOT), _type_of(module))
         }
         taken = {prefix + (path or ROOT) for path in within}
-        handles.append(InsideTaps(own, partial(_show_operation, grads), _kinds, taken))
-    if called:
-        handles.append(FunctionTaps(model, called, prefix, partial(_show_call, grads)))
-    return Watch(handles, names)
+        inner = InsideTaps(own, partial(_show_operation, grads), _kinds, taken)
+        handles.append(inner)
+        at_call.append(inner.enter)
+
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        replaced = None if input_taps is None else input_taps(model, args, kwargs)
+        for each in at_call:
+            each(model, args)
+        return replaced
+
+    return Watch(handles, names, begin)
 
 
 def _show_call(grads: bool, name: str, value: Any) -> Any:
@@ -334,7 +365,7 @@ class FunctionTaps:
         # Each thread may run a forward pass, and forward passes may be nested.
         self._open = threading.local()
         self._handles = (
-            model.register_forward_pre_hook(self._enter, prepend=True),
+            model.register_forward_pre_hook(self.enter, prepend=True),
             # Also when the forward pass raises: otherwise the mode would tap everything after it.
             model.register_forward_hook(self._leave, always_call=True),
         )
@@ -343,7 +374,8 @@ class FunctionTaps:
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+    def enter(self, module: torch.nn.Module, args: Any) -> None:
+        """Tap functions from now until the model's call ends."""
         mode = _FunctionTapMode(self._functions, self._prefix, self._show)
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._modes().append(mode)

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from graftlab.errors import LayoutError, TransformError
-from graftlab.layouts import Disagreement, Layout, Mesh, RankLayout, join_parts, layouts_of_pair, relayout
+from graftlab.layouts import (
+    Disagreement,
+    Layout,
+    Mesh,
+    RankLayout,
+    join_parts,
+    layouts_of_pair,
+    parse_dims,
+    relayout,
+)
 from graftlab.transforms.default import default_transform, nearly_equal
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
 
@@ -28,14 +37,13 @@ def by_layout(graft_input: GraftTransformInput) -> Outcome:
     >>> gl.transforms.by_layout(given).value
     tensor([0., 1., 2., 3.])
     """
-    sent = [each for each in graft_input.received_layouts if each is not None]
-    if graft_input.layout is None and graft_input.pair is None and not sent:
-        outcome = default_transform(graft_input)
-        return replace(outcome, layout=INFERRED) if outcome.aligned_by else outcome
+    given, note = _usable(graft_input)
+    if given.layout is None and given.pair is None and not any(given.received_layouts):
+        outcome = default_transform(given)
+        outcome = replace(outcome, layout=INFERRED) if outcome.aligned_by else outcome
+        return _noted(outcome, note)
     try:
-        given, note = _usable(graft_input)
-        outcome = _by_layout(given)
-        return outcome if note is None else replace(outcome, note="; ".join(filter(None, (note, outcome.note))))
+        return _noted(_by_layout(given), note)
     except LayoutError as error:
         raise TransformError(
             f"{error} (from {[list(t.shape) for t in graft_input.received_list]} of senders {graft_input.senders} to "
@@ -47,6 +55,11 @@ def by_layout(graft_input: GraftTransformInput) -> Outcome:
 def _usable(given: GraftTransformInput) -> tuple[GraftTransformInput, str | None]:
     """Return the input with layouts that can be applied, and a note on what could not be."""
     layouts = [given.layout, *given.received_layouts]
+    unknown = next((each.unknown for each in layouts if each is not None and each.unknown), None)
+    if unknown is not None:
+        mine, *theirs = [None if each is None or each.names else each for each in layouts]
+        given = replace(given, layout=mine, received_layouts=theirs)
+        return given, f"the names of dimensions were not used: {unknown}"
     if _lengths(given) is not None or not any(_needs_lengths(each) for each in layouts):
         return given, None
     mine, *theirs = [
@@ -57,6 +70,10 @@ def _usable(given: GraftTransformInput) -> tuple[GraftTransformInput, str | None
         "no lengths of sequences arrived, so that the tokens were joined as those of one sequence; pass the lengths as "
         'extras={"request_lens": lengths}'
     )
+
+
+def _noted(outcome: Outcome, note: str | None) -> Outcome:
+    return outcome if note is None else replace(outcome, note="; ".join(filter(None, (note, outcome.note))))
 
 
 def _needs_lengths(layout: RankLayout | None) -> bool:
@@ -266,13 +283,18 @@ def _by_names(
     given: GraftTransformInput, senders: _SenderTensors, mine: RankLayout
 ) -> tuple[_SenderTensors, RankLayout]:
     """Derive the layouts of two sides that name their dimensions."""
+    names = senders.layout.names
     assert mine.names is not None
-    assert senders.layout.names is not None
+    assert names is not None
+    mesh, own_mesh = senders.layout.layout.mesh, mine.layout.mesh
+    sizes, split_sizes = parse_dims(names).sizes([tensor.shape for tensor in senders.tensors], mesh)
+    own_sizes, own_split_sizes = parse_dims(mine.names).sizes([given.target.shape], own_mesh)
+    known, split = sizes | own_sizes, split_sizes | own_split_sizes
     if given.direction == "b2t":
-        theirs, ours = layouts_of_pair(senders.layout.names, mine.names)
+        theirs, ours = layouts_of_pair(names, mine.names, known, split_sizes=split)
     else:
-        ours, theirs = layouts_of_pair(mine.names, senders.layout.names)
-    theirs, ours = theirs.on(senders.layout.layout.mesh), ours.on(mine.layout.mesh)
+        ours, theirs = layouts_of_pair(mine.names, names, known, split_sizes=split)
+    theirs, ours = theirs.on(mesh), ours.on(own_mesh)
     if _lengths(given) is None:
         theirs, ours = theirs.of_one_sequence(), ours.of_one_sequence()
     return replace(senders, layout=RankLayout(theirs)), RankLayout(ours)

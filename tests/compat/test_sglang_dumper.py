@@ -310,8 +310,12 @@ def test_engines_with_its_calls_join_by_its_variables_alone(tmp_path: Path) -> N
         "GRAFTLAB_RUN_DIR": str(tmp_path),
     }
     jobs = [
-        start("engine/serve.py", command=("-m", "graftlab", "attach"), DUMPER_GRAFTER_ROLE=role, **told)
-        for role in ("baseline", "target")
+        start("engine/serve.py", command=("-m", "graftlab", "attach"), DUMPER_GRAFTER_ROLE=role, **told, **more)
+        # As in the published example, only the job that receives has a transform.
+        for role, more in (
+            ("baseline", {}),
+            ("target", {"DUMPER_GRAFTER_TRANSFORM_PATH": "graftlab.transforms.by_layout"}),
+        )
     ]
     ends = [end(job) for job in jobs]
     assert [(code, out) for code, out, _ in ends] == [(0, "sum 8.0\n")] * 2, ends
@@ -320,6 +324,8 @@ def test_engines_with_its_calls_join_by_its_variables_alone(tmp_path: Path) -> N
     assert sorted(zip(frame["step"], frame["layer_id"], frame["status"], strict=True)) == [
         (step, layer, status) for step in range(2) for layer, status in ((0, "compared"), (1, "grafted"))
     ]
+    grafted = frame["status"] == "grafted"
+    assert set(frame.loc[grafted, "transform"]) == {"graftlab.transforms.by_layout"}
 
 
 # ---- dumps that are there already -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -251,6 +252,72 @@ def test_the_run_without_grafts_is_judged_where_no_other_run_succeeds(session: g
     assert ", and no tap explains it. The first tap that differs is h by 0.1 (" in lines[0]
     assert lines[1].startswith("The run in which every tap was grafted failed, so its results are missing: ")
     assert "Nothing was compared" not in verdict.text
+
+
+# ---- sides in different steps ---------------------------------------------------------------------------------------
+
+
+def decodes(ahead: int) -> torch.Tensor:
+    """Five steps on a series that no tap shows; the target may begin later in it, and its second layer is wrong."""
+    x = torch.zeros(16)
+    for step in range(5):
+        target = gl.here().side == "target"
+        x = torch.randn(16, generator=torch.Generator().manual_seed(step + (ahead if target else 0)))
+        x = gl.tap("embed", x * 3)
+        x = gl.tap("layer", x.tanh() * (1.1 if target else 1.0))
+        gl.step()
+    return x
+
+
+def test_a_side_that_is_ahead_is_reported_and_no_innocent_is_named(session: gl.Session) -> None:
+    verdict = session.verdict(decodes, decodes, args=(2,))
+    assert first_line(verdict).startswith("The target is ahead by 2 steps: its values at embed are those that the base")
+    assert first_line(verdict).endswith(
+        "by 2 more calls of gl.step() on the target before its first step, and judge again."
+    )
+    assert (verdict.named, set(verdict.labels.values())) == ([], {"unmeasured"})
+    assert session.verdict(decodes, decodes, args=(0,)).named == ["layer"]
+
+
+def reads_a_cache() -> torch.Tensor:
+    """A step of decoding, whose target finds another request's rows in its cache."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    old, others, k = draw(6, 8), draw(2, 8), gl.tap("k", draw(1, 8))
+    if gl.here().side == "target":
+        old = torch.cat([old[:2], others, old[4:]])
+    q = gl.tap("q", draw(1, 8))
+    cache = gl.tap("cache", torch.cat([old, k]))
+    return gl.tap("out", (q @ cache.T).softmax(-1) @ cache)
+
+
+def test_rows_of_a_cache_that_no_tap_computed_are_called_stale(session: gl.Session) -> None:
+    text = session.verdict(reads_a_cache, reads_a_cache).text
+    assert "Hint (cache): at cache, indices 2-3 of dim 0 were not computed in this call, a stale or wrongly " in text
+
+
+def generates(fault: str, tapped: bool) -> None:
+    """Greedy decoding, in which the target chooses its second-best token once, or computes wrong logits."""
+    table = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    token, target = torch.tensor(3), gl.here().side == "target"
+    for step in range(5):
+        embedded = gl.tap("embed", table[gl.tap("token", token) if tapped else token].clone())
+        h = gl.tap("h", torch.roll(embedded, 1).tanh() * (-1.5 if target and fault == "h" and step == 1 else 1.0))
+        logits = gl.tap("logits", table @ h)
+        token = logits.topk(2).indices[1 if target and fault == "sampler" and step == 1 else 0]
+        gl.step()
+
+
+def test_a_run_that_feeds_back_its_own_tokens_is_called_free(session: gl.Session) -> None:
+    text = session.verdict(generates, generates, args=("sampler", False), explain=False).text
+    assert text.startswith("From step 2 on this is probably a free run: embed, the first tap of each step, differs")
+    assert "such as a token chosen from logits; what is named from step 2 on may be a consequence." in text
+    assert "free run" not in session.verdict(generates, generates, args=("sampler", True), explain=False).text
+
+
+def test_tokens_that_are_tapped_are_held_to_the_baselines(session: gl.Session) -> None:
+    verdict = session.verdict(generates, generates, args=("h", True), explain=False)
+    assert verdict.named == ["h"]
+    assert "Left to itself, the target has other numbers at token from step 2 on. Here it had the ba" in verdict.text
 
 
 # ---- groups that are outputs themselves -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,29 @@ def test_a_fully_grafted_step_shows_where_errors_arose(tmp_path: Path) -> None:
     assert "layers.*.act is computed differently" in run.report(tmp_path / "page.html", verdict=verdict).read_text()
     assert run.verdict(floor=0.5).named == []
     assert "Nothing that was checked adds more than 5 x the given floor of 0.5" in run.verdict(floor=0.5).text
+
+
+def test_a_loaded_run_of_misaligned_sides_names_nothing(tmp_path: Path) -> None:
+    def shown(step: int, side: str, later: int = 0) -> dict[str, float]:
+        return {
+            f"{what}_{side}": math.sin(step + later + place) for place, what in enumerate(("mean", "std", "min", "max"))
+        }
+
+    rows = [
+        row(
+            step,
+            0,
+            "h",
+            0.9,
+            "compared" if step < 5 else "grafted",
+            **shown(step, "baseline"),
+            **shown(step, "target", 1),
+        )
+        for step in range(6)
+    ]
+    verdict = loaded(tmp_path, rows).verdict()
+    assert verdict.text.startswith("The target is ahead by 1 step: its values at h are those that the baseline shows")
+    assert verdict.named == []
 
 
 def test_incomplete_or_partly_grafted_steps_are_not_judged(tmp_path: Path) -> None:

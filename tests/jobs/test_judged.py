@@ -28,13 +28,13 @@ def stop(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
-def listened(folder: Path, stop: Path, script: str) -> tuple[gl.Session, Jobs]:
+def listened(folder: Path, stop: Path, script: str, wrong: str = "act") -> tuple[gl.Session, Jobs]:
     """A session of two jobs that run this script, the target's with a fault. They have not joined yet."""
     session = gl.listen(baseline=1, target=1, folder=folder, timeout=4 * DEADLINE)
     told = {"address": folder, "timeout": 4 * DEADLINE}
     jobs = [
         start(script, stop, fault, **variables(role, 1, 1, **told))
-        for role, fault in (("baseline", "none"), ("target", "act"))
+        for role, fault in (("baseline", "none"), ("target", wrong))
     ]
     return session, jobs
 
@@ -56,7 +56,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     verdict = session.verdict()
     assert verdict.named == ["layers.*.act"]
     assert "layers.*.act is computed differently in layer 1 of 0-2 (added 0.01, " in verdict.text
-    assert " x the floor, float32)." in verdict.text
+    assert " x the floor, float32, at layers.1.act)." in verdict.text
     # Swapped, which needs that a step is repeated: the output is compared with that of another one.
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
     assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
@@ -136,7 +136,7 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     verdict = session.verdict(graft_weights=True, floor=1e-4)
     assert verdict.named == ["layers.*.act"]
     assert "the floor is the given one (rel_l2 0.0001)" in verdict.text
-    assert "in layer 1 of 0-2 (added 0.05, 5e+02 x the given floor, float32)." in verdict.text
+    assert "in layer 1 of 0-2 (added 0.05, 5e+02 x the given floor, float32, at layers.1.act)." in verdict.text
     assert "may explain what is named" not in verdict.text
     assert "From now on the target has the baseline's weights" in verdict.text
     updates = verdict.frame[[tags.get("updated", False) for tags in verdict.frame["tags"]]]
@@ -146,4 +146,16 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     for job in jobs:
         code, out, err = end(job)
         assert (code, out) == (0, "trained True\n"), err
+    session.close()
+
+
+def test_a_job_that_is_two_batches_ahead_is_reported_and_no_layer_is_named(tmp_path: Path, stop: Path) -> None:
+    session, jobs = listened(tmp_path / "run", stop, "trains.py", "ahead")
+    before = filters_of(session.plan)
+    verdict = session.verdict()
+    assert verdict.text.startswith("The target is ahead by 2 steps: its values at input.x are those that the baseline")
+    assert verdict.named == []
+    assert filters_of(session.plan) == before
+    stop.touch()
+    assert [end(job)[0] for job in jobs] == [0, 0]
     session.close()

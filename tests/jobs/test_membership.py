@@ -13,6 +13,7 @@ from graftlab.errors import SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.jobs.membership import Membership
+from graftlab.jobs.session_server import AgreedPlan
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import (
@@ -230,3 +231,38 @@ def test_jobs_returning_from_different_runs_get_one_new_world(jobs: Jobs) -> Non
     assert [jobs.heard(number) for number in range(3)] == [[], [], []]
     assert jobs.membership.generation("target") == 2
     assert jobs.runs.remarks == []
+
+
+# ---- the plan that jobs bring ----------------------------------------------------------------------------------------
+
+
+def test_a_transform_of_one_side_is_the_plans_whichever_job_joins_first() -> None:
+    plain = GraftPlan(b2t="layer == 1")
+    given = GraftPlan(b2t="layer == 1", transform="graftlab.transforms.by_layout")
+    for first, second in ((plain, given), (given, plain)):
+        agreed = AgreedPlan(first)
+        assert agreed.objection("baseline", first) == agreed.objection("target", second) == ""
+        assert agreed.enter("baseline", first).transforms == first.transforms
+        assert agreed.enter("target", second).transforms == given.transforms
+
+
+def test_each_receiver_has_the_transform_that_its_own_job_brought() -> None:
+    def brought(path: str) -> GraftPlan:
+        return GraftPlan(b2t="layer == 1", t2b="layer == 2 # the head", transform=f"graftlab.transforms.{path}")
+
+    agreed = AgreedPlan(brought("by_layout"))
+    agreed.enter("baseline", brought("by_layout"))
+    plan = agreed.enter("target", brought("align_by_request"))
+    found = {}
+    for side in ("baseline", "target"):
+        for layer in (0, 1, 2):
+            which = plan.action_for({"name": "h", "layer": layer, "side": side, "rank": 0, "step": 0}).transform
+            if which is not None:
+                found[side, layer] = plan.transforms[which].text.rpartition(".")[2]
+    assert found == {("target", 1): "align_by_request", ("baseline", 2): "by_layout"}
+    assert "the ranks of a side need the same" in agreed.objection("target", brought("by_layout"))
+    assert "is 'graftlab.transforms.by_layout' here, but 'graftlab.transforms.align_by_request'" in agreed.objection(
+        "target", brought("by_layout")
+    )
+    other = GraftPlan(b2t="layer == 3", t2b="layer == 2 # the head")
+    assert "b2t_filter (GRAFTLAB_B2T_FILTER) is 'layer == 3' here" in agreed.objection("baseline", other)

@@ -38,7 +38,8 @@ def test_an_unmodified_script_joins_under_torchrun_with_two_ranks_against_one(tm
 
 
 def test_a_changed_weight_is_found_at_its_module(tmp_path: Path) -> None:
-    told = {"run_dir": tmp_path, "watch": "name != 'output'", "timeout": 120}
+    more = {f"watch_{each}": 1 for each in ("params", "inputs", "grads", "optimizer")}
+    told = {"run_dir": tmp_path, "watch": "name != 'output'", "watch_functions": "linear", **more, "timeout": 120}
     jobs = [
         start("train.py", command=("-m", "graftlab", "attach"), **variables("baseline", 1, 1, **told)),
         start("train.py", "wrong", command=("-m", "graftlab", "attach"), **variables("target", 1, 1, **told)),
@@ -47,10 +48,22 @@ def test_a_changed_weight_is_found_at_its_module(tmp_path: Path) -> None:
         code, _, err = end(job)
         assert code == 0, err
     frame = gl.load_run(tmp_path)
-    first = frame[frame["step"] == 0].set_index("name")["rel_l2"]
+    outputs = frame[frame["kind"].isna() & ~frame["name"].str.startswith("linear")]
+    first = outputs[outputs["step"] == 0].set_index("name")["rel_l2"]
     assert set(first.index) == {"0", "1", "2"}
     assert first["1"] == 0.0
     assert first["2"] > 1e-2
+    # In every step, the first included: its call had begun before the model was known.
+    weights, linear = {"0.weight", "0.bias", "2.weight", "2.bias"}, {f"linear.in[{each}]" for each in range(3)}
+    for step in range(3):
+        taps = frame[frame["step"] == step]
+        names = {kind: set(of_kind["name"]) for kind, of_kind in taps.groupby(taps["kind"].fillna(""))}
+        assert names[""] == {"0", "1", "2", "linear.out", *linear}
+        assert names["input"] == {"input.input"}
+        assert names["grad"] == names[""]
+        assert names["param"] == names["param_grad"] == weights
+        assert "optimizer.lr" in names["optimizer"]
+    assert frame[frame["name"] == "optimizer.lr"]["rel_l2"].min() == 1
 
 
 def test_an_unmodified_trainer_joins_by_the_environment_alone(tmp_path: Path) -> None:

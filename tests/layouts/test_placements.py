@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Mesh, layout_of_dtensor, relayout
-from graftlab.layouts.on_ranks import _step
+from graftlab.layouts.known_mesh import mesh_on
+from graftlab.layouts.on_ranks import _step, rank_layout
 
 WORLD_SIZE = 4
 SHAPE = (5, 7, 6)
@@ -79,6 +80,10 @@ def run_rank(rank: int, folder: Path) -> None:
         full = tensor.full_tensor()
         saved.append((name, layout, tensor.to_local().clone(), tuple(tensor.shape), full))
     torch.save(saved, f"{folder}/{rank}.pt")
+    of_plain = rank_layout(torch.ones(1), "s[dp] h[tp]", WORLD_SIZE, rank)
+    torch.save(
+        (of_plain, mesh_on(("tp",), rank, WORLD_SIZE), mesh_on(("cp",), rank, WORLD_SIZE)), f"{folder}/mesh{rank}"
+    )
     dist.destroy_process_group()
 
 
@@ -133,6 +138,19 @@ def test_the_names_and_ranks_of_the_mesh_are_those_of_the_device_mesh(held: list
     assert layouts[str((Shard(0), Replicate()))].mesh == Mesh((("dp", 2), ("tp", 2)))
     assert layouts[str((Shard(2),))].mesh == Mesh((("mesh0", 4),))
     assert layouts["up.weight"].text == "shard(dim=0, mesh='dp', blocks=[1, 1]) | shard(dim=0, mesh='tp')"
+
+
+@pytest.mark.ranks
+def test_a_plain_tensors_named_axes_are_those_of_the_device_mesh(
+    held: list[list[tuple[Any, ...]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "ranks0"
+    for rank in range(WORLD_SIZE):
+        both, tp, unknown = torch.load(folder / f"mesh{rank}", weights_only=False)
+        assert (both.unknown, both.layout.mesh) == (None, Mesh((("dp", 2), ("tp", 2))))
+        first = rank - rank % 2
+        assert tp == Mesh((("tp", 2),), (first, first + 1))
+        assert unknown is None
 
 
 def test_a_plain_tensor_has_no_placements_and_an_unknown_placement_is_not_guessed() -> None:

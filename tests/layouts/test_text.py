@@ -108,6 +108,9 @@ def test_a_fault_is_shown_where_it_is(text: str, message: str, mark: str) -> Non
 # ---- the notation for dimensions ------------------------------------------------------------------------------------
 
 
+EXPERTS = [Shard(0, "moe_ep"), Shard(1, "moe_tp"), Shard(2, "etp")]
+
+
 @pytest.mark.parametrize(
     ("text", "steps"),
     [
@@ -121,12 +124,22 @@ def test_a_fault_is_shown_where_it_is(text: str, message: str, mark: str) -> Non
         ("b s[cp:zigzag, sp:sharded] h", [Shard(1, "cp", order="zigzag"), Shard(1, "sp")]),
         ("t h # ep:replicated tp:replicated", [Replicate("ep"), Replicate("tp")]),
         ("( a * b )[tp] c", [Shard(0, "tp")]),
+        ("t (a*c)", []),
+        ("b (h * d)", []),
+        ("b t[cp] h", [Shard(1, "cp", packed=True)]),
+        ("t[attn_dp] h[attn_tp]", [Shard(0, "attn_dp"), Shard(1, "attn_tp")]),
+        ("e[moe_ep] h[moe_tp] d[etp] # edp:replicated", [*EXPERTS, Replicate("edp")]),
     ],
 )
 def test_the_notation_for_dimensions_is_read(text: str, steps: list[object]) -> None:
     layout = parse_layout(text)
     assert layout == Layout((*steps, OneOf("dp")))  # type: ignore[arg-type]
     assert parse_layout(layout.text) == layout
+
+
+def test_a_dimension_that_the_data_parallel_ranks_split_is_on_all_of_them() -> None:
+    assert parse_layout("b[dp] s h").steps == (Shard(0, "dp"),)
+    assert parse_layout("t h # moe_dp:replicated dp:=moe_dp").steps == (Replicate("moe_dp"),)
 
 
 def test_data_parallel_group_may_have_a_different_name() -> None:
@@ -147,7 +160,7 @@ DIM_FAULTS = [
     ("b s (h*2)", "'2' is not a name", "       ^"),
     ("b s[] h", "'' is not an axis", "    ^"),
     ("b 2 h", "'2' is not a dimension", "  ^"),
-    ("t b s", "cannot be used with them", "^"),
+    ("t b s", "both mean the tokens of sequences", "^"),
     (" # ep:replicated", "the dimensions are missing", "^"),
     ("t h[tp] # tp:replicated", "is not replicated", "          ^"),
     ("t h # ep:replicated ep:replicated", "is replicated already", "                    ^"),

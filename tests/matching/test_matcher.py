@@ -301,6 +301,20 @@ def test_layers_choose_alike_between_equal_values() -> None:
     assert proposal.problems == ()
 
 
+def test_a_rule_keeps_its_partner_from_a_tap_that_has_the_same_values() -> None:
+    """A module and its last child have equal values; in later layers only the module's still match."""
+    baseline, target = [], []
+    for n in range(4):
+        right, wrong = values(4, 8, seed=n), values(4, 8, seed=n + 50)
+        baseline += [tap(f"h.{n}.attn.proj", right, 2 * n, "Linear"), tap(f"h.{n}.attn", right, 2 * n + 1)]
+        target += [tap(f"l.{n}.a.out", wrong, 2 * n, "Linear"), tap(f"l.{n}.a", right, 2 * n + 1, "Linear")]
+    shown = [Pair(f"h.{n}.attn.proj", f"l.{n}.a.out", sureness="rule") for n in range(2)]
+    proposal = match_taps(baseline, target, trusted=shown)
+    assert [(pair.baseline, pair.target) for pair in proposal.pairs] == [
+        pair for n in range(4) for pair in ((f"h.{n}.attn.proj", f"l.{n}.a.out"), (f"h.{n}.attn", f"l.{n}.a"))
+    ]
+
+
 def test_a_fused_tap_has_all_its_parts_even_if_some_match_elsewhere() -> None:
     q, k, v = (values(4, 8, seed=n) for n in range(3))
     baseline = [tap("q", q, 0), tap("k", k, 1), tap("v", v, 2)]

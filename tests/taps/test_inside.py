@@ -14,6 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
+from graftlab.config import GraftConfig
+from graftlab.jobs.on_import import watch_first_model
 from graftlab.taps import calls, inside
 from graftlab.taps.watch import kinds_of_watched
 
@@ -26,6 +28,9 @@ class Recorder:
         self.grafts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.tags: dict[str, dict[str, Any]] = {}
         self.moment = 0
+
+    def step(self) -> None:
+        self.moment += 1
 
     def may_take(self, path: str) -> bool:
         return True
@@ -264,6 +269,19 @@ def test_an_installed_helper_is_passed_over_for_the_line_that_calls_it(recorder:
     assert names[-1] == f"function.{line_of('return heads.contiguous')}.contiguous"
 
 
+def test_other_modes_are_no_code_of_the_model(recorder: Recorder) -> None:
+    class Passing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        with Passing(), torch.device("cpu"):
+            doubled = x * 2
+        return doubled
+
+    assert names_of(recorder, Calls(function), X, functions=["mul"]) == ["mul.in[0]", "mul.out", "function.doubled"]
+
+
 # ---- grafts ---------------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +429,37 @@ def test_compiled_functions_inside_a_module_are_left_out_with_a_warning(recorder
     with pytest.warns(gl.GraftWarning, match="calls compiled code"):
         assert names_of(recorder, module, X) == ["function.before", "function.after"]
     assert torch.equal(module(X), ((X + 1) * 2).exp() - 1)
+
+
+# ---- a model that its script calls ----------------------------------------------------------------------------------
+
+
+def test_the_first_call_of_a_scripts_model_is_tapped_as_the_next(recorder: Recorder) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+            scaled = x * scale
+            return functional.softmax(scaled * self.weight, dim=-1)
+
+    watch_first_model(GraftConfig(watch_inside="True", watch_functions="softmax", watch_params=True, watch_inputs=True))
+    recorder.grafts["input.scale input"] = lambda value: value * 2
+    model, calls_of_model = Model(), []
+    for _ in range(2):
+        model(X, scale=torch.tensor(1.0))
+        calls_of_model.append([name for name in recorder.names if not name.startswith("L")])
+        assert torch.equal(dict(recorder.shown)["scaled"], X * 2)
+        recorder.shown.clear()
+    functions = ["softmax.in[0]", "softmax.out"]
+    assert calls_of_model[0] == ["input.x input", "input.scale input", "weight param", "scaled", *functions, "output"]
+    assert sorted(calls_of_model[0]) == sorted(calls_of_model[1])
+
+
+def test_a_function_that_torch_has_not_is_refused_when_the_job_starts() -> None:
+    with pytest.raises(gl.ConfigError, match=r"GRAFTLAB_WATCH_FUNCTIONS\) is 'softmax, smax'.* no function 'smax'"):
+        watch_first_model(GraftConfig(watch_functions="softmax, smax"))
 
 
 # ---- on ranks -------------------------------------------------------------------------------------------------------

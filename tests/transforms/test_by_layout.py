@@ -347,3 +347,74 @@ def test_without_lengths_tokens_are_of_one_sequence_with_a_note() -> None:
         )
         assert torch.equal(found.value, whole)
         assert "no lengths of sequences arrived" in (found.note or "")
+
+
+# ---- names on both sides ---------------------------------------------------------------------------------------------
+
+
+def named(theirs: list[Tensor], text: str, mine: list[Tensor], own: str, sizes: dict[str, int]) -> list[Tensor]:
+    """What each receiver gets; ``sizes`` is the mesh of a side with several ranks."""
+    sent = [
+        rank_layout(each, parse_layout(text, mesh=sizes) if len(theirs) > 1 else text, len(theirs)) for each in theirs
+    ]
+    found = []
+    for rank, each in enumerate(mine):
+        layout = rank_layout(each, parse_layout(own, mesh=sizes) if len(mine) > 1 else own, len(mine))
+        rest: dict[str, Any] = {"recv_rank": rank, "recv_world_size": len(mine)}
+        for direction in ("b2t", "t2b"):
+            found.append(made(theirs, each * 0, received_layouts=sent, layout=layout, direction=direction, **rest))
+        assert torch.equal(found[-1], found[-2])
+    return found[::2]
+
+
+TOKENS = torch.arange(4 * 24.0).view(4, 24)
+ONE_RANK = [
+    ("t (a*c)", TOKENS, "t a c", TOKENS.view(4, 2, 12)),
+    ("b (h*d)", TOKENS, "b h d", TOKENS.view(4, 2, 12)),
+    ("t h", TOKENS, "s 1 h", TOKENS.view(4, 1, 24)),
+    ("t 1 h", TOKENS.view(4, 1, 24), "t h", TOKENS),
+    ("t h", TOKENS, "s b h", TOKENS.view(2, 2, 24).transpose(0, 1)),
+    ("b t h", TOKENS.view(2, 2, 24), "b s h", TOKENS.view(2, 2, 24)),
+    ("t (a*e*c)", TOKENS, "t a e c", TOKENS.view(4, 2, 3, 4)),
+    ("t (a*e) c", TOKENS.view(4, 6, 4), "t a (e*c)", TOKENS.view(4, 2, 12)),
+    ("(t*h) a", TOKENS.view(24, 4), "s h a", TOKENS.view(4, 6, 4)),
+]
+
+
+@pytest.mark.parametrize("case", ONE_RANK, ids=[f"{case[0]} and {case[2]}" for case in ONE_RANK])
+def test_dimensions_with_the_same_names_correspond(case: tuple[str, Tensor, str, Tensor]) -> None:
+    one, left, other, right = case
+    assert torch.equal(named([left], one, [right], other, {})[0], right)
+    assert torch.equal(named([right], other, [left], one, {})[0], left)
+
+
+def test_names_with_a_mesh_align_over_ranks() -> None:
+    tp = {"tp": 2}
+    fused = list(TOKENS.chunk(2, 1))
+    apart = list(TOKENS.view(4, 2, 12).chunk(2, 1))
+    assert torch.equal(named(fused, "t (a*c)[tp]", [TOKENS.view(4, 2, 12)], "t a c", tp)[0], TOKENS.view(4, 2, 12))
+    for got, expected in zip(named(fused, "t (a*c)[tp]", apart, "t a[tp] c", tp), apart, strict=True):
+        assert torch.equal(got, expected)
+    whole = TOKENS.view(2, 2, 24)  # b s h
+    quarters = [part for half in whole.transpose(0, 1).chunk(2, 0) for part in half.chunk(2, 2)]
+    assert torch.equal(named(quarters, "s[cp] b h[tp]", [whole], "b s h", {"cp": 2, "tp": 2})[0], whole)
+    for got, expected in zip(
+        named([whole], "b s h", quarters, "s[cp] b h[tp]", {"cp": 2, "tp": 2}), quarters, strict=True
+    ):
+        assert torch.equal(got, expected)
+    summands = [TOKENS - 7, torch.full_like(TOKENS, 7.0)]
+    assert torch.equal(
+        named(summands, "t (a*c)[tp:partial]", [TOKENS.view(4, 2, 12)], "t a c", tp)[0].view(4, 24), TOKENS
+    )
+
+
+def test_names_that_cannot_be_used_are_left_out_with_a_note() -> None:
+    text, halves = "s[cp] b h[tp]", list(WHOLE.chunk(2))
+    rest: dict[str, Any] = {"senders": [0, 1], "send_world_size": 2}
+    given = GraftTransformInput(
+        {"name": "x"}, halves, [None, None], WHOLE * 0, layout=rank_layout(WHOLE, "b s h", 1), **rest
+    )
+    found = by_layout(dataclasses.replace(given, received_layouts=[rank_layout(each, text, 2, 0) for each in halves]))
+    assert torch.equal(found.value, WHOLE)
+    assert (found.aligned_by, found.layout) == ("concat dim=0", INFERRED)
+    assert "the names of dimensions were not used: s[cp] b h[tp]: it is unknown how 2 ranks" in (found.note or "")

@@ -1,6 +1,6 @@
 """A training job of either side, by SGD with momentum, on batches that both draw from one seed.
 
-Its second argument plants a fault in the activation of one layer.
+Its second argument plants a fault in the activation of one layer, or begins with a later batch.
 """
 
 import sys
@@ -50,6 +50,8 @@ gl.attach()
 gl.watch(model, exclude="type == 'Sequential'", grads=True, params=True, inputs=True)
 gl.watch_training(model, optimizer)
 generator = torch.Generator().manual_seed(1)
+if fault == "ahead":
+    torch.randn(2 * 8, 16, generator=generator)
 rest = threading.Event()
 while not stop.exists():
     batch = torch.randn(8, 16, generator=generator)

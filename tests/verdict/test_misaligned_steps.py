@@ -1,0 +1,106 @@
+"""Sides that are in different steps: found by the values that one shows later than the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from kit.in_process import a_row
+
+from graftlab.diffs.measure import measure
+from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
+from graftlab.verdict.misaligned_steps import find_misaligned_steps, may_be_misaligned
+
+Value = Callable[[int], torch.Tensor]
+
+
+def noise(step: int) -> torch.Tensor:
+    return torch.randn(64, generator=torch.Generator().manual_seed(step))
+
+
+def token(step: int) -> torch.Tensor:
+    return torch.tensor([7 * step % 11, 3 * step % 5])
+
+
+def rows(taps: Sequence[tuple[str, Value, Value]], steps: int = 6, calls: int = 1, **values: object) -> Iterator[Row]:
+    """The rows of taps whose values on each side are functions of the number of the call."""
+    for step in range(steps):
+        for place, (name, ours, theirs) in enumerate(taps):
+            for occurrence in range(calls):
+                number = step * calls + occurrence
+                x, y = ours(number), theirs(number)
+                stats = measure(x, y)
+                known = {field: getattr(stats, field) for field in stats.__dataclass_fields__}
+                dtype = str(x.dtype).removeprefix("torch.")
+                order = place * calls + occurrence
+                yield a_row(
+                    name=name, step=step, order=order, occurrence=occurrence, dtype=dtype, **{**known, **values}
+                )
+
+
+def ahead(function: Value, by: int, scale: float = 1.0) -> Value:
+    return lambda number: function(number + by) * scale
+
+
+@pytest.mark.parametrize(("by", "side"), [(2, "target"), (-1, "baseline")])
+def test_the_side_that_is_ahead_is_found_with_its_steps(by: int, side: str) -> None:
+    wrong = ("layers.0", lambda n: noise(n).sin(), lambda n: noise(n + by).cos())
+    found = find_misaligned_steps(to_frame(list(rows([("x", noise, ahead(noise, by, 1 + 1e-7)), wrong]))))
+    assert found is not None
+    assert (found.ahead, found.by, found.unit, found.tap) == (side, abs(by), "step", "x")
+    assert f"The {side} is ahead by {abs(by)} step" in found.sentence
+    assert f"in {6 - abs(by)} pairs of steps" in found.sentence
+
+
+def test_calls_within_a_step_are_counted_where_they_do_not_make_whole_steps() -> None:
+    of_three = find_misaligned_steps(to_frame(list(rows([("x", noise, ahead(noise, 3))], 4, 3))))
+    assert of_three is not None
+    assert (of_three.by, of_three.unit) == (1, "step")
+    of_one = find_misaligned_steps(to_frame(list(rows([("x", noise, ahead(noise, 1))], 1, 6))))
+    assert of_one is not None
+    assert (of_one.by, of_one.unit) == (1, "call")
+    assert "the baseline makes 1 call first that the target does not" in of_one.sentence
+
+
+@pytest.mark.parametrize(
+    "taps",
+    [
+        [("x", noise, noise), ("late", noise, ahead(noise, 1))],
+        [("x", noise, lambda n: noise(n).sin())],
+        [("constant", lambda n: noise(0), lambda n: noise(0) * 2)],
+        [("positions", lambda n: torch.tensor([n]), lambda n: torch.tensor([n + 1]))],
+    ],
+    ids=["an input agrees", "another function", "nothing changes", "a counter alone is off by one"],
+)
+def test_other_differences_are_no_shift(taps: list[tuple[str, Value, Value]]) -> None:
+    assert find_misaligned_steps(to_frame(list(rows(taps)))) is None
+
+
+def test_steps_that_repeat_show_no_shift() -> None:
+    def three(number: int) -> torch.Tensor:
+        return noise(number % 3)
+
+    def wrong_once(number: int) -> torch.Tensor:
+        return three(number) * (2 if number == 1 else 1)
+
+    assert find_misaligned_steps(to_frame(list(rows([("y", three, wrong_once)], 2, 3)))) is None
+
+
+def test_tokens_and_positions_together_show_a_shift() -> None:
+    positions = ("positions", lambda n: torch.tensor([n]), lambda n: torch.tensor([n + 1]))
+    found = find_misaligned_steps(to_frame(list(rows([("ids", token, ahead(token, 1)), positions]))))
+    assert found is not None
+    assert (found.ahead, found.by, found.tap, found.taps) == ("target", 1, "ids", 2)
+    # Whole numbers do not round: tokens that differ by one are other tokens.
+    large = [("ids", lambda n: token(n) + 10**6, lambda n: token(n + 1) + 10**6 + 1), positions]
+    other = find_misaligned_steps(to_frame(list(rows(large))))
+    assert other is None or other.tap != "ids"
+
+
+def test_only_values_that_are_far_apart_are_worth_further_steps() -> None:
+    assert may_be_misaligned(to_frame(list(rows([("x", noise, ahead(noise, 2))], 1))))
+    assert not may_be_misaligned(to_frame(list(rows([("x", noise, ahead(noise, 0, 1.01))], 1))))
+    weights = list(rows([("w", noise, ahead(noise, 2))], 1, tags={"name": "w", "kind": "param"}))
+    assert not may_be_misaligned(to_frame(weights))
