@@ -100,7 +100,8 @@ def _expanded_size(parsed: Any) -> int:
 def _size_of_part(code: Any, given: Any) -> int:
     if any(code is each for each in _REPEATS):
         least, most, repeated = given
-        size, count = _expanded_size(repeated), least if most is _parser.MAXREPEAT else most
+        size = _expanded_size(repeated)
+        count: int = least if most is _parser.MAXREPEAT else most
         # A group is written out once more than it repeats.
         return size * (count + 1) if size > 1 else max(1, count)
     return 1 + _expanded_size(given)

@@ -185,9 +185,7 @@ def test_filters_do_not_restore_another_threads_temporary_warning_filters(
         "(?:" * 20 + "ab" + ")+?" * 20,
     ],
 )
-def test_a_pattern_that_would_fill_the_memory_is_refused_before_regex_reads_it(
-    pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pattern_that_would_fill_the_memory_is_refused_unread(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns.regex, "compile", lambda *given: pytest.fail("regex writes the repeats out"))
     refused = "parts when its repeats are written out"
     for helper in ("search", "match", "fullmatch"):
