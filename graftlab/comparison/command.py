@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inputs", metavar="FILE.py:NAME", help="of two functions: the function that returns the models' inputs"
     )
+    parser.add_argument(
+        "--backward",
+        action="store_true",
+        help="of two functions: judge a backward pass too, as scripts that train have",
+    )
     scripts = parser.add_argument_group("scripts and commands")
     scripts.add_argument("--calls", type=int, default=3, help="judge at most this many calls of the model (default: 3)")
     scripts.add_argument("--model", metavar="CLASS", help="hold the calls of the first model of this class")
@@ -57,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judging.add_argument("--include", metavar="FILTER", help="tap the modules that match, such as \"type == 'Linear'\"")
     judging.add_argument(
         "--functions", metavar="NAME,...", default="", help="tap calls of these torch functions inside the model too"
+    )
+    judging.add_argument(
+        "--inside", metavar="FILTER", help="tap the values inside the forward of the modules that match"
     )
     match = judging.add_mutually_exclusive_group()
     match.add_argument("--match", action="store_true", default=None, help="pair taps by value, whatever their names")
@@ -124,12 +132,14 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
             _function(arguments.baseline),
             _function(arguments.target),
             inputs,
+            backward=arguments.backward,
             match=judging.match,
             output=judging.output,
             floor=judging.floor,
             threshold=judging.threshold,
             include=arguments.include,
             functions=functions,
+            inside=arguments.inside,
             device=arguments.device,
             timeout=arguments.timeout,
             folder=arguments.folder,
@@ -140,12 +150,19 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         )
     if arguments.inputs is not None:
         raise ConfigError("--inputs is for two functions, FILE.py:FUNCTION; a script makes its own inputs")
+    if arguments.backward:
+        raise ConfigError(
+            "--backward is for two functions; a script that needs gradients is judged with a backward pass"
+        )
     if arguments.calls < 1:
         raise ConfigError(f"--calls {arguments.calls}: give at least 1")
     ranks = _given_ranks(arguments.ranks)
     baseline, target = _command(arguments.baseline, ranks[0]), _command(arguments.target, ranks[1])
     settings = ScriptSettings(
-        WatchChoice(arguments.include, functions), arguments.model, arguments.inject, arguments.timeout
+        WatchChoice(arguments.include, functions, arguments.inside),
+        arguments.model,
+        arguments.inject,
+        arguments.timeout,
     )
     choice = ScriptChoice(settings, judging, arguments.calls, arguments.keep_going, arguments.folder)
     return compare_scripts(baseline, target, choice, _Progress())

@@ -19,12 +19,14 @@ def compare(
     target: Callee,
     inputs: Any = None,
     *,
+    backward: bool = False,
     match: bool | None = None,
     output: str | None = None,
     floor: float | Literal["auto"] = "auto",
     threshold: float = 5.0,
     include: str | None = None,
     functions: Sequence[str] = (),
+    inside: str | None = None,
     device: str | None = None,
     timeout: float = limits.TIMEOUT,
     folder: str | Path | None = None,
@@ -35,10 +37,12 @@ def compare(
     function of the inputs that calls models. ``inputs`` is a tensor, a tuple or list of positional arguments, a mapping
     of named ones, or a function that returns one of these on each rank. Before a function is called, and before the
     inputs are made, the random numbers of torch, numpy and Python are seeded alike. Models are called without
-    gradients; call ``model.eval()`` in the function if dropout is not wanted.
+    gradients; with ``backward`` a backward pass follows each call, from random gradients of the results. Call
+    ``model.eval()`` in the function if dropout is not wanted.
 
-    The outputs of all modules, the model's inputs and its weights are tapped: ``include`` chooses modules and
-    ``functions`` names torch functions that are tapped too, as for :func:`watch`. Taps are paired by name, or by value
+    The outputs of all modules, the model's inputs and its weights are tapped: ``include`` chooses modules,
+    ``functions`` names torch functions that are tapped too, and ``inside`` modules whose forward is tapped line by
+    line, as for :func:`watch`. Taps are paired by name, or by value
     where their names do not pair; ``match`` says which. ``output``, ``floor`` and ``threshold`` are as for
     :meth:`Session.verdict`, ``device``, ``timeout`` and ``folder`` as for :func:`launch`. Each run of the verdict
     repeats the call from the same state: buffers, attributes, caches among the arguments, random numbers.
@@ -55,11 +59,11 @@ def compare(
     ('differ', ['*'])
     >>> comparison.session.close()
     """
-    choice = WatchChoice(include, tuple(functions))
+    choice = WatchChoice(include, tuple(functions), inside)
     judging = JudgingChoice(match, output, floor, threshold)
     session = launch(baseline=1, target=1, device=device, timeout=timeout, folder=folder)
     try:
-        work = (partial(load_and_hold, load, inputs, choice) for load in (baseline, target))
+        work = (partial(load_and_hold, load, inputs, choice, backward) for load in (baseline, target))
         run = session.run(*work)
         return judge_held_calls(session, *described(run), judging)
     except BaseException:

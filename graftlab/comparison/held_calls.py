@@ -15,7 +15,7 @@ from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import ResultDifference, compare_named
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import MatchError, SessionError
-from graftlab.ranks.held_call import CallDescription, repeat_call
+from graftlab.ranks.held_call import CallDescription, drop_backward, repeat_call, try_backward
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
 
@@ -85,6 +85,7 @@ def judge_held_calls(
             session.edit(pairs=proposal)
         except MatchError as error:
             remarks.append(f"Taps could not be paired by value: {error}")
+    backward = _add_backward(session, baseline, target)
     verdict = session.verdict(
         repeat_call, repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold
     )
@@ -97,7 +98,7 @@ def judge_held_calls(
     if answer == "inconclusive" and trusted and not results.compared and not len(verdict.frame):
         remarks.append("Neither a tap nor a result of the two calls could be compared.")
     remarks += without_taps
-    remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked(baseline, target)]
+    remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
@@ -184,9 +185,28 @@ def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescr
             if call.others:
                 counts = ", ".join(f"{kind} ({counted(count, 'call')})" for kind, count in call.others.items())
                 said.append(f"other models that the {side} has called: {counts}; --model NAME chooses one.")
-    if any(call.needs_backward for call in (*baseline, *target)):
-        said.append("the backward pass and the optimizer's step, which may follow this call.")
     return said
+
+
+def _add_backward(
+    session: Session, baseline: Sequence[CallDescription], target: Sequence[CallDescription]
+) -> list[str]:
+    """Include a backward pass in each repetition, if the results need gradients; returns what is not checked of it."""
+    calls = [*baseline, *target]
+    if not any(call.needs_backward for call in calls):
+        return []
+    after = "the loss and the optimizer's step, which may follow this call."
+    if not all(call.needs_backward for call in calls):
+        return [f"the backward pass: the results of one side alone need gradients; and {after}"]
+    shapes = [[tensor.shape for tensor in call.plain.values()] for call in calls]
+    if any(each != shapes[0] for each in shapes):
+        return [f"the backward pass: results of different shapes have no gradients in common; and {after}"]
+    run = session.run(try_backward, try_backward)
+    failed = {each: None for each in (*run.baseline, *run.target) if each is not None}
+    if failed:
+        session.run(drop_backward, drop_backward)
+        return [f"the backward pass, which could not be repeated ({next(iter(failed))}); and {after}"]
+    return [after]
 
 
 def described(run: Run) -> tuple[list[CallDescription], list[CallDescription]]:

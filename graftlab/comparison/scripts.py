@@ -28,6 +28,8 @@ _HOW = (
 
 # Seconds in which a script's processes end after one of them has.
 _END_LIMIT = 60.0
+# The sentence of a verdict on weights begins with this.
+_WEIGHTS_DIFFER = "The weights already differ"
 
 OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
 
@@ -80,7 +82,7 @@ def _judge_calls(session: Session, choice: ScriptChoice) -> Comparison:
     compared = judge_held_calls(session, *described(session.run(describe_call, describe_call)), choice.judging)
     for number in range(1, choice.calls + 1):
         if compared.answer != "agree":
-            return _with(compared, (f"At call {number} of the model:",) if number > 1 else ())
+            return _with(compared, _at_call(compared, number))
         if number == choice.calls:
             return _with(compared, _of_calls(number, "further calls, if there are any; --calls N judges more of them."))
         session.run(release_call, release_call)
@@ -92,6 +94,21 @@ def _judge_calls(session: Session, choice: ScriptChoice) -> Comparison:
             return _ended(session, compared, number, run)
         compared = judge_held_calls(session, *described(run), choice.judging, compared.match)
     raise AssertionError("the last call returns")
+
+
+def _at_call(compared: Comparison, number: int) -> tuple[str, ...]:
+    if number == 1:
+        return ()
+    before = (
+        "The first call of the model agrees." if number == 2 else f"The first {number - 1} calls of the model agree."
+    )
+    if any(line.startswith(_WEIGHTS_DIFFER) for line in compared.findings.data):
+        backward = ", the backward pass" if any("the backward pass" in said for said in compared.remarks) else ""
+        return (
+            f"{before} Before call {number} the weights differ, so the difference arises in the loss{backward} or the "
+            "update: the optimizer, its settings, clipping, a scaler, a reduction over ranks.",
+        )
+    return (f"{before} At call {number}:",)
 
 
 def _of_calls(number: int, unseen: str = "") -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import Mechanisms
@@ -36,6 +37,7 @@ from graftlab.verdict.added import (
 )
 from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.lines import DifferingLine
@@ -58,7 +60,7 @@ from graftlab.verdict.unexplained import (
     ValueDifference,
     differing_taps,
 )
-from graftlab.verdict.wording import Findings, JobRemarks
+from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -164,8 +166,10 @@ class Judgement:
             remarks += naming.job_remarks.of_named
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
+        may_be_inherited += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
         may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
@@ -197,13 +201,14 @@ class Judgement:
                 job_remarks=naming.job_remarks,
                 unexplained=unexplained,
                 failed=self._failed,
-                pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
+                pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
                 rounding=rounding,
                 lines=lines,
                 extra_calls=self._attempt(
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
                 origins=origins,
+                maps=mechanisms.maps,
             ),
             self._runs.count,
         )
@@ -226,7 +231,7 @@ class Judgement:
             # An error of another kind is a defect of graftlab: its traceback is needed to report it.
             level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
             _log.log(level, "verdict: %s failed", what, exc_info=True)
-            self._is_abandoned = isinstance(error, VerdictAbandoned) or self.session.closed
+            self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
             lines = [line for line in str(error).splitlines() if line.strip()]
             own = isinstance(error, GraftError) and lines
             reason = lines[0] if own else ": ".join([type(error).__name__, *lines[:1]])
@@ -554,4 +559,5 @@ def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: floa
     if not len(failed):
         return []
     groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    return [f"{groups}, where nothing could be grafted: later taps may have inherited their named error from there."]
+    inherited = "later taps may have inherited their named error from there"
+    return [f"{NOT_CHECKED}{groups}, where nothing could be grafted: {inherited}."]

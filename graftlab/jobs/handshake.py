@@ -118,7 +118,7 @@ class HoldAccepted(HandshakeMessage, frozen=True):
     """The process is that rank from now on. ``descriptors`` descriptors follow: those of the shared memory and of the
     sockets to the other ranks, its two ends of the control connection, and its end of the death pipe.
 
-    ``include`` and ``functions`` choose what is tapped, as for :func:`graftlab.watch`.
+    ``include``, ``functions`` and ``inside`` choose what is tapped, as for :func:`graftlab.watch`.
     """
 
     other_world_size: int
@@ -130,6 +130,7 @@ class HoldAccepted(HandshakeMessage, frozen=True):
     plan: WirePlan
     include: str | None
     functions: tuple[str, ...]
+    inside: str | None
 
 
 class StatusQuery(HandshakeMessage, frozen=True):

@@ -232,7 +232,7 @@ def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
         ControlConnection(SocketChannel(socket.socket(fileno=line)), socket.socket(fileno=wake)),
         Namespace(sys.modules["__main__"]),
     )
-    joined.choice = WatchChoice(answer.include, answer.functions)
+    joined.choice = WatchChoice(answer.include, answer.functions, answer.inside)
     return joined
 
 

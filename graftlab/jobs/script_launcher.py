@@ -395,6 +395,7 @@ class _Admission:
                     to_wire(self._plan),
                     self._choice.include,
                     self._choice.functions,
+                    self._choice.inside,
                 ),
             )
             send_descriptors(connection, descriptors)

@@ -22,9 +22,10 @@ from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.ranks.state_snapshot import StateSnapshot
+from graftlab.taps.calls import tap_handler
 from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.taps.routing import handled_by
-from graftlab.taps.watch import Watch, watch
+from graftlab.taps.watch import Watch, watch, weights_of
 
 # Set before a function loads its model and makes its inputs, so that both sides draw the same random numbers.
 _SEED = 0
@@ -36,6 +37,7 @@ class WatchChoice:
 
     include: str | None = None
     functions: tuple[str, ...] = ()
+    inside: str | None = None
     params: bool = True
     inputs: bool = True
 
@@ -88,13 +90,17 @@ class HeldCall:
         self._models = dict(models)
         self._choice = choice
         self._number = number
+        self._has_backward = False
         self._others = dict(others or {})
         self._watched: list[Watch] = []
         self._snapshot = StateSnapshot([*self._models.values(), state])
 
     def __call__(self) -> dict[str, torch.Tensor]:
         self._snapshot.restore()
-        return named_tensors(self._call())
+        results = named_tensors(self._call())
+        if self._has_backward:
+            self._go_backward(results)
+        return results
 
     def describe(self) -> CallDescription:
         """Call it without taps, again, and with them."""
@@ -120,12 +126,65 @@ class HeldCall:
             self._others,
         )
 
+    def try_backward(self) -> str | None:
+        """From now on each repetition includes a backward pass, whose gradients are tapped too.
+
+        Returns the reason if that fails; then repetitions are as before.
+        """
+        self._unwatch()
+        self._has_backward = True
+        self._watch()
+        try:
+            with handled_by(_TapLister()):
+                self()
+        except Exception as error:
+            self.drop_backward()
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return None
+
+    def drop_backward(self) -> None:
+        """Repeat the forward pass alone again."""
+        self._unwatch()
+        self._has_backward = False
+        self._watch()
+
+    def _go_backward(self, results: Mapping[str, torch.Tensor]) -> None:
+        """Run a backward pass from random gradients of the results, and tap the weights' gradients as they end up.
+
+        The real gradients come from a loss that the script computes after the call. The backward pass is linear in
+        them, so a mistake in it shows for any of them.
+        """
+        weights = {
+            f"{prefix}{name}": weight
+            for prefix, model in self._models.items()
+            for name, weight in weights_of(model, "", _every, _none, buffers=False).items()
+            if weight.requires_grad and weight.is_leaf
+        }
+        for weight in weights.values():
+            weight.grad = None
+        reached = [tensor for tensor in results.values() if tensor.requires_grad]
+        # What was computed before the call has its own graph, which the script's backward pass needs.
+        torch.autograd.backward(
+            reached,
+            [_gradient_of(place, tensor) for place, tensor in enumerate(reached)],
+            retain_graph=True,
+            inputs=list(weights.values()),
+        )
+        handler = tap_handler()
+        for name, weight in reversed(weights.items()):
+            if handler is not None and weight.grad is not None:
+                handler.tap(name, weight.grad, None, {"kind": "param_grad"})
+
     def end(self) -> None:
         """Take the taps away and leave the state as it was before the first replay."""
         self.is_released = True
+        self._unwatch()
+        self._snapshot.restore()
+
+    def _unwatch(self) -> None:
         for each in self._watched:
             each.remove()
-        self._snapshot.restore()
+        self._watched = []
 
     def _watch(self) -> None:
         chosen = self._choice
@@ -135,11 +194,28 @@ class HeldCall:
                 prefix,
                 chosen.include,
                 functions=chosen.functions,
+                inside=chosen.inside,
                 params=chosen.params,
                 inputs=chosen.inputs,
+                grads=self._has_backward,
             )
             for prefix, model in self._models.items()
         ]
+
+
+def _gradient_of(place: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A random gradient of a result, the same on every rank of both sides for a result of this shape and place."""
+    generator = torch.Generator().manual_seed(place)
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    return drawn.to(tensor.device, tensor.dtype)
+
+
+def _every(name: str, kind: str) -> bool:
+    return True
+
+
+def _none(name: str, kind: str) -> bool:
+    return False
 
 
 class _TapLister(CountingHandler):
@@ -213,13 +289,23 @@ def repeat_call() -> dict[str, torch.Tensor]:
     return held_call()()
 
 
+def try_backward() -> str | None:
+    """Include a backward pass in each repetition; see :meth:`HeldCall.try_backward`."""
+    return held_call().try_backward()
+
+
+def drop_backward() -> None:
+    """Repeat the forward pass alone again."""
+    held_call().drop_backward()
+
+
 def release_call() -> None:
     """End the held call: its script continues with the call itself."""
     held_call().end()
 
 
-def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice) -> CallDescription:
-    """Load a model and hold its call with these inputs; returns its description.
+def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool) -> CallDescription:
+    """Load a model and hold its call with these inputs; returns its description. ``backward`` calls it with gradients.
 
     ``load`` returns a model, or a function that calls models. ``inputs`` is a tensor, a tuple of positional arguments,
     a mapping of named ones, or a function that returns one of them.
@@ -233,7 +319,7 @@ def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice) -> CallDescrip
         )
     _seed()
     args, kwargs = arguments_of(inputs)
-    call = partial(_without_gradients, model, args, kwargs)
+    call = partial(model, *args, **kwargs) if backward else partial(_without_gradients, model, args, kwargs)
     models = {"": model} if isinstance(model, torch.nn.Module) else _models_called(call, (args, kwargs))
     hold(HeldCall(call, models, (args, kwargs), choice))
     return held_call().describe()

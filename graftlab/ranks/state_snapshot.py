@@ -20,8 +20,8 @@ _MAX_DEPTH = 6
 class StateSnapshot:
     """The state of modules and arguments at the moment at which it is made. :meth:`restore` brings it back, in place.
 
-    It covers the tensors, lists, dicts, sets and attributes of objects that can be reached from ``roots``, and the
-    random numbers of torch, numpy and Python. Parameters are not copied.
+    It covers the tensors, their gradients, lists, dicts, sets and attributes of objects that can be reached from
+    ``roots``, and the random numbers of torch, numpy and Python. The values of parameters are not copied.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -39,12 +39,15 @@ class StateSnapshot:
             put_back()
 
     def _look_at(self, value: Any, depth: int) -> None:
-        if isinstance(value, (*_PLAIN, torch.nn.Parameter)) or id(value) in self._seen:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         # Keeps the object alive, so that its id stays its own.
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            self._keep_tensor(value)
+            if value.is_leaf and value.requires_grad:
+                self._keep_gradient(value)
+            if not isinstance(value, torch.nn.Parameter):
+                self._keep_tensor(value)
         elif isinstance(value, torch.nn.Module):
             self._keep_module(value, depth)
         elif depth > _MAX_DEPTH or isinstance(value, type) or callable(value):
@@ -68,6 +71,8 @@ class StateSnapshot:
 
     def _keep_module(self, module: torch.nn.Module, depth: int) -> None:
         self._keep_attributes(vars(module), _OF_TORCH, depth)
+        for weight in module._parameters.values():
+            self._look_at(weight, depth)
         # Modules nest as deeply as they like.
         for child in module._modules.values():
             self._look_at(child, 0)
@@ -88,6 +93,17 @@ class StateSnapshot:
             if not _same_items(container, items):
                 container.clear()
                 fill(items)
+
+        self._undo.append(undo)
+
+    def _keep_gradient(self, leaf: torch.Tensor) -> None:
+        gradient = leaf.grad
+        kept = None if gradient is None else gradient.detach().clone()
+
+        def undo() -> None:
+            leaf.grad = gradient
+            if gradient is not None and kept is not None:
+                gradient.data.copy_(kept)
 
         self._undo.append(undo)
 

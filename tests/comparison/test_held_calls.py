@@ -96,6 +96,27 @@ def test_a_tensor_that_a_backward_pass_needs_is_not_written() -> None:
     assert x.grad.tolist() == [8.0, 8.0]
 
 
+def test_a_backward_pass_leaves_gradients_and_earlier_graphs_as_they_were() -> None:
+    before = nn.Parameter(torch.ones(3, 2))
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    accumulated = model.weight.grad
+    assert accumulated is not None
+    kept = accumulated.clone()
+    x = before * 2
+    held = HeldCall(lambda: model(x), {"": model}, (x,), WatchChoice())
+    assert held.describe().needs_backward
+    assert held.try_backward() is None
+    held()
+    held()
+    held.end()
+    assert model.weight.grad is accumulated
+    assert torch.equal(accumulated, kept)
+    assert before.grad is None
+    model(x).sum().backward()
+    assert before.grad is not None
+
+
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +260,37 @@ def fused() -> nn.Module:
 def plain() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+class WrongGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (ctx.saved_tensors[0] > 0.2)
+
+
+class Gated(nn.Module):
+    def __init__(self, is_right: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 2)
+        self.gate = torch.relu if is_right else WrongGate.apply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.gate(self.first(x)))
+
+
+@pytest.mark.ranks
+def test_a_mistake_of_the_backward_pass_is_named() -> None:
+    right, wrong = lambda: Gated(True), lambda: Gated(False)
+    comparison = gl.compare(right, wrong, torch.randn(8, 4), backward=True)
+    with comparison.session:
+        assert comparison.named == ["first@grad"]
+        assert comparison.answer == "differ"
+        assert "Not checked: the loss and the optimizer's step" in comparison.text
 
 
 @pytest.mark.ranks

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
-from kit.job_scripts import SCRIPTS as JOB_SCRIPTS
+from kit import prose
 
 from graftlab.__main__ import main
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
-DECODES = str(SCRIPTS / "decodes.py")
+DECODES, TRAINS = str(SCRIPTS / "decodes.py"), str(SCRIPTS / "trains.py")
 
 
 def compared(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, object]:
@@ -24,13 +28,24 @@ def compared(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> d
     return answer
 
 
+def test_the_readmes_scripts_are_compared_as_the_readme_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = prose.blocks(ROOT / "README.md")
+    command, shown = next(pair for pair in itertools.pairwise(blocks) if pair[0].text.startswith("graftlab compare"))
+    assert main([*shlex.split(command.text)[1:], "--folder", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert prose.fits(shown.text, printed), printed
+
+
 def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong")
     assert (answer["answer"], answer["exit_code"], answer["named"]) == ("differ", 1, ["layers.*.out"])
     text = str(answer["text"])
-    assert text.startswith("At call 2 of the model:\nlayers.*.out differs in layers 0-1")
+    assert text.startswith("The first call of the model agrees. At call 2:\nlayers.*.out differs in layers 0-1")
     assert "With the baseline's layers.*.out the output output.logits agrees" in text
     assert "layers.*.out differs in layers 0-1" in Path(str(answer["report"])).read_text()
     # The scripts end with the answer: neither has printed the token of the second call.
@@ -60,11 +75,21 @@ def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
     assert error.rstrip().endswith("OSError: no weights here")
 
 
+def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = compared(capsys, tmp_path, TRAINS, f"{TRAINS} rate")
+    assert answer["answer"] == "differ"
+    assert str(answer["text"]).startswith(
+        "The first call of the model agrees. Before call 2 the weights differ, so the difference arises in the loss or "
+        "the update"
+    )
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("fault", ["", "unreduced"])
 def test_two_ranks_of_torchrun_are_compared_with_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
-    script = JOB_SCRIPTS / "train.py"
-    launcher = "python -m torch.distributed.run --standalone --nproc-per-node 2"
-    answer = compared(capsys, tmp_path, str(script), f"{launcher} {script}", "--calls", "1")
-    assert answer["answer"] == "agree"
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    answer = compared(capsys, tmp_path, TRAINS, f"{launcher} {TRAINS} {fault}", "--calls", "1")
+    assert answer["answer"] == ("differ" if fault else "agree"), answer["text"]
+    assert ("first@grad" in answer["named"]) == bool(fault)  # type: ignore[operator]
