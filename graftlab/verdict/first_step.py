@@ -36,10 +36,10 @@ class FirstDifference:
 
 
 def first_difference(rows: pd.DataFrame, floors: AccumulatedFloors, threshold: float) -> FirstDifference | None:
-    """Find the first step without grafts in which a tap differs by more than rounding; None if none does.
+    """Find the first step in which a tap differs by more than rounding, before any graft; None if none does.
 
-    ``rows`` are of the steps before those that a verdict judges. None also if the first step with rows differs in its
-    weights or values, since nothing is then known of what came before.
+    None also if the first step with rows differs and its weights
+    do or are not tapped, since nothing is then known of what came before.
     """
     before: list[tuple[int, list[dict[str, Any]]]] = []
     largest = 0.0
@@ -67,9 +67,12 @@ def _is_setting(row: dict[str, Any]) -> bool:
 
 
 def _steps_without_grafts(rows: pd.DataFrame) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The measured rows of each step before the first graft, which may have changed what followed."""
     for step, of_step in rows.groupby("step", sort=True):
         measured = of_step[of_step["status"].isin(MEASURED)]
-        if len(measured) and not (measured["status"] == "grafted").any():
+        if (measured["status"] == "grafted").any():
+            return
+        if len(measured):
             yield int(str(step)), records(measured.sort_values("order", kind="stable"))
 
 
@@ -92,7 +95,15 @@ def _described(
         )
         return FirstDifference(step, sentence, True)
     if not before:
-        return None
+        has_weights = any(kind_of(row["tags"]) == "param" and is_data(row["tags"]) for row in measured)
+        if weights or not computed or not has_weights:
+            return None
+        where = f"{computed[0]['name']} {_by(computed[0])}"
+        sentence = (
+            f"In step {step}, the first that was compared, the weights agree, and the first tap that differs is "
+            f"{where}."
+        )
+        return FirstDifference(step, sentence, False)
     agreed = f"The jobs agree in step{'s' if len(before) > 1 else ''} {spans([each for each, _ in before])}"
     last, rows_of_last = before[-1]
     if weights and last == step - 1:

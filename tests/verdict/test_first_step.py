@@ -76,16 +76,23 @@ def test_a_value_that_differs_before_the_weights_is_no_update() -> None:
     assert first.sentence == "The jobs agree in step 0, and differ from step 1 on, first at y (by 0.2)."
 
 
+def test_the_first_tap_that_differs_is_named_where_the_weights_still_agree() -> None:
+    first = found({3: {1: 0.2, 2: 0.2, 4: 0.1}})
+    assert first is not None
+    assert not first.is_update
+    assert first.sentence == (
+        "In step 3, the first that was compared, the weights agree, and the first tap that differs is y (by 0.2)."
+    )
+    assert found({3: {0: 0.2}}, (VALUE, GRADIENT)) is None
+
+
 def test_nothing_is_said_where_the_first_rows_are_late_or_rounding_grows() -> None:
     assert found({50: {0: 0.1, 1: 0.2}}) is None
     assert found({step: {0: 1e-5 * (step + 1), 1: 1e-5 * (step + 1)} for step in range(12)}) is None
     assert found({0: {}, 1: {}}) is None
 
 
-def test_steps_with_grafts_are_left_out() -> None:
+def test_what_follows_a_graft_shows_nothing() -> None:
     every = list(rows({0: {}, 1: {1: 0.2}, 2: {1: 0.2}}, ALL))
     frame = to_frame([row._replace(status="grafted") if row.step == 1 else row for row in every])
-    first = first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0)
-    assert first is not None
-    assert first.step == 2
-    assert first.sentence.startswith("The jobs agree in step 0, and")
+    assert first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0) is None
