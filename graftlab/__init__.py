@@ -41,6 +41,7 @@ from graftlab.taps.calls import Here, here, step, tags, tap
 
 if TYPE_CHECKING:
     from graftlab import plots, transforms
+    from graftlab.comparison.functions import compare
     from graftlab.config import GraftConfig
     from graftlab.control.loaded_run import load_run
     from graftlab.control.past_runs import runs
@@ -73,6 +74,7 @@ _LAZY = {
     "Run": "graftlab.control.run",
     "Session": "graftlab.session",
     "Watch": "graftlab.taps.watch",
+    "compare": "graftlab.comparison.functions",
     "compile_taps": "graftlab.taps.compiled",
     "export_taps": "graftlab.taps.exported",
     "launch": "graftlab.session",
@@ -119,6 +121,7 @@ __all__ = [
     "TransformError",
     "Watch",
     "attach",
+    "compare",
     "compile_taps",
     "export_taps",
     "here",

@@ -39,9 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     attach = commands.add_parser("attach", help=summary, description=summary)
     attach_command.add_arguments(attach)
     attach.set_defaults(run=attach_command.run)
+    from graftlab.comparison import command as compare_command
     from graftlab.jobs import status_commands
     from graftlab.jobs.attach import forget_first_tap
 
+    summary = "run two scripts, commands or models side by side, and name the computation that differs"
+    compare = commands.add_parser("compare", help=summary, description=summary, epilog=compare_command.EPILOG)
+    compare_command.add_arguments(compare)
+    compare.set_defaults(run=compare_command.run)
     for name, summary in (
         ("status", "show where each rank of a session of jobs is, and the taps that differ most"),
         ("watch", "show the same continuously"),

@@ -18,6 +18,7 @@ from graftlab.errors import LaunchError, PlanError, SessionError
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import launch_ranks
 from graftlab.ranks.options import LaunchOptions, StartMethod
 from graftlab.recordings.recorded_side import RecordedSide
@@ -88,7 +89,7 @@ def launch(
     made = make_run_folder(folder)
     if folder is None:
         prune()
-    session = _start(options, plan or GraftPlan(), made, append=append)
+    session = open_session(options, plan or GraftPlan(), made, launch_ranks, append=append)
     sides = {"baseline": baseline, "target": target}
     internals_of(session).default_callees = {
         name: side for name, side in sides.items() if isinstance(side, RecordedSide)
@@ -96,14 +97,22 @@ def launch(
     return session
 
 
-def _start(options: LaunchOptions, plan: GraftPlan, folder: Path, *, append: bool) -> Session:
+def open_session(
+    options: LaunchOptions,
+    plan: GraftPlan,
+    folder: Path,
+    start: Callable[[LaunchOptions, Path, GraftPlan], Sequence[RankHandle]],
+    *,
+    append: bool = False,
+) -> Session:
+    """Open a session of the ranks that ``start`` starts, with its rows in this folder. Raises :class:`LaunchError`."""
     try:
         rows = RowStore(folder, append=append)
     except (SessionError, OSError) as error:
         raise LaunchError(str(error)) from error
     try:
         describe_session(folder, (options.baseline, options.target), rows.first_run)
-        return Session(options, launch_ranks(options, folder, plan), plan, rows, folder)
+        return Session(options, start(options, folder, plan), plan, rows, folder)
     except BaseException:
         with contextlib.suppress(SessionError):
             rows.close()
@@ -187,8 +196,6 @@ class Session(SessionCore):
     >>> session
     <Session 1+1: 2 ranks alive, ...>
     """
-
-    _verdict: Verdict | None = None
 
     def replay(
         self,
@@ -291,8 +298,9 @@ class Session(SessionCore):
         request = VerdictRequest(
             baseline, target, output, floor, exact, threshold, explain, args, kwargs, steps, graft_weights
         )
-        self._verdict = judge(self, request)
-        return self._verdict
+        verdict = judge(self, request)
+        internals_of(self).verdict = verdict
+        return verdict
 
     def post_mortem(self, on: str, command: str = "") -> str:
         """Run a pdb command in the frames of the last failure on a rank, such as ``"target[1]"``; returns its output.
@@ -332,12 +340,12 @@ class Session(SessionCore):
         """
         from graftlab.control.report import write_report
 
-        return write_report(self, path, self._verdict, tensors)
+        return write_report(self, path, internals_of(self).verdict, tensors)
 
     def match(
         self,
-        baseline: Callee,
-        target: Callee,
+        baseline: Callee | None = None,
+        target: Callee | None = None,
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -351,6 +359,10 @@ class Session(SessionCore):
         runs again, until nothing changes or ``rounds`` are over: behind a fault no value matches until the fault is
         grafted away. So the target's code must begin from the same state each time. The plan is not used, and no rows
         are made.
+
+        Where the session listens for jobs, call it without arguments: taps are recorded in a step that the jobs make
+        anyway, and each round is another step, in which a plan of the match's own grafts. Those grafts make rows, and
+        the target's job continues with the grafted values, except for weights and states of optimizers.
 
         The :class:`Proposal` shows the pairs, how sure each is, and the taps without a partner with the reason. To
         apply it: ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
@@ -367,7 +379,6 @@ class Session(SessionCore):
         [0.0]
         >>> plan = session.edit(pairs=None)
         """
-        self._require_workers("run code on")
         from graftlab.control.match_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)

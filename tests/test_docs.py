@@ -118,6 +118,12 @@ def test_commands_of_the_pages_exist() -> None:
                 helps[module] = told.stdout
             for option in re.findall(r"(--[a-z-]+)", line):
                 assert option in helps[module], f"{where}: {module} has no option {option}"
+        elif words[:2] == ["graftlab", "compare"]:
+            if words[1] not in helps:
+                asked = [sys.executable, "-m", "graftlab", "compare", "-h"]
+                helps[words[1]] = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT).stdout
+            for option in re.findall(r"(?<= )(--[a-z-]+)", re.sub(r'"[^"]*"', "", line)):
+                assert option in helps[words[1]], f"{where}: compare has no option {option}"
         else:
             assert words[0] in ("python", "git", "export", "ruff", "mypy"), f"{where}: {line}"
 

@@ -39,6 +39,7 @@ ROOMS = [
     "engine",
     "widgets",
     "session",
+    "comparison",
     "compat",
     "zoo",
     "magics",

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.control.job_steps import JobStepsAbandoned
+from graftlab.control.line_runs import LineSearch
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import Mechanisms
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
@@ -35,8 +37,10 @@ from graftlab.verdict.added import (
 )
 from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
+from graftlab.verdict.lines import DifferingLine
 from graftlab.verdict.model_data import data_rows, differing_data, input_names
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
@@ -56,7 +60,7 @@ from graftlab.verdict.unexplained import (
     ValueDifference,
     differing_taps,
 )
-from graftlab.verdict.wording import Findings, JobRemarks
+from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -162,10 +166,19 @@ class Judgement:
             remarks += naming.job_remarks.of_named
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
+        may_be_inherited += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
         may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
+        lines: list[DifferingLine] = []
+        if self._can_trace(evidence, naming):
+            # What cancels, or rounds differently, is no mistake.
+            to_blame = frame.loc[frame["label"] == "culprit", "group"]
+            groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
+            search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)
+            lines = self._attempt("the search for lines of source", lambda: search.lines(groups), [])
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and naming.job_remarks is not None):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
@@ -188,12 +201,14 @@ class Judgement:
                 job_remarks=naming.job_remarks,
                 unexplained=unexplained,
                 failed=self._failed,
-                pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
+                pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
                 rounding=rounding,
+                lines=lines,
                 extra_calls=self._attempt(
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
                 origins=origins,
+                maps=mechanisms.maps,
             ),
             self._runs.count,
         )
@@ -216,7 +231,7 @@ class Judgement:
             # An error of another kind is a defect of graftlab: its traceback is needed to report it.
             level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
             _log.log(level, "verdict: %s failed", what, exc_info=True)
-            self._is_abandoned = isinstance(error, VerdictAbandoned) or self.session.closed
+            self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
             lines = [line for line in str(error).splitlines() if line.strip()]
             own = isinstance(error, GraftError) and lines
             reason = lines[0] if own else ": ".join([type(error).__name__, *lines[:1]])
@@ -368,6 +383,10 @@ class Judgement:
         if naming.not_repeated or self._runs.recorded or not evidence.selves or self._is_abandoned:
             return False
         return naming.job_remarks is None or not naming.target_not_repeated
+
+    def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
+        """Whether runs with every tap grafted repeat themselves, so that operations of both sides correspond."""
+        return self._explains(naming) and naming.job_remarks is None and not naming.not_repeated
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
         """What the named groups do to each output, by the output's group, and remarks on that."""
@@ -540,4 +559,5 @@ def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: floa
     if not len(failed):
         return []
     groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    return [f"{groups}, where nothing could be grafted: later taps may have inherited their named error from there."]
+    inherited = "later taps may have inherited their named error from there"
+    return [f"{NOT_CHECKED}{groups}, where nothing could be grafted: {inherited}."]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,11 @@ from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.lines.traces import SliceTrace, WantedCall
 from graftlab.matching.pair import Pair
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import FILTERS, PlanEdit
+from graftlab.ranks.line_tracer import TraceRequest, trace_callee
 from graftlab.ranks.remote_functions import (
     Callee,
     call_with_module_inputs,
@@ -66,6 +68,33 @@ class RunFilters:
     keep: str | None = None
     leaving: str | None = None
     pairs: Sequence[PairRule] = ()
+
+
+Traces = Sequence[Sequence[SliceTrace | None]]
+"""By rank, and by the wanted call."""
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """The rows of a run, and the operations behind the wanted calls of both sides."""
+
+    rows: pd.DataFrame
+    baseline: Traces
+    target: Traces
+
+    @property
+    def without_fingerprint(self) -> bool:
+        """Whether the budget did not suffice for a value that is needed."""
+        return any(trace.without_fingerprint for trace in self._every())
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """The values that fingerprints are needed of."""
+        return frozenset(number for trace in self._every() for number in trace.values)
+
+    def _every(self) -> Iterator[SliceTrace]:
+        for rank in (*self.baseline, *self.target):
+            yield from (trace for trace in rank if trace is not None)
 
 
 class VerdictRuns:
@@ -149,6 +178,22 @@ class VerdictRuns:
         """The pairs that match by value without grafts, whatever the plan pairs; none where nothing can be called."""
         return []
 
+    def traced(
+        self,
+        why: str,
+        filters: RunFilters,
+        wanted: Sequence[WantedCall],
+        grafted: frozenset[tuple[str, str | None]],
+        shown: Mapping[Side, Mapping[int, str]],
+        only: frozenset[int] | None = None,
+    ) -> TracedRun | None:
+        """Trace the wanted calls in one run of both sides; None where runs cannot be traced.
+
+        ``shown`` are the operations of each side whose results are shown as taps, by index, with the taps' names.
+        ``only`` restricts fingerprints to these values.
+        """
+        return None
+
     def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows of taps that are grafted in the run in which every tap is."""
         return without_data(rows)
@@ -181,14 +226,38 @@ class CalledRuns(VerdictRuns):
         self._target: Callee = request.target
         self.recorded = isinstance(request.baseline, RecordedSide)
         self.shows_module_inputs = not self.recorded
+        self._zero = 0
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         callees: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
         run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
-        frame = _rows_under(version, run)
+        frame = self._rows_under(version, run)
         self.returned = compare_returned(run.baseline, run.target)
         return frame
+
+    def traced(
+        self,
+        why: str,
+        filters: RunFilters,
+        wanted: Sequence[WantedCall],
+        grafted: frozenset[tuple[str, str | None]],
+        shown: Mapping[Side, Mapping[int, str]],
+        only: frozenset[int] | None = None,
+    ) -> TracedRun | None:
+        if self.recorded:
+            # A recording has no operations.
+            return None
+        args, kwargs = self.request.arguments
+        sides: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
+        callees: dict[Side, Callee] = {
+            side: partial(
+                trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, self.before, shown[side], only)
+            )
+            for side, callee in sides.items()
+        }
+        run, version = self._run(why, callees, (), {}, self.changes(filters))
+        return TracedRun(self._rows_under(version, run), list(run.baseline), list(run.target))
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -200,7 +269,15 @@ class CalledRuns(VerdictRuns):
             for side, callee in sides.items()
         }
         run, version = self._run("whether modules are right themselves", callees, changes=self.changes(filters))
-        return _rows_under(version, run), {"baseline": list(run.baseline), "target": list(run.target)}
+        return self._rows_under(version, run), {"baseline": list(run.baseline), "target": list(run.target)}
+
+    def _rows_under(self, version: int, run: Run) -> pd.DataFrame:
+        """The rows of a run. Raises :class:`VerdictAbandoned` if its plan was edited meanwhile."""
+        frame = run.frame
+        if len(frame) and set(frame["plan_version"]) != {version}:
+            raise VerdictAbandoned(EDITED)
+        self._zero = int(frame["step"].min()) if len(frame) else 0
+        return frame
 
     def _run(
         self,
@@ -277,15 +354,7 @@ class CalledRuns(VerdictRuns):
         return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.session.tensors(name, rank=rank, **tags)
-
-
-def _rows_under(version: int, run: Run) -> pd.DataFrame:
-    """The rows of a run. Raises :class:`VerdictAbandoned` if its plan was edited meanwhile."""
-    frame = run.frame
-    if len(frame) and set(frame["plan_version"]) != {version}:
-        raise VerdictAbandoned(EDITED)
-    return frame
+        return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
+from graftlab.errors import SessionError
 from graftlab.verdict.added import LABELS
+from graftlab.verdict.lines import INDENT, lines_frame
 from graftlab.verdict.origins import ErrorOrigin
 from graftlab.verdict.wording import Findings, parts_of, text_of
 
@@ -61,20 +63,53 @@ class Verdict:
         return found
 
     @property
+    def lines(self) -> pd.DataFrame:
+        """The lines of source at which the named groups' errors arise: a row for each line of each side.
+
+        For each group up to three lines of the target and of the baseline, the most telling first. ``operation`` is
+        torch's operation at the line, with its arguments; ``confirmed`` means that the tap agrees once this operation
+        alone has the baseline's value; ``is_suspect`` that values have another order or other signs from here on,
+        which may be meant. ``tap``, ``step``, ``occurrence`` and ``rank`` are the call that was traced, ``stack`` all
+        lines that led to the operation, innermost first. Empty where nothing was named or could be traced.
+        """
+        return lines_frame(self.findings.lines)
+
+    @property
     def origins(self) -> tuple[ErrorOrigin, ...]:
         """Where the errors of named values arise: for each, the innermost module of both sides that gives another
         output from equal inputs. Empty where no module is watched, for jobs, and without ``explain``.
         """
         return () if self.findings.origins is None else self.findings.origins.found
 
-    def plot(self, **options: Any) -> Figure:
+    def plot(self, tap: str | None = None, **options: Any) -> Figure:
         """Added and inherited error of each tap over the floor, with the culprits marked.
+
+        With ``tap``, a named group or a tap of one, a heat map of where its tensors differ: of the call that adds the
+        most, or of what its module is given, if the module is right. ``options`` are those of
+        :func:`graftlab.plots.draw_difference_map`, such as ``ax``. Raises :class:`SessionError` for a tap whose tensors
+        were not looked at: only culprits' are, and those of 24 groups at most.
 
         >>> figure = session.verdict(forward, forward, args=(x,)).plot()
         """
+        if tap is not None:
+            return self._heat_map(tap, options)
         from graftlab.plots.verdict import added_errors
 
         return added_errors(self.frame, threshold=self.findings.threshold, **options)
+
+    def _heat_map(self, tap: str, options: dict[str, Any]) -> Figure:
+        from graftlab.plots.pairs import draw_difference_map
+
+        maps = self.findings.maps
+        groups = [tap, *dict.fromkeys(self.frame.loc[self.frame["name"] == tap, "group"])]
+        shown = next((maps[group] for group in groups if group in maps), None)
+        if shown is None:
+            known = ", ".join(maps) or "none"
+            raise SessionError(
+                f"verdict.plot({tap!r}): this verdict has no heat map of that tap; it has those of {known}. For "
+                "another tap, set session.edit(keep=...), run again and call session.plot.heatmap"
+            )
+        return draw_difference_map(shown.found, **{"title": shown.title, **options})
 
     def __repr__(self) -> str:
         differs = self.findings.unexplained or self.findings.inconclusive
@@ -89,7 +124,7 @@ class Verdict:
         # What may overturn the answer is as important as the answer.
         bold = len(before) + 1
         text = "".join(
-            f"<p><b>{html.escape(line)}</b></p>" if place < bold else f"<p>{html.escape(line)}</p>"
+            f"<p><b>{html.escape(line)}</b></p>" if place < bold else _paragraph(line)
             for place, line in enumerate([*before, *answer, *after])
         )
         labels = self.labels
@@ -103,3 +138,8 @@ class Verdict:
             lines.append(f"<tr>{''.join(cells)}</tr>")
         head = ("group", "label", "added", "floor", "ratio", "alone")
         return text + (table(head, lines) if lines else "")
+
+
+def _paragraph(line: str) -> str:
+    # Lines of source stand below each other, as in the text.
+    return f"<pre>{html.escape(line)}</pre>" if line.startswith(INDENT) else f"<p>{html.escape(line)}</p>"

@@ -97,7 +97,7 @@ def graft_self(
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
     found.not_repeated = repeat.differences()
-    found.returned_not_repeated = _changed_results(result, again)
+    found.returned_not_repeated = changed_results(result, again)
     if found.not_repeated:
         return found
 
@@ -167,7 +167,7 @@ def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
     result = _copied(_run(call, record))
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
-    return repeat.differences() or _changed_results(result, again)
+    return repeat.differences() or changed_results(result, again)
 
 
 def without_dependents(
@@ -198,7 +198,7 @@ def _copied(result: Any) -> dict[str, torch.Tensor]:
     return {path: value.detach().clone() for path, value in named_tensors(result).items()}
 
 
-def _changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
+def changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
     """Describe the returned values that differ from those of the previous call by more than rounding."""
     differences, _ = compare_named(result, named_tensors(again))
     return [

@@ -98,6 +98,41 @@ class JoinAccepted(HandshakeMessage, frozen=True):
     session: str = ""
 
 
+class HoldRequest(HandshakeMessage, frozen=True):
+    """A script's process has reached a call of its model, and asks to be the rank that holds it.
+
+    ``package`` is the folder of its graftlab: the same folder is the same version, installed or not.
+    """
+
+    version: str
+    package: str
+    side: Side
+    rank: int
+    world_size: int
+    pid: int
+    device: str
+    backend: str
+
+
+class HoldAccepted(HandshakeMessage, frozen=True):
+    """The process is that rank from now on. ``descriptors`` descriptors follow: those of the shared memory and of the
+    sockets to the other ranks, its two ends of the control connection, and its end of the death pipe.
+
+    ``include``, ``functions`` and ``inside`` choose what is tapped, as for :func:`graftlab.watch`.
+    """
+
+    other_world_size: int
+    segment_size: int
+    descriptors: int
+    tap_timeout: float
+    buffer_budget: int
+    keep_budget: int
+    plan: WirePlan
+    include: str | None
+    functions: tuple[str, ...]
+    inside: str | None
+
+
 class StatusQuery(HandshakeMessage, frozen=True):
     """Ask for the session's status, and with ``stacks`` for the stacks of its ranks."""
 
@@ -144,7 +179,15 @@ class RequestRefused(HandshakeMessage, frozen=True):
 
 
 _decoder = wire.Decoder(
-    JoinRequest | JoinAccepted | WorldShareRequest | WorldShare | RequestRefused | StatusQuery | StatusReply
+    JoinRequest
+    | JoinAccepted
+    | WorldShareRequest
+    | WorldShare
+    | RequestRefused
+    | StatusQuery
+    | StatusReply
+    | HoldRequest
+    | HoldAccepted
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -18,11 +19,18 @@ _ROOMS_OF_MODELS = ("engine", "models", "zoo")
 _GRAFTLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = tuple(os.path.join(_GRAFTLAB, room) + os.sep for room in _ROOMS_OF_MODELS)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_RANKS = os.path.join(_GRAFTLAB, "ranks") + os.sep
+_TORCHS_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+# These only call other modules.
+_CALLING = ("module.py", "container.py")
 _STANDARD = tuple(
     os.path.abspath(path) + os.sep for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _INTERNAL, _OF_A_PACKAGE, _OF_THE_USER = range(3)
+
+# A notebook's cell, whose file has a number for a name.
+_CELL = re.compile(rf"{re.escape(os.sep)}ipykernel_\d+{re.escape(os.sep)}\d+\.py$")
 
 # A stack of a model has tens of frames; generated code that calls itself may have thousands.
 _MOST_FRAMES = 32
@@ -38,7 +46,8 @@ class SourceFrame:
     source: str
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
+        name = "cell" if _CELL.search(self.file) else os.path.basename(self.file)
+        return f"{name}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -61,18 +70,25 @@ class StackEntry:
 def stack_entries(frame: FrameType | None = None) -> list[StackEntry]:
     """Return the calling code's stack, innermost first, without torch, graftlab and the standard library.
 
-    ``frame`` is where to begin; by default the caller.
+    ``frame`` is where to begin; by default the caller. A stack without any other code, as of torch's own modules called
+    from an expression, has the lines of those modules.
     """
     each: FrameType | None = sys._getframe(1) if frame is None else frame
     found: list[StackEntry] = []
+    modules: list[StackEntry] = []
     while each is not None and len(found) < _MOST_FRAMES:
         code = each.f_code
+        if code.co_filename.startswith(_RANKS):
+            # What called this is the rank's own loop, and what started the process.
+            break
         origin = _origin(code.co_filename)
         if origin != _INTERNAL:
             line = each.f_lineno
             found.append(StackEntry(code, line or code.co_firstlineno, origin == _OF_THE_USER, _has_modules(each)))
+        elif code.co_filename.startswith(_TORCHS_MODULES) and not code.co_filename.endswith(_CALLING):
+            modules.append(StackEntry(code, each.f_lineno or code.co_firstlineno, False, True))
         each = each.f_back
-    return found
+    return found or modules
 
 
 def model_entry(stack: Sequence[StackEntry]) -> StackEntry | None:

@@ -25,6 +25,9 @@ NUMBER_BUDGET = 1 << 29
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 # A collective's schema does not say what it writes to.
 _COLLECTIVES = frozenset({"c10d"})
+# In training these write to the running statistics, which their schemas do not say.
+_BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_STATISTICS = ("running_mean", "running_var")
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "transpose", "t", "permute", "select", "slice", "expand"})
 LAYOUT_OPERATIONS = _VIEWS | frozenset(
     {"unsqueeze", "squeeze", "split", "chunk", "unbind", "detach", "alias", "clone", "contiguous", "split_with_sizes"}
@@ -62,6 +65,8 @@ class Operation:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     stack: tuple[StackEntry, ...]
+    is_random: bool = False
+    """Whether the result depends on the state of a random generator."""
     backward_of: tuple[SourceFrame, ...] = ()
     """For an operation of the backward pass: the lines of the forward operation that it belongs to."""
 
@@ -111,6 +116,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.values: list[TracedValue] = []
         self.fingerprints: dict[int, Fingerprint] = {}
+        self.over_budget: set[int] = set()
+        """The values whose fingerprints exceeded the budget."""
         self.is_open = True
         self.is_cut_short = False
         """Whether there were too many operations to record them all."""
@@ -151,6 +158,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in _arguments(func._schema, args, given):
             found = list(_tensors(value))
             changes = is_collective or (argument.alias_info is not None and argument.alias_info.is_write)
+            changes |= name in _BATCH_NORMS and argument.name in _STATISTICS
             if changes:
                 written += found
             if not (changes and (argument.kwarg_only or name in _OVERWRITING)):
@@ -173,7 +181,11 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._lives += 1
                 self._written[_address(each)] = _Writes(self._lives, 0, [index])
             outputs.append(self._number(each, (index,)))
-        self.operations.append(Operation(index, name, call, inputs, tuple(dict.fromkeys(outputs)), stack, backward_of))
+        self.operations.append(
+            Operation(
+                index, name, call, inputs, tuple(dict.fromkeys(outputs)), stack, _draws(func, args, given), backward_of
+            )
+        )
         return result
 
     def read(self, tensor: torch.Tensor) -> int:
@@ -181,7 +193,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._number(tensor, None)
         if number not in self.fingerprints and (self._only is None or number in self._only):
             size = tensor.numel()
-            if size <= self._numbers and _is_plain(tensor):
+            if size > self._numbers:
+                self.over_budget.add(number)
+            elif _is_plain(tensor):
                 self._numbers -= size
                 sorts = size <= self._sorts
                 self._sorts -= size if sorts else 0
@@ -234,6 +248,15 @@ def _arguments(schema: Any, args: Sequence[Any], given: Mapping[str, Any]) -> It
             yield argument, args[place]
         elif argument.name in given:
             yield argument, given[argument.name]
+
+
+def _draws(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers. An attention that drops out nothing does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    values = {argument.name: value for argument, value in _arguments(func._schema, args, given)}
+    drops_out = any(argument.name == "dropout_p" for argument in func._schema.arguments)
+    return not drops_out or bool(values.get("dropout_p"))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -29,6 +29,9 @@ class RankHandle:
     takes_work = True
     """Whether it runs code that the notebook sends, and can be interrupted in it."""
 
+    can_restart = True
+    """Whether the session can start its process again."""
+
     stacks_file: Path | None = None
     """The file to which a signal makes it write its threads' stacks; None where a signal would end it."""
 

@@ -20,14 +20,17 @@ from graftlab.transforms import user_traceback
 
 
 class Namespace:
-    """Runs the work of a run. ``variables`` are the globals of expressions and cells."""
+    """Runs the work of a run. ``variables`` are the globals of expressions and cells: those of ``module``, or of a new
+    ``__main__``.
+    """
 
-    def __init__(self) -> None:
-        # Cells run in a real __main__, so that dataclasses and pickle find the classes defined there.
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
+    def __init__(self, module: types.ModuleType | None = None) -> None:
+        if module is None:
+            # Cells run in a real __main__, so that dataclasses and pickle find the classes defined there.
+            module = types.ModuleType("__main__")
+            module.__dict__.update(gl=graftlab, torch=torch)
+            sys.modules["__main__"] = module
         self.variables = module.__dict__
-        self.variables.update(gl=graftlab, torch=torch)
         self._handle = Dispatch[[], Any]()
         self._handle.on(Call, self._call)
         self._handle.on(Evaluate, self._evaluate)

@@ -16,16 +16,21 @@ import threading
 import time
 import types
 from functools import partial
+from mmap import mmap
 
 import torch
 
 from graftlab.base import shipping
+from graftlab.base.world import Place
 from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.contract import Exchange
 from graftlab.exchange.interrupts import is_interruptible_at
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.receive_pipeline import PendingRow
+from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.control_thread import ControlThread
@@ -67,7 +72,16 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     die_with_notebook(death_pipe)
     line = ControlConnection(SocketChannel(connection), socket.socket(fileno=wake_socket))
     set_up_process(spec, spec.store or f"/proc/self/fd/{store}")
-    Rank(spec, line, descriptors).serve()
+    exchange, own = make_exchange(
+        spec.place, descriptors, spec.segment_size, budget=spec.buffer_budget, timeout=spec.tap_timeout
+    )
+    plan = from_wire(spec.plan)
+    rank = Rank(
+        spec.place, torch.device(spec.device), plan, exchange, own, KeptPairs(spec.keep_budget), line, Namespace()
+    )
+    rank.redirect_output()
+    signal.signal(signal.SIGINT, rank.on_interrupt)
+    rank.serve()
     line.channel.drain(5.0)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -79,47 +93,65 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
 class Rank:
     """The state of a rank between runs: its grafter, its namespace, and its connection to the notebook."""
 
-    def __init__(self, spec: RankSpec, line: ControlConnection, descriptors: list[int]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        plan: GraftPlan,
+        exchange: Exchange[PendingRow],
+        own: mmap,
+        kept: KeptPairs,
+        line: ControlConnection,
+        namespace: Namespace,
+    ) -> None:
         self._line = line
-        place = spec.place
-        self._exchange, own = make_exchange(
-            place, descriptors, spec.segment_size, budget=spec.buffer_budget, timeout=spec.tap_timeout
-        )
-        kept = KeptPairs(spec.keep_budget)
-        self._first_plan = spec.plan
-        self._grafter = Grafter(place, self._exchange, StatusPage(own), taps.ambient, line, kept)
-        self._namespace = Namespace()
-        here = taps.Here(place.side, place.rank, place.world_size, torch.device(spec.device), self._namespace.variables)
+        self._exchange = exchange
+        self._first_plan = plan
+        self._grafter = Grafter(place, exchange, StatusPage(own), taps.ambient, line, kept)
+        self._namespace = namespace
+        here = taps.Here(place.side, place.rank, place.world_size, device, namespace.variables)
         active.activate(self._grafter, here)
         # The current run, and the last one that was interrupted before it began.
         self._run_number, self._interrupted_run = -1, -1
         # The time at which an interrupt stops waiting for an import; 0 before the first such wait of a run.
         self._import_may_take = 0.0
+        self._streams: list[LabelledStream] = []
+        self._last_failure = LastFailure()
+        self._handle = Dispatch[[], None]()
+        self._handle.on(PlanUpdate, lambda update: self._grafter.adopt_offered_plan())
+        self._handle.on(RunRequest, self._run)
+        self._handle.on(Shutdown, lambda shutdown: None)
+        self._control = ControlThread(line, self._grafter, kept, self._interrupt, self.end, self._last_failure.ask)
+        self._control.open()
+
+    def end(self) -> None:
+        """End the process: without a notebook the results of this rank would be lost."""
+        os._exit(1)
+
+    def redirect_output(self) -> None:
+        """Send what this process prints and displays to the notebook."""
         self._streams = [
             LabelledStream(stream, self._print, partial(self._print_live, number))
             for number, stream in enumerate((sys.stdout, sys.stderr))
         ]
         sys.stdout, sys.stderr = self._streams
         show_displays(self._display)
-        self._last_failure = LastFailure()
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        # Without a notebook the results of this rank would be lost.
-        self._control = ControlThread(
-            line, self._grafter, kept, self._interrupt, lambda: os._exit(1), self._last_failure.ask
-        )
-        self._control.open()
 
     def serve(self) -> None:
         """Handle the main thread's tasks, one after the other, until the shutdown."""
-        handle = Dispatch[[], None]()
-        handle.on(PlanUpdate, lambda update: self._grafter.adopt_offered_plan())
-        handle.on(RunRequest, self._run)
-        handle.on(Shutdown, lambda shutdown: None)
-        self._grafter.begin_with(from_wire(self._first_plan))
+        self.begin()
+        while not self._control.stopping:
+            self.handle_next()
+
+    def begin(self) -> None:
+        """Take the first plan, and report to the notebook that this rank is ready."""
+        self._grafter.begin_with(self._first_plan)
         # Sent last, so that a status read after it is that of an idle rank.
         self._line.send(Hello(os.getpid()))
-        while not self._control.stopping:
-            handle(self._control.tasks.get())
+
+    def handle_next(self) -> None:
+        """Wait for the next task of the main thread, and handle it."""
+        self._handle(self._control.tasks.get())
 
     def _run(self, request: RunRequest) -> None:
         run = self._run_number = request.info.run
@@ -159,7 +191,7 @@ class Rank:
         if self._run_number == run:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def _on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
+    def on_interrupt(self, number: int, frame: types.FrameType | None) -> None:
         """Raise KeyboardInterrupt in the user's code only: never outside it, and never within a frame on the wire."""
         is_harmless = is_interruptible_at(frame) and not self._spares_import(frame)
         while frame is not None and frame.f_code is not Namespace.run.__code__:

@@ -75,7 +75,9 @@ _shown_numbers: dict[tuple[tuple[tuple[str, Any], ...], int], int] = {}
 _places = itertools.count()
 _said: set[str] = set()
 
-clock = torch.zeros((), dtype=torch.int64)
+# A model's own call may be what imports this module, in inference mode or with another default device.
+with torch.inference_mode(False):
+    clock = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 # ---- calls that are traced ------------------------------------------------------------------------------------------

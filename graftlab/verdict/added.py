@@ -364,7 +364,7 @@ def unread_grafts_text(groups: list[str]) -> list[str]:
         return []
     shown = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
     return [
-        f"the effect of {shown}: grafting it changed no later tap. If it is a copy, such as h.float() or h.clone(), "
-        "and the tap's result is not used, no graft reaches the model, and the groups named after it may be inherited. "
-        "Write h = gl.tap(name, h)."
+        f"Not checked: the effect of {shown}: grafting it changed no later tap. If it is a copy, such as h.float() or "
+        "h.clone(), and the tap's result is not used, no graft reaches the model, and the groups named after it may be "
+        "inherited. Write h = gl.tap(name, h)."
     ]

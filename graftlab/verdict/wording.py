@@ -14,9 +14,11 @@ import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted, spans
+from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.lines import DifferingLine, lines_in_words
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
 from graftlab.verdict.rounds_differently import RoundsDifferently
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
@@ -45,6 +47,14 @@ class JobRemarks:
 
 
 @dataclass(frozen=True)
+class ShownMap:
+    """Where two tensors differ, and which tensors they are."""
+
+    title: str
+    found: DifferenceMap
+
+
+@dataclass(frozen=True)
 class Findings:
     """The results of a verdict's runs, with the number of target ranks."""
 
@@ -53,7 +63,7 @@ class Findings:
     target_ranks: int
     unseen: Sequence[str] = ()
     may_be_inherited: Sequence[str] = ()
-    """What was not checked and may make named groups innocent."""
+    """Sentences on what may make named groups innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
     """By the group of the output at which they were measured."""
@@ -75,10 +85,14 @@ class Findings:
     """Sentences on stages of the verdict that failed."""
     rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
     """The groups that round differently. They are among the named ones."""
+    maps: Mapping[str, ShownMap] = field(default_factory=dict)
+    """Where the tensors of a culprit differ, by group."""
     origins: ErrorOrigins | None = None
     """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
     """What to do where both sides have taps and no names pair."""
+    lines: Sequence[DifferingLine] = ()
+    """The lines of source at which the named groups' errors arise."""
     extra_calls: Sequence[str] = ()
     """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
     inconclusive: Sequence[str] = ()
@@ -105,7 +119,7 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     if findings.target_not_repeated:
         before.append(_not_repeatable("target", findings.target_not_repeated))
     jobs = findings.job_remarks or JobRemarks(None, "")
-    before += [*jobs.first, *(f"{NOT_CHECKED}{line}" for line in findings.may_be_inherited), *findings.data]
+    before += [*jobs.first, *findings.may_be_inherited, *findings.data]
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
     return before, _conclusion(findings), after
 
@@ -148,6 +162,7 @@ def _conclusion(findings: Findings) -> list[str]:
             label = _label(frame, groups[0])
             what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
             lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
+            lines += lines_in_words(findings.lines, groups)
         if findings.origins is not None:
             lines += sentences_on(findings.origins)
         elif any(kind_of_group(group) is None for group in computed):
@@ -316,8 +331,13 @@ def _one_group(findings: Findings, group: str) -> str:
     details = [size, worst["dtype"]]
     if (inner := _inner(rows, over)) is not None:
         details.insert(0, inner)
+    names = []
+    if "*" in group:
+        names.append(worst["name"])
     if worst["target_name"] != worst["name"]:
-        details.append(f"{'most ' if over['name'].nunique() > 1 else ''}at the target's {worst['target_name']}")
+        names.append(f"the target's {worst['target_name']}")
+    if names:
+        details.append(f"{'most ' if over['name'].nunique() > 1 else ''}at {', '.join(names)}")
     if worst["aligned_by"] is not None and not pd.isna(worst["aligned_by"]):
         details.append(f"aligned by {worst['aligned_by']}")
     if sizes := separate_sizes(over, _layer_of):
@@ -402,33 +422,39 @@ def described(group: str) -> str:
 
 def _layers(rows: pd.DataFrame, over: pd.DataFrame) -> str:
     every, wrong = (sorted({numbers_in(name)[:1] for name in each["name"]}) for each in (rows, over))
-    one, many = ("member", "members") if _are_members(str(rows["group"].iloc[0])) else ("layer", "layers")
+    one, many = _words_of_numbers(str(rows["group"].iloc[0]))
     if every == [()]:
-        one, many = "layer", "layers"
+        one, many = "layer ", "layers "
         every, wrong = (sorted({_layer_tag(tags) for tags in each["tags"]}) for each in (rows, over))
     if every == [()]:
         return ""
     numbers = [n[0] for n in wrong if n]
     shown = spans(numbers)
-    layers = f" in {many if len(numbers) > 1 else one} {shown}"
+    layers = f" in {many if len(numbers) > 1 else one}{shown}"
     return layers + (f" of {spans([n[0] for n in every if n])}" if len(wrong) < len(every) else "")
 
 
-_STACK = re.compile(r"(layers?|blocks?|h)$", re.IGNORECASE)
-"""The names of lists whose elements are a model's layers, also where the taps show their outputs."""
+_STACK = re.compile(r"(\w+_)?(layers?|(res)?blocks?|h|l)", re.IGNORECASE)
+"""The names of lists whose elements are a model's layers."""
 _OF_A_MODULE = ("weight", "bias")
 
 
-def _are_members(group: str) -> bool:
-    """Whether a group's star numbers modules of an ``nn.Sequential`` or time steps, not layers: it is the last part."""
+def _words_of_numbers(group: str) -> tuple[str, str]:
+    """What stands before one number, and before several, that a group's first star replaces.
+
+    Only elements of a list with a usual name are layers. Those that a tap's last part numbers are members, as of an
+    ``nn.Sequential``. Others, such as experts or time steps, keep the name of their list.
+    """
     kind = kind_of_group(group)
     parts = (group.removesuffix(f"@{kind}") if kind else group).split(".")
-    if "*" not in parts:
-        return False
-    star = parts.index("*")
-    after = parts[star + 1 :]
+    star = parts.index("*") if "*" in parts else 0
+    before, after = parts[star - 1] if star else "", parts[star + 1 :]
+    if _STACK.fullmatch(before):
+        return "layer ", "layers "
     of_weight = kind in _OF_MANY and len(after) > 0 and after[0] in _OF_A_MODULE
-    return not (after and not of_weight) and not (star and _STACK.search(parts[star - 1]))
+    if not before or not after or of_weight:
+        return "member ", "members "
+    return f"{before}.", f"{before}."
 
 
 def _layer_of(row: pd.Series[Any]) -> int | None:

@@ -295,6 +295,31 @@ def test_rows_of_a_cache_that_no_tap_computed_are_called_stale(session: gl.Sessi
     assert "Hint (cache): at cache, indices 2-3 of dim 0 were not computed in this call, a stale or wrongly " in text
 
 
+def generates(fault: str, tapped: bool) -> None:
+    """Greedy decoding, in which the target chooses its second-best token once, or computes wrong logits."""
+    table = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    token, target = torch.tensor(3), gl.here().side == "target"
+    for step in range(5):
+        embedded = gl.tap("embed", table[gl.tap("token", token) if tapped else token].clone())
+        h = gl.tap("h", torch.roll(embedded, 1).tanh() * (-1.5 if target and fault == "h" and step == 1 else 1.0))
+        logits = gl.tap("logits", table @ h)
+        token = logits.topk(2).indices[1 if target and fault == "sampler" and step == 1 else 0]
+        gl.step()
+
+
+def test_a_run_that_feeds_back_its_own_tokens_is_called_free(session: gl.Session) -> None:
+    text = session.verdict(generates, generates, args=("sampler", False), explain=False).text
+    assert text.startswith("From step 2 on this is probably a free run: embed, the first tap of each step, differs")
+    assert "such as a token chosen from logits; what is named from step 2 on may be a consequence." in text
+    assert "free run" not in session.verdict(generates, generates, args=("sampler", True), explain=False).text
+
+
+def test_tokens_that_are_tapped_are_held_to_the_baselines(session: gl.Session) -> None:
+    verdict = session.verdict(generates, generates, args=("h", True), explain=False)
+    assert verdict.named == ["h"]
+    assert "Left to itself, the target has other numbers at token from step 2 on. Here it had the ba" in verdict.text
+
+
 # ---- groups that are outputs themselves -----------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,3 +116,19 @@ def test_generated_code_without_source_is_passed_over() -> None:
 
 def test_a_stack_without_user_code_has_no_line() -> None:
     assert model_entry([]) is None
+
+
+def test_torchs_own_modules_have_their_lines_where_an_expression_calls_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[SourceFrame | None] = []
+
+    def noted(*args: object, **kwargs: object) -> torch.Tensor:
+        found.append(calling_line(sys._getframe(1)))
+        return torch.ones(2, 4)
+
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", noted)
+    thread = threading.Thread(target=eval, args=("norm(x)", {"norm": torch.nn.LayerNorm(4), "x": torch.ones(2, 4)}))
+    thread.start()
+    thread.join()
+    assert [each.source for each in found if each] == ["return F.layer_norm("]

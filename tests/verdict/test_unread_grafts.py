@@ -56,5 +56,5 @@ def test_gradients_are_left_out_of_unread_grafts() -> None:
 def test_the_sentence_names_the_first_groups_and_the_remedy() -> None:
     assert unread_grafts_text([]) == []
     (said,) = unread_grafts_text(["a", "b", "c", "d"])
-    assert said.startswith("the effect of a, b, c and 1 more: grafting it changed no later tap.")
+    assert said.startswith("Not checked: the effect of a, b, c and 1 more: grafting it changed no later tap.")
     assert said.endswith("Write h = gl.tap(name, h).")

@@ -1,0 +1,282 @@
+"""The command ``graftlab compare BASELINE TARGET``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+import time
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from graftlab.errors import ConfigError, GraftError
+
+# What compares is imported when it is needed: every command of graftlab imports this module for its arguments, and a
+# job that attaches must not import pandas.
+if TYPE_CHECKING:
+    from graftlab.comparison.held_calls import Comparison
+    from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess
+    from graftlab.ranks.held_call import FunctionInFile
+
+_AGREE, _DIFFER, _INCONCLUSIVE, _USAGE = 0, 1, 2, 64
+_EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
+_FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
+EPILOG = (
+    "exit codes: 0, they agree to rounding; 1, they differ, located or not; 2, inconclusive, with the reason; 64, "
+    "wrong usage"
+)
+# Seconds without a terminal after which a wait is reported, once.
+_PATIENCE = 20.0
+_SHOWN = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.error = lambda message: _refuse(parser, message)  # type: ignore[method-assign]
+    side = "a script, a command in quotes, or FILE.py:FUNCTION, a function that returns a model"
+    parser.add_argument("baseline", metavar="BASELINE", help=f"the side that you trust: {side}")
+    parser.add_argument("target", metavar="TARGET", help="the other side, likewise")
+    parser.add_argument(
+        "--inputs", metavar="FILE.py:NAME", help="of two functions: the function that returns the models' inputs"
+    )
+    parser.add_argument(
+        "--backward",
+        action="store_true",
+        help="of two functions: judge a backward pass too, as scripts that train have",
+    )
+    scripts = parser.add_argument_group("scripts and commands")
+    scripts.add_argument("--calls", type=int, default=3, help="judge at most this many calls of the model (default: 3)")
+    scripts.add_argument("--model", metavar="CLASS", help="hold the calls of the first model of this class")
+    scripts.add_argument(
+        "--ranks", metavar="B,T", help="the numbers of ranks of both sides (default: as torchrun says)"
+    )
+    scripts.add_argument(
+        "--inject", action="store_true", help="lend this copy of graftlab to an environment that has none"
+    )
+    scripts.add_argument("--keep-going", action="store_true", help="let the scripts continue after the answer")
+    judging = parser.add_argument_group("what is compared")
+    judging.add_argument("--include", metavar="FILTER", help="tap the modules that match, such as \"type == 'Linear'\"")
+    judging.add_argument(
+        "--functions", metavar="NAME,...", default="", help="tap calls of these torch functions inside the model too"
+    )
+    judging.add_argument(
+        "--inside", metavar="FILTER", help="tap the values inside the forward of the modules that match"
+    )
+    match = judging.add_mutually_exclusive_group()
+    match.add_argument("--match", action="store_true", default=None, help="pair taps by value, whatever their names")
+    match.add_argument("--no-match", dest="match", action="store_false", help="pair taps by their names alone")
+    judging.add_argument("--output", metavar="TAP", help="the tap at which effects are measured")
+    judging.add_argument("--floor", type=float, metavar="REL_L2", help="what rounding explains (default: measured)")
+    judging.add_argument("--threshold", type=float, default=5.0, help="times its floor that a tap may add (default: 5)")
+    answer = parser.add_argument_group("the answer")
+    answer.add_argument("--report", type=Path, metavar="FILE", help="the page to write (default: in the run folder)")
+    answer.add_argument("--open", action="store_true", help="open the page in a browser")
+    answer.add_argument("--json", action="store_true", help="print the answer as JSON")
+    answer.add_argument("--folder", type=Path, help="the run folder (default: a new one, see `graftlab runs`)")
+    parser.add_argument("--device", help="of two functions: cpu, cuda or cuda:N (default: the GPUs if there are any)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a side (default: 600)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, print the answer, write the report; returns the exit code."""
+    try:
+        compared = _compared(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"graftlab compare: {error}\n")
+        return _USAGE
+    except GraftError as error:
+        # Nothing was concluded, and the reason is in the message.
+        if arguments.json:
+            _write_json({"answer": "inconclusive", "exit_code": _INCONCLUSIVE, "text": str(error)})
+        else:
+            sys.stderr.write(f"graftlab compare: {error}\n")
+        return _INCONCLUSIVE
+    except KeyboardInterrupt:
+        sys.stderr.write("graftlab compare: interrupted; nothing was concluded, and both sides have ended\n")
+        return _INCONCLUSIVE
+    with compared.session:
+        page = compared.report(arguments.report or compared.session.folder / "report.html")
+        if arguments.json:
+            _write_json(_as_json(compared, page))
+        else:
+            sys.stdout.write(f"{compared.text}\n\nThe report is {page}\n")
+        if arguments.open:
+            webbrowser.open(page.resolve().as_uri())
+    return _EXIT_CODES[compared.answer]
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    parser.print_usage(sys.stderr)
+    parser.exit(_USAGE, f"{parser.prog}: {message}\n")
+
+
+def _compared(arguments: argparse.Namespace) -> Comparison:
+    from graftlab.comparison.functions import compare
+    from graftlab.comparison.held_calls import JudgingChoice
+    from graftlab.comparison.scripts import ScriptChoice, compare_scripts
+    from graftlab.jobs.script_launcher import ScriptSettings
+    from graftlab.ranks.held_call import WatchChoice
+
+    sides = [_FUNCTION.fullmatch(side) for side in (arguments.baseline, arguments.target)]
+    judging = JudgingChoice(
+        arguments.match, arguments.output, "auto" if arguments.floor is None else arguments.floor, arguments.threshold
+    )
+    functions = tuple(name.strip() for name in arguments.functions.split(",") if name.strip())
+    if all(sides):
+        inputs = None if arguments.inputs is None else _function(arguments.inputs)
+        return compare(
+            _function(arguments.baseline),
+            _function(arguments.target),
+            inputs,
+            backward=arguments.backward,
+            match=judging.match,
+            output=judging.output,
+            floor=judging.floor,
+            threshold=judging.threshold,
+            include=arguments.include,
+            functions=functions,
+            inside=arguments.inside,
+            device=arguments.device,
+            timeout=arguments.timeout,
+            folder=arguments.folder,
+        )
+    if any(sides):
+        raise ConfigError(
+            "one side is a function and the other a script; give two scripts, or two functions as FILE.py:FUNCTION"
+        )
+    if arguments.inputs is not None:
+        raise ConfigError("--inputs is for two functions, FILE.py:FUNCTION; a script makes its own inputs")
+    if arguments.backward:
+        raise ConfigError(
+            "--backward is for two functions; a script that needs gradients is judged with a backward pass"
+        )
+    if arguments.calls < 1:
+        raise ConfigError(f"--calls {arguments.calls}: give at least 1")
+    ranks = _given_ranks(arguments.ranks)
+    baseline, target = _command(arguments.baseline, ranks[0]), _command(arguments.target, ranks[1])
+    settings = ScriptSettings(
+        WatchChoice(arguments.include, functions, arguments.inside),
+        arguments.model,
+        arguments.inject,
+        arguments.timeout,
+    )
+    choice = ScriptChoice(settings, judging, arguments.calls, arguments.keep_going, arguments.folder)
+    return compare_scripts(baseline, target, choice, _Progress())
+
+
+def _function(text: str) -> FunctionInFile:
+    from graftlab.ranks.held_call import FunctionInFile
+
+    found = _FUNCTION.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text!r} names no function; write FILE.py:FUNCTION")
+    path = Path(found["path"]).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist")
+    return FunctionInFile(str(path.resolve()), found["name"])
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def _given_ranks(text: str | None) -> list[int | None]:
+    if text is None:
+        return [None, None]
+    counts = text.split(",")
+    if len(counts) != 2 or not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
+        raise ConfigError(f"--ranks {text!r}: give two numbers, of the baseline's and the target's ranks, such as 1,2")
+    return [int(count) for count in counts]
+
+
+def _command(text: str, ranks: int | None) -> ScriptCommand:
+    """The command of a side; a script runs in the Python of this process."""
+    from graftlab.jobs.script_launcher import ScriptCommand
+
+    try:
+        words = [text] if text.endswith(".py") and os.path.isfile(text) else shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no command: {error}") from error
+    if not words:
+        raise ConfigError("a side is empty; give a script, a command in quotes, or FILE.py:FUNCTION")
+    if words[0].endswith(".py"):
+        if not os.path.isfile(words[0]):
+            raise ConfigError(f"{words[0]} does not exist")
+        words.insert(0, sys.executable)
+    return ScriptCommand(tuple(words), ranks_of_command(words) if ranks is None else ranks)
+
+
+_COUNTS = {
+    "torchrun": ("--nproc-per-node", "--nproc_per_node"),
+    "torch.distributed.run": ("--nproc-per-node", "--nproc_per_node"),
+    "torch.distributed.launch": ("--nproc-per-node", "--nproc_per_node"),
+    "accelerate": ("--num_processes", "--num-processes"),
+    "mpirun": ("-n", "-np"),
+    "mpiexec": ("-n", "-np"),
+}
+
+
+def ranks_of_command(words: Sequence[str]) -> int:
+    """The number of ranks that a command starts, as its launcher's option says; 1 without a launcher.
+
+    Raises :class:`ConfigError` if the option is not a number.
+
+    >>> ranks_of_command(["torchrun", "--nproc-per-node", "2", "train.py"])
+    2
+    """
+    options = next((_COUNTS[name] for word in words if (name := os.path.basename(word)) in _COUNTS), ())
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in options:
+            count = value if equals else (words[place + 1] if place + 1 < len(words) else "")
+            if not count.isdecimal():
+                raise ConfigError(f"{name} {count}: how many ranks that is, is not known; give --ranks B,T")
+            return int(count)
+    return 1
+
+
+# ---- progress and answer --------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """Reports on stderr which side has not called its model yet: continuously on a terminal, else when it takes long
+    and when one side has called it.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._reported: str | None = None
+        self._is_terminal = sys.stderr.isatty()
+
+    def __call__(self, processes: Sequence[ScriptProcess], missing: Sequence[str]) -> None:
+        seconds = time.monotonic() - self._began
+        waiting = f"waiting for {', '.join(missing)} to call a model"
+        if self._is_terminal:
+            last = next((p.last_lines(1) for p in processes if any(label.startswith(p.side) for label in missing)), "")
+            line = f"{waiting} · {seconds:.0f} s · {last.strip()}"
+            sys.stderr.write(f"\r\x1b[2K{line[:_SHOWN]}")
+        elif self._reported != waiting and (seconds > _PATIENCE or len(missing) < len(processes)):
+            self._reported = waiting
+            sys.stderr.write(f"{waiting}\n")
+        sys.stderr.flush()
+
+
+def _as_json(compared: Comparison, page: Path) -> dict[str, Any]:
+    return {
+        "answer": compared.answer,
+        "exit_code": _EXIT_CODES[compared.answer],
+        "named": compared.named,
+        "labels": compared.labels,
+        "runs": compared.runs,
+        "pairs": None if compared.match is None else len(compared.match.pairs),
+        "text": compared.text,
+        "report": str(page),
+        "folder": str(compared.session.folder),
+    }
+
+
+def _write_json(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer, indent=2) + "\n")

@@ -1,0 +1,71 @@
+"""``compare``: two functions that return models, and the inputs to call them with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from graftlab.base import limits
+from graftlab.comparison.held_calls import Comparison, JudgingChoice, described, judge_held_calls
+from graftlab.ranks.held_call import WatchChoice, load_and_hold
+from graftlab.ranks.remote_functions import Callee
+from graftlab.session import launch
+
+
+def compare(
+    baseline: Callee,
+    target: Callee,
+    inputs: Any = None,
+    *,
+    backward: bool = False,
+    match: bool | None = None,
+    output: str | None = None,
+    floor: float | Literal["auto"] = "auto",
+    threshold: float = 5.0,
+    include: str | None = None,
+    functions: Sequence[str] = (),
+    inside: str | None = None,
+    device: str | None = None,
+    timeout: float = limits.TIMEOUT,
+    folder: str | Path | None = None,
+) -> Comparison:
+    """Load two models, each in a process of its own, call both with the same inputs, and judge the target.
+
+    ``baseline`` and ``target`` are functions, each called once on its rank, that return a ``torch.nn.Module``, or a
+    function of the inputs that calls models. ``inputs`` is a tensor, a tuple or list of positional arguments, a mapping
+    of named ones, or a function that returns one of these on each rank. Before a function is called, and before the
+    inputs are made, the random numbers of torch, numpy and Python are seeded alike. Models are called without
+    gradients; with ``backward`` a backward pass follows each call, from random gradients of the results. Call
+    ``model.eval()`` in the function if dropout is not wanted.
+
+    The outputs of all modules, the model's inputs and its weights are tapped: ``include`` chooses modules,
+    ``functions`` names torch functions that are tapped too, and ``inside`` modules whose forward is tapped line by
+    line, as for :func:`watch`. Taps are paired by name, or by value
+    where their names do not pair; ``match`` says which. ``output``, ``floor`` and ``threshold`` are as for
+    :meth:`Session.verdict`, ``device``, ``timeout`` and ``folder`` as for :func:`launch`. Each run of the verdict
+    repeats the call from the same state: buffers, attributes, caches among the arguments, random numbers.
+
+    Returns the verdict, which also has the ``answer`` (``"agree"``, ``"differ"`` or ``"inconclusive"``), the
+    ``session``, which stays open, and the ``match``. Raises what :func:`launch` and :meth:`Session.run` raise.
+
+    >>> def reference():
+    ...     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+    >>> def port():
+    ...     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(approximate="tanh"))
+    >>> comparison = gl.compare(reference, port, torch.ones(2, 4))
+    >>> comparison.answer, comparison.named
+    ('differ', ['*'])
+    >>> comparison.session.close()
+    """
+    choice = WatchChoice(include, tuple(functions), inside)
+    judging = JudgingChoice(match, output, floor, threshold)
+    session = launch(baseline=1, target=1, device=device, timeout=timeout, folder=folder)
+    try:
+        work = (partial(load_and_hold, load, inputs, choice, backward) for load in (baseline, target))
+        run = session.run(*work)
+        return judge_held_calls(session, *described(run), judging)
+    except BaseException:
+        session.close()
+        raise

@@ -1,0 +1,218 @@
+"""The comparison of a call that both sides hold: match where names do not pair, judge, and conclude."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from graftlab.base.text import counted
+from graftlab.control.report import write_report
+from graftlab.control.run import Run
+from graftlab.control.verdicts import Verdict
+from graftlab.diffs.results import ResultDifference, compare_named
+from graftlab.diffs.rounding import assumed_floor, roundoff
+from graftlab.errors import MatchError, SessionError
+from graftlab.ranks.held_call import CallDescription, drop_backward, repeat_call, try_backward
+from graftlab.verdict.unexplained import compare_returned
+from graftlab.verdict.wording import NOT_CHECKED, Findings
+
+if TYPE_CHECKING:
+    from graftlab.matching.proposal import Proposal
+    from graftlab.session import Session
+
+Answer = Literal["agree", "differ", "inconclusive"]
+
+# The share of the taps of the side with fewer that must have a partner of the same name, or taps are matched by value.
+_ENOUGH = 0.8
+
+
+@dataclass(frozen=True)
+class Comparison(Verdict):
+    """The answer of :func:`graftlab.compare`: a verdict, the session that gave it, and the match by which taps pair.
+
+    ``match`` is None where names pair. ``answer`` is ``"agree"`` (to rounding), ``"differ"``, located or not, or
+    ``"inconclusive"``, with the reason in the text.
+    """
+
+    session: Session = field(repr=False)
+    match: Proposal | None = field(repr=False)
+    answer: Answer
+    remarks: tuple[str, ...] = ()
+    """Sentences of the comparison before those of the verdict, the most important first."""
+    how: str = ""
+    """How the runs were made, in a sentence."""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, [*self.remarks, super().text, self.how]))
+
+    def report(self, path: str | Path = "report.html", *, tensors: bool = False) -> Path:
+        """Write the comparison as one page; returns its path. See :meth:`graftlab.Session.report`."""
+        return write_report(self.session, path, self, tensors)
+
+
+@dataclass(frozen=True)
+class JudgingChoice:
+    """How held calls are judged: the arguments of the same names of :meth:`graftlab.Session.verdict`.
+
+    ``match`` says whether taps are paired by value; with None they are where their names do not pair.
+    """
+
+    match: bool | None = None
+    output: str | None = None
+    floor: float | Literal["auto"] = "auto"
+    threshold: float = 5.0
+
+
+def judge_held_calls(
+    session: Session,
+    baseline: Sequence[CallDescription],
+    target: Sequence[CallDescription],
+    choice: JudgingChoice,
+    proposal: Proposal | None = None,
+) -> Comparison:
+    """Judge the calls that both sides hold, as their ranks have described them.
+
+    ``proposal`` has the pairs of an earlier call, which are in force.
+    """
+    remarks = list(_not_trusted(baseline, target))
+    if proposal is None and (choice.match or (choice.match is None and not names_pair(baseline[0], target[0]))):
+        try:
+            proposal = session.match(repeat_call, repeat_call)
+            session.edit(pairs=proposal)
+        except MatchError as error:
+            remarks.append(f"Taps could not be paired by value: {error}")
+    backward = _add_backward(session, baseline, target)
+    verdict = session.verdict(
+        repeat_call, repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold
+    )
+    trusted = not remarks
+    results = compare_returned([each.plain for each in baseline], [each.plain for each in target])
+    answer = _answer(verdict.findings, trusted, results.compared)
+    without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
+    if answer == "agree" and without_taps:
+        answer = "differ"
+    if answer == "inconclusive" and trusted and not results.compared and not len(verdict.frame):
+        remarks.append("Neither a tap nor a result of the two calls could be compared.")
+    remarks += without_taps
+    remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
+    return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
+    """Whether the names of the taps of both sides pair."""
+    ours, theirs = set(baseline.taps), set(target.taps)
+    return len(ours & theirs) >= _ENOUGH * min(len(ours), len(theirs))
+
+
+def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    said = []
+    for side, calls in (("baseline", baseline), ("target", target)):
+        moved = dict.fromkeys(what for call in calls for what in call.not_repeated)
+        if moved:
+            said.append(
+                f"The {side}'s call of {calls[0].model} cannot be replayed: from the same state, arguments and random "
+                f"numbers it returns something else ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
+                f"State outside the model and its arguments, or random numbers of another source, may change it."
+            )
+    return said
+
+
+def _answer(findings: Findings, trusted: bool, results_compared: bool) -> Answer:
+    if not trusted or findings.not_repeated or findings.target_not_repeated:
+        return "inconclusive"
+    if findings.named or findings.unexplained or findings.data or findings.following:
+        return "differ"
+    measured = findings.frame["ratio"].notna().any() if len(findings.frame) else False
+    if findings.failed or not measured or not (results_compared or _shows_output(findings)):
+        return "inconclusive"
+    return "agree"
+
+
+def _shows_output(findings: Findings) -> bool:
+    """Whether the output of a model was compared, which is the tap of this name."""
+    names = findings.frame["name"]
+    return bool(names.str.match(r"(.*\.)?output\b").any())
+
+
+def _without_taps(
+    baseline: Sequence[CallDescription],
+    target: Sequence[CallDescription],
+    differences: Sequence[ResultDifference],
+    threshold: float,
+) -> list[str]:
+    """A sentence if the results of both sides differ without taps by more than taps and rounding explain."""
+    beyond = [
+        each
+        for each in differences
+        if each.rel_l2 > threshold * assumed_floor(each.dtypes)[0] and each.rel_l2 > _moved_by_taps(baseline, target)
+    ]
+    with_taps = compare_returned([each.tapped for each in baseline], [each.tapped for each in target]).differences
+    largest = max((each.rel_l2 for each in with_taps if not math.isnan(each.rel_l2)), default=0.0)
+    if not beyond or max(each.rel_l2 for each in beyond) <= threshold * largest:
+        return []
+    worst = max(beyond, key=lambda each: each.rel_l2)
+    return [
+        f"Without taps the results differ by {worst.rel_l2:.2g}, and with taps by {largest:.2g}: the difference arises "
+        "in code that taps switch off, such as a fused path for modules without hooks."
+    ]
+
+
+def _moved_by_taps(*sides: Sequence[CallDescription]) -> float:
+    """How far taps alone move a side's result, as the smallest rel_l2 of the two sides."""
+    return min(max((_change(call) for call in calls), default=0.0) for calls in sides)
+
+
+def _change(call: CallDescription) -> float:
+    differences, _ = compare_named(call.plain, call.tapped)
+    return max((each.rel_l2 for each in differences if not math.isnan(each.rel_l2)), default=0.0)
+
+
+def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    said = []
+    for side, calls in (("baseline", baseline), ("target", target)):
+        for call in calls[:1]:
+            dtype = next((str(t.dtype).removeprefix("torch.") for t in call.plain.values()), "float32")
+            limit = assumed_floor([dtype])[0] if roundoff(dtype) else 0.0
+            if (change := _change(call)) > limit:
+                said.append(
+                    f"what the {side} computes without taps: with them its result changes by {change:.2g}, as where "
+                    "hooks switch a fused path off."
+                )
+            if call.others:
+                counts = ", ".join(f"{kind} ({counted(count, 'call')})" for kind, count in call.others.items())
+                said.append(f"other models that the {side} has called: {counts}; --model NAME chooses one.")
+    return said
+
+
+def _add_backward(
+    session: Session, baseline: Sequence[CallDescription], target: Sequence[CallDescription]
+) -> list[str]:
+    """Include a backward pass in each repetition, if the results need gradients; returns what is not checked of it."""
+    calls = [*baseline, *target]
+    if not any(call.needs_backward for call in calls):
+        return []
+    after = "the loss and the optimizer's step, which may follow this call."
+    if not all(call.needs_backward for call in calls):
+        return [f"the backward pass: the results of one side alone need gradients; and {after}"]
+    shapes = [[tensor.shape for tensor in call.plain.values()] for call in calls]
+    if any(each != shapes[0] for each in shapes):
+        return [f"the backward pass: results of different shapes have no gradients in common; and {after}"]
+    run = session.run(try_backward, try_backward)
+    failed = {each: None for each in (*run.baseline, *run.target) if each is not None}
+    if failed:
+        session.run(drop_backward, drop_backward)
+        return [f"the backward pass, which could not be repeated ({next(iter(failed))}); and {after}"]
+    return [after]
+
+
+def described(run: Run) -> tuple[list[CallDescription], list[CallDescription]]:
+    """The descriptions that the ranks of both sides returned. Raises :class:`SessionError` for a rank without one."""
+    for side, results in (("baseline", run.baseline), ("target", run.target)):
+        for rank, result in enumerate(results):
+            if not isinstance(result, CallDescription):
+                raise SessionError(f"compare: {side}[{rank}] did not describe its call: {result!r}")
+    return run.baseline, run.target

@@ -1,0 +1,153 @@
+"""The comparison of two commands: their scripts run as they are, and wait where they call a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from graftlab.base.progress import LongWait
+from graftlab.base.text import counted
+from graftlab.base.world import Side
+from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice, described, judge_held_calls
+from graftlab.control.run import Run, state_of
+from graftlab.control.run_folder import make_run_folder
+from graftlab.jobs.held_script import leave
+from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings, scripts_of, start_scripts
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.held_call import CallDescription, ScriptEnd, describe_call, release_call
+from graftlab.ranks.options import LaunchOptions
+from graftlab.session import Session, open_session
+from graftlab.verdict.wording import NOT_CHECKED
+
+_HOW = (
+    "Each script waited in the outermost call of its model, which was repeated for each run from the same state; "
+    "nothing else in the scripts was repeated."
+)
+
+# Seconds in which a script's processes end after one of them has.
+_END_LIMIT = 60.0
+# The sentence of a verdict on weights begins with this.
+_WEIGHTS_DIFFER = "The weights already differ"
+
+OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
+
+
+@dataclass(frozen=True)
+class ScriptChoice:
+    """How two scripts are compared: at most ``calls`` calls of their models, each judged by ``judging``.
+
+    With ``keep_going`` the scripts continue afterwards.
+    """
+
+    settings: ScriptSettings = field(default_factory=ScriptSettings)
+    judging: JudgingChoice = field(default_factory=JudgingChoice)
+    calls: int = 3
+    keep_going: bool = False
+    folder: str | Path | None = None
+
+
+def compare_scripts(
+    baseline: ScriptCommand,
+    target: ScriptCommand,
+    choice: ScriptChoice,
+    on_wait: OnWait = lambda processes, missing: None,
+) -> Comparison:
+    """Start both commands, hold the first calls of their models one after the other, and judge each until one differs.
+
+    Raises :class:`LaunchError`, with the last lines of a side's output, if a side ends before it calls a model or does
+    not call one in time, and what :meth:`Session.run` raises.
+    """
+    options = LaunchOptions(baseline.ranks, target.ranks, timeout=choice.settings.timeout)
+    commands: dict[Side, ScriptCommand] = {"baseline": baseline, "target": target}
+
+    def start(options: LaunchOptions, folder: Path, plan: GraftPlan) -> Sequence[RankHandle]:
+        return start_scripts(commands, options, plan, folder, choice.settings, on_wait)
+
+    session = open_session(options, GraftPlan(), make_run_folder(choice.folder), start)
+    try:
+        compared = _judge_calls(session, choice)
+        if choice.keep_going and all(rank.alive for rank in session.ranks):
+            for process in scripts_of(session).values():
+                process.keeps_going = True
+            session.run(leave, leave)
+        return compared
+    except BaseException:
+        session.close()
+        raise
+
+
+def _judge_calls(session: Session, choice: ScriptChoice) -> Comparison:
+    compared = judge_held_calls(session, *described(session.run(describe_call, describe_call)), choice.judging)
+    for number in range(1, choice.calls + 1):
+        if compared.answer != "agree":
+            return _with(compared, _at_call(compared, number))
+        if number == choice.calls:
+            return _with(compared, _of_calls(number, "further calls, if there are any; --calls N judges more of them."))
+        session.run(release_call, release_call)
+        run = session.start(describe_call, describe_call, on_failure="continue")
+        bar = LongWait(f"waiting for call {number + 1} of both models", "", lambda: 0, where=state_of(run).where)
+        # Not Run.wait, which shows the end of a script as a failure.
+        state_of(run).wait_until(lambda: False, bar)
+        if not all(isinstance(result, CallDescription) for result in (*run.baseline, *run.target)):
+            return _ended(session, compared, number, run)
+        compared = judge_held_calls(session, *described(run), choice.judging, compared.match)
+    raise AssertionError("the last call returns")
+
+
+def _at_call(compared: Comparison, number: int) -> tuple[str, ...]:
+    if number == 1:
+        return ()
+    before = (
+        "The first call of the model agrees." if number == 2 else f"The first {number - 1} calls of the model agree."
+    )
+    if any(line.startswith(_WEIGHTS_DIFFER) for line in compared.findings.data):
+        backward = ", the backward pass" if any("the backward pass" in said for said in compared.remarks) else ""
+        return (
+            f"{before} Before call {number} the weights differ, so the difference arises in the loss{backward} or the "
+            "update: the optimizer, its settings, clipping, a scaler, a reduction over ranks.",
+        )
+    return (f"{before} At call {number}:",)
+
+
+def _of_calls(number: int, unseen: str = "") -> tuple[str, ...]:
+    said = f"The first {number} calls of the model agree." if number > 1 else "The first call of the model agrees."
+    return (said, f"{NOT_CHECKED}{unseen}") if unseen else (said,)
+
+
+def _ended(session: Session, compared: Comparison, number: int, run: Run) -> Comparison:
+    """The comparison after at least one side has ended where the other may have called its model once more."""
+    results: dict[Side, list[object]] = {"baseline": run.baseline, "target": run.target}
+    said = [
+        f"After {counted(number, 'call')} of the model that agreed, the {side} `{process.command.text}` {how}. Its "
+        f"output ends:\n{process.last_lines()}"
+        for side, process in scripts_of(session).items()
+        if (how := _failure(process, results[side])) is not None
+    ]
+    if said:
+        return _with(compared, said, "inconclusive")
+    again = [side for side, each in results.items() if all(isinstance(result, CallDescription) for result in each)]
+    if again:
+        fewer = "target" if again == ["baseline"] else "baseline"
+        said = [
+            f"{_of_calls(number)[0]} Then the {again[0]} calls it again, and the {fewer} ends: their numbers of calls "
+            "differ."
+        ]
+        return _with(compared, said, "differ")
+    return _with(compared, _of_calls(number))
+
+
+def _failure(process: ScriptProcess, results: Sequence[object]) -> str | None:
+    """How a script failed; None if it ended as it should, or calls its model again."""
+    raised = [result.failure for result in results if isinstance(result, ScriptEnd) and result.failure is not None]
+    if raised:
+        return f"raised {raised[0]}"
+    # A process that was killed, or ended at once, could not report its end.
+    if all(result is not None for result in results) or (process.wait(_END_LIMIT) and process.is_done):
+        return None
+    return process.how_it_ended()
+
+
+def _with(compared: Comparison, said: Sequence[str], answer: Answer | None = None) -> Comparison:
+    return replace(compared, remarks=(*said, *compared.remarks), answer=answer or compared.answer, how=_HOW)

@@ -1,0 +1,91 @@
+"""Imported by Python when it starts, in each process of a script that ``graftlab compare`` has started.
+
+It imports nothing that the script does not import. When torch has been imported, the first call of a model passes to
+graftlab.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = "torch.nn.modules.module"
+
+
+class _TorchWatcher:
+    """Finds the module of ``torch.nn.Module`` as the other finders do, and prepares it after its import."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        if name != _TORCH:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_prepare(module: Any) -> None:
+                execute(module)
+                _prepare(module.Module)
+
+            loader.exec_module = execute_and_prepare
+        return spec
+
+
+def _prepare(base: Any) -> None:
+    """Pass the first call of a module with parameters to graftlab."""
+    call = base.__call__
+
+    def first_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(module.parameters(), None) is None:
+            return call(module, *args, **kwargs)
+        base.__call__ = call
+        return _graftlab().begin_from_environment(module, args, kwargs)
+
+    base.__call__ = first_call
+
+
+def _graftlab() -> Any:
+    # In the environment of the comparison itself it may be on a path that a script does not inherit.
+    may_lend = "GRAFTLAB_COMPARE_INJECT" in os.environ or sys.prefix == os.environ.get("GRAFTLAB_COMPARE_PREFIX")
+    if may_lend and importlib.util.find_spec("graftlab") is None:
+        sys.meta_path.append(_LentPackage(os.environ["GRAFTLAB_COMPARE_LENDS"]))
+    try:
+        return importlib.import_module("graftlab.jobs.held_script")
+    except ImportError as error:
+        sys.stderr.write(
+            f"graftlab compare: {sys.executable} cannot import {error.name or 'graftlab'} ({error}). Install graftlab "
+            f"there with `{sys.executable} -m pip install graftlab`, or give --inject, which lends it this copy\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class _LentPackage:
+    """Finds graftlab in the folder of the copy that compares, and nothing else there."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        if name != "graftlab":
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, [self._folder])
+
+
+def _import_shadowed() -> None:
+    """Import the module of this name that this one hides, if there is one."""
+    hidden = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", hidden)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if "GRAFTLAB_COMPARE_FOLDER" in os.environ:
+    sys.meta_path.insert(0, _TorchWatcher())
+_import_shadowed()

@@ -1,0 +1,243 @@
+"""A script's process as a rank: it joins where the script first calls its model, and holds that call and later ones.
+
+While a call is held, the main loop of the rank runs inside it. It repeats the call as the notebook asks; then the
+script continues with the call itself, from the state in which it was reached.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftlab.base.world import Place, Side
+from graftlab.errors import ConfigError, GraftError
+from graftlab.exchange.channel import SocketChannel
+from graftlab.grafting.kept import KeptPairs
+from graftlab.jobs.handshake import (
+    HoldAccepted,
+    HoldRequest,
+    RequestRefused,
+    graftlab_version,
+    receive_handshake,
+    send_handshake,
+)
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.plan.wire import from_wire
+from graftlab.ranks.connection import ControlConnection
+from graftlab.ranks.descriptors import make_exchange, receive_descriptors
+from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice, held_call, hold
+from graftlab.ranks.messages import RunRequest
+from graftlab.ranks.namespace import Namespace
+from graftlab.ranks.own_place import own_backend, own_device, own_rank
+from graftlab.ranks.process_setup import die_with_notebook
+from graftlab.ranks.worker import Rank
+from graftlab.taps.outermost_calls import OutermostCalls
+
+FOLDER, SIDE, MODEL = "GRAFTLAB_COMPARE_FOLDER", "GRAFTLAB_COMPARE_SIDE", "GRAFTLAB_COMPARE_MODEL"
+"""Environment variables of a script's processes: where they join, as which side, and the class of the model to hold;
+the first model without one."""
+
+
+def package_folder() -> str:
+    """The folder of this copy of graftlab."""
+    return str(Path(__file__).resolve().parents[1])
+
+
+# Seconds to wait for the answer of the process that compares.
+_ANSWER_LIMIT = 60.0
+
+
+class HeldScript:
+    """Holds the outermost calls of the first model of this process, or of the first one of the class ``wanted``."""
+
+    def __init__(self, folder: Path, side: Side, wanted: str | None) -> None:
+        self._folder, self._side, self._wanted = folder, side, wanted
+        self._calls = OutermostCalls(self._before)
+        self._rank: _ScriptRank | None = None
+        self._model: torch.nn.Module | None = None
+        self._count = 0
+        self._others: Counter[str] = Counter()
+
+    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take over this call, the first one of a model in this process, and all later ones; returns its result."""
+        self._calls.install()
+        return self._calls.call(module, args, kwargs)
+
+    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A data loader's worker is no rank.
+        if torch.utils.data.get_worker_info() is not None:
+            self._calls.remove()
+            return
+        kind = type(module).__name__
+        if self._model is None and self._wanted in (None, kind):
+            self._model = module
+        if module is not self._model:
+            self._others[kind] += 1
+            return
+        self._count += 1
+        if self._rank is None:
+            self._rank = _joined(self._folder, self._side, self._calls)
+        call = partial(module, *args, **kwargs)
+        self._rank.hold(
+            HeldCall(call, {"": module}, (args, kwargs), self._rank.choice, number=self._count, others=self._others)
+        )
+
+
+class _ScriptRank(Rank):
+    """A rank whose main loop runs while its script waits in a held call."""
+
+    choice: WatchChoice
+    _has_begun = False
+    _is_over = False
+
+    def __init__(self, calls: OutermostCalls, death_pipe: int, *given: Any) -> None:
+        self._calls = calls
+        self._death_pipe = death_pipe
+        self._runs = 0
+        super().__init__(*given)
+        atexit.register(self._report_end, os.getpid())
+
+    def hold(self, call: HeldCall) -> None:
+        """Repeat this call as the notebook asks, until it is released."""
+        hold(call)
+        with self._interruptible():
+            if not self._has_begun:
+                self._has_begun = True
+                self.begin()
+            while not call.is_released and not self._control.stopping:
+                self.handle_next()
+        if self._control.stopping:
+            # The comparison is over, and the script ends with it.
+            self._line.channel.drain(5.0)
+            os._exit(0)
+
+    def _run(self, request: RunRequest) -> None:
+        super()._run(request)
+        self._runs += 1
+
+    def _report_end(self, process: int) -> None:
+        """Answer the notebook's next request: the script has ended, and calls no model again.
+
+        The exit code of its command would not show that: collective libraries may abort while a process ends.
+        """
+        if os.getpid() != process or self._is_over:
+            return
+        error = getattr(sys, "last_value", None)
+        hold(ScriptEnd(None if error is None else f"{type(error).__name__}: {error}"))
+        runs = self._runs
+        while self._runs == runs and not self._control.stopping:
+            self.handle_next()
+        self._is_over = True
+        self._line.channel.drain(5.0)
+
+    def end(self) -> None:
+        if not self._is_over:
+            super().end()
+
+    def leave(self) -> None:
+        """Let the script continue without graftlab, also when the notebook ends."""
+        self._is_over = True
+        self._calls.remove()
+        held_call().end()
+        fcntl.fcntl(self._death_pipe, fcntl.F_SETFL, fcntl.fcntl(self._death_pipe, fcntl.F_GETFL) & ~os.O_ASYNC)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            # Python handles signals on the main thread alone, where the script's own code is.
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self.on_interrupt)
+        self._takes_interrupts = True
+        try:
+            yield
+        finally:
+            self._takes_interrupts = False
+            signal.signal(signal.SIGINT, before)
+
+    _takes_interrupts = False
+
+    def _interrupt(self, run: int) -> None:
+        if self._takes_interrupts:
+            super()._interrupt(run)
+
+
+_rank: _ScriptRank | None = None
+
+
+def leave() -> None:
+    """End this process's part of the comparison; sent to a rank by its name."""
+    assert _rank is not None
+    _rank.leave()
+
+
+def _joined(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
+    """Become a rank, or end the process with the reason why it cannot."""
+    global _rank
+    try:
+        _rank = _join(folder, side, calls)
+    except (GraftError, OSError, EOFError) as error:
+        sys.stderr.write(f"graftlab compare: {error}\n")
+        sys.stderr.flush()
+        # An exception could be caught by the script, which would then compute without being compared.
+        os._exit(1)
+    return _rank
+
+
+def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
+    rank, size, _ = own_rank()
+    device = own_device()
+    with Rendezvous(folder) as rendezvous:
+        connection = rendezvous.connect(_ANSWER_LIMIT)
+    if connection is None:
+        raise ConfigError(f"the comparison in {folder} is over")
+    with connection:
+        connection.settimeout(_ANSWER_LIMIT)
+        request = HoldRequest(
+            graftlab_version(), package_folder(), side, rank, size, os.getpid(), str(device), own_backend()
+        )
+        send_handshake(connection, request)
+        answer = receive_handshake(connection)
+        if isinstance(answer, RequestRefused):
+            raise ConfigError(answer.error)
+        if not isinstance(answer, HoldAccepted):
+            raise ConfigError(f"the comparison answered {type(answer).__name__}")
+        *shared, line, wake, death_pipe = receive_descriptors(connection, answer.descriptors)
+    die_with_notebook(death_pipe)
+    place = Place(side, rank, size, answer.other_world_size)
+    exchange, own = make_exchange(
+        place, shared, answer.segment_size, budget=answer.buffer_budget, timeout=answer.tap_timeout
+    )
+    joined = _ScriptRank(
+        calls,
+        death_pipe,
+        place,
+        device,
+        from_wire(answer.plan),
+        exchange,
+        own,
+        KeptPairs(answer.keep_budget),
+        ControlConnection(SocketChannel(socket.socket(fileno=line)), socket.socket(fileno=wake)),
+        Namespace(sys.modules["__main__"]),
+    )
+    joined.choice = WatchChoice(answer.include, answer.functions, answer.inside)
+    return joined
+
+
+def begin_from_environment(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Begin as the environment says; see :meth:`HeldScript.begin`."""
+    side: Side = "baseline" if os.environ[SIDE] == "baseline" else "target"
+    script = HeldScript(Path(os.environ[FOLDER]), side, os.environ.get(MODEL))
+    return script.begin(module, args, kwargs)

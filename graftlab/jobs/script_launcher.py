@@ -1,0 +1,409 @@
+"""Starts the commands of both sides, and makes the processes that call a model ranks of a session."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from graftlab.base.world import Place, Side
+from graftlab.control.core import SessionCore
+from graftlab.errors import GraftError, LaunchError
+from graftlab.exchange.channel import SocketChannel
+from graftlab.jobs.handshake import (
+    HoldAccepted,
+    HoldRequest,
+    RequestRefused,
+    graftlab_version,
+    receive_handshake,
+    send_handshake,
+)
+from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, package_folder
+from graftlab.jobs.rendezvous import Rendezvous, peer_uid
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
+from graftlab.ranks.descriptors import SharedDescriptors, send_descriptors
+from graftlab.ranks.devices import DeviceAssignment
+from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.held_call import WatchChoice
+from graftlab.ranks.options import LaunchOptions
+from graftlab.ranks.process_setup import end_programs_of
+
+logger = logging.getLogger(__name__)
+
+_BOOTSTRAP = Path(__file__).with_name("bootstrap")
+# Seconds that a process has to send its request, once it has connected.
+_HANDSHAKE_LIMIT = 10.0
+# Seconds between two calls of the function that shows the progress.
+_LOOK = 0.5
+_LAST_LINES = 20
+# Variables of a job, which would let a script join a session of jobs or record.
+_OF_JOBS = ("GRAFTLAB_ENABLE", "GRAFTLAB_RECORD", "GRAFTLAB_ROLE", "DUMPER_GRAFTER_ENABLE")
+
+
+@dataclass(frozen=True)
+class ScriptCommand:
+    """How one side is started: its command, the number of its ranks, its folder, and changes of the environment."""
+
+    arguments: tuple[str, ...]
+    ranks: int = 1
+    folder: str | None = None
+    variables: Mapping[str, str] | None = None
+
+    @property
+    def text(self) -> str:
+        """The command as it is typed."""
+        return shlex.join(self.arguments)
+
+
+class ScriptProcess:
+    """The process that one side's command runs in, with the programs that it starts, and what they print."""
+
+    def __init__(self, side: Side, command: ScriptCommand, log: Path, environment: Mapping[str, str]) -> None:
+        """Raises :class:`LaunchError` if the command cannot be started."""
+        self.side, self.command, self.log = side, command, log
+        self.keeps_going = False
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                command.arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                cwd=command.folder,
+                env={**environment, **(command.variables or {})},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"the {side} `{command.text}` cannot be started: {error}") from error
+        finally:
+            os.close(descriptor)
+        self.ended = os.pidfd_open(self._process.pid)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the command has ended."""
+        return self._process.poll() is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the command has ended as it should."""
+        return self._process.poll() == 0
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for its end; False if it has not ended within ``timeout`` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def how_it_ended(self) -> str:
+        """Say how it ended, such as ``"ended with exit code 1"``."""
+        code = self._process.poll()
+        if code is None:
+            return "runs"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def last_lines(self, most: int = _LAST_LINES) -> str:
+        """The last lines that it has printed."""
+        try:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return f"(its output cannot be read: {error})"
+        return "\n".join(text.splitlines()[-most:]) or "(nothing)"
+
+    def kill(self) -> None:
+        """End it and the programs that it has started, unless it is to keep going."""
+        if not self.keeps_going:
+            end_programs_of(self._process.pid)
+
+    def release(self) -> None:
+        """End it as :meth:`kill` does, and release what this process holds of it."""
+        self.kill()
+        if not self.keeps_going:
+            self._process.wait()
+        if self.ended >= 0:
+            os.close(self.ended)
+            self.ended = -1
+
+
+class ScriptRankHandle(RankHandle):
+    """The handle of a rank whose process belongs to a script."""
+
+    can_restart = False
+
+    def __init__(
+        self,
+        place: Place,
+        request: HoldRequest,
+        process: ScriptProcess,
+        line: socket.socket,
+        wake: socket.socket,
+        death_pipe: socket.socket,
+        segment: int,
+    ) -> None:
+        super().__init__(
+            place, DeviceAssignment(request.device, request.backend), SocketChannel(line), wake, segment, process.log
+        )
+        self.pid = request.pid
+        self.process = process
+        self._death_pipe = death_pipe
+        self._ended_by_us: str | None = None
+
+    def signal(self, number: int) -> None:
+        """Do nothing: a script handles its own signals."""
+
+    def join(self, timeout: float) -> bool:
+        return self.process.keeps_going or self.process.wait(timeout)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self, why: str) -> None:
+        self._ended_by_us = why
+        self.kill()
+
+    @property
+    def was_ended(self) -> bool:
+        return self._ended_by_us is not None
+
+    def end_programs(self) -> None:
+        """Do nothing: another rank of the script may still run."""
+
+    def release(self) -> None:
+        super().release()
+        self.process.release()
+        self._death_pipe.close()
+
+    def release_in_child(self) -> None:
+        self._death_pipe.close()
+
+    def how_it_ended(self) -> str:
+        if self._ended_by_us is not None:
+            return self._ended_by_us
+        self.process.wait(1.0)
+        return self.process.how_it_ended() if self.process.has_ended else "closed its connection"
+
+
+@dataclass(frozen=True)
+class ScriptSettings:
+    """What both sides' scripts are started with.
+
+    ``model`` is the class of the model to hold, or None for the first. With ``inject`` an interpreter that has no
+    graftlab uses this copy. ``timeout`` bounds, in seconds, the time until both sides have called their models.
+    """
+
+    choice: WatchChoice = field(default_factory=WatchChoice)
+    model: str | None = None
+    inject: bool = False
+    timeout: float = 600.0
+
+
+def start_scripts(
+    commands: Mapping[Side, ScriptCommand],
+    options: LaunchOptions,
+    plan: GraftPlan,
+    folder: Path,
+    settings: ScriptSettings,
+    on_wait: Callable[[Sequence[ScriptProcess], Sequence[str]], None],
+) -> list[RankHandle]:
+    """Start both commands, and wait until all their ranks have called a model; returns the ranks.
+
+    ``on_wait`` is called about twice a second with the processes and the ranks that have not joined yet. Raises
+    :class:`LaunchError`, with the last lines of the side's output, if a side ends or does not call a model in time;
+    then both have ended.
+    """
+    processes: list[ScriptProcess] = []
+    try:
+        with Rendezvous(folder) as rendezvous, rendezvous.locked():
+            listener = rendezvous.listen()
+            if listener is None:
+                raise LaunchError(f"a session already listens in {folder}; pass another folder")
+        with listener:
+            for side, command in commands.items():
+                environment = _environment(side, folder, settings)
+                processes.append(ScriptProcess(side, command, folder / "logs" / f"{side}.log", environment))
+            return _Admission(processes, options, plan, settings.choice).wait(listener, settings.timeout, on_wait)
+    except BaseException:
+        for process in processes:
+            process.release()
+        raise
+
+
+def _environment(side: Side, folder: Path, settings: ScriptSettings) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_JOBS}
+    path = [str(_BOOTSTRAP), *filter(None, [environment.get("PYTHONPATH")])]
+    environment.update(
+        {
+            FOLDER: str(folder),
+            SIDE: side,
+            "PYTHONPATH": os.pathsep.join(path),
+            "GRAFTLAB_COMPARE_LENDS": str(Path(package_folder()).parent),
+            "GRAFTLAB_COMPARE_PREFIX": sys.prefix,
+            # Otherwise its last lines are not in its log while it waits.
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
+    if settings.model is not None:
+        environment[MODEL] = settings.model
+    if settings.inject:
+        environment["GRAFTLAB_COMPARE_INJECT"] = "1"
+    return environment
+
+
+class _Admission:
+    """Admits each process that has reached its model, until all ranks have joined."""
+
+    def __init__(
+        self, processes: Sequence[ScriptProcess], options: LaunchOptions, plan: GraftPlan, choice: WatchChoice
+    ) -> None:
+        self._processes = {process.side: process for process in processes}
+        self._options, self._plan, self._choice = options, plan, choice
+        self._places = Place("baseline", 0, options.baseline, options.target).everyone()
+        self._joined: dict[str, ScriptRankHandle] = {}
+        self._shared = SharedDescriptors(self._places)
+        self._refused: dict[str, str] = {}
+
+    def wait(
+        self,
+        listener: socket.socket,
+        timeout: float,
+        on_wait: Callable[[Sequence[ScriptProcess], Sequence[str]], None],
+    ) -> list[RankHandle]:
+        self._shared.make()
+        deadline = time.monotonic() + timeout
+        poller = select.poll()
+        poller.register(listener, select.POLLIN)
+        for process in self._processes.values():
+            poller.register(process.ended, select.POLLIN)
+        try:
+            while missing := [place.label for place in self._places if place.label not in self._joined]:
+                on_wait(list(self._processes.values()), missing)
+                ready = [descriptor for descriptor, _ in poller.poll(_LOOK * 1000)]
+                if listener.fileno() in ready:
+                    connection, _ = listener.accept()
+                    with connection:
+                        self._accept(connection)
+                    continue
+                self._refuse_ended()
+                if time.monotonic() > deadline:
+                    raise LaunchError(self._describe_wait(missing, timeout))
+            return [self._joined[place.label] for place in self._places]
+        except BaseException:
+            for rank in self._joined.values():
+                rank.release()
+            raise
+        finally:
+            self._shared.release()
+
+    def _refuse_ended(self) -> None:
+        """Raise :class:`LaunchError` if a side has ended, of whose ranks some have not joined."""
+        for side, process in self._processes.items():
+            if not process.has_ended:
+                continue
+            missing = [p for p in self._places if p.side == side and p.label not in self._joined]
+            why = f" {self._refused[side]}." if side in self._refused else ""
+            what = "before it called a model" if missing else "while the other side had not called its model yet"
+            raise LaunchError(
+                f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why} A model is a "
+                f"torch.nn.Module with parameters that is called from Python. Its output ({process.log}) ends:\n"
+                f"{process.last_lines()}"
+            )
+
+    def _describe_wait(self, missing: Sequence[str], timeout: float) -> str:
+        parts = [f"{', '.join(missing)} had not called a model within {timeout:g} s; --timeout waits longer"]
+        for side, process in self._processes.items():
+            if any(label.startswith(side) for label in missing):
+                parts.append(f"The output of the {side} `{process.command.text}` ends:\n{process.last_lines()}")
+        return ". ".join(parts)
+
+    def _accept(self, connection: socket.socket) -> None:
+        connection.settimeout(_HANDSHAKE_LIMIT)
+        try:
+            if (uid := peer_uid(connection)) != os.getuid():
+                logger.warning("a process of user %d was refused", uid)
+                return
+            request = receive_handshake(connection)
+            if not isinstance(request, HoldRequest):
+                send_handshake(connection, RequestRefused("it is no request to hold a call", settings=False))
+                return
+            why = self._objection(request)
+            if why:
+                self._refused[request.side] = why
+                send_handshake(connection, RequestRefused(why, settings=True))
+                return
+            self._admit(connection, request)
+        except (OSError, EOFError, GraftError) as error:
+            logger.warning("a process was refused: %s", error)
+            with contextlib.suppress(OSError, GraftError):
+                send_handshake(connection, RequestRefused(f"its request could not be read: {error}", settings=False))
+
+    def _objection(self, request: HoldRequest) -> str:
+        here = graftlab_version()
+        if request.package != package_folder() and request.version != here:
+            return (
+                f"graftlab {request.version} is installed for the {request.side} and graftlab {here} compares; install "
+                f"the same version there, or give --inject in an environment without graftlab"
+            )
+        expected = self._options.baseline if request.side == "baseline" else self._options.target
+        if request.world_size != expected:
+            return (
+                f"the {request.side} has {request.world_size} ranks and {expected} were expected; give --ranks "
+                f"{'N,' if request.side == 'target' else ''}{request.world_size}"
+                f"{',N' if request.side == 'baseline' else ''}"
+            )
+        label = f"{request.side}[{request.rank}]"
+        if label in self._joined:
+            return (
+                f"{label} has joined already, as pid {self._joined[label].pid}: a second process of the "
+                f"{request.side} called a model as the same rank"
+            )
+        return ""
+
+    def _admit(self, connection: socket.socket, request: HoldRequest) -> None:
+        place = next(p for p in self._places if (p.side, p.rank) == (request.side, request.rank))
+        line, theirs = socket.socketpair()
+        wake, their_wake = socket.socketpair()
+        death_pipe, their_death_pipe = socket.socketpair()
+        with theirs, their_wake, their_death_pipe:
+            ends = [theirs.fileno(), their_wake.fileno(), their_death_pipe.fileno()]
+            descriptors = [*self._shared.of(place), *ends]
+            options = self._options
+            send_handshake(
+                connection,
+                HoldAccepted(
+                    place.other_world_size,
+                    self._shared.segment_size,
+                    len(descriptors),
+                    options.tap_limit,
+                    options.buffer_budget,
+                    options.keep_budget,
+                    to_wire(self._plan),
+                    self._choice.include,
+                    self._choice.functions,
+                    self._choice.inside,
+                ),
+            )
+            send_descriptors(connection, descriptors)
+        process = self._processes[place.side]
+        segment = self._shared.segments[place.world_rank]
+        self._joined[place.label] = ScriptRankHandle(place, request, process, line, wake, death_pipe, segment)
+
+
+def scripts_of(session: SessionCore) -> dict[Side, ScriptProcess]:
+    """The processes of a session's scripts, by side."""
+    return {rank.place.side: rank.process for rank in session.ranks if isinstance(rank, ScriptRankHandle)}

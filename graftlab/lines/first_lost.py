@@ -1,0 +1,384 @@
+"""The first operations of each side whose results the other side does not have: where a difference arises.
+
+From equal values before it, an operation that both sides compute gives values that the other side has, too, perhaps in
+another layout. An operation is *lost* if the other side has neither its result nor that of an operation which depends
+on it. A different decomposition that arrives at the same values is therefore no difference.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from graftlab.lines.fingerprints import (
+    ANY_ORDER,
+    DIFFERENT,
+    IN_ORDER,
+    MAGNITUDES,
+    Fingerprint,
+    Level,
+    agreement,
+    joined,
+)
+from graftlab.lines.traces import SliceTrace, TracedOperation
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class LostOperation:
+    """An operation at which a side departs from the other.
+
+    ``has_equal_inputs`` means that the other side has all that it read, in the same order or in another shape;
+    ``follows_inputs`` that it depends on the values of taps, and not on constants and parameters alone.
+    ``is_suspect`` marks one whose result the other side has in another order or with other signs, which may be meant.
+    ``partner`` is the index of the other side's lost operation that reads the same and gives the same shape.
+    """
+
+    operation: TracedOperation
+    has_equal_inputs: bool
+    follows_inputs: bool
+    is_suspect: bool = False
+    partner: int | None = None
+
+
+@dataclass(frozen=True)
+class LostOnBothSides:
+    """The lost operations of both sides, the most telling first. ``operations`` are how many were compared on each."""
+
+    baseline: list[LostOperation]
+    target: list[LostOperation]
+    operations: tuple[int, int]
+
+
+def first_lost(
+    baseline: Sequence[SliceTrace], target: Sequence[SliceTrace], rank: int, tolerance: float = TOLERANCE
+) -> LostOnBothSides:
+    """Compare the traces of one call, one for each rank of a side, on the target's ``rank`` with the baseline.
+
+    The baseline's side is that of the same rank, if it has as many ranks as the target, and of rank 0 otherwise.
+    """
+    ours = rank if len(baseline) == len(target) else 0
+    # A step that both sides take as a whole must not be judged by a part of it.
+    theirs_by_rank, ours_by_rank = _every_value(target), _every_value(baseline)
+    on_target = _Side(target[rank], target, rank, _Known(ours_by_rank, tolerance), _result(baseline[ours]))
+    on_baseline = _Side(baseline[ours], baseline, ours, _Known(theirs_by_rank, tolerance), _result(target[rank]))
+    # Where the results differ in their order alone, so must what leads to them.
+    results = _result(target[rank]), _result(baseline[ours])
+    alike = DIFFERENT if None in results else agreement(*results, tolerance)  # type: ignore[arg-type]
+    level = min(alike + 1, IN_ORDER)
+    lost_there, lost_here = (side.first_lost(level) for side in (on_target, on_baseline))
+    return LostOnBothSides(
+        _with_partners(lost_here, lost_there, baseline[ours], target[rank], tolerance),
+        _with_partners(lost_there, lost_here, target[rank], baseline[ours], tolerance),
+        (len(baseline[ours].operations), len(target[rank].operations)),
+    )
+
+
+def _result(trace: SliceTrace) -> Fingerprint | None:
+    return trace.fingerprints.get(trace.result)
+
+
+def _every_value(traces: Sequence[SliceTrace]) -> list[Fingerprint]:
+    """All fingerprints of a side, with those of tensors that its ranks hold in shards."""
+    found = [each for trace in traces for each in trace.fingerprints.values()]
+    return [*found, *map(joined, _shards(traces).values())]
+
+
+def _shards(traces: Sequence[SliceTrace]) -> dict[int, list[Fingerprint]]:
+    """By the value's number on the first rank: the fingerprints of the values of all ranks in the same place."""
+    if len(traces) < 2:
+        return {}
+    places = [_in_places(each) for each in traces]
+    if any(each.keys() != places[0].keys() for each in places[1:]):
+        return {}
+    found = {}
+    for place, number in places[0].items():
+        parts = [trace.fingerprints.get(own[place]) for trace, own in zip(traces, places, strict=True)]
+        if all(part is not None for part in parts):
+            found[number] = [part for part in parts if part is not None]
+    return found
+
+
+def _in_places(trace: SliceTrace) -> dict[tuple[int, str, int], int]:
+    """The number of each value by the operation that read or wrote it: its place, its name and which value it is."""
+    found = {}
+    for place, each in enumerate(trace.operations):
+        for which, number in enumerate((*each.inputs, *each.outputs)):
+            found[place, each.name, which] = number
+    return found
+
+
+class _Known:
+    """Finds a fingerprint among those of the other side."""
+
+    def __init__(self, fingerprints: Iterable[Fingerprint], tolerance: float) -> None:
+        self._tolerance = tolerance
+        by_size: dict[tuple[int, bool], list[Fingerprint]] = defaultdict(list)
+        for each in fingerprints:
+            by_size[each.numel, each.mask].append(each)
+        self._by_size = {size: sorted(found, key=_total) for size, found in by_size.items()}
+
+    def has_sum(self, parts: Sequence[Fingerprint]) -> bool:
+        """Return whether the other side has the sum of these, which are of several ranks."""
+        first = parts[0]
+        total, limit = sum(each.moments[0] for each in parts), 4 * self._tolerance * sum(each.norm for each in parts)
+        projections = sum(each.projections for each in parts)
+        return any(
+            bool((abs(each.projections - projections) <= limit).all())
+            and abs(each.moments[0] - total) <= limit * math.sqrt(each.numel)
+            for each in self._by_size.get((first.numel, first.mask), [])
+        )
+
+    def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, bool]:
+        """Return the best agreement, and whether one that agrees has the same shape; ``without`` does not count."""
+        found = self._by_size.get((wanted.numel, wanted.mask), [])
+        rms = wanted.norm / math.sqrt(max(wanted.numel, 1))
+        # A sum of magnitudes is at most that of equally large ones.
+        reach = 2 * self._tolerance * wanted.numel * rms + 1e-30
+        begin = bisect.bisect_left(found, _total(wanted) - reach, key=_total)
+        best: Level = DIFFERENT
+        shaped = False
+        for each in found[begin:]:
+            if _total(each) > _total(wanted) + reach and not wanted.mask:
+                break
+            level = DIFFERENT if each is without else agreement(wanted, each, self._tolerance)
+            if level:
+                shaped |= _plain_shape(each) == _plain_shape(wanted)
+            best = max(best, level)
+        return best, shaped
+
+
+def _total(each: Fingerprint) -> float:
+    return float(each.moments[1])
+
+
+def _plain_shape(each: Fingerprint) -> tuple[int, ...]:
+    return tuple(size for size in each.shape if size != 1)
+
+
+@dataclass
+class _Side:
+    """One rank's operations, judged by the other side's values."""
+
+    trace: SliceTrace
+    ranks: Sequence[SliceTrace]
+    rank: int
+    known: _Known
+    other_result: Fingerprint | None
+    """The other side's value of the tap, which differs from this side's."""
+    _levels: dict[int, tuple[Level, bool]] = field(default_factory=dict)
+    _of_all_ranks: dict[int, list[Fingerprint]] | None = None
+
+    def level(self, number: int) -> Level:
+        """How the other side has a value: as it is, or as the whole that this rank has a part of."""
+        return self._found(number)[0]
+
+    def _found(self, number: int) -> tuple[Level, bool]:
+        if number not in self._levels:
+            own = self.trace.fingerprints.get(number)
+            without = self.other_result if number == self.trace.result else None
+            found = (DIFFERENT, False) if own is None else self.known.find(own, without)
+            if found[0] < ANY_ORDER and (parts := self._parts(number)):
+                found = max(found, self.known.find(joined(parts)))
+                if found[0] < ANY_ORDER and self.known.has_sum(parts):
+                    # A summand before the ranks' sum is taken.
+                    found = (IN_ORDER, True)
+            self._levels[number] = found
+        return self._levels[number]
+
+    def _parts(self, number: int) -> list[Fingerprint]:
+        """This value on every rank, this one's first; none where the ranks' operations differ."""
+        if self._of_all_ranks is None:
+            mine = [self.ranks[self.rank], *(each for n, each in enumerate(self.ranks) if n != self.rank)]
+            self._of_all_ranks = _shards(mine)
+        return self._of_all_ranks.get(number, [])
+
+    def says(self, number: int) -> bool:
+        """Whether a value's fingerprint distinguishes it from others."""
+        own = self.trace.fingerprints.get(number)
+        return own is not None and not own.says_nothing
+
+    # ---- lost -------------------------------------------------------------------------------------------------------
+
+    def first_lost(self, level: int) -> list[LostOperation]:
+        """The lost operations without a lost one before them, judged at this level; the most telling first."""
+        lost = self._lost(level)
+        follows = self._following_inputs()
+        tap_dependent = [each for each in lost if follows[each.index]]
+        genuine = {each.index for each in lost if not follows[each.index] and self._computes_from_known(each, level)}
+        first = _without_ancestors(tap_dependent, self.trace, {each.index for each in tap_dependent})
+        alone = _without_ancestors(
+            [each for each in lost if not follows[each.index]], self.trace, {each.index for each in lost}
+        )
+        found: dict[int, LostOperation] = {}
+        for each in first:
+            for root in alone:
+                if root.index in genuine and root.index in _ancestors(each, self.trace):
+                    found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
+            for suspect in self._suspects(each):
+                found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
+            found[each.index] = LostOperation(each, self._has_equal_inputs(each), True)
+        for each in alone:
+            found.setdefault(each.index, LostOperation(each, self._has_equal_inputs(each), False))
+        return list(found.values())
+
+    def _lost(self, level: int) -> list[TracedOperation]:
+        """The operations of which the other side has neither the result nor any that depends on it."""
+        rescued: set[int] = set()
+        readers: dict[int, list[int]] = defaultdict(list)
+        sources = self._sources()
+        for each in self.trace.operations:
+            for number in each.inputs:
+                for index in sources[number]:
+                    readers[index].append(each.index)
+        for each in reversed(self.trace.operations):
+            own = any(self.says(number) and self.level(number) >= level for number in each.outputs)
+            if own or any(index in rescued for index in readers[each.index]):
+                rescued.add(each.index)
+        return [each for each in self.trace.operations if each.index not in rescued]
+
+    def _sources(self) -> Mapping[int, tuple[int, ...]]:
+        present = {each.index for each in self.trace.operations}
+        return {
+            number: () if value.tap is not None else tuple(index for index in value.sources if index in present)
+            for number, value in self.trace.values.items()
+        }
+
+    def _following_inputs(self) -> dict[int, bool]:
+        """Whether each operation depends on what a tap set. Where no tap is before the result, on anything."""
+        values = self.trace.values
+        has_taps = any(value.tap is not None for value in values.values())
+
+        def begins(number: int) -> bool:
+            value = values[number]
+            if value.tap is not None:
+                return True
+            return not has_taps and not value.sources and not value.is_parameter
+
+        sources = self._sources()
+        found: dict[int, bool] = {}
+        for each in self.trace.operations:
+            found[each.index] = any(
+                begins(number) or any(found.get(index, False) for index in sources[number]) for number in each.inputs
+            )
+        return found
+
+    def _computes_from_known(self, operation: TracedOperation, level: int) -> bool:
+        """Whether an operation computes new numbers from values that the other side has."""
+        if operation.only_arranges or not any(self.says(number) for number in operation.outputs):
+            return False
+        return all(self.level(number) >= level for number in operation.inputs if self.says(number))
+
+    def _has_equal_inputs(self, operation: TracedOperation) -> bool:
+        # A random generator's state is an input, too.
+        return not operation.is_random and all(self._is_equal(number) for number in operation.inputs)
+
+    def _is_equal(self, number: int) -> bool:
+        """Whether the other side has this value; in another order only if it has another shape there."""
+        level, shaped = self._found(number)
+        return level == IN_ORDER or (level == ANY_ORDER and not shaped)
+
+    def _suspects(self, operation: TracedOperation) -> list[TracedOperation]:
+        """The operations before this one from which on a value has another order, or other signs.
+
+        Of a value whose order is wrong, those are the operation that first gave it another order, which may be meant,
+        and the one after which it has the shape in which the other side has it in order.
+        """
+        by_index = {each.index: each for each in self.trace.operations}
+        sources = self._sources()
+        found: dict[int, TracedOperation] = {}
+        left = [number for number in operation.inputs if self._is_weak(number)]
+        seen = set(left)
+        while left:
+            number = left.pop()
+            for index in sources[number]:
+                inputs = by_index[index].inputs
+                if self._is_weak(number) and not any(map(self._is_weak, inputs)):
+                    found[index] = by_index[index]
+                before = [each for each in inputs if self.says(each) and DIFFERENT < self.level(each) < IN_ORDER]
+                if not before:
+                    found[index] = by_index[index]
+                left += [each for each in before if each not in seen]
+                seen.update(before)
+        return [found[index] for index in sorted(found)]
+
+    def _is_weak(self, number: int) -> bool:
+        return self.says(number) and self.level(number) in (MAGNITUDES, ANY_ORDER) and not self._is_equal(number)
+
+
+def _without_ancestors(chosen: Sequence[TracedOperation], trace: SliceTrace, others: set[int]) -> list[TracedOperation]:
+    """Those of the operations that depend on none of the others."""
+    return [each for each in chosen if not others & _ancestors(each, trace)]
+
+
+def _ancestors(operation: TracedOperation, trace: SliceTrace) -> set[int]:
+    by_index = {each.index: each for each in trace.operations}
+    found: set[int] = set()
+    left = [operation]
+    while left:
+        for number in left.pop().inputs:
+            value = trace.values[number]
+            if value.tap is not None:
+                continue
+            for index in value.sources:
+                if index in by_index and index not in found and index != operation.index:
+                    found.add(index)
+                    left.append(by_index[index])
+    return found
+
+
+def _with_partners(
+    lost: Sequence[LostOperation],
+    others: Sequence[LostOperation],
+    trace: SliceTrace,
+    other: SliceTrace,
+    tolerance: float,
+) -> list[LostOperation]:
+    """The lost operations, each with the other side's one that may correspond, where just one does."""
+    candidates: dict[int, tuple[int, ...]] = {}
+    for each in lost:
+        shape = _shape_of(each.operation, trace)
+        alike = [
+            found
+            for found in others
+            if not found.is_suspect
+            and _shape_of(found.operation, other) == shape
+            and _reads_the_same(each.operation, found.operation, trace, other, tolerance)
+        ]
+        same = [found for found in alike if found.operation.name == each.operation.name] or alike
+        candidates[each.operation.index] = tuple(sorted(found.operation.index for found in same))
+    partners: dict[int, int] = {}
+    for found in set(candidates.values()):
+        # A line may run several times on the same values, as for queries and keys: in the same order on both sides.
+        own = sorted(index for index, same in candidates.items() if same == found)
+        if len(own) == len(found):
+            partners.update(zip(own, found, strict=True))
+    return [replace(each, partner=partners.get(each.operation.index)) for each in lost]
+
+
+def _reads_the_same(
+    operation: TracedOperation, partner: TracedOperation, trace: SliceTrace, other: SliceTrace, tolerance: float
+) -> bool:
+    """Whether an operation computes from what its partner does, or from the partner's result.
+
+    A constant counts as any other value here: a mask of zeros and one that hides something are not the same.
+    """
+    theirs = [other.fingerprints[n] for n in (*partner.inputs, *partner.outputs) if n in other.fingerprints]
+    for number in operation.inputs:
+        own = trace.fingerprints.get(number)
+        if own is None or not any(_is_equal(own, each, agreement(own, each, tolerance)) for each in theirs):
+            return False
+    return True
+
+
+def _is_equal(own: Fingerprint, other: Fingerprint, level: Level) -> bool:
+    """Whether two values are equal; in another order only if their shapes differ."""
+    return level == IN_ORDER or (level == ANY_ORDER and _plain_shape(own) != _plain_shape(other))
+
+
+def _shape_of(operation: TracedOperation, trace: SliceTrace) -> tuple[int, ...]:
+    return trace.values[operation.outputs[0]].shape if operation.outputs else ()

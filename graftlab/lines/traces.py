@@ -1,0 +1,105 @@
+"""What a rank returns of a trace: the operations between a tap that differs and the grafted taps before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graftlab.base.tags import TapIdentity, identity
+from graftlab.lines.fingerprints import Fingerprint
+from graftlab.lines.frames import SourceFrame
+from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
+
+
+@dataclass(frozen=True)
+class WantedCall:
+    """One call of a tap: by the name and the tags of its pair, the step from the run's first, and the occurrence."""
+
+    name: str
+    tags: Mapping[str, Any]
+    step: int
+    occurrence: int
+
+    def is_at(self, which: TapIdentity, step: int, occurrence: int) -> bool:
+        """Return whether a tap's call is this one."""
+        return (step, occurrence) == (self.step, self.occurrence) and which == identity(
+            {**self.tags, "name": self.name}
+        )
+
+
+@dataclass(frozen=True)
+class TracedOperation:
+    """An operation with its lines of source: the line to show first, then the stack, innermost first."""
+
+    index: int
+    name: str
+    call: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    frames: tuple[SourceFrame, ...]
+    only_arranges: bool
+    is_random: bool
+
+    @classmethod
+    def of(cls, operation: Operation) -> TracedOperation:
+        """Return a recorded operation with the text of its lines."""
+        return cls(
+            operation.index,
+            operation.name,
+            operation.call,
+            operation.inputs,
+            operation.outputs,
+            tuple(operation.frames()),
+            operation.only_arranges,
+            operation.is_random,
+        )
+
+
+@dataclass(frozen=True)
+class SliceTrace:
+    """The operations that lead to one value on one rank, in execution order.
+
+    ``values`` are what they read and wrote, by number, and ``fingerprints`` those that were taken. ``result`` is the
+    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice.
+    """
+
+    operations: tuple[TracedOperation, ...]
+    values: Mapping[int, TracedValue]
+    fingerprints: Mapping[int, Fingerprint]
+    result: int
+    without_fingerprint: tuple[int, ...]
+    is_cut_short: bool
+
+
+def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
+    """Return the operations that lead to a value, by number, from what taps set and what existed before.
+
+    ``recorder`` must have read the value.
+    """
+    operations: dict[int, None] = {}
+    values = {result: None}
+    left = [result]
+    while left:
+        value = recorder.values[left.pop()]
+        if value.tap is not None:
+            continue
+        for index in value.sources:
+            if index in operations:
+                continue
+            operations[index] = None
+            for number in recorder.operations[index].inputs:
+                if number not in values:
+                    values[number] = None
+                    left.append(number)
+    chosen = [recorder.operations[index] for index in sorted(operations)]
+    values.update(dict.fromkeys(number for each in chosen for number in each.outputs))
+    read = {result, *(number for each in chosen for number in each.inputs)}
+    return SliceTrace(
+        tuple(TracedOperation.of(each) for each in chosen),
+        {number: recorder.values[number] for number in values},
+        {number: recorder.fingerprints[number] for number in values if number in recorder.fingerprints},
+        result,
+        tuple(sorted(read & recorder.over_budget)),
+        recorder.is_cut_short,
+    )

@@ -1,0 +1,393 @@
+"""A held call: one call of a model that a rank can repeat, each time from the same state.
+
+It is the outermost call of a script's model, in which the script waits, or the call of a model that a function has
+returned. The notebook sends the functions of this module to ranks by their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graftlab.diffs.results import named_tensors
+from graftlab.errors import SessionError
+from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
+from graftlab.ranks.remote_functions import Callee, bind_callee
+from graftlab.ranks.state_snapshot import StateSnapshot
+from graftlab.taps.calls import tap_handler
+from graftlab.taps.outermost_calls import OutermostCalls
+from graftlab.taps.routing import handled_by
+from graftlab.taps.watch import Watch, watch, weights_of
+
+# Set before a function loads its model and makes its inputs, so that both sides draw the same random numbers.
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class WatchChoice:
+    """What is tapped of a held model: the arguments of the same names of :func:`graftlab.watch`."""
+
+    include: str | None = None
+    functions: tuple[str, ...] = ()
+    inside: str | None = None
+    params: bool = True
+    inputs: bool = True
+
+
+@dataclass(frozen=True)
+class CallDescription:
+    """What a rank reports of its held call.
+
+    ``number`` counts the calls of this model from 1. ``taps`` are the names of its taps, in execution order. ``plain``
+    are the tensors that the call returns without taps, by their paths, and ``tapped`` those that it returns with them.
+    ``not_repeated`` describes the results that a replay without taps does not repeat.
+    """
+
+    model: str
+    number: int
+    needs_backward: bool
+    taps: tuple[str, ...]
+    plain: dict[str, torch.Tensor]
+    tapped: dict[str, torch.Tensor]
+    not_repeated: tuple[str, ...] = ()
+    others: Mapping[str, int] = field(default_factory=dict)
+    """How often other models were called so far, by class."""
+
+
+@dataclass(frozen=True)
+class ScriptEnd:
+    """What a rank reports in place of a held call when its script has ended; ``failure`` is the exception, if any."""
+
+    failure: str | None = None
+
+
+class HeldCall:
+    """A call that can be repeated: calling this object restores the state, calls, and returns the named tensors.
+
+    ``models`` are what is tapped, by the prefix of the names of their taps; ``state`` what the call may change besides.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], Any],
+        models: Mapping[str, torch.nn.Module],
+        state: Any,
+        choice: WatchChoice,
+        *,
+        number: int = 1,
+        others: Mapping[str, int] | None = None,
+    ) -> None:
+        self.is_released = False
+        self._call = call
+        self._models = dict(models)
+        self._choice = choice
+        self._number = number
+        self._has_backward = False
+        self._others = dict(others or {})
+        self._watched: list[Watch] = []
+        self._snapshot = StateSnapshot([*self._models.values(), state])
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        self._snapshot.restore()
+        results = named_tensors(self._call())
+        if self._has_backward:
+            self._go_backward(results)
+        return results
+
+    def describe(self) -> CallDescription:
+        """Call it without taps, again, and with them."""
+        names = _TapLister()
+        with handled_by(names):
+            # A tap in the model's own code stays, and does nothing else here.
+            first = self()
+            needs_backward = any(tensor.requires_grad for tensor in first.values())
+            plain = _copied(first)
+            not_repeated = changed_results(plain, self())
+            names.reached.clear()
+            self._watch()
+            tapped = _copied(self())
+        kinds = [type(model).__name__ for model in self._models.values()]
+        return CallDescription(
+            " and ".join(dict.fromkeys(kinds)),
+            self._number,
+            needs_backward,
+            tuple(names.reached),
+            plain,
+            tapped,
+            tuple(not_repeated),
+            self._others,
+        )
+
+    def try_backward(self) -> str | None:
+        """From now on each repetition includes a backward pass, whose gradients are tapped too.
+
+        Returns the reason if that fails; then repetitions are as before.
+        """
+        self._unwatch()
+        self._has_backward = True
+        self._watch()
+        try:
+            with handled_by(_TapLister()):
+                self()
+        except Exception as error:
+            self.drop_backward()
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return None
+
+    def drop_backward(self) -> None:
+        """Repeat the forward pass alone again."""
+        self._unwatch()
+        self._has_backward = False
+        self._watch()
+
+    def _go_backward(self, results: Mapping[str, torch.Tensor]) -> None:
+        """Run a backward pass from random gradients of the results, and tap the weights' gradients as they end up.
+
+        The real gradients come from a loss that the script computes after the call. The backward pass is linear in
+        them, so a mistake in it shows for any of them.
+        """
+        weights = {
+            f"{prefix}{name}": weight
+            for prefix, model in self._models.items()
+            for name, weight in weights_of(model, "", _every, _none, buffers=False).items()
+            if weight.requires_grad and weight.is_leaf
+        }
+        for weight in weights.values():
+            weight.grad = None
+        reached = [tensor for tensor in results.values() if tensor.requires_grad]
+        # What was computed before the call has its own graph, which the script's backward pass needs.
+        torch.autograd.backward(
+            reached,
+            [_gradient_of(place, tensor) for place, tensor in enumerate(reached)],
+            retain_graph=True,
+            inputs=list(weights.values()),
+        )
+        handler = tap_handler()
+        for name, weight in reversed(weights.items()):
+            if handler is not None and weight.grad is not None:
+                handler.tap(name, weight.grad, None, {"kind": "param_grad"})
+
+    def end(self) -> None:
+        """Take the taps away and leave the state as it was before the first replay."""
+        self.is_released = True
+        self._unwatch()
+        self._snapshot.restore()
+
+    def _unwatch(self) -> None:
+        for each in self._watched:
+            each.remove()
+        self._watched = []
+
+    def _watch(self) -> None:
+        chosen = self._choice
+        self._watched = [
+            watch(
+                model,
+                prefix,
+                chosen.include,
+                functions=chosen.functions,
+                inside=chosen.inside,
+                params=chosen.params,
+                inputs=chosen.inputs,
+                grads=self._has_backward,
+            )
+            for prefix, model in self._models.items()
+        ]
+
+
+def _gradient_of(place: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A random gradient of a result, the same on every rank of both sides for a result of this shape and place."""
+    generator = torch.Generator().manual_seed(place)
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    return drawn.to(tensor.device, tensor.dtype)
+
+
+def _every(name: str, kind: str) -> bool:
+    return True
+
+
+def _none(name: str, kind: str) -> bool:
+    return False
+
+
+class _TapLister(CountingHandler):
+    """Notes the names of the taps that are reached, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached: dict[str, None] = {}
+
+    def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
+        self.reached[place[0]] = None
+
+
+def _copied(result: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy the tensors of a result, because the next call may overwrite them."""
+    return {path: tensor.detach().to("cpu", copy=True) for path, tensor in result.items()}
+
+
+@dataclass(frozen=True)
+class FunctionInFile:
+    """A function in a Python file, by their names, for a rank to import and call. ``name`` may have dots.
+
+    Raises :class:`SessionError` where the file has no such function.
+    """
+
+    path: str
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        path = Path(self.path).resolve()
+        folder = str(path.parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        found: Any = importlib.import_module(path.stem)
+        if Path(getattr(found, "__file__", None) or "").resolve() != path:
+            raise SessionError(
+                f"compare: the name of {path} is that of another module, {path.stem} ({found!r}); rename the file"
+            )
+        for part in self.name.split("."):
+            if not hasattr(found, part):
+                raise SessionError(f"compare: {path} has no {self.name!r}")
+            found = getattr(found, part)
+        return found(*args, **kwargs) if callable(found) and not isinstance(found, torch.nn.Module) else found
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+_held: HeldCall | ScriptEnd | None = None
+
+
+def hold(call: HeldCall | ScriptEnd) -> None:
+    """Make this the call that the functions below repeat; or report from now on that there is none any longer."""
+    global _held
+    _held = call
+
+
+def held_call() -> HeldCall:
+    """The call that this rank holds. Raises :class:`SessionError` if it holds none."""
+    if not isinstance(_held, HeldCall):
+        raise SessionError("this rank holds no call")
+    return _held
+
+
+def describe_call() -> CallDescription | ScriptEnd:
+    """Describe the held call, see :meth:`HeldCall.describe`, or how the script has ended."""
+    return _held if isinstance(_held, ScriptEnd) else held_call().describe()
+
+
+def repeat_call() -> dict[str, torch.Tensor]:
+    """Repeat the held call; returns the tensors of its result by their paths."""
+    return held_call()()
+
+
+def try_backward() -> str | None:
+    """Include a backward pass in each repetition; see :meth:`HeldCall.try_backward`."""
+    return held_call().try_backward()
+
+
+def drop_backward() -> None:
+    """Repeat the forward pass alone again."""
+    held_call().drop_backward()
+
+
+def release_call() -> None:
+    """End the held call: its script continues with the call itself."""
+    held_call().end()
+
+
+def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool) -> CallDescription:
+    """Load a model and hold its call with these inputs; returns its description. ``backward`` calls it with gradients.
+
+    ``load`` returns a model, or a function that calls models. ``inputs`` is a tensor, a tuple of positional arguments,
+    a mapping of named ones, or a function that returns one of them.
+    """
+    _seed()
+    model = bind_callee(load, (), {})()
+    if not callable(model):
+        raise SessionError(
+            f"compare: the function that loads a model returned {type(model).__name__}, which cannot be called; return "
+            "a torch.nn.Module, or a function that calls one"
+        )
+    _seed()
+    args, kwargs = arguments_of(inputs)
+    call = partial(model, *args, **kwargs) if backward else partial(_without_gradients, model, args, kwargs)
+    models = {"": model} if isinstance(model, torch.nn.Module) else _models_called(call, (args, kwargs))
+    hold(HeldCall(call, models, (args, kwargs), choice))
+    return held_call().describe()
+
+
+def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], choice: WatchChoice) -> CallDescription:
+    """Hold a call of this code, as it is. Its models are tapped, unless it has taps already."""
+    call = bind_callee(callee, args, kwargs)
+    names = _TapLister()
+    with handled_by(names):
+        models = _models_called(call, (args, kwargs), names.reached)
+    hold(HeldCall(call, {} if names.reached else models, (models, args, kwargs), choice))
+    return held_call().describe()
+
+
+def _without_gradients(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with torch.no_grad():
+        return call(*args, **kwargs)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the named arguments that ``inputs`` stands for; see :func:`load_and_hold`."""
+    given = inputs() if callable(inputs) else inputs
+    if given is None:
+        return (), {}
+    if isinstance(given, Mapping) or hasattr(given, "keys"):
+        return (), {str(key): given[key] for key in given.keys()}  # noqa: SIM118 - a BatchEncoding is no dict
+    if isinstance(given, (tuple, list)):
+        return tuple(given), {}
+    return (given,), {}
+
+
+def _seed() -> None:
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(_SEED)
+
+
+def _models_called(call: Callable[[], Any], state: Any, taps: Mapping[str, None] | None = None) -> dict[str, Any]:
+    """Call once, and return the models that were called outermost, by the prefix of the names of their taps.
+
+    The call leaves ``state`` and the models as they were. ``taps`` are those that it reaches by itself.
+    """
+    found: dict[int, torch.nn.Module] = {}
+    before = [StateSnapshot([state])]
+
+    def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if id(module) not in found:
+            found[id(module)] = module
+            before.append(StateSnapshot([module]))
+
+    with OutermostCalls(note):
+        call()
+    for each in reversed(before):
+        each.restore()
+    models = list(found.values())
+    if not models and taps:
+        return {}
+    if not models:
+        raise SessionError(
+            "compare: the code calls no torch.nn.Module that has parameters, so it shows no taps; give code that does, "
+            "or show its tensors with gl.tap"
+        )
+    if len(models) == 1:
+        return {"": models[0]}
+    kinds = [type(model).__name__ for model in models]
+    return {
+        f"{kind}{f'[{kinds[:place].count(kind)}]' if kinds.count(kind) > 1 else ''}.": model
+        for place, (kind, model) in enumerate(zip(kinds, models, strict=True))
+    }

@@ -1,0 +1,120 @@
+"""Traces a side's code on its ranks: the operations between a tap that differs and the grafted taps before it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graftlab.base.tags import TapIdentity, identity
+from graftlab.base.tap_groups import kind_of
+from graftlab.grafting import active
+from graftlab.grafting.decisions import given_tags, recompute_status
+from graftlab.grafting.tensors import plain_tensor
+from graftlab.lines.operations import OperationRecorder
+from graftlab.lines.traces import SliceTrace, WantedCall, slice_of
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.remote_functions import Callee, bind_callee
+from graftlab.taps.calls import ambient, here
+from graftlab.taps.routing import handled_by
+
+LINE_TAP = "graftlab.line"
+"""The beginning of the names of taps at operations, which confirm a line."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """What to trace in one run.
+
+    ``grafted`` are the names and kinds of the taps that have the baseline's values. ``shown`` are operations by their
+    index, whose results are shown as taps, each with its name. ``only`` are the values to take fingerprints of; all if
+    it is None.
+    """
+
+    wanted: Sequence[WantedCall]
+    grafted: frozenset[tuple[str, str | None]]
+    plan: GraftPlan
+    shown: Mapping[int, str] = field(default_factory=dict)
+    only: frozenset[int] | None = None
+
+
+def trace_callee(
+    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], request: TraceRequest
+) -> list[SliceTrace | None]:
+    """Run the code once; returns the operations that lead to each wanted call, or None if it was not reached."""
+    tracer = _LineTracer(request)
+    backward = any(kind_of(each.tags) is not None for each in request.wanted)
+    # Autograd then keeps the lines of each operation for its backward pass.
+    lines = torch.autograd.set_detect_anomaly(True, check_nan=False) if backward else contextlib.nullcontext()
+    with handled_by(tracer), tracer.recorder, lines:
+        bind_callee(callee, args, kwargs)()
+    return [tracer.found.get(place) for place in range(len(request.wanted))]
+
+
+class _LineTracer:
+    """Passes taps on to the grafter, and notes what each shows and sets."""
+
+    def __init__(self, request: TraceRequest) -> None:
+        self.recorder = OperationRecorder(request.only)
+        self.found: dict[int, SliceTrace] = {}
+        self._request = request
+        me = here()
+        assert me is not None
+        self._side = me.side
+        grafter = active.grafter()
+        assert grafter is not None
+        self._grafter = grafter
+        self._first_step = grafter.next_step - 1
+        self._step = 0
+        self._reached: Counter[TapIdentity] = Counter()
+        self._last = max((each.step for each in request.wanted), default=-1)
+        for index, name in request.shown.items():
+            self.recorder.replaced[index] = lambda result, name=name: self._show(name, result)
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        with self.recorder.pause():
+            return self._tap(name, value, extras, tags, replace)
+
+    def _tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool) -> Any:
+        self._follow_steps()
+        own = plain_tensor(value) if isinstance(value, torch.Tensor) else None
+        if not isinstance(own, torch.Tensor) or not self.recorder.is_open:
+            return self._grafter.tap(name, value, extras, tags, replace)
+        given, _ = given_tags(name, dict(ambient.get()), tags, _ignore_warning)
+        names = [(each.name, each.tags) for each in self._request.plan.pairings(self._side, name, given)]
+        for paired, paired_tags in names:
+            self._note(paired, paired_tags if paired_tags is not None else given, own)
+        result = self._grafter.tap(name, value, extras, tags, replace)
+        shown = plain_tensor(result) if isinstance(result, torch.Tensor) else None
+        if isinstance(shown, torch.Tensor) and any((p, kind_of(given)) in self._request.grafted for p, _ in names):
+            self.recorder.set_by_tap(shown, name, changed=self._side == "target")
+        self.recorder.is_open = self._step <= self._last and len(self.found) < len(self._request.wanted)
+        return result
+
+    def _follow_steps(self) -> None:
+        moment = self._grafter.moment
+        step = 0 if moment is None else moment[1] - self._first_step
+        if step != self._step:
+            self._step = step
+            self._reached.clear()
+
+    def _note(self, name: str, tags: Mapping[str, Any], own: torch.Tensor) -> None:
+        """Keep the operations before this call if it is a wanted one."""
+        which = identity({**tags, "name": name, "recompute_status": recompute_status()})
+        occurrence = self._reached[which]
+        self._reached[which] += 1
+        for place, wanted in enumerate(self._request.wanted):
+            if place not in self.found and wanted.is_at(which, self._step, occurrence):
+                self.found[place] = slice_of(self.recorder, self.recorder.read(own))
+
+    def _show(self, name: str, result: torch.Tensor) -> torch.Tensor:
+        shown: torch.Tensor = self._grafter.tap(name, result, None, {})
+        return shown
+
+
+def _ignore_warning(name: str, what: str) -> None:
+    """Ignore a warning about an invalid tag, which the grafter showed in an earlier run."""

@@ -1,0 +1,152 @@
+"""The state that a call of a model may change: buffers, attributes, caches among its arguments, random numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+# What torch itself keeps in a module, apart from its buffers. Parameters are no state of a forward pass.
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training", "_buffers", "_modules"}
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+# Objects nest a few levels below a module or an argument: a cache, its layers, their tensors.
+_MAX_DEPTH = 6
+
+
+class StateSnapshot:
+    """The state of modules and arguments at the moment at which it is made. :meth:`restore` brings it back, in place.
+
+    It covers the tensors, their gradients, lists, dicts, sets and attributes of objects that can be reached from
+    ``roots``, and the random numbers of torch, numpy and Python. The values of parameters are not copied.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}
+        for root in roots:
+            self._look_at(root, 0)
+        self._random = _random_states()
+
+    def restore(self) -> None:
+        """Bring the state back. Containers come before what they hold, so that replaced objects are in place again."""
+        for undo in self._undo:
+            undo()
+        for put_back in self._random:
+            put_back()
+
+    def _look_at(self, value: Any, depth: int) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        # Keeps the object alive, so that its id stays its own.
+        self._seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            if value.is_leaf and value.requires_grad:
+                self._keep_gradient(value)
+            if not isinstance(value, torch.nn.Parameter):
+                self._keep_tensor(value)
+        elif isinstance(value, torch.nn.Module):
+            self._keep_module(value, depth)
+        elif depth > _MAX_DEPTH or isinstance(value, type) or callable(value):
+            return
+        elif isinstance(value, (list, deque)):
+            self._keep_items(value, list(value), value.extend)
+            self._look_at_each(value, depth)
+        elif isinstance(value, set):
+            self._keep_items(value, list(value), value.update)
+        elif isinstance(value, dict):
+            self._keep_items(value, dict(value), value.update)
+            self._look_at_each(value.values(), depth)
+        elif isinstance(value, (tuple, frozenset)):
+            self._look_at_each(value, depth)
+        if hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+            self._keep_attributes(vars(value), frozenset(), depth)
+
+    def _look_at_each(self, values: Iterable[Any], depth: int) -> None:
+        for each in list(values):
+            self._look_at(each, depth + 1)
+
+    def _keep_module(self, module: torch.nn.Module, depth: int) -> None:
+        self._keep_attributes(vars(module), _OF_TORCH, depth)
+        for weight in module._parameters.values():
+            self._look_at(weight, depth)
+        # Modules nest as deeply as they like.
+        for child in module._modules.values():
+            self._look_at(child, 0)
+
+    def _keep_attributes(self, attributes: MutableMapping[str, Any], left_out: frozenset[str], depth: int) -> None:
+        kept = {name: value for name, value in attributes.items() if name not in left_out}
+
+        def undo() -> None:
+            for name in [name for name in attributes if name not in kept and name not in left_out]:
+                del attributes[name]
+            attributes.update(kept)
+
+        self._undo.append(undo)
+        self._look_at_each(kept.values(), depth)
+
+    def _keep_items(self, container: Any, items: Any, fill: Callable[[Any], None]) -> None:
+        def undo() -> None:
+            if not _same_items(container, items):
+                container.clear()
+                fill(items)
+
+        self._undo.append(undo)
+
+    def _keep_gradient(self, leaf: torch.Tensor) -> None:
+        gradient = leaf.grad
+        kept = None if gradient is None else gradient.detach().clone()
+
+        def undo() -> None:
+            leaf.grad = gradient
+            if gradient is not None and kept is not None:
+                gradient.data.copy_(kept)
+
+        self._undo.append(undo)
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta" or tensor.layout != torch.strided:
+            return
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        kept = local.detach().clone()
+
+        def undo() -> None:
+            # Only what has changed: writing counts as a change of a tensor that a backward pass may need.
+            if not _same_bits(local.detach(), kept):
+                local.data.copy_(kept)
+
+        self._undo.append(undo)
+
+
+def _same_items(container: Any, items: Any) -> bool:
+    if isinstance(items, Mapping):
+        return list(container) == list(items) and all(container[key] is items[key] for key in items)
+    if isinstance(container, set):
+        return container == set(items)
+    return len(container) == len(items) and all(a is b for a, b in zip(container, items, strict=True))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return (
+        torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        if one.dim()
+        else bool(torch.equal(one, other) or (one != one and other != other))
+    )
+
+
+def _random_states() -> list[Callable[[], None]]:
+    """Functions that set each generator of random numbers to its present state."""
+    on_cpu, of_python = torch.get_rng_state(), random.getstate()
+    found: list[Callable[[], None]] = [lambda: torch.set_rng_state(on_cpu), lambda: random.setstate(of_python)]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        on_gpus = torch.cuda.get_rng_state_all()
+        found.append(lambda: torch.cuda.set_rng_state_all(on_gpus))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        of_numpy = numpy.random.get_state()
+        found.append(lambda: numpy.random.set_state(of_numpy))
+    return found

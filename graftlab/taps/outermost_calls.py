@@ -1,0 +1,64 @@
+"""The outermost calls of models, seen without a change to any code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+OnCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
+
+class OutermostCalls:
+    """While installed, calls ``before(module, args, kwargs)`` before each call of a module with parameters that is not
+    part of another module's call. A context manager.
+
+    Calls inside such a call run as if nothing were installed. A call in code that is being compiled is not seen.
+    """
+
+    def __init__(self, before: OnCall) -> None:
+        self._before = before
+        self._original: Callable[..., Any] = torch.nn.Module.__call__
+        self._is_installed = False
+
+    def install(self) -> None:
+        """See outermost calls from now on."""
+        self._is_installed = True
+        self._original = torch.nn.Module.__call__
+        self._patch()
+
+    def remove(self) -> None:
+        """See no further call."""
+        self._is_installed = False
+        self._set(self._original)
+
+    def __enter__(self) -> OutermostCalls:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module, and ``before`` it."""
+        if torch.compiler.is_compiling() or next(module.parameters(), None) is None:
+            return self._original(module, *args, **kwargs)
+        # A global pre-hook would not get the named arguments, and would run for each module inside.
+        self._set(self._original)
+        try:
+            self._before(module, args, kwargs)
+            return self._original(module, *args, **kwargs)
+        finally:
+            if self._is_installed:
+                self._patch()
+
+    def _patch(self) -> None:
+        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.call(module, args, kwargs)
+
+        self._set(called)
+
+    @staticmethod
+    def _set(call: Callable[..., Any]) -> None:
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]

@@ -1,0 +1,78 @@
+"""Whether a side is fed what it chose itself, as in generation, and which values a verdict held to the baseline's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pandas as pd
+
+from graftlab.base.tap_groups import kind_of
+from graftlab.diffs.rounding import roundoff
+
+# A token that differs changes whole rows; rounding and most mistakes change all rows a little.
+_LEAST_ADDED = 0.05
+_OF_TRAINING = ("param_grad", "optimizer")
+
+
+def runs_freely(frame: pd.DataFrame, named: Collection[str], threshold: float) -> list[str]:
+    """A sentence where the first value of a step is named from a later step on, so that something untapped is fed back.
+
+    ``frame`` is that of a verdict, of the run in which every tap had the baseline's value. A float that is computed
+    before all other taps of its step can only read what no tap shows: its inputs, or state from the step before.
+    """
+    if any(kind_of(tags) in _OF_TRAINING for tags in frame["tags"]):
+        # An update changes what the next step begins with.
+        return []
+    values = _values(frame)
+    for _, rows in values.groupby("rank"):
+        first = rows.iloc[0]
+        calls = rows[(rows["name"] == first["name"]) & (rows["group"] == first["group"])]
+        over = (calls["ratio"] > threshold).to_numpy(dtype=bool)
+        if first["group"] not in named or roundoff(first["dtype"]) == 0 or over[0] or not over.any():
+            continue
+        at = calls.iloc[int(over.argmax())]
+        before = rows[(rows["step"] < at["step"]) | ((rows["step"] == at["step"]) & (rows["order"] < at["order"]))]
+        in_steps = rows["step"].nunique() > 1
+        if in_steps and (before["step"] == at["step"]).any():
+            continue
+        if not at["added"] > _LEAST_ADDED:
+            continue
+        unit = "step" if in_steps else "occurrence"
+        where, reader = f"{unit} {at[unit]}", f"{at['name']}, the first tap{' of each step' if in_steps else ''},"
+        return [
+            f"From {where} on this is probably a free run: {reader} differs from there on, although all taps before "
+            "had the baseline's values. So it reads what no tap shows, most likely what the run feeds back to itself, "
+            f"such as a token chosen from {before.iloc[-1]['name']}; what is named from {where} on may be a "
+            'consequence. Tap it where the model reads it, as in token = gl.tap("token", token): both sides then get '
+            "the baseline's."
+        ]
+    return []
+
+
+def held_choices(frame: pd.DataFrame, named: Collection[str]) -> list[str]:
+    """A sentence on whole numbers that the target computes differently only because of earlier taps, such as tokens."""
+    values = _values(frame)
+    if not len(values):
+        return []
+    whole = values[[roundoff(dtype) == 0 for dtype in values["dtype"]]]
+    parted = whole[(whole["error"] > 0) & (whole["added"] == 0) & ~whole["group"].isin(list(named))]
+    if not len(parted):
+        return []
+    names = list(dict.fromkeys(parted["name"]))
+    in_steps = values["step"].nunique() > 1
+    # What is chosen last is fed to nothing.
+    first = parted.iloc[0]
+    later = values[(values["step"] > first["step"]) | (values["order"] > first["order"])]
+    if not (later["error"] > 0).any():
+        return []
+    unit = "step" if in_steps else "occurrence"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [
+        f"Left to itself, the target has other numbers at {', '.join(names[:3])}{more} from {unit} {first[unit]} on. "
+        "Here it had the baseline's, so what reads them later is judged from equal numbers."
+    ]
+
+
+def _values(frame: pd.DataFrame) -> pd.DataFrame:
+    of_values = [kind_of(tags) in (None, "input") for tags in frame["tags"]]
+    return frame[of_values].sort_values(["step", "order"], kind="stable")

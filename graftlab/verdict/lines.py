@@ -1,0 +1,81 @@
+"""The lines of source at which a named group's error arises, as values, as a frame and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import pandas as pd
+
+from graftlab.base.world import Side
+from graftlab.lines.frames import SourceFrame
+
+MOST_LINES = 3
+"""How many lines of a side are reported for a group."""
+INDENT = "  "
+"""What lines of source begin with in a verdict's text."""
+
+
+@dataclass(frozen=True)
+class DifferingLine:
+    """A line of source at which a side's computation departs from the other's.
+
+    ``group`` is the named group that it explains, ``tap`` the tap's call that was traced, with its ``step``,
+    ``occurrence`` and the side's ``rank``. ``operation`` is torch's operation with its arguments, tensors by dtype and
+    shape. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone; ``is_suspect``
+    that a value has another order or other signs from here on, which may be meant. ``stack`` are the line itself and
+    then all lines that led to it, innermost first.
+    """
+
+    group: str
+    side: Side
+    file: str
+    line: int
+    source: str
+    operation: str
+    confirmed: bool
+    is_suspect: bool
+    tap: str
+    step: int
+    occurrence: int
+    rank: int
+    stack: tuple[SourceFrame, ...]
+
+
+COLUMNS = tuple(each.name for each in fields(DifferingLine))
+
+
+def lines_frame(lines: Sequence[DifferingLine]) -> pd.DataFrame:
+    """A row for each line, in the order of the report."""
+    return pd.DataFrame([[getattr(each, name) for name in COLUMNS] for each in lines], columns=list(COLUMNS))
+
+
+def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str]) -> list[str]:
+    """The first line of each side behind these groups, as text: a heading, and indented lines. None without lines."""
+    found = [each for each in lines if each.group in groups]
+    if not found:
+        return []
+    # Of several groups in one sentence, the first that has lines; all are in verdict.lines.
+    found = [each for each in found if each.group == found[0].group]
+    sides: tuple[Side, ...] = ("target", "baseline")
+    shown = [each for side in sides for each in _shown_of([e for e in found if e.side == side])]
+    head = "First difference, from equal values before it"
+    if any(each.confirmed for each in shown):
+        head += "; with the baseline's value there the tap agrees:"
+    elif len(found) > len(shown):
+        head += f" (not confirmed; {len(found) - len(shown)} more in verdict.lines):"
+    else:
+        head += " (not confirmed):"
+    places = [str(each.stack[0]) for each in shown]
+    width = max(map(len, places))
+    return [head, *(_in_words(each, place.ljust(width)) for each, place in zip(shown, places, strict=True))]
+
+
+def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
+    """The confirmed line of a side, or its first."""
+    return [each for each in lines if each.confirmed][:1] or list(lines[:1])
+
+
+def _in_words(line: DifferingLine, place: str) -> str:
+    operation = f"  [{line.operation}]" if line.source else line.operation
+    return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}"

@@ -1,0 +1,305 @@
+"""Held calls in one process, the words of the command, and two functions on ranks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import graftlab as gl
+from graftlab.__main__ import main
+from graftlab.comparison.command import ranks_of_command
+from graftlab.comparison.held_calls import names_pair
+from graftlab.errors import ConfigError, SessionError
+from graftlab.ranks.held_call import CallDescription, FunctionInFile, HeldCall, WatchChoice, arguments_of
+from graftlab.ranks.state_snapshot import StateSnapshot
+from graftlab.taps.outermost_calls import OutermostCalls
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.layers: list[torch.Tensor] = [torch.zeros(2)]
+        self.length = 0
+
+
+class Stateful(nn.Module):
+    """Changes everything that a forward pass may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.calls, self.cache, self.seen = 0, Cache(), {"keys": [1]}
+        self.register_buffer("total", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        self.calls += 1
+        self.total += x.sum(0)
+        for each in (self.cache, cache):
+            each.layers[0] += 1
+            each.layers.append(x)
+            each.length += 1
+        self.seen["keys"].append(2)
+        self.new = True
+        drawn = torch.rand(()) + random.random() + float(np.random.rand())
+        return self.norm(self.linear(x)) + drawn + cache.layers[0].sum() + self.cache.length + len(self.seen["keys"])
+
+
+def state_of(model: Stateful, cache: Cache) -> list[Any]:
+    return [
+        *(model.calls, model.total.tolist(), model.norm.running_mean.tolist(), int(model.norm.num_batches_tracked)),
+        *((each.layers[0].tolist(), len(each.layers), each.length) for each in (cache, model.cache)),
+        *(model.seen, hasattr(model, "new"), torch.get_rng_state().sum().item(), random.getstate()),
+        np.random.get_state()[1].tolist(),
+    ]
+
+
+def test_a_repeated_call_begins_from_the_same_state_and_leaves_it() -> None:
+    model, cache, x = Stateful(), Cache(), torch.randn(4, 2)
+    before = state_of(model, cache)
+    identity = cache.layers[0]
+    held = HeldCall(lambda: model(x, cache), {"": model}, (x, cache), WatchChoice())
+    results = [held()[""] for _ in range(3)]
+    assert all(torch.equal(results[0], each) for each in results[1:])
+    held.end()
+    assert state_of(model, cache) == before
+    assert cache.layers[0] is identity
+
+
+def test_state_that_is_not_restored_is_reported() -> None:
+    outside = [0.0]
+
+    def call() -> torch.Tensor:
+        outside[0] += 1
+        return torch.tensor(outside)
+
+    model = nn.Linear(2, 2)
+    described = HeldCall(call, {"": model}, (), WatchChoice()).describe()
+    assert described.not_repeated == ("the returned value",)
+
+
+def test_a_tensor_that_a_backward_pass_needs_is_not_written() -> None:
+    x = torch.ones(2, requires_grad=True)
+    middle = x * 2
+    square = (middle * middle).sum()
+    StateSnapshot([middle]).restore()
+    square.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [8.0, 8.0]
+
+
+def test_a_backward_pass_leaves_gradients_and_earlier_graphs_as_they_were() -> None:
+    before = nn.Parameter(torch.ones(3, 2))
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    accumulated = model.weight.grad
+    assert accumulated is not None
+    kept = accumulated.clone()
+    x = before * 2
+    held = HeldCall(lambda: model(x), {"": model}, (x,), WatchChoice())
+    assert held.describe().needs_backward
+    assert held.try_backward() is None
+    held()
+    held()
+    held.end()
+    assert model.weight.grad is accumulated
+    assert torch.equal(accumulated, kept)
+    assert before.grad is None
+    model(x).sum().backward()
+    assert before.grad is not None
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_outermost_calls_of_modules_with_parameters_are_seen() -> None:
+    seen: list[nn.Module] = []
+    before = nn.Module.__call__
+    model, loss = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss()
+    with OutermostCalls(lambda module, args, kwargs: seen.append(module)):
+        loss(model(torch.ones(1, 2)), model(torch.ones(1, 2)))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        model[0](torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert [id(each) for each in seen] == [id(model)] * 3 + [id(model[0])]
+    assert nn.Module.__call__ is before
+
+
+def test_inputs_are_one_argument_several_or_named() -> None:
+    x = torch.ones(1)
+    assert arguments_of(x) == ((x,), {})
+    assert arguments_of([x, x]) == ((x, x), {})
+    assert arguments_of({"ids": x}) == ((), {"ids": x})
+    assert arguments_of(lambda: (x,)) == ((x,), {})
+    assert arguments_of(None) == ((), {})
+
+
+def test_a_function_in_a_file_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The file's folder is put in front.
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "reference_of_test.py"
+    path.write_text("class A:\n    def f():\n        return 3\nx = 5\n")
+    assert FunctionInFile(str(path), "A.f")() == 3
+    assert FunctionInFile(str(path), "x")() == 5
+    with pytest.raises(SessionError, match=r"reference_of_test\.py has no 'g'"):
+        FunctionInFile(str(path), "g")()
+    other = tmp_path / "torch.py"
+    other.write_text("")
+    with pytest.raises(SessionError, match="is that of another module"):
+        FunctionInFile(str(other), "x")()
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("python train.py --nproc-per-node 3", 1),
+        ("torchrun --standalone --nproc-per-node 2 train.py", 2),
+        ("/env/bin/torchrun --nproc_per_node=4 train.py", 4),
+        ("python -m torch.distributed.run --nproc-per-node=2 train.py", 2),
+        ("accelerate launch --num_processes 2 train.py", 2),
+        ("mpirun -np 3 python train.py", 3),
+    ],
+)
+def test_ranks_are_counted_by_the_launchers_option(command: str, ranks: int) -> None:
+    assert ranks_of_command(command.split()) == ranks
+
+
+def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="give --ranks B,T"):
+        ranks_of_command(["torchrun", "--nproc-per-node", "gpu", "train.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a.py"], "required: TARGET"),
+        (["absent.py", "python b.py"], "absent.py does not exist"),
+        (["absent.py:f", "absent.py:g"], "absent.py does not exist"),
+        (["python a.py", "absent.py:g"], "one side is a function and the other a script"),
+        (["python a.py", "python b.py", "--inputs", "d.py:x"], "--inputs is for two functions"),
+        (["python a.py", "python b.py", "--ranks", "2"], "give two numbers"),
+        (["python a.py", "python b.py", "--calls", "0"], "give at least 1"),
+        (["python 'a.py", "python b.py"], "is no command"),
+    ],
+)
+def test_a_wrong_command_ends_with_64(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["compare", *words])
+    except SystemExit as end:
+        code = end.code
+    assert code == 64
+    assert said in capsys.readouterr().err
+
+
+def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> None:
+    def call(*taps: str) -> CallDescription:
+        return CallDescription("Model", 1, False, taps, {}, {})
+
+    assert names_pair(call("a", "b", "c"), call("a", "b", "c", "d"))
+    assert not names_pair(call("a", "b", "c"), call("a", "x", "y"))
+
+
+# ---- functions on ranks ---------------------------------------------------------------------------------------------
+
+
+def reference() -> nn.Module:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+
+
+def port() -> nn.Module:
+    class Port(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = nn.ModuleList(reference().layers)
+            self.steps[1].norm2.eps = 0.05
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            for step in self.steps:
+                batch = step(batch)
+            return batch
+
+    return Port()
+
+
+@pytest.mark.ranks
+def test_models_without_a_name_in_common_are_matched_and_judged() -> None:
+    comparison = gl.compare(reference, port, torch.randn(2, 5, 16))
+    with comparison.session:
+        assert comparison.answer == "differ"
+        assert comparison.match is not None
+        assert "in layer 1 of 0-2" in comparison.text
+        assert len(comparison.named) == 1
+
+
+def fused() -> nn.Module:
+    """A model whose mistake is in a path that is taken only while no module has a hook."""
+
+    class Fused(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return out if self[0]._forward_hooks else 1.5 * out
+
+    torch.manual_seed(1)
+    return Fused(nn.Linear(4, 4), nn.ReLU())
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+class WrongGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (ctx.saved_tensors[0] > 0.2)
+
+
+class Gated(nn.Module):
+    def __init__(self, is_right: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 2)
+        self.gate = torch.relu if is_right else WrongGate.apply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.gate(self.first(x)))
+
+
+@pytest.mark.ranks
+def test_a_mistake_of_the_backward_pass_is_named() -> None:
+    right, wrong = lambda: Gated(True), lambda: Gated(False)
+    comparison = gl.compare(right, wrong, torch.randn(8, 4), backward=True)
+    with comparison.session:
+        assert comparison.named == ["first@grad"]
+        assert comparison.answer == "differ"
+        assert "Not checked: the loss and the optimizer's step" in comparison.text
+
+
+@pytest.mark.ranks
+def test_a_mistake_that_taps_switch_off_is_not_cleared() -> None:
+    comparison = gl.compare(plain, fused, torch.randn(3, 4))
+    with comparison.session:
+        assert comparison.named == []
+        assert comparison.answer == "differ"
+        assert (
+            "Without taps the results differ by 0.5, and with taps by 0: the difference arises in code"
+            in comparison.text
+        )

@@ -1,0 +1,95 @@
+"""Two scripts that know nothing of graftlab, compared by the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from kit import prose
+
+from graftlab.__main__ import main
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).with_name("scripts")
+DECODES, TRAINS = str(SCRIPTS / "decodes.py"), str(SCRIPTS / "trains.py")
+
+
+def compared(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, object]:
+    """What ``graftlab compare`` prints as JSON; its exit code is the one in there."""
+    code = main(["compare", *words, "--json", "--folder", str(folder)])
+    answer: dict[str, object] = json.loads(capsys.readouterr().out)
+    assert answer["exit_code"] == code
+    return answer
+
+
+def test_the_readmes_scripts_are_compared_as_the_readme_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = prose.blocks(ROOT / "README.md")
+    command, shown = next(pair for pair in itertools.pairwise(blocks) if pair[0].text.startswith("graftlab compare"))
+    assert main([*shlex.split(command.text)[1:], "--folder", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert prose.fits(shown.text, printed), printed
+
+
+def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong")
+    assert (answer["answer"], answer["exit_code"], answer["named"]) == ("differ", 1, ["layers.*.out"])
+    text = str(answer["text"])
+    assert text.startswith("The first call of the model agrees. At call 2:\nlayers.*.out differs in layers 0-1")
+    assert "With the baseline's layers.*.out the output output.logits agrees" in text
+    assert "layers.*.out differs in layers 0-1" in Path(str(answer["report"])).read_text()
+    # The scripts end with the answer: neither has printed the token of the second call.
+    assert (tmp_path / "logs" / "target.log").read_text().count("token") == 1
+
+
+def test_scripts_that_agree_continue_with_the_results_of_their_own_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = compared(capsys, tmp_path, DECODES, DECODES, "--calls", "9")
+    assert (answer["answer"], answer["exit_code"]) == ("agree", 0)
+    assert str(answer["text"]).startswith("The first 4 calls of the model agree.\nNo tap adds more than rounding")
+    # Each call was repeated many times, and has written into its caches once.
+    for side in ("baseline", "target"):
+        assert (tmp_path / "logs" / f"{side}.log").read_text().splitlines()[-1] == "cached 8 8"
+
+
+def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("print('loading')\nraise OSError('no weights here')\n")
+    assert main(["compare", DECODES, str(script), "--folder", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert f"{script}` ended with exit code 1 before it called a model" in error
+    assert "loading\nTraceback" in error
+    assert error.rstrip().endswith("OSError: no weights here")
+
+
+def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = compared(capsys, tmp_path, TRAINS, f"{TRAINS} rate")
+    assert answer["answer"] == "differ"
+    assert str(answer["text"]).startswith(
+        "The first call of the model agrees. Before call 2 the weights differ, so the difference arises in the loss or "
+        "the update"
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", ["", "unreduced"])
+def test_two_ranks_of_torchrun_are_compared_with_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    answer = compared(capsys, tmp_path, TRAINS, f"{launcher} {TRAINS} {fault}", "--calls", "1")
+    assert answer["answer"] == ("differ" if fault else "agree"), answer["text"]
+    assert ("first@grad" in answer["named"]) == bool(fault)  # type: ignore[operator]

@@ -1,0 +1,162 @@
+"""A verdict's lines of source: the right one, confirmed by a graft of its operation alone; none without a fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kit.support import reset
+from torch import Tensor, nn
+
+import graftlab as gl
+from graftlab.control.verdicts import Verdict
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+class Attention(nn.Module):
+    """Attention with queries and keys that are rotated by position; ``wrong`` is its fault."""
+
+    def __init__(self, wrong: str = "") -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.wrong = wrong
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        for weight in self.parameters():
+            weight.data = torch.randn(weight.shape, generator=generator) / 4
+
+    def rotated(self, x: Tensor) -> Tensor:
+        theta = 5e5 if "theta" in self.wrong else 1e4
+        frequency = theta ** (-torch.arange(4) / 4)
+        angle = torch.arange(6.0)[:, None] * frequency
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (2, 8)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        q, k = self.rotated(q), self.rotated(k)
+        scores = q @ k.mT * (0.3 if "scale" in self.wrong else 1 / math.sqrt(8))
+        mixed = scores.softmax(-1) @ v
+        joined: Tensor = self.o(mixed.transpose(1, 2).flatten(-2))
+        return joined
+
+
+class FusedAttention(Attention):
+    """The same with torch's attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (2, 8)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        scale = 0.3 if "scale" in self.wrong else None
+        mixed = F.scaled_dot_product_attention(self.rotated(q), self.rotated(k), v, scale=scale)
+        return self.o(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+def on_target() -> bool:
+    me = gl.here()
+    assert me is not None
+    return me.side == "target"
+
+
+def run(wrong: str) -> Tensor:
+    """Two blocks over an input that is given; the target is wrong in the second."""
+    is_target = on_target()
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
+    kind = FusedAttention if is_target and "fused" in wrong else Attention
+    model = nn.Sequential(kind(), kind(wrong if is_target else ""))
+    with torch.no_grad(), gl.watch(model):
+        return model(x)  # type: ignore[no-any-return]
+
+
+def lines(verdict: Verdict, side: str = "target") -> list[tuple[str, bool]]:
+    """The source of each line of a side, and whether it is confirmed."""
+    frame = verdict.lines[verdict.lines["side"] == side]
+    assert {Path(file).name for file in frame["file"]} <= {Path(__file__).name}
+    return list(zip(frame["source"], frame["confirmed"], strict=True))
+
+
+def test_the_line_is_confirmed_and_stands_below_the_sentence_that_it_explains(session: gl.Session) -> None:
+    verdict = session.verdict(run, run, args=("scale",))
+    assert lines(verdict)[0] == ('scores = q @ k.mT * (0.3 if "scale" in self.wrong else 1 / math.sqrt(8))', True)
+    assert verdict.lines["operation"].iloc[0] == "mul(f32[2, 2, 6, 6], 0.3)"
+    said = verdict.text.splitlines()
+    place = next(n for n, line in enumerate(said) if line.startswith("First difference, from equal"))
+    assert said[place - 1].startswith("*.o differs in layer 1")
+    assert said[place].endswith("with the baseline's value there the tap agrees:")
+    assert said[place + 1].startswith(f"  target    {Path(__file__).name}:")
+    assert said[place + 2].startswith(f"  baseline  {Path(__file__).name}:")
+    assert session.plan.b2t is None
+
+
+def test_a_fused_call_is_named_beside_the_lines_that_it_replaces(session: gl.Session) -> None:
+    verdict = session.verdict(run, run, args=("fused scale",))
+    assert "scale=0.3" in verdict.lines["operation"].iloc[0]
+    assert lines(verdict, "baseline")[0][0].startswith("scores = q @ k.mT * (")
+
+
+def test_two_faults_in_one_module_are_both_found_and_confirmed_together(session: gl.Session) -> None:
+    verdict = session.verdict(run, run, args=("theta scale",))
+    assert [source for source, confirmed in lines(verdict) if confirmed] == [
+        "frequency = theta ** (-torch.arange(4) / 4)",
+        'scores = q @ k.mT * (0.3 if "scale" in self.wrong else 1 / math.sqrt(8))',
+    ]
+
+
+def test_right_implementations_have_no_lines(session: gl.Session) -> None:
+    verdict = session.verdict(run, run, args=("fused",))
+    assert (verdict.named, len(verdict.lines)) == ([], 0)
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, with half the gradient, and three quarters of it on the target."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (0.75 if on_target() else 0.5)
+
+
+def backward() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    hidden = gl.tap("hidden", x.tanh() * 1, grad=True)
+    out: Tensor = Scaled.apply(hidden).sin()  # type: ignore[no-untyped-call]
+    gl.tap("out", out, grad=True).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_wrong_gradient_has_the_line_of_the_backward_function(session: gl.Session) -> None:
+    verdict = session.verdict(backward, backward)
+    assert verdict.named == ["hidden@grad"]
+    assert lines(verdict)[0] == ("return gradients[0] * (0.75 if on_target() else 0.5)", True)
+
+
+def decode() -> None:
+    """Four steps with a state; from the third on the target forgets to add."""
+    state = torch.zeros(8)
+    for step in range(4):
+        x = gl.tap("x", torch.linspace(0, 1, 8) * (step + 1))
+        late = on_target() and step >= 2
+        state = gl.tap("state", x * 0.5 if late else x * 0.5 + state.cos())
+        gl.step()
+
+
+def test_a_call_that_differs_in_some_steps_is_traced_in_such_a_step(session: gl.Session) -> None:
+    verdict = session.verdict(decode, decode)
+    assert set(verdict.lines["step"]) <= {2, 3}
+    assert lines(verdict, "baseline")[0][0] == 'state = gl.tap("state", x * 0.5 if late else x * 0.5 + state.cos())'

@@ -1,0 +1,184 @@
+"""Where two traces of one computation part: the first lost operations of each side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graftlab.lines.first_lost import LostOnBothSides, LostOperation, first_lost
+from graftlab.lines.operations import OperationRecorder
+from graftlab.lines.traces import SliceTrace, slice_of
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+Q, K, V = (drawn(2, 5, 4, 8, seed=seed) for seed in (1, 2, 3))
+WEIGHT = drawn(6, 8, seed=4)
+
+
+def trace(function: Callable[..., Tensor], *inputs: Tensor) -> SliceTrace:
+    """The operations of a function between its arguments, which count as taps, and its result."""
+    recorder = OperationRecorder()
+    with recorder:
+        for place, each in enumerate(inputs):
+            recorder.set_by_tap(each, f"input{place}", changed=False)
+        result = recorder.read(function(*inputs))
+    return slice_of(recorder, result)
+
+
+def compared(baseline: Callable[..., Tensor], target: Callable[..., Tensor], *inputs: Tensor) -> LostOnBothSides:
+    return first_lost([trace(baseline, *inputs)], [trace(target, *inputs)], 0)
+
+
+def sources(found: Sequence[LostOperation]) -> list[str]:
+    return list(dict.fromkeys(each.operation.frames[0].source for each in found))
+
+
+# ---- right and wrong attention --------------------------------------------------------------------------------------
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (1 / math.sqrt(8))
+    scores = scores + torch.full((5, 5), -math.inf).triu(1)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def fused(scale: float | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+
+    return attention
+
+
+def test_a_wrong_scale_is_lost_at_the_fused_call_and_at_the_eager_product() -> None:
+    found = compared(eager, fused(0.125), Q, K, V)
+    assert sources(found.target)[0].startswith("return F.scaled_dot_product_attention(")
+    assert "scale=0.125" in found.target[0].operation.call
+    assert found.target[0].has_equal_inputs
+    assert sources(found.baseline)[0].startswith('scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (1')
+
+
+def test_a_right_fused_attention_has_only_its_own_result_which_the_eager_one_has_too() -> None:
+    theirs, ours = trace(fused(None), Q, K, V), trace(eager, Q, K, V)
+    found = first_lost([ours], [theirs], 0)
+    # Its result agrees even in order, so nothing of it is lost at any level.
+    assert [each.operation.name for each in found.target if not each.operation.only_arranges] == []
+
+
+# ---- what order and sign hide ---------------------------------------------------------------------------------------
+
+
+def rotated(sign: float) -> Callable[[Tensor], Tensor]:
+    def rotate(x: Tensor) -> Tensor:
+        angle = torch.arange(5.0)[:, None] * 0.3
+        sine = angle.sin() if sign > 0 else -angle.sin()
+        first, second = x[..., 0, :4], x[..., 0, 4:]
+        return first * angle.cos() - second * sine
+
+    return rotate
+
+
+def test_a_wrong_sign_is_followed_back_to_where_it_arises() -> None:
+    found = compared(rotated(1), rotated(-1), Q)
+    assert sources(found.target)[0] == "sine = angle.sin() if sign > 0 else -angle.sin()"
+    assert found.target[0].is_suspect
+    assert not any(each.has_equal_inputs for each in found.target[1:])
+
+
+def test_a_wrong_order_of_heads_is_followed_back_to_where_it_arises() -> None:
+    def shared(repeat: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def attend(q: Tensor, k: Tensor) -> Tensor:
+            k = repeat(k[:, :, :2])
+            return torch.einsum("bqhd,bkhd->bhqk", q, k)
+
+        return attend
+
+    found = compared(
+        shared(lambda x: x.repeat_interleave(2, dim=2)),
+        shared(lambda x: x.repeat(1, 1, 2, 1)),
+        *(Q, K),
+    )
+    assert "x.repeat(1, 1, 2, 1)" in sources(found.target)[0]
+    assert found.target[0].is_suspect
+
+
+def test_another_layout_alone_is_no_difference() -> None:
+    def heads_first(x: Tensor) -> Tensor:
+        return (x.transpose(1, 2) * 2).transpose(1, 2) + 1
+
+    found = compared(lambda x: x * 2 + 1, lambda x: heads_first(x) + 1, Q)
+    assert sources(found.target) == ["found = compared(lambda x: x * 2 + 1, lambda x: heads_first(x) + 1, Q)"]
+
+
+# ---- casts, missing operations and parameters -----------------------------------------------------------------------
+
+
+def test_a_cast_in_the_wrong_place_is_found_in_low_precision() -> None:
+    weight = drawn(8, seed=5).bfloat16()
+
+    def norm(casts_first: bool) -> Callable[[Tensor], Tensor]:
+        def normed(x: Tensor) -> Tensor:
+            y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+            if casts_first:
+                return weight * y.to(x.dtype)
+            return (weight * y).to(x.dtype)
+
+        return normed
+
+    found = compared(norm(False), norm(True), Q.bfloat16())
+    assert sources(found.target)[0] == "return weight * y.to(x.dtype)"
+    assert sources(found.baseline)[0] == "return (weight * y).to(x.dtype)"
+
+
+def test_an_operation_that_the_target_lacks_is_named_on_the_baseline() -> None:
+    found = compared(lambda x: x.tanh() * 3, lambda x: x.tanh(), Q)
+    assert found.target == []
+    assert [each.operation.call for each in found.baseline] == ["mul(f32[2, 5, 4, 8], 3)"]
+
+
+def test_fused_weights_are_no_difference_and_a_missing_bias_beside_them_is() -> None:
+    bias, both = drawn(6, seed=6), torch.cat([WEIGHT, 2 * WEIGHT])
+
+    def separate(x: Tensor) -> Tensor:
+        return F.linear(x, WEIGHT) * F.linear(x, 2 * WEIGHT, bias)
+
+    def together(x: Tensor) -> Tensor:
+        first, second = F.linear(x, both).chunk(2, -1)
+        return first * second
+
+    found = compared(separate, together, Q)
+    assert sources(found.target)[0] == "return first * second"
+    assert any(each.operation.name == "addmm" for each in found.baseline)
+
+
+def test_a_constant_that_differs_comes_before_what_reads_it() -> None:
+    def angles(theta: float) -> Callable[[Tensor], Tensor]:
+        def rotate(x: Tensor) -> Tensor:
+            frequency = theta ** (-torch.arange(8) / 8)
+            return x * frequency.cos()
+
+        return rotate
+
+    found = compared(angles(1e4), angles(1e6), Q)
+    assert sources(found.target)[0] == "frequency = theta ** (-torch.arange(8) / 8)"
+    assert found.target[0].has_equal_inputs
+    assert found.target[0].partner == found.baseline[0].operation.index
+
+
+def test_shards_of_two_ranks_are_known_and_a_missing_sum_of_theirs_is_not() -> None:
+    def whole(x: Tensor) -> Tensor:
+        return (F.linear(x, WEIGHT).relu() @ WEIGHT).tanh()
+
+    def shard(rank: int) -> Callable[[Tensor], Tensor]:
+        own = WEIGHT.chunk(2)[rank]
+        return lambda x: (F.linear(x, own).relu() @ own).tanh()
+
+    found = first_lost([trace(whole, Q)], [trace(shard(rank), Q) for rank in (0, 1)], 1)
+    assert [each.operation.name for each in found.target if each.follows_inputs] == ["tanh"]

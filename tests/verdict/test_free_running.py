@@ -1,0 +1,77 @@
+"""Runs that feed back what they chose: named where no tap shows it, and said to be held where one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from graftlab.verdict.free_running import held_choices, runs_freely
+
+Tap = tuple[str, str, Sequence[float], Sequence[float]]
+"""A tap's name, dtype, and its added error and error in each step."""
+
+CLEAN = [0.0] * 4
+
+
+def frame(taps: Sequence[Tap], *, one_step: bool = False, **tags: Any) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "name": name,
+            "group": name,
+            "tags": tags,
+            "dtype": dtype,
+            "rank": 0,
+            "step": 0 if one_step else step,
+            "occurrence": step if one_step else 0,
+            "order": place + (step * len(taps) if one_step else 0),
+            "added": added[step],
+            "error": error[step],
+            "ratio": added[step] / 1e-6,
+        }
+        for step in range(4)
+        for place, (name, dtype, added, error) in enumerate(taps)
+    )
+
+
+LATER = [0.0, 0.0, 0.7, 0.9]
+EMBED: Tap = ("embed", "float32", LATER, LATER)
+LOGITS: Tap = ("logits", "float32", CLEAN, [0.0, 0.1, 0.7, 0.9])
+
+
+@pytest.mark.parametrize(("one_step", "where"), [(False, "step 2"), (True, "occurrence 2")])
+def test_a_first_tap_that_differs_in_later_steps_alone_is_a_free_run(one_step: bool, where: str) -> None:
+    (said,) = runs_freely(frame([EMBED, LOGITS], one_step=one_step), ["embed"], 5.0)
+    assert said.startswith(f"From {where} on this is probably a free run: embed, the first tap")
+    assert f"such as a token chosen from logits; what is named from {where} on may be a consequence" in said
+
+
+@pytest.mark.parametrize(
+    "taps",
+    [
+        [("token", "int64", CLEAN, LATER), EMBED, LOGITS],
+        [("embed", "float32", [0.7] * 4, [0.7] * 4), LOGITS],
+        [("embed", "float32", [0.0, 0.0, 1e-3, 1e-3], LATER), LOGITS],
+        [LOGITS, EMBED],
+    ],
+    ids=["the token is tapped", "from the first step on", "a small error", "it is not the first tap"],
+)
+def test_other_errors_of_later_steps_are_no_free_run(taps: list[Tap]) -> None:
+    assert runs_freely(frame(taps), ["embed"], 5.0) == []
+
+
+def test_training_is_no_free_run() -> None:
+    updated = frame([("w", "float32", CLEAN, CLEAN)], kind="optimizer")
+    assert runs_freely(pd.concat([frame([EMBED, LOGITS]), updated]), ["embed"], 5.0) == []
+
+
+def test_tokens_that_only_the_targets_own_run_has_are_said_to_be_held() -> None:
+    taps: list[Tap] = [("token", "int64", CLEAN, LATER), ("embed", "float32", CLEAN, LATER), LOGITS]
+    (said,) = held_choices(frame(taps), ["logits"])
+    assert said.startswith("Left to itself, the target has other numbers at token from step 2 on. Here it had the base")
+    # A token that is chosen wrongly itself, and one that nothing reads.
+    assert held_choices(frame([("token", "int64", LATER, LATER), *taps[1:]]), ["token"]) == []
+    last: Tap = ("token", "int64", CLEAN, [0.0, 0.0, 0.0, 1.0])
+    assert held_choices(frame([LOGITS, last]), ["logits"]) == []
