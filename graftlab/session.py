@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from graftlab.control.verdicts import Verdict
     from graftlab.matching.proposal import Proposal
     from graftlab.ranks.remote_functions import Callee
+    from graftlab.taps.compiled_calls import GradMode
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
     from graftlab.widgets.match_editor import MatchEditor
@@ -343,8 +344,8 @@ class Session(SessionCore):
 
     def match(
         self,
-        baseline: Callee,
-        target: Callee,
+        baseline: Callee | None = None,
+        target: Callee | None = None,
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -358,6 +359,10 @@ class Session(SessionCore):
         runs again, until nothing changes or ``rounds`` are over: behind a fault no value matches until the fault is
         grafted away. So the target's code must begin from the same state each time. The plan is not used, and no rows
         are made.
+
+        Where the session listens for jobs, call it without arguments: taps are recorded in a step that the jobs make
+        anyway, and each round is another step, in which a plan of the match's own grafts. Those grafts make rows, and
+        the target's job continues with the grafted values, except for weights and states of optimizers.
 
         The :class:`Proposal` shows the pairs, how sure each is, and the taps without a partner with the reason. To
         apply it: ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
@@ -374,7 +379,6 @@ class Session(SessionCore):
         [0.0]
         >>> plan = session.edit(pairs=None)
         """
-        self._require_workers("run code on")
         from graftlab.control.match_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)
@@ -386,6 +390,7 @@ class Session(SessionCore):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         threshold: float = 5.0,
+        grad_mode: GradMode | None = None,
         **options: Any,
     ) -> CompiledComparison:
         """Find whether this function computes the same when it is compiled, and if not, where it differs.
@@ -399,6 +404,13 @@ class Session(SessionCore):
         alone moves the eager result is measured, with the taps moved by one unit in the last place and in float64, and
         is part of every floor.
 
+        What is compiled depends on whether gradients are computed: ``grad_mode`` is ``"grad"``, ``"no_grad"`` or
+        ``"inference_mode"``; by default the call decides. If it computes gradients that it does not use, it is tried
+        without them too, judged where the compiled result is wrong, and the text says which was judged. If torch
+        cannot compile the call as a whole, the modules that it calls are compiled. If inductor's result is wrong, its
+        switches (``torch._inductor.config.pattern_matcher`` and others) are tried, and the one that makes it right is
+        named.
+
         Raises what :meth:`verdict` raises.
 
         >>> print(session.compare_compiled(forward, args=(x,), backend="eager").text)
@@ -408,7 +420,7 @@ class Session(SessionCore):
         self._require_workers("run code on")
         from graftlab.control.compiled_comparison import compare_compiled
 
-        return compare_compiled(self, function, args, kwargs, options, threshold)
+        return compare_compiled(self, function, args, kwargs, options, threshold, grad_mode)
 
     def check(
         self,

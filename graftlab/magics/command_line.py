@@ -212,12 +212,19 @@ def _commands() -> dict[str, Command]:
         more="[--backend NAME] [--fullgraph] ",
     )
     compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
+    compiled.add_argument(
+        "--grad-mode",
+        choices=("grad", "no_grad", "inference_mode"),
+        help="whether to compute gradients (by default as the call does)",
+    )
     compiled.add_argument("--fullgraph", action="store_true", help="fail on a graph break")
     expression(
         "match",
         "Pair the taps of both sides by their values, whatever their names.\n\n"
-        "Both sides evaluate the expression several times, so it must be repeatable.",
+        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, matches\n"
+        "jobs in steps that they make anyway.",
         "the proposal",
+        raw="[EXPR]",
     )
     expression(
         "check",

@@ -222,13 +222,14 @@ class GraftMagics(Magics):
         options = {"fullgraph": arguments.fullgraph}
         if arguments.backend is not None:
             options["backend"] = arguments.backend
-        comparison = self._open().compare_compiled(arguments.expression, **options)
+        comparison = self._open().compare_compiled(arguments.expression, grad_mode=arguments.grad_mode, **options)
         self._assign(arguments.out, comparison)
         return comparison
 
     def _match(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
-        proposal = session.match(arguments.expression, arguments.expression)
+        matched = arguments.expression or None
+        proposal = session.match(matched, matched)
         self._assign(arguments.out, proposal)
         return session.match_editor(proposal)
 
