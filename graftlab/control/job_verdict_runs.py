@@ -168,7 +168,7 @@ class StepRuns(VerdictRuns):
 
     def first_difference(self, floors: AccumulatedFloors) -> FirstDifference | None:
         frame = self._jobs.rows_from(0)
-        return first_difference(frame[frame["run"] == self._state.number], floors, self.request.threshold)
+        return first_difference(frame[frame["run"] == self._jobs.run], floors, self.request.threshold)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks:
         return remarks_on_jobs(

@@ -74,5 +74,6 @@ def held_choices(frame: pd.DataFrame, named: Collection[str]) -> list[str]:
 
 
 def _values(frame: pd.DataFrame) -> pd.DataFrame:
-    of_values = [kind_of(tags) in (None, "input") for tags in frame["tags"]]
+    # A list without elements would choose columns.
+    of_values = frame["tags"].map(lambda tags: kind_of(tags) in (None, "input")).astype(bool)
     return frame[of_values].sort_values(["step", "order"], kind="stable")
