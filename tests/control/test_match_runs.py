@@ -211,7 +211,7 @@ def padded_sequences() -> None:
         ids[number, :length] = ids_of(number)
     x = table()[ids]
     gl.tap("embeddings", x)
-    for n in range(2):
+    for n in range(3):
         x = gl.tap(f"h.{n}.sum", x.cumsum(1).tanh() + x)
 
 
@@ -220,20 +220,20 @@ def packed_sequences(wrong: int | None = None) -> None:
     order = sorted(range(3), key=lambda number: LENGTHS[number])
     x = table()[torch.cat([ids_of(number) for number in order])]
     gl.tap("embed", x)
-    for n in range(2):
+    for n in range(3):
         parts = x.split([LENGTHS[number] for number in order])
         x = gl.tap(f"layers.{n}.sum", torch.cat([p.cumsum(0).tanh() for p in parts]) * (1.1 if n == wrong else 1) + x)
 
 
 def test_a_padded_batch_is_judged_against_a_sorted_and_packed_one(session: gl.Session) -> None:
     proposal = session.match(padded_sequences, partial(packed_sequences, 1))
-    assert partners(proposal) == {"embed": "embeddings", **{f"layers.{n}.sum": f"h.{n}.sum" for n in range(2)}}
+    assert partners(proposal) == {"embed": "embeddings", **{f"layers.{n}.sum": f"h.{n}.sum" for n in range(3)}}
     (notice,) = proposal.notices
     assert notice.startswith("16 rows are the unpadded rows of 3 x 7 in another order, found at ")
     session.edit(pairs=proposal)
     verdict = session.verdict(padded_sequences, partial(packed_sequences, 1))
     assert verdict.named == ["h.*.sum"]
-    assert "in layer 1 of 0-1" in verdict.text
+    assert "in layer 1 of 0-2" in verdict.text
     frame = session.run(padded_sequences, packed_sequences).frame
     assert frame["rel_l2"].max() < 1e-6
     assert set(frame["status"]) == {"compared"}

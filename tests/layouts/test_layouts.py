@@ -369,7 +369,7 @@ def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
     assert relaid.known is not None
     assert relaid.value[:, 0].tolist() == [9, 11, 13, -5, 1, 3]
     assert relaid.known[:, 0].tolist() == [True, True, True, False, True, True]
-    with pytest.raises(LayoutError, match="found in a batch of 2 x 4 rows, and this tensor is .*: match again"):
+    with pytest.raises(LayoutError, match=r"found in a batch of 2 x 4 rows, and this tensor is .*: match again"):
         layout.local(whole[:, :3])
 
 
