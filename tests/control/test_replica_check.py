@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,6 +85,36 @@ def test_differing_arithmetic_on_one_rank_is_found(session: gl.Session) -> None:
 def test_a_gradient_that_is_not_summed_is_found(session: gl.Session) -> None:
     check = session.check(target=run_specimen, args=("fault", "attentions_gradient_not_summed"))
     assert "layers.*.norm1@grad" in check.found or "layers.*.out@grad" in check.found, check.text
+
+
+def sequence_parallel(bias: float, forgets: bool = False) -> None:
+    """Two layers between whose sums each rank has its part of the sequence, and adds the same bias to it."""
+    from torch import distributed
+
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, up, down, added = draw(16, 32) + 1, draw(32, 64) / 6, draw(64, 32) / 8, draw(32) * bias
+    rows, columns = slice(rank() * 8, rank() * 8 + 8), slice(rank() * 32, rank() * 32 + 32)
+    h = gl.tap("scattered", gl.tap("embed", x)[rows].clone())
+    for layer in range(2):
+        n = gl.tap(f"layers.{layer}.norm", nn.functional.layer_norm(h, (32,)))
+        gathered = [torch.empty_like(n), torch.empty_like(n)]
+        distributed.all_gather(gathered, n)
+        whole = gl.tap(f"layers.{layer}.gathered", torch.cat(gathered))
+        summed = gl.tap(f"layers.{layer}.partial", (whole @ up[:, columns]).relu() @ down[columns]).clone()
+        if not (forgets and layer == 1):
+            distributed.all_reduce(summed)
+        if forgets:
+            gl.tap(f"layers.{layer}.whole", whole + summed)
+        down_part = gl.tap(f"layers.{layer}.down", summed[rows].clone())
+        h = gl.tap(f"layers.{layer}.out", h + gl.tap(f"layers.{layer}.biased", down_part + added))
+
+
+@pytest.mark.parametrize("bias", [2.0, 30.0])
+def test_parts_of_a_sequence_are_no_sums_that_were_not_reduced(session: gl.Session, bias: float) -> None:
+    check = session.check(target=sequence_parallel, args=(bias,))
+    assert check.found == [], check.text
+    assert "The 2 ranks agree where they hold copies (" in check.text
+    assert session.check(target=sequence_parallel, args=(bias, True)).found == ["layers.*.whole"]
 
 
 # ---- inputs and layouts ---------------------------------------------------------------------------------------------
