@@ -71,7 +71,12 @@ def forgets_every_sum() -> None:
 def test_a_sum_that_every_layer_forgets_is_found_by_what_it_is_added_to(session: gl.Session) -> None:
     check = session.check(target=forgets_every_sum)
     assert check.found[0] == "layers.*.mid"
-    assert "All of that difference is in layers.0.attn, whose values differ on each rank: a partial" in check.text
+    # One paragraph: the first layer and its reason, and then what follows from it.
+    first, *rest = check.text.split("\n")
+    assert first.startswith("layers.*.mid should be equal on the ranks but is not in layer 0: rank 1 differs from the")
+    assert "All of that difference is in layers.0.attn, whose values differ on each rank: a partial" in first
+    assert " Later ones differ too, and may have inherited it: " in first
+    assert not any("should be equal" in line for line in rest)
 
 
 def test_differing_arithmetic_on_one_rank_is_found(session: gl.Session) -> None:
@@ -217,7 +222,7 @@ def test_on_a_mesh_copies_are_those_of_one_dimension(four: gl.Session) -> None:
     ("fault", "first", "said"),
     [
         ("one replica of a shard", "layers.*.weight@param", "in layer 1: rank 3 differs"),
-        ("one rank's arithmetic", "layers.*.out", "in layers 1-2: rank 3 differs"),
+        ("one rank's arithmetic", "layers.*.out", "in layers 1-2, layer 1 first: rank 3 differs"),
     ],
 )
 def test_on_a_mesh_a_copy_that_differs_is_found_in_its_own_group(
