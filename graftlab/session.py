@@ -196,8 +196,6 @@ class Session(SessionCore):
     <Session 1+1: 2 ranks alive, ...>
     """
 
-    _verdict: Verdict | None = None
-
     def replay(
         self,
         path: str | Path,
@@ -299,8 +297,9 @@ class Session(SessionCore):
         request = VerdictRequest(
             baseline, target, output, floor, exact, threshold, explain, args, kwargs, steps, graft_weights
         )
-        self._verdict = judge(self, request)
-        return self._verdict
+        verdict = judge(self, request)
+        internals_of(self).verdict = verdict
+        return verdict
 
     def post_mortem(self, on: str, command: str = "") -> str:
         """Run a pdb command in the frames of the last failure on a rank, such as ``"target[1]"``; returns its output.
@@ -340,12 +339,12 @@ class Session(SessionCore):
         """
         from graftlab.control.report import write_report
 
-        return write_report(self, path, self._verdict, tensors)
+        return write_report(self, path, internals_of(self).verdict, tensors)
 
     def match(
         self,
-        baseline: Callee,
-        target: Callee,
+        baseline: Callee | None = None,
+        target: Callee | None = None,
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -359,6 +358,10 @@ class Session(SessionCore):
         runs again, until nothing changes or ``rounds`` are over: behind a fault no value matches until the fault is
         grafted away. So the target's code must begin from the same state each time. The plan is not used, and no rows
         are made.
+
+        Where the session listens for jobs, call it without arguments: taps are recorded in a step that the jobs make
+        anyway, and each round is another step, in which a plan of the match's own grafts. Those grafts make rows, and
+        the target's job continues with the grafted values, except for weights and states of optimizers.
 
         The :class:`Proposal` shows the pairs, how sure each is, and the taps without a partner with the reason. To
         apply it: ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
@@ -375,7 +378,6 @@ class Session(SessionCore):
         [0.0]
         >>> plan = session.edit(pairs=None)
         """
-        self._require_workers("run code on")
         from graftlab.control.match_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self, Unpack
 
+    from graftlab.control.verdicts import Verdict
     from graftlab.plots import DifferenceMap
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class SessionInternals:
     jobs: JoinedJobs
     default_callees: Mapping[str, Callee] = field(default_factory=dict)
     """What a side runs where a run gives it nothing: a side that is a recording is replayed."""
+    verdict: Verdict | None = None
+    """The newest verdict, for reports and figures."""
     close_first: Callable[[], None] = lambda: None
     """Called when the session closes, before its ranks end."""
 
@@ -260,8 +263,8 @@ class SessionCore:
     def tensors(self, name: str, *, rank: int | None = None, **tags: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest pair ``(baseline, target)`` of a tap that the plan's ``keep`` filter held, on the CPU.
 
-        ``tags`` narrow it down (``layer=3``, ``step=0``), ``rank`` takes that receiving rank's. Raises
-        :class:`SessionError` that lists what is kept when there is none.
+        ``tags`` narrow it down (``layer=3``, ``step=0``, ``occurrence=2`` for the third call in a step), ``rank`` takes
+        that receiving rank's. Raises :class:`SessionError` that lists what is kept when there is none.
 
         >>> baseline, target = session.tensors("hidden", layer=3)
         >>> baseline

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
 
-from graftlab.base.progress import LongWait
-from graftlab.control.core import internals_of
+from graftlab.control.job_steps import JobSteps
 from graftlab.control.pickles import open_value
-from graftlab.control.queries import A
-from graftlab.control.run import Run, state_of
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictAbandoned, VerdictRuns, coarser_dtypes
-from graftlab.errors import SessionClosedError, SessionError
+from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
 from graftlab.plan.wire import to_wire
@@ -31,7 +24,6 @@ from graftlab.ranks.messages import (
     AskSelfGraft,
     FallbackPlan,
     KeptTags,
-    Question,
     RunSelfGraft,
     SelfGraftResult,
 )
@@ -52,11 +44,6 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 
-# Seconds between two looks at who has joined.
-_LOOK = 0.05
-_GIVEN_UP = "the verdict was abandoned, and the plan from before it is in force: "
-
-
 class StepRuns(VerdictRuns):
     """Takes ``steps`` steps of the jobs for each run, beginning at a multiple of that number.
 
@@ -70,8 +57,7 @@ class StepRuns(VerdictRuns):
         self.never_grafted = (
             "(kind == 'optimizer' and not updated)" if graft_weights else "(kind == 'param' or kind == 'optimizer')"
         )
-        self._jobs = internals_of(session).jobs
-        self._state = state_of(_run_of_jobs(session))
+        self._jobs = JobSteps(session, "verdict", "A verdict takes about twenty steps of the jobs", request.steps)
         self._steps = request.steps
         self._graft_weights = graft_weights
         self._weights_grafted = 0
@@ -80,18 +66,13 @@ class StepRuns(VerdictRuns):
         self._target_moved: list[str] = []
 
     def __enter__(self) -> Self:
-        self._tell(FallbackPlan(to_wire(self.before)))
+        self._jobs.tell(FallbackPlan(to_wire(self.before)))
         return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
         super().__exit__(*_)
         if not self.session.closed:
-            self._tell(FallbackPlan(None, self.session.plan.version))
-
-    def _tell(self, message: FallbackPlan) -> None:
-        for rank in self.session.ranks:
-            if rank.alive:
-                self._jobs.send(rank, message)
+            self._jobs.tell(FallbackPlan(None, self.session.plan.version))
 
     # ---- both sides ---------------------------------------------------------------------------------------------
 
@@ -102,7 +83,7 @@ class StepRuns(VerdictRuns):
         first = self._after_steps(why, version, 2 if self._graft_weights and wanted.b2t else 1)
         first += self._steps if self._graft_weights and wanted.b2t else 0
         frame = self._rows_since(before, first, self._steps)
-        if self._is_edited(version) or not set(frame["plan_version"]) <= {version}:
+        if self._jobs.is_edited(version) or not set(frame["plan_version"]) <= {version}:
             raise VerdictAbandoned(EDITED)
         self._zero = int(frame["step"].min()) if len(frame) else first
         if wanted.b2t is not None:
@@ -115,9 +96,9 @@ class StepRuns(VerdictRuns):
         """The rows of this number of steps, from the ``first`` on, among those since this row."""
         for rank in self.session.ranks:
             # The answer arrives after the rank's rows.
-            self._ask(rank, AskKeptTags(failed=False), KeptTags)
+            self._jobs.ask(rank, AskKeptTags(failed=False), KeptTags)
         frame = self._jobs.rows_from(number)
-        return frame[(frame["run"] == self._state.number) & frame["step"].between(first, first + steps - 1)]
+        return frame[(frame["run"] == self._jobs.run) & frame["step"].between(first, first + steps - 1)]
 
     def _publish(self, wanted: RunFilters) -> int:
         """Publish the plan of a run of the verdict; returns its version."""
@@ -135,6 +116,13 @@ class StepRuns(VerdictRuns):
             if not self._repeats or self._steps > 1:
                 raise
             return self.session.tensors(name, rank=rank, **tags)
+
+    def _after_steps(self, why: str, version: int, runs: int) -> int:
+        self.count += 1
+        first = self._jobs.after(f"run {self.count}: {why}", version, runs, f"after its run {self.count - 1}")
+        if first is None:
+            raise VerdictAbandoned(EDITED)
+        return first
 
     # ---- each side against itself -------------------------------------------------------------------------------
 
@@ -208,132 +196,19 @@ class StepRuns(VerdictRuns):
                 tuple(keep),
                 self.session.options.keep_budget,
             )
-            self._ask(rank, order, Acknowledgement)
+            self._jobs.ask(rank, order, Acknowledgement)
         if self._publish(RunFilters(compare="True")) != version:
             raise VerdictAbandoned(EDITED)
         self._after_steps(why, version, len(passes))
         found = []
         for rank in ranks:
-            packed = self._ask(rank, AskSelfGraft(), SelfGraftResult).packed
+            packed = self._jobs.ask(rank, AskSelfGraft(), SelfGraftResult).packed
             if packed is None:
                 raise SessionError(f"verdict: {rank.label} did not run against itself ({why}); its log has the reason")
             found.append(open_value(rank, packed))
-        if self._is_edited(version):
+        if self._jobs.is_edited(version):
             raise VerdictAbandoned(EDITED)
         return found
-
-    def _ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
-        try:
-            return self._jobs.ask(rank, question, expected)
-        except SessionError:
-            self._state.raise_failures(_GIVEN_UP)
-            raise
-
-    # ---- steps --------------------------------------------------------------------------------------------------
-
-    def _after_steps(self, why: str, version: int, runs: int) -> int:
-        """Wait until every rank has ended ``runs`` runs of steps under this plan; returns their first step."""
-        self.count += 1
-        ranks, adopted = self.session.ranks, dict[str, int]()
-
-        def first() -> float:
-            adopted.update(self.session.adopted(version))
-            return -(-max(adopted.values()) // self._steps) * self._steps if len(adopted) == len(ranks) else math.inf
-
-        def there() -> bool:
-            # A sender learns of its unmatched tensors only in the step after.
-            return min(rank.status().step for rank in ranks) > first() + runs * self._steps
-
-        title = f"verdict, run {self.count}: {why}"
-        steps = self._state.steps
-        patience = _ProgressTimeout(self.session)
-        bar = LongWait(title, "steps", lambda: self._state.steps - steps, where=self._state.where)
-        # Jobs skip a plan if a newer one is published before their next step.
-        edited = partial(self._is_edited, version)
-        self._state.wait_until(lambda: self._has_ended() or there() or edited() or patience.is_over(), bar)
-        if edited():
-            raise VerdictAbandoned(EDITED)
-        if not there():
-            self._refuse(patience)
-        return int(first())
-
-    def _is_edited(self, version: int) -> bool:
-        return self.session.plan.version != version
-
-    def _has_ended(self) -> list[str]:
-        return [rank.label for rank in self._state.ranks if self._state.has_ended(rank)]
-
-    def _refuse(self, patience: _ProgressTimeout) -> None:
-        """Raise the reason why the jobs did not make the expected steps."""
-        self._state.raise_failures(_GIVEN_UP)
-        if ended := self._has_ended():
-            raise VerdictAbandoned(
-                f"the verdict was abandoned: {', '.join(ended)} ended before it was done, after its run "
-                f"{self.count - 1}. A verdict takes about twenty steps of the jobs; let them run more"
-            )
-        raise VerdictAbandoned(
-            f"the verdict was abandoned: no job made progress for {patience.seconds:g} s ({self._state.where()}). Each "
-            f"run of a verdict is {self._steps} of the jobs' steps, which end where they call gl.step(); "
-            f"gl.listen(timeout=...) sets how long one may take"
-        )
-
-
-class _ProgressTimeout:
-    """Expires when no rank has made progress for the session's time limit."""
-
-    def __init__(self, session: SessionCore) -> None:
-        self.seconds = session.options.timeout
-        self._ranks = session.ranks
-        self._seen: object = None
-        self._since = time.monotonic()
-
-    def is_over(self) -> bool:
-        seen = [(where.step, where.taps) for where in (rank.status() for rank in self._ranks)]
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
-        return time.monotonic() - self._since > self.seconds
-
-
-def _run_of_jobs(session: SessionCore) -> Run:
-    """The run of the jobs, after a wait for ranks that have not joined yet.
-
-    Raises :class:`SessionError` if a rank has left, or if no rank joins for the session's time limit.
-    """
-
-    def waits_for() -> str:
-        expected = [rank.label for rank in session.ranks if rank.is_expected]
-        return f"{', '.join(expected)} to join" if expected else "the jobs to begin their run"
-
-    title = "verdict: waiting for the jobs to join"
-    limit, pause = session.options.timeout, threading.Event()
-    joined, since = 0, time.monotonic()
-    with LongWait(title, "ranks", lambda: _joined(session), len(session.ranks), where=waits_for) as bar:
-        while True:
-            gone = [rank.label for rank in session.ranks if not (rank.alive or rank.is_expected)]
-            if session.closed:
-                raise SessionClosedError("verdict: this session was closed, so no job can join it")
-            if gone:
-                are = "are" if len(gone) > 1 else "is"
-                raise SessionError(
-                    f"verdict: {', '.join(gone)} {are} missing, and a verdict needs every rank of both jobs; "
-                    "session.status() shows them"
-                )
-            if session.runs and not any(rank.is_expected for rank in session.ranks):
-                return session.runs[-1]
-            if joined != (joined := _joined(session)):
-                since = time.monotonic()
-            if time.monotonic() - since > limit:
-                raise SessionError(
-                    f"verdict: waited {limit:g} s for {waits_for()}. Start each job with the variables that gl.listen "
-                    "printed; session.status() shows which ranks have joined, and gl.listen(timeout=...) sets how "
-                    "long to wait for the next one"
-                )
-            # No thread of this process signals that another process joins and begins.
-            pause.wait(min(_LOOK, bar.next_look(None)))
-
-
-def _joined(session: SessionCore) -> int:
-    return sum(rank.alive for rank in session.ranks)
 
 
 def _differing(found: Sequence[SelfGraft]) -> list[str]:

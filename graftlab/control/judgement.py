@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import Mechanisms
@@ -200,13 +201,14 @@ class Judgement:
                 job_remarks=naming.job_remarks,
                 unexplained=unexplained,
                 failed=self._failed,
-                pairing_advice=pairing_advice(evidence.compared, can_match=of_functions and not self._runs.recorded),
+                pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
                 rounding=rounding,
                 lines=lines,
                 extra_calls=self._attempt(
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
                 origins=origins,
+                maps=mechanisms.maps,
             ),
             self._runs.count,
         )
@@ -229,7 +231,7 @@ class Judgement:
             # An error of another kind is a defect of graftlab: its traceback is needed to report it.
             level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
             _log.log(level, "verdict: %s failed", what, exc_info=True)
-            self._is_abandoned = isinstance(error, VerdictAbandoned) or self.session.closed
+            self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
             lines = [line for line in str(error).splitlines() if line.strip()]
             own = isinstance(error, GraftError) and lines
             reason = lines[0] if own else ": ".join([type(error).__name__, *lines[:1]])

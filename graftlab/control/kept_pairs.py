@@ -11,6 +11,7 @@ from graftlab.control.pickles import open_value, require_trusted
 from graftlab.control.queries import AskRank
 from graftlab.errors import SessionError
 from graftlab.filters.expressions import compile_filter
+from graftlab.grafting.kept import OCCURRENCE
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
@@ -65,7 +66,8 @@ class PairsOnRanks:
         gone: dict[RankHandle, int] = {}
 
         def fits(found: Mapping[str, Any]) -> bool:
-            return found["name"] == name and all(found.get(k) == v for k, v in tags.items())
+            known = {OCCURRENCE: 0, **found}
+            return known["name"] == name and all(known.get(k) == v for k, v in tags.items())
 
         for process in self._receivers():
             if rank in (None, process.place.rank):
@@ -108,7 +110,7 @@ def keep_advice(plan: GraftPlan, taps: Sequence[Mapping[str, Any]], name: str, t
         close = get_close_matches(name, names, n=1)
         return f"No tap seen so far is called {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
     # A tap's place and step are those of its first occurrence, not of the requested pair.
-    wanted = {tag: plain(value) for tag, value in tags.items() if tag not in PLACE_TAGS}
+    wanted = {tag: plain(value) for tag, value in tags.items() if tag not in (*PLACE_TAGS, OCCURRENCE)}
     meant = [tap for tap in taps if tap["name"] == name and all(plain(tap.get(k)) == v for k, v in wanted.items())]
     if names and not meant:
         having = ", ".join(f"{tag}={value!r}" for tag, value in wanted.items())

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
+from graftlab.control.core import internals_of
+from graftlab.control.job_steps import JobSteps
+from graftlab.control.pickles import open_value
 from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.errors import LayoutError, SessionError
 from graftlab.layouts import RankLayout
@@ -20,10 +23,17 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import BUDGET, RecordedTap
 from graftlab.matching.rounds import ROUNDS, match_in_rounds
+from graftlab.plan.pairs import PairRule, TapCallName
+from graftlab.plan.plan import FILTERS
+from graftlab.plan.wire import to_wire
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.match_recorder import MatchGraft, MatchRecord, forget_match, record_taps, recorded_value
+from graftlab.ranks.messages import Acknowledgement, AskMatch, FallbackPlan, MatchResult, RecordStep
 from graftlab.ranks.remote_functions import Callee
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from graftlab.control.core import SessionCore
 
 SENT = 1 << 28
@@ -32,8 +42,8 @@ SENT = 1 << 28
 
 def match(
     session: SessionCore,
-    baseline: Callee,
-    target: Callee,
+    baseline: Callee | None = None,
+    target: Callee | None = None,
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -42,43 +52,57 @@ def match(
     sent: int = SENT,
 ) -> Proposal:
     """See :meth:`graftlab.session.Session.match`."""
-    for side, callee in (("baseline", baseline), ("target", target)):
-        if not (isinstance(callee, str) or callable(callee)):
-            raise SessionError(f"match: {side}= must be a function or an expression, not {type(callee).__name__}")
     if not (isinstance(rounds, int) and isinstance(budget, int)) or rounds < 0 or budget <= 0:
         raise SessionError(f"match: rounds must be at least 0 and budget above 0, not {rounds!r} and {budget!r}")
-    refuse_invalid_expressions(baseline, target)
-    matching = _MatchRuns(session, (baseline, target), *arguments("match", args, kwargs), budget, sent)
-    try:
+    given = arguments("match", args, kwargs)
+    if not all(rank.takes_work for rank in session.ranks):
+        if baseline is not None or target is not None or any(given):
+            raise SessionError(
+                "match: these ranks are jobs that another launcher started, and cannot be given code to run: "
+                "baseline=, target=, args= and kwargs= are for a launched session. session.match() matches what the "
+                "jobs do"
+            )
+        matching: _Match = _MatchedSteps(session, budget, sent)
+    else:
+        default = internals_of(session).default_callees
+        baseline = default.get("baseline") if baseline is None else baseline
+        target = default.get("target") if target is None else target
+        for side, callee in (("baseline", baseline), ("target", target)):
+            if not (isinstance(callee, str) or callable(callee)):
+                raise SessionError(f"match: {side}= must be a function or an expression, not {type(callee).__name__}")
+        assert baseline is not None
+        assert target is not None
+        refuse_invalid_expressions(baseline, target)
+        matching = _MatchedRuns(session, (baseline, target), *given, budget, sent)
+    with matching:
         return matching.proposal(rounds)
-    finally:
-        matching.end()
 
 
-class _MatchRuns:
-    """One match in progress: the baseline's record, which does not change, and the grafts into the target."""
+class _Match:
+    """One match in progress: what its ranks recorded, joined to taps of whole tensors. A context manager."""
 
-    def __init__(
-        self,
-        session: SessionCore,
-        callees: tuple[Callee, Callee],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        budget: int,
-        sent: int,
-    ) -> None:
+    def __init__(self, session: SessionCore, budget: int, sent: int) -> None:
         self._session = session
-        self._callees = callees
-        self._args, self._kwargs = args, kwargs
         self._budget, self._sent = budget, sent
         self._runs = 0
-        self._baseline: list[RecordedTap] = []
-        self._values: dict[str, Tensor] = {}
-        self._grafted: dict[str, list[Pair]] = {}
         self._notes: dict[str, None] = {}
         self._moved = 0
         self._order: dict[Side, tuple[str, ...]] = {}
         self._skipped: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        raise NotImplementedError
+
+    def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        """See :data:`graftlab.matching.rounds.Record`."""
+        raise NotImplementedError
+
+    def _fetch(self, side: Side, name: str) -> Tensor | None:
+        """Fetch a value that only a rank has."""
+        raise NotImplementedError
 
     def proposal(self, rounds: int) -> Proposal:
         fetch: dict[str, Any] = {
@@ -99,74 +123,11 @@ class _MatchRuns:
             order=self._order,
         )
 
-    def end(self) -> None:
-        if not self._session.closed and not any(not run.done for run in self._session.runs[-1:]):
-            self._session.run(forget_match, forget_match)
-
-    # ---- runs ---------------------------------------------------------------------------------------------------
-
-    def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
-        """See :data:`graftlab.matching.rounds.Record`. The baseline runs once."""
-        new, gone = self._changed(grafts)
-        given = self._args, self._kwargs, self._budget, self._sent
-        ours = None if self._runs else partial(record_taps, self._callees[0], *given, {}, [])
-        theirs = partial(record_taps, self._callees[1], *given, new, gone)
-        title = "match, both sides" if not self._runs else f"match, round {self._runs}: {len(grafts)} pairs grafted"
-        self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
-        run = self._session.start(ours, theirs)
-        try:
-            run.wait(bar=LongWait(title, "taps", lambda: 0))
-        except KeyboardInterrupt:
-            self._session.interrupt()
-            raise
-        if not self._runs:
-            self._baseline = self._one(run.baseline, "baseline")
-            for tap in self._baseline:
-                if tap.value is not None:
-                    self._values[tap.name] = tap.value
-        self._runs += 1
-        target = self._one(run.target, "target")
-        ours_in_order, theirs_in_order = (tuple(tap.name for tap in taps) for taps in (self._baseline, target))
-        self._order = {"baseline": ours_in_order, "target": theirs_in_order}
-        return self._baseline, target
-
-    def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
-        """The grafts that are new since the last run, and the target's taps that are no longer grafted."""
-        wanted: dict[str, list[Pair]] = {}
-        for pair in grafts:
-            wanted.setdefault(pair.target, []).append(pair)
-        new: dict[str, list[MatchGraft]] = {}
-        for name, pairs in wanted.items():
-            if self._grafted.get(name) == pairs:
-                continue
-            made = [
-                MatchGraft(pair.layout, pair.whole, value) for pair in pairs if (value := self._value(pair)) is not None
-            ]
-            if made:
-                new[name] = made
-        gone = [name for name in self._grafted if name not in wanted]
-        self._grafted = wanted
-        return new, gone
-
-    def _value(self, pair: Pair) -> Tensor | None:
-        found = self._values.get(pair.baseline)
-        if found is None:
-            found = self._fetch("baseline", pair.baseline)
-            if found is not None:
-                self._values[pair.baseline] = found
-        if found is None:
-            self._note(f"{pair.baseline} was not kept, so {pair.target} was not grafted to match the taps after it")
-        return found
-
-    def _fetch(self, side: Side, name: str) -> Tensor | None:
-        """Fetch a value that only a rank has."""
-        work = partial(recorded_value, name)
-        if side == "baseline":
-            values: list[Tensor | None] = self._session.run(baseline=work).baseline
-        else:
-            values = self._session.run(target=work).target
-        self._moved += sum(_size(value) for value in values if value is not None)
-        return values[0]
+    def _in_order(
+        self, baseline: list[RecordedTap], target: list[RecordedTap]
+    ) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        self._order = {"baseline": tuple(tap.name for tap in baseline), "target": tuple(tap.name for tap in target)}
+        return baseline, target
 
     # ---- ranks --------------------------------------------------------------------------------------------------
 
@@ -218,6 +179,165 @@ class _MatchRuns:
 
     def _note(self, text: str) -> None:
         self._notes[text] = None
+
+
+class _MatchedRuns(_Match):
+    """Calls both sides' functions: the baseline once, as its record does not change, and the target once a round."""
+
+    def __init__(
+        self,
+        session: SessionCore,
+        callees: tuple[Callee, Callee],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        budget: int,
+        sent: int,
+    ) -> None:
+        super().__init__(session, budget, sent)
+        self._callees = callees
+        self._args, self._kwargs = args, kwargs
+        self._baseline: list[RecordedTap] = []
+        self._values: dict[str, Tensor] = {}
+        self._grafted: dict[str, list[Pair]] = {}
+
+    def __exit__(self, *_: object) -> None:
+        if not self._session.closed and not any(not run.done for run in self._session.runs[-1:]):
+            self._session.run(forget_match, forget_match)
+
+    def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        """Run the target; the baseline runs once."""
+        new, gone = self._changed(grafts)
+        given = self._args, self._kwargs, self._budget, self._sent
+        ours = None if self._runs else partial(record_taps, self._callees[0], *given, {}, [])
+        theirs = partial(record_taps, self._callees[1], *given, new, gone)
+        title = "match, both sides" if not self._runs else f"match, round {self._runs}: {len(grafts)} pairs grafted"
+        self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
+        run = self._session.start(ours, theirs)
+        try:
+            run.wait(bar=LongWait(title, "taps", lambda: 0))
+        except KeyboardInterrupt:
+            self._session.interrupt()
+            raise
+        if not self._runs:
+            self._baseline = self._one(run.baseline, "baseline")
+            for tap in self._baseline:
+                if tap.value is not None:
+                    self._values[tap.name] = tap.value
+        self._runs += 1
+        target = self._one(run.target, "target")
+        return self._in_order(self._baseline, target)
+
+    def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
+        """The grafts that are new since the last run, and the target's taps that are no longer grafted."""
+        wanted: dict[str, list[Pair]] = {}
+        for pair in grafts:
+            wanted.setdefault(pair.target, []).append(pair)
+        new: dict[str, list[MatchGraft]] = {}
+        for name, pairs in wanted.items():
+            if self._grafted.get(name) == pairs:
+                continue
+            made = [
+                MatchGraft(pair.layout, pair.whole, value) for pair in pairs if (value := self._value(pair)) is not None
+            ]
+            if made:
+                new[name] = made
+        gone = [name for name in self._grafted if name not in wanted]
+        self._grafted = wanted
+        return new, gone
+
+    def _value(self, pair: Pair) -> Tensor | None:
+        found = self._values.get(pair.baseline)
+        if found is None:
+            found = self._fetch("baseline", pair.baseline)
+            if found is not None:
+                self._values[pair.baseline] = found
+        if found is None:
+            self._note(f"{pair.baseline} was not kept, so {pair.target} was not grafted to match the taps after it")
+        return found
+
+    def _fetch(self, side: Side, name: str) -> Tensor | None:
+        work = partial(recorded_value, name)
+        if side == "baseline":
+            values: list[Tensor | None] = self._session.run(baseline=work).baseline
+        else:
+            values = self._session.run(target=work).target
+        self._moved += sum(_size(value) for value in values if value is not None)
+        return values[0]
+
+
+class _MatchedSteps(_Match):
+    """Records steps that jobs make anyway, both sides in each. Pairs are grafted by a plan, as the jobs' own are.
+
+    So data may differ from step to step, and the target continues with what was grafted.
+    """
+
+    def __init__(self, session: SessionCore, budget: int, sent: int) -> None:
+        super().__init__(session, budget, sent)
+        self._jobs = JobSteps(session, "match", "A match takes two steps of the jobs for each of its rounds")
+        self._before = session.plan
+        self._ours: set[int] = set()
+
+    def __enter__(self) -> Self:
+        self._jobs.tell(FallbackPlan(to_wire(self._before)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._session.closed:
+            return
+        # A newer plan was published by the user, and stays.
+        if self._session.plan.version in self._ours:
+            before = {name: getattr(self._before, name) for name in FILTERS}
+            self._session.edit(**before, pairs=self._before.pairs, transform=self._before.transform)
+        self._jobs.tell(FallbackPlan(None, self._session.plan.version))
+
+    def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        version = self._session.plan.version + 1
+        rules = tuple(
+            PairRule(_call(pair.baseline), _call(pair.target), pair.layout.text, pair.whole, pair.sureness)
+            for pair in grafts
+        )
+        for rank in self._session.ranks:
+            names = {TapCallName.of(rule.name(rank.place.side)).name for rule in rules}
+            order = RecordStep(version, tuple(sorted(names)), self._budget, self._sent)
+            self._jobs.ask(rank, order, Acknowledgement)
+        # Before the edit too, because an interrupt may come between the edit and its result.
+        self._ours.add(version)
+        plan = self._session.edit(
+            pairs=rules, b2t=_GRAFTED if rules else "False", t2b=None, compare=None, keep=None, transform=None
+        )
+        self._ours.add(plan.version)
+        why = f"round {self._runs}: {len(grafts)} pairs grafted" if self._runs else "both sides"
+        if plan.version != version or self._jobs.after(why, version, 1) is None:
+            raise SessionError("match: the plan was edited during the match. Do not edit it until the match is done")
+        self._runs += 1
+        return self._in_order(*(self._one(self._records(side), side) for side in ("baseline", "target")))
+
+    def _records(self, side: Side) -> list[MatchRecord]:
+        records = []
+        for rank in self._session.select(side):
+            record = self._asked(rank, None)
+            if not isinstance(record, MatchRecord):
+                raise SessionError(f"match: {rank.label} recorded nothing in this step; its log has the reason")
+            records.append(record)
+        return records
+
+    def _fetch(self, side: Side, name: str) -> Tensor | None:
+        value: Tensor | None = self._asked(self._session.select(side)[0], name)
+        self._moved += 0 if value is None else _size(value)
+        return value
+
+    def _asked(self, rank: RankHandle, value: str | None) -> Any:
+        packed = self._jobs.ask(rank, AskMatch(value), MatchResult).packed
+        return None if packed is None else open_value(rank, packed)
+
+
+# Weights and the state of optimizers are not grafted, because that could not be undone.
+_GRAFTED = "not (kind == 'param' or kind == 'optimizer')"
+
+
+def _call(name: str) -> str:
+    """The name of a call as a pair has it: without an occurrence it would stand for all calls."""
+    return name if "#" in name else f"{name}#0"
 
 
 def _size(tensor: Tensor) -> int:

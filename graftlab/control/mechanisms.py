@@ -10,7 +10,9 @@ import torch
 
 from graftlab.base.tap_groups import filter_of, kind_of
 from graftlab.control.verdict_runs import RunFilters, VerdictRuns
+from graftlab.diffs.maps import difference_map
 from graftlab.errors import SessionError
+from graftlab.grafting.kept import OCCURRENCE
 from graftlab.plan.pairs import PairRule
 from graftlab.taps.module_inputs import FIRST, KIND
 from graftlab.verdict.activations import activation_hint
@@ -18,6 +20,10 @@ from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.hints import hint_of
 from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
 from graftlab.verdict.stale_rows import stale_rows
+from graftlab.verdict.wording import ShownMap
+
+_MOST_MAPS = 24
+"""Each map has at most 2 MiB."""
 
 
 class Mechanisms:
@@ -26,7 +32,9 @@ class Mechanisms:
     def __init__(self, runs: VerdictRuns, lonely: str | None) -> None:
         self._runs = runs
         self._lonely = lonely
-        self._of_inputs: dict[str, str] = {}
+        self._of_inputs: dict[str, str | None] = {}
+        self.maps: dict[str, ShownMap] = {}
+        """Where the tensors of a group differ, for the first named groups, by group."""
 
     def origins(
         self,
@@ -52,21 +60,25 @@ class Mechanisms:
         origins = find_origins(frame, named, again, added(again), calls, threshold)
         for origin in origins.found:
             if not origin.is_itself and origin.group not in self._of_inputs:
-                hint = self._hint_of_input(origin)
-                if hint is not None:
-                    self._of_inputs[origin.group] = hint
+                self._look_at_input(origin)
         return origins
 
-    def _hint_of_input(self, origin: ErrorOrigin) -> str | None:
-        tags = {"kind": KIND, "argument": origin.arguments[0]}
+    def _look_at_input(self, origin: ErrorOrigin) -> None:
+        """Note a hint and a map of what a right module is given, instead of its output's."""
+        tags = {"kind": KIND, "argument": origin.arguments[0], OCCURRENCE: origin.input_occurrence}
         try:
             pair = self._runs.pair(origin.input_tap, origin.rank, origin.step, tags)
         except SessionError:
-            # Inputs share the budget with each other, and a hint is an addition.
-            return None
-        hint = hint_of(*pair)
+            # Inputs share the budget with each other. Then the output is looked at.
+            return
         what = "" if origin.arguments[0] == FIRST else f" as {origin.arguments[0]}"
-        return None if hint is None else f"at what {origin.given_to} is given{what}, {hint}"
+        self._map(origin.group, f"what {origin.given_to} is given{what}", pair)
+        hint = hint_of(*pair)
+        self._of_inputs[origin.group] = None if hint is None else f"at what {origin.given_to} is given{what}, {hint}"
+
+    def _map(self, group: str, title: str, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if pair[0].shape == pair[1].shape and len(self.maps) < _MOST_MAPS:
+            self.maps[group] = ShownMap(title, difference_map(*pair))
 
     def hints(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, str]:
         """What the tensors of each culprit show, at the tap that adds the most, or at its module's input."""
@@ -75,8 +87,8 @@ class Mechanisms:
             rows = frame[frame["group"] == group]
             if (rows["label"] == "culprit").any():
                 worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
-        hints = {group: self._of_inputs[group] for group in worst if group in self._of_inputs}
-        worst = {group: row for group, row in worst.items() if group not in hints}
+        hints = {group: known for group in worst if (known := self._of_inputs.get(group)) is not None}
+        worst = {group: row for group, row in worst.items() if group not in self._of_inputs}
         before = {group: _taps_before(frame, row) for group, row in worst.items()}
         shown = [*worst.values(), *(row for rows in before.values() for row in rows)]
         keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
@@ -91,6 +103,7 @@ class Mechanisms:
             except SessionError as error:
                 hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
                 continue
+            self._map(group, _title(row), pair)
             last = dict(list(inputs.items())[-_INPUTS_OF_AN_ACTIVATION:])
             hint = stale_rows(*pair, agreeing) or hint_of(*pair) or activation_hint(*pair, last)
             if hint is not None:
@@ -99,7 +112,17 @@ class Mechanisms:
 
     def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         tags = {tag: value for tag, value in row["tags"].items() if value is not None}
-        return self._runs.pair(row["name"], int(row["rank"]), int(row["step"]), tags)
+        call = {OCCURRENCE: int(row["occurrence"])}
+        return self._runs.pair(row["name"], int(row["rank"]), int(row["step"]), {**call, **tags})
+
+
+def _title(row: pd.Series[Any]) -> str:
+    """A tap with its call, in words."""
+    own = [f"{tag}={value}" for tag, value in row["tags"].items() if value is not None and tag != "kind"]
+    kind = kind_of(row["tags"])
+    what = f"gradient of {row['name']}" if kind == "grad" else str(row["name"])
+    calls = [f"{word} {int(row[word])}" for word in ("step", OCCURRENCE) if row[word]]
+    return ", ".join([what, *own, *calls])
 
 
 # An activation follows its inputs: a gated one has two.

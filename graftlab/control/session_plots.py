@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from graftlab import plots
+from graftlab.control.core import SessionCore, internals_of
 from graftlab.errors import SessionError
 from graftlab.verdict.conclusion import newest_run
 from graftlab.verdict.summary import first_divergent_at, floor_of
@@ -18,8 +19,6 @@ from graftlab.verdict.summary import first_divergent_at, floor_of
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from graftlab.control.core import SessionCore
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,6 +116,21 @@ class SessionPlots:
         >>> figure = session.plot.ranks("hidden", layer=3)
         """
         return plots.ranks(self._session.frame, name, **options)
+
+    def verdict(self, tap: str | None = None, **options: Any) -> Figure:
+        """The newest verdict; with a tap, where the tensors of that culprit differ. See :meth:`Verdict.plot`.
+
+        Raises :class:`SessionError` where the session has judged nothing yet.
+
+        >>> _ = session.verdict(forward, forward, args=(x,))
+        >>> figure = session.plot.verdict()
+        """
+        verdict = internals_of(self._session).verdict
+        if verdict is None:
+            raise SessionError(
+                "session.plot.verdict: nothing was judged yet; session.verdict(f, g) judges two functions"
+            )
+        return verdict.plot(tap, **options)
 
     def heatmap(self, name: str, *, dims: tuple[int, int] | None = None, **tags: Any) -> Figure:
         """``|baseline - target|`` of a kept pair; see :meth:`Session.tensors` for the tags.

@@ -226,12 +226,13 @@ class CalledRuns(VerdictRuns):
         self._target: Callee = request.target
         self.recorded = isinstance(request.baseline, RecordedSide)
         self.shows_module_inputs = not self.recorded
+        self._zero = 0
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         callees: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
         run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
-        frame = _rows_under(version, run)
+        frame = self._rows_under(version, run)
         self.returned = compare_returned(run.baseline, run.target)
         return frame
 
@@ -256,7 +257,7 @@ class CalledRuns(VerdictRuns):
             for side, callee in sides.items()
         }
         run, version = self._run(why, callees, (), {}, self.changes(filters))
-        return TracedRun(_rows_under(version, run), list(run.baseline), list(run.target))
+        return TracedRun(self._rows_under(version, run), list(run.baseline), list(run.target))
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -268,7 +269,15 @@ class CalledRuns(VerdictRuns):
             for side, callee in sides.items()
         }
         run, version = self._run("whether modules are right themselves", callees, changes=self.changes(filters))
-        return _rows_under(version, run), {"baseline": list(run.baseline), "target": list(run.target)}
+        return self._rows_under(version, run), {"baseline": list(run.baseline), "target": list(run.target)}
+
+    def _rows_under(self, version: int, run: Run) -> pd.DataFrame:
+        """The rows of a run. Raises :class:`VerdictAbandoned` if its plan was edited meanwhile."""
+        frame = run.frame
+        if len(frame) and set(frame["plan_version"]) != {version}:
+            raise VerdictAbandoned(EDITED)
+        self._zero = int(frame["step"].min()) if len(frame) else 0
+        return frame
 
     def _run(
         self,
@@ -345,15 +354,7 @@ class CalledRuns(VerdictRuns):
         return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.session.tensors(name, rank=rank, **tags)
-
-
-def _rows_under(version: int, run: Run) -> pd.DataFrame:
-    """The rows of a run. Raises :class:`VerdictAbandoned` if its plan was edited meanwhile."""
-    frame = run.frame
-    if len(frame) and set(frame["plan_version"]) != {version}:
-        raise VerdictAbandoned(EDITED)
-    return frame
+        return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
+from graftlab.errors import SessionError
 from graftlab.verdict.added import LABELS
 from graftlab.verdict.lines import INDENT, lines_frame
 from graftlab.verdict.origins import ErrorOrigin
@@ -80,14 +81,35 @@ class Verdict:
         """
         return () if self.findings.origins is None else self.findings.origins.found
 
-    def plot(self, **options: Any) -> Figure:
+    def plot(self, tap: str | None = None, **options: Any) -> Figure:
         """Added and inherited error of each tap over the floor, with the culprits marked.
+
+        With ``tap``, a named group or a tap of one, a heat map of where its tensors differ: of the call that adds the
+        most, or of what its module is given, if the module is right. ``options`` are those of
+        :func:`graftlab.plots.draw_difference_map`, such as ``ax``. Raises :class:`SessionError` for a tap whose tensors
+        were not looked at: only culprits' are, and those of 24 groups at most.
 
         >>> figure = session.verdict(forward, forward, args=(x,)).plot()
         """
+        if tap is not None:
+            return self._heat_map(tap, options)
         from graftlab.plots.verdict import added_errors
 
         return added_errors(self.frame, threshold=self.findings.threshold, **options)
+
+    def _heat_map(self, tap: str, options: dict[str, Any]) -> Figure:
+        from graftlab.plots.pairs import draw_difference_map
+
+        maps = self.findings.maps
+        groups = [tap, *dict.fromkeys(self.frame.loc[self.frame["name"] == tap, "group"])]
+        shown = next((maps[group] for group in groups if group in maps), None)
+        if shown is None:
+            known = ", ".join(maps) or "none"
+            raise SessionError(
+                f"verdict.plot({tap!r}): this verdict has no heat map of that tap; it has those of {known}. For "
+                "another tap, set session.edit(keep=...), run again and call session.plot.heatmap"
+            )
+        return draw_difference_map(shown.found, **{"title": shown.title, **options})
 
     def __repr__(self) -> str:
         differs = self.findings.unexplained or self.findings.inconclusive

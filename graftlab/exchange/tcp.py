@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import struct
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from graftlab.exchange.keys import Keys
+from graftlab.exchange.strangers import Strangers
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -35,10 +37,13 @@ nine to deliver again, because TCP doubles its pauses."""
 _CONNECT_LIMIT = 10.0
 _NEVER = (1 << 31) - 1
 _LINGER = 2.0
-# Larger tensors are sent in pieces of this size, so that one is encrypted while the previous one is transmitted.
-_PIECE = 4 << 20
-# One byte each; every frame of an exchange is longer.
-_HELLO, _WELCOME, _BYE = b"h", b"w", b"b"
+# Larger frames and tensors are sent in pieces of this size, so that one is encrypted while the previous one is
+# transmitted, and a process that has not proved yet that it knows the token can make this one hold little more.
+_PIECE = 512 << 10
+_LARGEST_PIECE = _PIECE + (64 << 10)
+# One byte each; every frame of an exchange is longer. After the last comes the number of the frame's pieces.
+_HELLO, _WELCOME, _BYE, _IN_PIECES = b"h", b"w", b"b", b"p"
+_COUNT = struct.Struct("<I")
 _DOMAIN = "graftlab"
 # No process listens there, or one with different keys.
 _CONNECT_FAILED = (
@@ -107,7 +112,8 @@ class TcpChannel:
 class RouterSocket:
     """This process's ZeroMQ ROUTER socket for all its connections. ``name`` identifies it uniquely in the session.
 
-    It listens at ``address``, if given, at the first free one of these ports; port 0 lets the system choose.
+    It listens at ``address``, if given, at the first free one of these ports; port 0 lets the system choose. What
+    connects there is a stranger until its first frame arrives, and strangers are limited (:mod:`.strangers`).
     """
 
     def __init__(self, keys: Keys, name: bytes, address: str | None = None, ports: Sequence[int] = (0,)) -> None:
@@ -120,6 +126,7 @@ class RouterSocket:
         self._by_descriptor: dict[int, TcpChannel] = {}
         self._attempts = 0
         self._to_close: set[int] = set()
+        self._strangers = Strangers()
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = socket = self._context.socket(zmq.ROUTER)
@@ -127,6 +134,8 @@ class RouterSocket:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # The buffer budget bounds the frames in transit. A socket that stopped reading would also miss pings.
         socket.set_hwm(0)
+        # ZeroMQ closes a connection that claims a larger one, before it has read it.
+        socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_PIECE)
         socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
         # In effect never. -1, which forbids it, makes ZeroMQ drop frames that arrived before the connection ended.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
@@ -231,15 +240,18 @@ class RouterSocket:
     def _write(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
         socket = self._socket
         try:
-            socket.send(channel.name, zmq.SNDMORE | zmq.DONTWAIT)
-            if attached is None:
-                socket.send(payload, zmq.DONTWAIT)
+            parts: list[bytes | memoryview] = [channel.name]
+            if len(payload) > _PIECE:
+                pieces = _pieces_of(memoryview(payload))
+                parts += [_IN_PIECES, _COUNT.pack(len(pieces)), *pieces]
             else:
-                socket.send(payload, zmq.SNDMORE | zmq.DONTWAIT)
-                last = (len(attached) - 1) // _PIECE
-                for number in range(last + 1):
-                    piece = attached[number * _PIECE : (number + 1) * _PIECE]
-                    socket.send(piece, zmq.DONTWAIT | (zmq.SNDMORE if number < last else 0), copy=False)
+                parts.append(payload)
+            if attached is not None:
+                parts += _pieces_of(attached) or [b""]
+            last = len(parts) - 1
+            for number, part in enumerate(parts):
+                more = zmq.SNDMORE if number < last else 0
+                socket.send(part, zmq.DONTWAIT | more, copy=isinstance(part, bytes))
         except zmq.ZMQError as error:
             # The connection is gone; its receiver has seen or will see the end.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -290,6 +302,8 @@ class RouterSocket:
                 except zmq.Again:
                     break
                 ended += self._handle(parts)
+            for descriptor in self._strangers.superfluous():
+                self._strangers.end(descriptor, lambda: ended.extend(self._read_events()))
             for channel in ended:
                 self._note_end(channel)
 
@@ -312,6 +326,7 @@ class RouterSocket:
             descriptor = int(event["value"])
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self._to_close.discard(descriptor)
+                self._strangers.known.pop(descriptor, None)
                 channel = self._by_descriptor.pop(descriptor, None)
                 if channel is not None:
                     ended.append(channel)
@@ -320,7 +335,9 @@ class RouterSocket:
                 ended += [each for each in self._channels.values() if each.endpoint == where and not each.linked]
             else:
                 self._to_close.add(descriptor)
-                if event["event"] == zmq.EVENT_CONNECTED:
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._strangers.add(descriptor)
+                elif event["event"] == zmq.EVENT_CONNECTED:
                     self._note_reached(event["endpoint"].decode(), descriptor)
         return ended
 
@@ -341,7 +358,9 @@ class RouterSocket:
             if channel is None:
                 channel = self._channels[name] = TcpChannel(self, name)
             channel.linked = True
-            self._by_descriptor[parts[0].get(zmq.SRCFD)] = channel
+            descriptor: Any = parts[0].get(zmq.SRCFD)
+            self._by_descriptor[descriptor] = channel
+            self._strangers.known.pop(descriptor, None)
             if body == _HELLO:
                 self._write(channel, _WELCOME, None)
             return ended
@@ -350,10 +369,13 @@ class RouterSocket:
         if body == _BYE:
             channel.said_goodbye = True
             return [channel]
-        frame = body
-        if len(parts) > 2:
-            frame = FrameWithPayload(body)
-            frame.payload = [part.buffer for part in parts[2:]]
+        frame, rest = body, parts[2:]
+        if body == _IN_PIECES:
+            (count,) = _COUNT.unpack(rest[0].bytes)
+            frame, rest = b"".join(part.buffer for part in rest[1 : 1 + count]), rest[1 + count :]
+        if rest:
+            frame = FrameWithPayload(frame)
+            frame.payload = [part.buffer for part in rest]
         channel.arrived.append(frame)
         return []
 
@@ -389,6 +411,7 @@ class RouterSocket:
             self._context.term()
             self._ready.close()
             os.close(self._wake)
+            self._strangers.close()
 
     # ---- forked children ----------------------------------------------------------------------------------------
 
@@ -422,6 +445,10 @@ class _SessionKeyCheck:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._known
+
+
+def _pieces_of(data: memoryview) -> list[memoryview]:
+    return [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:

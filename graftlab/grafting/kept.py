@@ -18,6 +18,8 @@ from graftlab.base.tensor_bytes import copyable
 from graftlab.errors import SessionError
 from graftlab.transforms import GraftTransformInput
 
+OCCURRENCE = "occurrence"
+"""The tag by which a question chooses a call of a tap in its step; answers have it from the second call on."""
 # The most taps remembered whose newest pair was not kept.
 _MISSING_LIMIT = 10_000
 # How often the heap is trimmed for each budget's worth of kept bytes.
@@ -29,10 +31,12 @@ class KeptPair:
     """Both values of one tap before any graft, and the transform's input; all on the CPU.
 
     ``value`` is None if the transform in force failed. Then only the input exists, for trying a different transform.
+    ``occurrence`` is the number of the tap's call in its step.
     """
 
     graft_input: GraftTransformInput
     value: torch.Tensor | None
+    occurrence: int = 0
 
     @property
     def tags(self) -> dict[str, Any]:
@@ -59,6 +63,7 @@ class _MissingPair:
 
     number: int
     tags: dict[str, Any]
+    occurrence: int
     why: str
 
 
@@ -75,8 +80,8 @@ class KeptPairs:
         self._since_trim = 0
         self._lock = threading.Lock()
 
-    def add(self, graft_input: GraftTransformInput, value: torch.Tensor | None) -> str | None:
-        """Keep copies of the input and of the transform's result, if it has one.
+    def add(self, graft_input: GraftTransformInput, value: torch.Tensor | None, occurrence: int = 0) -> str | None:
+        """Keep copies of the input and of the transform's result, if it has one. ``occurrence`` is the call's number.
 
         Returns a note if the pair alone exceeds the budget and was not kept, or if a part of it could not be kept.
         """
@@ -92,6 +97,7 @@ class KeptPairs:
                 self._miss(
                     self._added,
                     graft_input.tags,
+                    occurrence,
                     f"was not kept: its tensors have {size >> 20} MiB and the budget of a rank is {self._budget >> 20} "
                     f"MiB; keep it with gl.launch(..., keep_budget={-(-size >> 20)} << 20) or more",
                 )
@@ -116,11 +122,11 @@ class KeptPairs:
         )
         if value is not None:
             value = _copy(value) if same is None else received[same]
-        pair = KeptPair(own, value)
+        pair = KeptPair(own, value, occurrence)
         with self._lock:
             self._added += 1
             if value is None:
-                self._miss(self._added, own.tags, "was not kept: its transform failed")
+                self._miss(self._added, own.tags, occurrence, "was not kept: its transform failed")
             else:
                 self._missing.pop(_tap(own.tags), None)
             self._pairs.append((self._added, pair))
@@ -140,33 +146,36 @@ class KeptPairs:
                 self._miss(
                     number,
                     gone.tags,
+                    gone.occurrence,
                     "is no longer kept: newer pairs replaced it, because the budget of a rank is "
                     f"{self._budget >> 20} MiB; set a larger one, in bytes, with gl.launch(..., keep_budget=...)",
                 )
 
-    def _miss(self, number: int, tags: Mapping[str, Any], why: str) -> None:
+    def _miss(self, number: int, tags: Mapping[str, Any], occurrence: int, why: str) -> None:
         if len(self._missing) >= _MISSING_LIMIT:
             self._missing.pop(next(iter(self._missing)))
-        self._missing[_tap(tags)] = _MissingPair(number, dict(tags), why)
+        self._missing[_tap(tags)] = _MissingPair(number, dict(tags), occurrence, why)
 
     def find(self, name: str, tags: Mapping[str, object], failed: bool = False) -> KeptPair | None:
         """Return the tap's newest pair with these plain tag values; with ``failed``, also a pair without a value.
 
-        Raises :class:`SessionError` with the reason if the newest pair was not kept or was dropped.
+        The tag ``occurrence`` chooses a call of its step, unless the tap has an own tag of that name. Raises
+        :class:`SessionError` with the reason if the newest pair was not kept or was dropped.
         """
 
-        def fits(tags_of: Mapping[str, Any]) -> bool:
-            return tags_of.get("name") == name and all(plain(tags_of.get(k)) == v for k, v in tags.items())
+        def fits(each: KeptPair | _MissingPair) -> bool:
+            known = {OCCURRENCE: each.occurrence, **each.tags}
+            return known.get("name") == name and all(plain(known.get(k)) == v for k, v in tags.items())
 
         with self._lock:
-            pairs = [(n, pair) for n, pair in self._pairs if fits(pair.tags) and (failed or pair.value is not None)]
+            pairs = [(n, pair) for n, pair in self._pairs if fits(pair) and (failed or pair.value is not None)]
             if pairs:
                 number, newest = pairs[-1]
                 missing = self._missing.get(_tap(newest.tags))
-                if missing is None or missing.number <= number or not fits(missing.tags):
+                if missing is None or missing.number <= number or not fits(missing):
                     return newest
             else:
-                missing = max((m for m in self._missing.values() if fits(m.tags)), key=lambda m: m.number, default=None)
+                missing = max((m for m in self._missing.values() if fits(m)), key=lambda m: m.number, default=None)
                 if missing is None:
                     return None
         own = [f"{tag}={plain(value)}" for tag, value in missing.tags.items() if tag not in RESERVED_TAGS]
@@ -178,17 +187,18 @@ class KeptPairs:
         """Return the tags of all kept pairs as plain values, oldest first; with ``failed``, also without a value."""
         with self._lock:
             pairs = [pair for _, pair in self._pairs if failed or pair.value is not None]
-        return [_plain(pair.tags) for pair in pairs]
+        return [_plain(pair) for pair in pairs]
 
     def missing(self) -> list[dict[str, Any]]:
         """Return the tags of the newest pair of each tap for which that pair is not kept."""
         with self._lock:
             missing = list(self._missing.values())
-        return [_plain(each.tags) for each in missing]
+        return [_plain(each) for each in missing]
 
 
-def _plain(tags: Mapping[str, Any]) -> dict[str, Any]:
-    return {tag: plain(value) for tag, value in tags.items()}
+def _plain(kept: KeptPair | _MissingPair) -> dict[str, Any]:
+    called_again = {OCCURRENCE: kept.occurrence} if kept.occurrence else {}
+    return {tag: plain(value) for tag, value in {**called_again, **kept.tags}.items()}
 
 
 def _tap(tags: Mapping[str, Any]) -> tuple[Any, ...]:

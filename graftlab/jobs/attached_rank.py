@@ -37,13 +37,17 @@ from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.control_thread import ControlThread, pack_value
 from graftlab.ranks.messages import (
     Acknowledgement,
+    AskMatch,
     AskSelfGraft,
     AskWaitReason,
     Contacts,
     Failure,
     FallbackPlan,
     Hello,
+    MatchResult,
     Output,
+    Query,
+    RecordStep,
     RunDone,
     RunRequest,
     RunSelfGraft,
@@ -147,7 +151,8 @@ class AttachedRank:
                     request = message
                 elif isinstance(message, (WorldRequest, Contacts)):
                     self._set_up_world(message)
-                elif request is not None:
+                elif request is not None or isinstance(message, (Query, FallbackPlan)):
+                    # The session server may ask as soon as it has made the run.
                     rest.append(frame)
                 # Plans that arrive before the request are older than the one that follows it.
             if request is not None or not self._worlds.empty():
@@ -314,17 +319,19 @@ class AttachedRank:
         self._control.on(FallbackPlan, self._on_fallback_plan)
         self._control.on_question(RunSelfGraft, self._run_self_graft)
         self._control.on_question(AskSelfGraft, self._self_graft_result)
+        self._control.on_question(RecordStep, self._record_step)
+        self._control.on_question(AskMatch, self._match_result)
         for frame in frames:
             self._control.take(frame)
         self._control.open()
 
-    # ---- for a verdict ------------------------------------------------------------------------------------------
+    # ---- for a verdict and a match ------------------------------------------------------------------------------
 
     def _on_fallback_plan(self, message: FallbackPlan) -> None:
         self._fallback_plan = None if message.plan is None else from_wire(message.plan)
         self._grafter.keeps_step = message.plan is not None
         if message.plan is None:
-            self._grafter.forget_self_graft(message.version)
+            self._grafter.forget_orders(message.version)
 
     def _run_self_graft(self, order: RunSelfGraft) -> Acknowledgement:
         self._grafter.run_self_graft(order)
@@ -332,6 +339,13 @@ class AttachedRank:
 
     def _self_graft_result(self, question: AskSelfGraft) -> SelfGraftResult:
         return SelfGraftResult(pack_value(self._grafter.self_graft_result()))
+
+    def _record_step(self, order: RecordStep) -> Acknowledgement:
+        self._grafter.record_step(order)
+        return Acknowledgement()
+
+    def _match_result(self, question: AskMatch) -> MatchResult:
+        return MatchResult(pack_value(self._grafter.match_result(question.value)))
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -439,7 +453,7 @@ class AttachedRank:
         fallback, self._fallback_plan = self._fallback_plan, None
         if fallback is not None:
             self._grafter.offer_plan(replace(fallback, version=self._grafter.newest_plan.version + 1))
-        self._grafter.forget_self_graft(self._grafter.newest_plan.version)
+        self._grafter.forget_orders(self._grafter.newest_plan.version)
         if nothing:
             self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
         self._drop_setup()

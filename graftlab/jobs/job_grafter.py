@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from graftlab.base.world import RunInfo
 from graftlab.errors import GraftError, SessionError
 from graftlab.exchange.contract import Exchange
@@ -17,7 +19,8 @@ from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks.messages import RunSelfGraft
+from graftlab.ranks.match_recorder import MatchRecord, StepRecord
+from graftlab.ranks.messages import RecordStep, RunSelfGraft
 from graftlab.taps.calls import TapHandler
 from graftlab.taps.untraced import outside_compiled_code
 
@@ -47,18 +50,19 @@ class JobGrafter(Grafter):
     # Whether ranks stay within one step of each other. Without it a rank that only sends runs ahead until its buffer
     # is full, and a new plan would be in force everywhere only after all those steps.
     keeps_step = False
-    # The self-graft that was ordered last.
+    # The self-graft and the record for a match that were ordered last.
     _self_graft: SelfGraftInSteps | None = None
+    _step_record: StepRecord | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offer: WorldOffer | None = None
         # Not the grafter's lock, which a thread that waits in a tap may hold.
         self._offering = threading.Lock()
-        # Self-grafts by the version of the plan under which they run. Orders, and the message to forget them, reach
-        # the ranks at different times, but a plan is in force on all ranks from the same step on. So a self-graft runs
-        # until another plan is in force; otherwise some ranks of a side would take the taps of a step and others not.
-        self._orders: dict[int, SelfGraftInSteps] = {}
+        # By the version of the plan under which they run. Orders, and the message to forget them, reach the ranks at
+        # different times, but a plan is in force on all ranks from the same step on. So an order is followed until
+        # another plan is in force; otherwise some ranks of a side would take the taps of a step and others not.
+        self._orders: dict[int, SelfGraftInSteps | StepRecord] = {}
         self._ordering = threading.Lock()
 
     @outside_compiled_code
@@ -163,10 +167,23 @@ class JobGrafter(Grafter):
         current = self._self_graft
         return current.found if current is not None and current.is_over else None
 
-    def forget_self_graft(self, version: int) -> None:
-        """Drop recordings and orders. A self-graft under a plan older than this version runs until that plan ends."""
+    def record_step(self, order: RecordStep) -> None:
+        """Record the first step under the plan of this version. Called on the control thread."""
+        record = StepRecord(order.names, order.budget, order.send, super().tap)
         with self._ordering:
-            self._self_graft = None
+            self._step_record, self._orders[order.version] = record, record
+
+    def match_result(self, value: str | None) -> MatchRecord | torch.Tensor | None:
+        """Return what was recorded, once its step has ended, or the tensor of a tap that is not part of that."""
+        current = self._step_record
+        if current is None:
+            return None
+        return current.found if value is None else current.held.get(value)
+
+    def forget_orders(self, version: int) -> None:
+        """Drop recordings and orders. One under a plan older than this version is followed until that plan ends."""
+        with self._ordering:
+            self._self_graft = self._step_record = None
             self._orders = {at: each for at, each in self._orders.items() if at < version}
 
     def _await_others(self) -> None:
@@ -176,20 +193,20 @@ class JobGrafter(Grafter):
                 self._exchange.await_past(self._step - 1)
 
     def _choose_tap_handler(self) -> None:
-        """Before the first tap of a step, pass its taps to the self-graft, or take them again."""
-        self_graft = None
+        """Before the first tap of a step, pass its taps to what was ordered, or take them again."""
+        ordered = None
         if self._orders:
             version = self.plan.version
             with self._ordering:
-                last = self._self_graft
+                last = self._self_graft, self._step_record
                 # Drop older orders, but not the one whose plan has yet to come into force.
-                self._orders = {at: each for at, each in self._orders.items() if at == version or each is last}
-                self_graft = self._orders.get(version)
-        if self_graft is None:
+                self._orders = {at: each for at, each in self._orders.items() if at == version or each in last}
+                ordered = self._orders.get(version)
+        if ordered is None:
             self.__dict__.pop("tap", None)
             return
         # Replaces the method, so that other steps do not pay for a check.
-        self.__dict__["tap"] = self._guarded(self_graft.handler_at(self._step))
+        self.__dict__["tap"] = self._guarded(ordered.handler_at(self._step))
 
     def _guarded(self, handler: TapHandler) -> Callable[..., Any]:
         @outside_compiled_code

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import select
 import shlex
 import socket
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -53,8 +55,11 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=SessionCore)
 
-# Seconds that a process has to send its request, once it has connected.
-_HANDSHAKE_LIMIT = 10.0
+# Seconds that a process has to send something of its request, once it has connected; and all of it.
+_SILENCE_LIMIT = 10.0
+_HANDSHAKE_LIMIT = 30.0
+# How many of them there are at a time; each has a thread and a descriptor.
+_MOST_HANDSHAKES = 64
 
 
 class SessionServer:
@@ -97,6 +102,8 @@ class SessionServer:
         reports.on_contact, reports.on_linked, reports.on_moved = self._on_contact, self._on_linked, self._on_moved
         reports.on_ask_missing = self._on_ask_missing
         internals_of(session).close_first = self.close
+        # The threads that wait for a process's request, each with its connection and the end of its time.
+        self._handshakes: dict[threading.Thread, tuple[socket.socket, float]] = {}
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-session-server", daemon=True)
         self._thread.start()
@@ -154,14 +161,47 @@ class SessionServer:
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         poller.register(self._wake_read, select.POLLIN)
-        while self._wake_read not in [descriptor for descriptor, _ in poller.poll()]:
-            connection, _ = self._listener.accept()
-            with connection:
-                connection.settimeout(_HANDSHAKE_LIMIT)
+        while True:
+            ready = {descriptor for descriptor, _ in poller.poll(1000 if self._handshakes else None)}
+            if self._wake_read in ready:
+                break
+            self._end_handshakes(time.monotonic())
+            if ready:
                 try:
-                    self._accept(connection)
-                except (OSError, EOFError, GraftError) as error:
-                    logger.warning("a process was refused: %s", error)
+                    connection, _ = self._listener.accept()
+                except OSError as error:
+                    logger.warning("a process cannot connect: %s", error)
+                    # Connections that end free descriptors.
+                    select.select([self._wake_read], [], [], 1.0)
+                    continue
+                # Side by side: a process that connects and is silent delays no other.
+                thread = threading.Thread(target=self._shake_hands, args=(connection,), name="graftlab-handshake")
+                thread.daemon = True
+                self._handshakes[thread] = connection, time.monotonic() + _HANDSHAKE_LIMIT
+                thread.start()
+        for thread in self._end_handshakes(math.inf):
+            thread.join()
+
+    def _end_handshakes(self, now: float) -> list[threading.Thread]:
+        """End those whose time is over, and the oldest where they are too many; returns their threads."""
+        self._handshakes = {thread: each for thread, each in self._handshakes.items() if thread.is_alive()}
+        ended = []
+        for thread, (connection, end) in list(self._handshakes.items()):
+            if end <= now or len(self._handshakes) >= _MOST_HANDSHAKES:
+                # Its thread may have closed it already.
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                del self._handshakes[thread]
+                ended.append(thread)
+        return ended
+
+    def _shake_hands(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(_SILENCE_LIMIT)
+            try:
+                self._accept(connection)
+            except (OSError, EOFError, GraftError) as error:
+                logger.warning("a process was refused: %s", error)
 
     def _accept(self, connection: socket.socket) -> None:
         if (uid := peer_uid(connection)) != os.getuid():
@@ -184,9 +224,11 @@ class SessionServer:
         brings = join.rejoin is not None and not join.rejoin.linked
         segment = receive_descriptors(connection, 1)[0] if brings else None
         with self._lock:
-            refused = self._refusal(join)
-            if refused is not None:
-                send_handshake(connection, refused)
+            # Of a session that closes, a process hears nothing: it asks the next one.
+            refused = None if self._closed else self._refusal(join)
+            if refused is not None or self._closed:
+                if refused is not None:
+                    send_handshake(connection, refused)
                 if segment is not None:
                     os.close(segment)
                 return

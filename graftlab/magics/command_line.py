@@ -216,8 +216,10 @@ def _commands() -> dict[str, Command]:
     expression(
         "match",
         "Pair the taps of both sides by their values, whatever their names.\n\n"
-        "Both sides evaluate the expression several times, so it must be repeatable.",
+        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, matches\n"
+        "jobs in steps that they make anyway.",
         "the proposal",
+        raw="[EXPR]",
     )
     expression(
         "check",
@@ -282,6 +284,11 @@ def _commands() -> dict[str, Command]:
         choices=tuple(PLOT_KINDS),
         help="default: divergence, or over_steps with --steps, or history with a tap; heatmap, histogram and scatter "
         "need a kept pair",
+    )
+    plot.add_argument(
+        "--verdict",
+        action="store_true",
+        help="draw the newest verdict; with a tap that it names, where the tensors of that tap differ",
     )
     plot.add_argument("--step", type=int, metavar="N", help="divergence: this step instead of the last")
     plot.add_argument(
@@ -358,15 +365,20 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
 def _choose_plot(arguments: argparse.Namespace) -> None:
     """Set the kind where the line leaves it out. Raises UsageError for an argument that the kind does not take."""
     kind = arguments.kind
+    if arguments.verdict:
+        given = (arguments.kind, arguments.step, arguments.steps, arguments.noise_floor)
+        if any(each is not None for each in given):
+            raise UsageError("%graft plot --verdict takes a tap, and no other option")
+        return
     if kind is None:
         kind = "history" if arguments.tap else "over_steps" if arguments.steps is not None else "divergence"
-    given = {
+    options = {
         "TAP": arguments.tap,
         "--step": arguments.step,
         "--steps": arguments.steps,
         "--noise-floor": arguments.noise_floor,
     }
-    for argument in (name for name, value in given.items() if value is not None):
+    for argument in (name for name, value in options.items() if value is not None):
         if argument not in PLOT_KINDS[kind]:
             kinds = ", ".join(each for each, takes in PLOT_KINDS.items() if argument in takes)
             raise UsageError(f"%graft plot: {argument} goes with the kinds {kinds}, not with {kind}")

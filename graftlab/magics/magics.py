@@ -228,7 +228,8 @@ class GraftMagics(Magics):
 
     def _match(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
-        proposal = session.match(arguments.expression, arguments.expression)
+        matched = arguments.expression or None
+        proposal = session.match(matched, matched)
         self._assign(arguments.out, proposal)
         return session.match_editor(proposal)
 
@@ -297,6 +298,8 @@ class GraftMagics(Magics):
 
     def _plot(self, arguments: argparse.Namespace) -> Any:
         plot = self._open().plot
+        if arguments.verdict:
+            return plot.verdict(arguments.tap)
         options = {} if arguments.noise_floor is None else {"noise_floor": arguments.noise_floor}
         if arguments.kind == "divergence":
             return plot.divergence(step=arguments.step, **options)

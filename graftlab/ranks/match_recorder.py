@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.ranks.remote_functions import Callee, bind_callee
-from graftlab.taps.calls import here
+from graftlab.taps.calls import TapHandler, here
 from graftlab.taps.extras import ExtrasWithLayout
 from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import kinds_of_watched
@@ -66,6 +67,11 @@ def record_taps(
     with handled_by(recorder):
         bind_callee(callee, args, kwargs)()
     _held.clear()
+    return _record_of(recorder, send, _held)
+
+
+def _record_of(recorder: _MatchRecorder, send: int, held: dict[str, Tensor]) -> MatchRecord:
+    """What was recorded, with up to ``send`` bytes of values; the other values go to ``held``."""
     for tap in recorder.taps:
         tap.forget()
         if tap.value is None:
@@ -76,7 +82,7 @@ def record_taps(
             send -= size
             tap.value = value
         else:
-            _held[tap.name] = value
+            held[tap.name] = value
             tap.value = None
     return MatchRecord(recorder.taps, recorder.layouts, recorder.skipped, recorder.notes)
 
@@ -92,18 +98,54 @@ def forget_match() -> None:
     _grafts.clear()
 
 
+class StepRecord:
+    """Records the taps of one step of a job, the first under a plan, and passes those in its pairs on to the grafter.
+
+    ``pass_on`` is the grafter's tap, for taps of these ``names``. All other taps of this step and of later ones under
+    that plan are left alone, so that every rank skips the same.
+    """
+
+    def __init__(self, names: Collection[str], budget: int, send: int, pass_on: Callable[..., Any]) -> None:
+        self.found: MatchRecord | None = None
+        self.held: dict[str, Tensor] = {}
+        self._names = frozenset(names)
+        self._budget, self._send = budget, send
+        self._pass_on = pass_on
+        self._recorder: _MatchRecorder | None = None
+        # Taps may come from several threads.
+        self._lock = threading.RLock()
+
+    def handler_at(self, step: int) -> TapHandler:
+        """Return the tap handler for this step, which begins now. Called once for each step, in order."""
+        with self._lock:
+            if self.found is None and self._recorder is not None:
+                self.found = _record_of(self._recorder, self._send, self.held)
+            self._recorder = None if self.found is not None else _MatchRecorder({}, self._budget, step)
+        return self
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        """See :func:`graftlab.tap`."""
+        with self._lock:
+            if self._recorder is None:
+                return value
+            # Its own value, before the grafter overwrites it.
+            self._recorder.tap(name, value, extras, tags, replace)
+        return self._pass_on(name, value, extras, tags, replace) if name in self._names else value
+
+
 class _MatchRecorder(SketchRecorder):
     """Records the tensors of this rank with their layouts, then overwrites those that have a graft."""
 
-    def __init__(self, grafts: Mapping[str, list[MatchGraft]], budget: int) -> None:
+    def __init__(self, grafts: Mapping[str, list[MatchGraft]], budget: int, step: int | None = None) -> None:
         super().__init__(kinds_of_watched(), budget)
         self.layouts: dict[str, RankLayout] = {}
         self.notes: list[str] = []
         self._grafts = grafts
+        self._step = step
         self._first_step = _next_step()
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        if _next_step() != self._first_step:
+        if self._step is None and _next_step() != self._first_step:
             self.note("taps after the first gl.step() are not matched")
             return value
         if recompute_status() == "recompute":

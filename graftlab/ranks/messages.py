@@ -296,13 +296,19 @@ class SelfGraftResult(Message, frozen=True):
     packed: Pickled | None
 
 
+class MatchResult(Message, frozen=True):
+    """A :class:`graftlab.ranks.match_recorder.MatchRecord`, None until its step has ended; or one of its tensors."""
+
+    packed: Pickled | None
+
+
 class Refusal(Message, frozen=True):
     """Why the question cannot be answered."""
 
     error: str
 
 
-Answer = Stacks | KeptTags | KeptValue | PostMortem | Acknowledgement | SelfGraftResult | Refusal
+Answer = Stacks | KeptTags | KeptValue | PostMortem | Acknowledgement | SelfGraftResult | MatchResult | Refusal
 
 
 class AskStacks(Message, frozen=True):
@@ -370,8 +376,36 @@ class AskSelfGraft(Message, frozen=True):
     """What is the result of these passes? Answered by :class:`SelfGraftResult`."""
 
 
+class RecordStep(Message, frozen=True):
+    """Record the taps of the first step under the plan of this version, for a match.
+
+    Taps of these names are then handled as the plan says, all others are left alone. See
+    :class:`graftlab.ranks.match_recorder.StepRecord`. Answered by :class:`Acknowledgement`.
+    """
+
+    version: int
+    names: tuple[str, ...]
+    budget: int
+    send: int
+
+
+class AskMatch(Message, frozen=True):
+    """What was recorded? With ``value``, the tensor of that tap alone. Answered by :class:`MatchResult`."""
+
+    value: str | None = None
+
+
 Question = (
-    AskStacks | AskPostMortem | AskKeptTags | AskKeptPair | AskKeptInput | AskKeptMap | RunSelfGraft | AskSelfGraft
+    AskStacks
+    | AskPostMortem
+    | AskKeptTags
+    | AskKeptPair
+    | AskKeptInput
+    | AskKeptMap
+    | RunSelfGraft
+    | AskSelfGraft
+    | RecordStep
+    | AskMatch
 )
 
 

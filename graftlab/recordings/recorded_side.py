@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graftlab.base.text import counted
-from graftlab.errors import RecordingError
+from graftlab.errors import GraftError, RecordingError
 from graftlab.grafting import active
 from graftlab.layouts import parse_layout
 from graftlab.recordings.file_format import IndexEnd, StoredTensor, TapEntry
@@ -118,4 +118,7 @@ def _layout_of(entry: TapEntry) -> Any:
     stored = entry.layout
     if stored is None or stored.mesh is None:
         return None if stored is None else stored.text
-    return parse_layout(stored.text, mesh=dict(stored.mesh))
+    try:
+        return parse_layout(stored.text, mesh=dict(stored.mesh))
+    except GraftError as error:
+        raise RecordingError(f"{entry} has a layout that cannot be read: {error}") from error

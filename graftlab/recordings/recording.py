@@ -16,6 +16,7 @@ from graftlab.errors import RecordingError
 from graftlab.recordings.file_format import (
     FORMAT,
     INDEX_FILE,
+    MOST_RANKS,
     OLD_FORMAT,
     RANK_FILE,
     ChecksumChain,
@@ -24,13 +25,21 @@ from graftlab.recordings.file_format import (
     RankHeader,
     StoredTensor,
     TapEntry,
+    opened,
     rank_folder,
+    read_all,
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.sglang_dumps import SglangDump
 
 _line = msgspec.json.Decoder(IndexLine)
 _header = msgspec.json.Decoder(RankHeader)
+# What decoding raises for bytes that were not recorded.
+_DAMAGE = (msgspec.DecodeError, ValueError, RecursionError, MemoryError)
+# Steps without a tap: a replay makes each of them.
+_LONGEST_GAP = 1_000_000
+# What gl.tap takes by name, beside tags.
+_ARGUMENTS = frozenset({"extras", "layout", "grad"})
 
 
 class Recording(RecordedSide):
@@ -92,14 +101,15 @@ class Recording(RecordedSide):
     def _read_header(self, rank: int) -> RankHeader:
         path = rank_folder(self.folder, rank) / RANK_FILE
         try:
-            header = _header.decode(path.read_bytes())
+            header = _header.decode(read_all(self.folder, path.parent.name, path.name))
         except OSError as error:
             raise RecordingError(
                 f"{path} cannot be read: {error.strerror}; a recording has such a file for each rank"
             ) from None
-        except msgspec.DecodeError as error:
+        except _DAMAGE as error:
             raise RecordingError(f"{path} is damaged: {error}") from None
-        if header.format not in (OLD_FORMAT, FORMAT) or header.rank != rank or rank >= header.world_size:
+        is_rank = header.rank == rank < header.world_size <= MOST_RANKS
+        if header.format not in (OLD_FORMAT, FORMAT) or not is_rank:
             raise RecordingError(
                 f"{path} is of format {header.format} and rank {header.rank} of {header.world_size}, not of format "
                 f"{FORMAT} and rank {rank}"
@@ -109,8 +119,8 @@ class Recording(RecordedSide):
     def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         path = rank_folder(self.folder, rank) / INDEX_FILE
         try:
-            lines = path.read_bytes().split(b"\n")
-            chain = ChecksumChain((rank_folder(self.folder, rank) / RANK_FILE).read_bytes())
+            lines = read_all(self.folder, path.parent.name, INDEX_FILE).split(b"\n")
+            chain = ChecksumChain(read_all(self.folder, path.parent.name, RANK_FILE))
         except OSError as error:
             raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
         entries: list[TapEntry] = []
@@ -120,7 +130,7 @@ class Recording(RecordedSide):
         for number, text in enumerate(lines[:-1], 1):
             try:
                 line: IndexLine = _line.decode(text)
-            except msgspec.DecodeError as error:
+            except _DAMAGE as error:
                 raise RecordingError(f"{path}, line {number}: this is not a tap ({error}); {_after(entries)}") from None
             if end is not None:
                 raise RecordingError(f"{path}, line {number}: the index continues after its end")
@@ -134,6 +144,8 @@ class Recording(RecordedSide):
             sealed |= fits is True
             if isinstance(line, IndexEnd):
                 end = line
+            elif wrong := _impossible(line, entries[-1].step if entries else 0):
+                raise RecordingError(f"{path}, line {number}: this is not a tap ({wrong}); {_after(entries)}")
             else:
                 entries.append(line)
         if end is None and self.partial:
@@ -149,13 +161,18 @@ class Recording(RecordedSide):
     def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         path = rank_folder(self.folder, rank) / stored.shard
         try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(stored.key)
+            # By its descriptor, so that what is read is what was looked at.
+            with (
+                opened(self.folder, rank_folder(self.folder, rank).name, stored.shard) as file,
+                safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as shard,
+            ):
+                tensor: torch.Tensor = shard.get_tensor(stored.key)
+            dtype = dtype_named(stored.dtype)
             if stored.raw:
-                tensor = tensor.view(dtype_named(stored.dtype)).view(stored.shape)
-        except (OSError, safetensors.SafetensorError, RuntimeError, ValueError) as error:
+                tensor = tensor.view(dtype).view(stored.shape)
+        except Exception as error:  # damage has many kinds
             raise RecordingError(f"{entry} on rank {rank} cannot be read from {path}: {error}") from error
-        if tensor.dtype != dtype_named(stored.dtype) or tuple(tensor.shape) != stored.shape:
+        if tensor.dtype != dtype or tuple(tensor.shape) != stored.shape:
             raise RecordingError(
                 f"{entry} on rank {rank}: the tensor in {path} differs from the index in shape or dtype"
             )
@@ -165,6 +182,17 @@ class Recording(RecordedSide):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (str(self.folder), self.partial)
+
+
+def _impossible(entry: TapEntry, before: int) -> str:
+    """In words, why no recording has this tap after one of the step ``before``; blank if it may have."""
+    if not before <= entry.step <= before + _LONGEST_GAP:
+        return f"it is of step {entry.step}, after one of step {before}"
+    if not _ARGUMENTS.isdisjoint(entry.tags):
+        return "its tags have a name that no tag has"
+    if entry.extra_tensors and not isinstance(entry.extras, dict | None):
+        return "its extras are tensors and no dict"
+    return ""
 
 
 def _reopen(folder: str, partial: bool) -> Recording:

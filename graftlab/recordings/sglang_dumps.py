@@ -5,7 +5,7 @@ Each file has ``{"value": tensor, "meta": {...}}`` and is read by torch's restri
 
 from __future__ import annotations
 
-import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, is_no_tag, plain
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.errors import RecordingError
-from graftlab.recordings.file_format import IndexEnd, StoredLayout, StoredTensor, TapEntry
+from graftlab.recordings.file_format import MOST_RANKS, IndexEnd, StoredLayout, StoredTensor, TapEntry, opened
 from graftlab.recordings.recorded_side import RecordedSide
 
 _BETWEEN = "___"
+_NUMBER = re.compile("[0-9]{1,18}")
 # The parts of a file's name that are not tags.
 _OWN = frozenset({"step", "rank", "dump_index", "name", "recompute_status"})
 
@@ -45,7 +46,9 @@ class SglangDump(RecordedSide):
         return entries, IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, left_out)
 
     def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
-        value: torch.Tensor = _read(self.folder / stored.shard)["value"]
+        value = _read(self.folder / stored.shard)["value"]
+        if not isinstance(value, torch.Tensor):
+            raise RecordingError(f"{entry} on rank {rank}: {self.folder / stored.shard} was changed meanwhile")
         return value.detach().as_subclass(torch.Tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +86,7 @@ def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: in
     """Return a file's tap, or a sentence on why it is left out."""
     value, meta = content["value"], content["meta"]
     name = str(meta.get("name", named["name"]))
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
         return f"tap {name!r}, whose value is {type(value).__name__}, not a tensor"
     if named.get("recompute_status", "") == "recompute":
         return f"tap {name!r} where the backward pass recomputes the forward pass"
@@ -107,16 +110,25 @@ def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: in
 def _tags_in(path: Path) -> dict[str, str]:
     named = dict(part.partition("=")[::2] for part in path.stem.split(_BETWEEN))
     if not {"step", "rank", "dump_index", "name"} <= named.keys() or not all(
-        named[tag].isdecimal() for tag in ("step", "rank", "dump_index")
+        _NUMBER.fullmatch(named[tag]) for tag in ("step", "rank", "dump_index")
     ):
         raise RecordingError(f"{path} is not a dump of a tap: its name lacks step=, rank=, dump_index= or name=")
+    if int(named["rank"]) >= MOST_RANKS:
+        raise RecordingError(f"{path} is not a dump of a tap: there is no rank {named['rank']}")
     return named
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        with opened(path.parent, path.name) as file:
+            if zipfile.is_zipfile(file):
+                # torch compresses nothing, and a compressed file may be much larger in memory.
+                with zipfile.ZipFile(file) as archive:
+                    if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                        raise ValueError("it is compressed, which no dump is")
+            file.seek(0)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damage has many kinds
         reason = str(error).partition("\n")[0]
         raise RecordingError(
             f"tap {_tags_in(path)['name']!r}: {path} is damaged, or has more than tensors and plain data: {reason}"

@@ -6,7 +6,7 @@ A hint is a guess that the tensors support, with its fit: the share of the diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,38 +46,93 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
         return Hint(f"{count} of {y.numel()} numbers are not finite on the target only", 1.0) if count else None
     if torch.equal(x, y):
         return None
-    where, places = _confined(x, y)
+    where, places = _confined(x, y, _at_few)
+    if not where:
+        found = next(_changes(x, y, _WHOLE), None)
+        if found is not None:
+            return found
+        where, places = _confined(x, y, _at_few, _from_some, _at_every_nth)
+    if not where:
+        return next(_changes(x, y, _FITTED), None)
     for dim, chosen in places.items():
         x, y = x.index_select(dim, chosen), y.index_select(dim, chosen)
-    found = next(_changes(x, y), None)
-    if where and found is None:
+    found = next(_changes(x, y, (*_WHOLE, *_FITTED)), None)
+    if found is None:
         return Hint(f"they differ only at {where}", 1.0)
-    return Hint(f"only at {where}, {found.text}", found.fit) if where and found else found
+    return Hint(f"only at {where}, {found.text}", found.fit)
 
 
 def _is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point()
 
 
-def _confined(x: Tensor, y: Tensor) -> tuple[str, dict[int, Tensor]]:
-    """The places of each dimension where the two differ, if these are at most half of the dimension."""
+def _confined(x: Tensor, y: Tensor, *patterns: Pattern) -> tuple[str, dict[int, Tensor]]:
+    """The places of each dimension where the two differ, in words and as indices, where these form a pattern."""
     off = (x - y).abs()
     # Beside a difference a thousand times larger, rounding elsewhere does not count.
     differs = off > off.max() * 1e-4
+    # Where both are zero they agree whatever is wrong.
+    known = (x != 0) | (y != 0)
     said, places = [], {}
     for dim, extent in enumerate(x.shape):
         others = [d for d in range(x.dim()) if d != dim]
-        hit = differs.any(others) if len(others) == 1 else differs.flatten() if not others else _any(differs, others)
-        chosen = hit.nonzero().flatten()
-        if extent > 1 and 0 < len(chosen) <= extent // 2 and (len(chosen) == 1 or _is_span(chosen)):
-            first, last = int(chosen[0]), int(chosen[-1])
-            end = " (the last)" if first == last == extent - 1 else ""
-            said.append(f"{f'index {first}' if first == last else f'indices {first}-{last}'} of dim {dim}{end}")
+        chosen, shown = (_any(mask, others).nonzero().flatten() for mask in (differs, known))
+        if not 0 < len(chosen) < extent or (len(chosen) > extent // 2 and len(shown) < extent):
+            continue
+        text = next((text for pattern in patterns if (text := pattern(chosen, extent, dim, dim == x.dim() - 1))), None)
+        if text:
+            said.append(text)
             places[dim] = chosen
     return " and ".join(said), places
 
 
+Pattern = Callable[[Tensor, int, int, bool], str | None]
+"""The indices of a dimension at which tensors differ, its extent, its number, and whether it is the last, to words;
+None for no pattern."""
+
+
+def _at_few(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str | None:
+    """One index, or a span, in at most half of the dimension."""
+    if len(chosen) > extent // 2 or not _is_span(chosen):
+        return None
+    first, last = int(chosen[0]), int(chosen[-1])
+    if first == last:
+        return f"index {first} of dim {dim}{' (the last)' if last == extent - 1 else ''}"
+    size = len(chosen)
+    since = _since(first, last, extent)
+    # A head, or the shard of a rank.
+    part = f" (equal part {first // size} of 0-{extent // size - 1})" if not (extent % size or first % size) else ""
+    return f"indices {first}-{last} of dim {dim}{(part or since) if is_last else (since or part)}"
+
+
+def _from_some(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str | None:
+    """All indices from one on, or all up to one."""
+    first, last = int(chosen[0]), int(chosen[-1])
+    if not _is_span(chosen) or (first > 0 and last < extent - 1):
+        return None
+    return f"indices {first}-{last} of dim {dim}{_since(first, last, extent)}"
+
+
+def _since(first: int, last: int, extent: int) -> str:
+    if last == extent - 1:
+        return f" (equal up to {first - 1}, all from {first} on)"
+    return f" (all up to {last}, equal from {last + 1} on)" if first == 0 else ""
+
+
+def _at_every_nth(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str | None:
+    """Every second index, or every third, and so on."""
+    if len(chosen) < _FEWEST_ROWS:
+        return None
+    steps = chosen.diff()
+    step, first = int(steps[0]), int(chosen[0])
+    if step < 2 or not bool((steps == step).all()) or first >= step or int(chosen[-1]) + step < extent:
+        return None
+    which = {2: "second", 3: "third", 4: "fourth"}.get(step, f"{step}th")
+    return f"every {which} index of dim {dim}, from {first}"
+
+
 def _any(mask: Tensor, dims: list[int]) -> Tensor:
+    """Reduce these dimensions, the last one first, so that the numbers of the others stay."""
     for dim in sorted(dims, reverse=True):
         mask = mask.any(dim)
     return mask
@@ -87,20 +142,21 @@ def _is_span(chosen: Tensor) -> bool:
     return int(chosen[-1]) - int(chosen[0]) + 1 == len(chosen)
 
 
-def _changes(x: Tensor, y: Tensor) -> Iterator[Hint]:
-    """The changes that fit, the simplest first; those with fitted numbers come last."""
-    for tell in (_constant, _factor, _rounded, _clamped, _offset, _moved, _permuted, _by_channel, _by_row):
+def _changes(x: Tensor, y: Tensor, tells: Sequence[Callable[[Tensor, Tensor], Tell]]) -> Iterator[Hint]:
+    """The changes that fit, in this order."""
+    for tell in tells:
         for text, changed in tell(x, y):
             hint = Hint(text, _fit(x, y, changed))
             if hint.fit >= GOOD_FIT:
                 yield hint
 
 
+Tell = Iterator[tuple[str, Tensor]]
+"""Changes of the baseline's values, in words and as a tensor."""
+
+
 def _fit(x: Tensor, y: Tensor, changed: Tensor) -> float:
     return 1.0 - float((y - changed).norm() / (y - x).norm())
-
-
-Tell = Iterator[tuple[str, Tensor]]
 
 
 def _constant(x: Tensor, y: Tensor) -> Tell:
@@ -165,12 +221,13 @@ def _offset(x: Tensor, y: Tensor) -> Tell:
 def _moved(x: Tensor, y: Tensor) -> Tell:
     for dim, extent in enumerate(x.shape):
         if extent >= _FEWEST_ROWS:
-            for by, text in ((1, "later"), (-1, "earlier")):
+            for by in dict.fromkeys((1, -1, *_shift(x, y, dim))):
                 shifted = x.roll(by, dim)
                 # The edge has no value of the baseline.
-                edge = 0 if by == 1 else extent - 1
-                shifted.select(dim, edge).copy_(y.select(dim, edge))
-                yield f"shifted along dim {dim} by one place, to {text} indices", shifted
+                edge = (slice(None),) * dim + (slice(0, by) if by > 0 else slice(extent + by, extent),)
+                shifted[edge] = y[edge]
+                places = "one place" if abs(by) == 1 else f"{abs(by)} places"
+                yield f"shifted along dim {dim} by {places}, to {'later' if by > 0 else 'earlier'} indices", shifted
         if extent >= 2 and extent % 2 == 0:
             yield f"the halves of dim {dim} are swapped", x.roll(extent // 2, dim)
         if extent >= 4 and extent % 2 == 0:
@@ -191,6 +248,16 @@ def _moved(x: Tensor, y: Tensor) -> Tell:
             if x.shape[one] > 1 and x.shape[other] > 1:
                 turned = x.transpose(one, other).reshape(x.shape)
                 yield f"dims {one} and {other} are transposed", turned
+
+
+def _shift(x: Tensor, y: Tensor, dim: int) -> list[int]:
+    """By how many places the row in the middle of the target has moved, if at most by a quarter of the dimension."""
+    extent = x.shape[dim]
+    rows = x.movedim(dim, 0).reshape(extent, -1)[:, :_SAMPLED]
+    middle = extent // 2
+    row = y.select(dim, middle).reshape(-1)[:_SAMPLED]
+    by = middle - int((rows - row).square().sum(1).argmin())
+    return [by] if 0 < abs(by) <= extent // 4 else []
 
 
 def _permuted(x: Tensor, y: Tensor) -> Tell:
@@ -220,3 +287,9 @@ def _scaled(x: Tensor, y: Tensor, dims: tuple[int, ...], text: str) -> Tell:
     squares = x.square().sum(dims, keepdim=True)
     factors = torch.where(squares > 0, (x * y).sum(dims, keepdim=True) / squares.clamp_min(1e-300), 1.0)
     yield f"{text} ({float(factors.min()):.4g} to {float(factors.max()):.4g})", factors * x
+
+
+_WHOLE = (_constant, _factor, _rounded, _clamped, _offset, _moved, _permuted)
+"""Changes of a whole tensor, the simplest first."""
+_FITTED = (_by_channel, _by_row)
+"""Changes with a fitted number for each row or channel, which explain much by themselves."""

@@ -129,7 +129,11 @@ class _CallSequence:
 
     def shift(self) -> int | None:
         most = min(MOST_STEPS * (self.calls_in_a_step or 1), len(self.steps) - _FEWEST_PAIRS)
-        shifts = (each * sign for each in range(1, most + 1) for sign in (1, -1))
+        # Values that repeat, as in equal steps, fit any shift by their period.
+        changing = (
+            n for n in range(1, most + 1) if not all(_equal(self.baseline[n:], self.baseline[:-n], self.tolerance))
+        )
+        shifts = (each * sign for each in changing for sign in (1, -1))
         return next((shift for shift in shifts if self.is_aligned(shift)), None)
 
 

@@ -64,6 +64,7 @@ class ErrorOrigin:
     not_compared: tuple[str, ...] = ()
     input_tap: str = ""
     """The tap of the wrong input, as filters know it."""
+    input_occurrence: int = 0
     tensors: frozenset[int] = frozenset()
 
 
@@ -252,6 +253,7 @@ class _Search:
             is_method=around is not None and given.call.is_method and given.call.within[0] == around.call.module,
             not_compared=() if around is None else self._left_out(around),
             input_tap=wrong["name"].iloc[0],
+            input_occurrence=int(wrong["occurrence"].iloc[0]),
             tensors=frozenset(() if given.call.tensor is None else (given.call.tensor,)),
         )
 

@@ -42,10 +42,10 @@ def suggested_rename(frame: pd.DataFrame) -> str | None:
     return None
 
 
-def pairing_advice(frame: pd.DataFrame, can_match: bool) -> str | None:
+def pairing_advice(frame: pd.DataFrame, of_jobs: bool) -> str | None:
     """What to do where both sides have taps and no name pairs those that one side alone has; None elsewhere.
 
-    ``can_match`` says whether ``session.match`` can run the two sides.
+    ``of_jobs`` says whether the sides are jobs, which a match records in the steps that they make anyway.
     """
     ours, theirs = (
         set(frame.loc[(frame["status"] == status) & (frame["side"] == side), "name"])
@@ -56,13 +56,11 @@ def pairing_advice(frame: pd.DataFrame, can_match: bool) -> str | None:
     rename = suggested_rename(frame)
     if rename is not None:
         return f"Both sides have taps, and none of their names are equal: {rename}"
-    how = "give them the same names, or pair them with session.edit(pairs=...)"
-    if can_match:
-        how = (
-            "pair them by value with %graft match EXPR, or with session.match(...), and apply the result with "
-            "session.edit(pairs=...)"
-        )
-    return f"Both sides have taps, and none of their names are equal: {how}"
+    magic, call = ("%graft match", "session.match()") if of_jobs else ("%graft match EXPR", "session.match(...)")
+    return (
+        f"Both sides have taps, and none of their names are equal: pair them by value with {magic}, or with {call}, "
+        "and apply the result with session.edit(pairs=...)"
+    )
 
 
 def _rule(names: Collection[str], others: Collection[str]) -> tuple[str, str, int, str] | None:

@@ -14,6 +14,7 @@ import torch
 
 from graftlab.base.tap_groups import kind_of_group, numbers_in
 from graftlab.base.text import counted, spans
+from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
@@ -43,6 +44,14 @@ class JobRemarks:
     unseen: tuple[str, ...] = ()
     of_named: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShownMap:
+    """Where two tensors differ, and which tensors they are."""
+
+    title: str
+    found: DifferenceMap
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,8 @@ class Findings:
     """Sentences on stages of the verdict that failed."""
     rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
     """The groups that round differently. They are among the named ones."""
+    maps: Mapping[str, ShownMap] = field(default_factory=dict)
+    """Where the tensors of a culprit differ, by group."""
     origins: ErrorOrigins | None = None
     """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
@@ -320,8 +331,13 @@ def _one_group(findings: Findings, group: str) -> str:
     details = [size, worst["dtype"]]
     if (inner := _inner(rows, over)) is not None:
         details.insert(0, inner)
+    names = []
+    if "*" in group:
+        names.append(worst["name"])
     if worst["target_name"] != worst["name"]:
-        details.append(f"{'most ' if over['name'].nunique() > 1 else ''}at the target's {worst['target_name']}")
+        names.append(f"the target's {worst['target_name']}")
+    if names:
+        details.append(f"{'most ' if over['name'].nunique() > 1 else ''}at {', '.join(names)}")
     if worst["aligned_by"] is not None and not pd.isna(worst["aligned_by"]):
         details.append(f"aligned by {worst['aligned_by']}")
     if sizes := separate_sizes(over, _layer_of):
@@ -406,33 +422,39 @@ def described(group: str) -> str:
 
 def _layers(rows: pd.DataFrame, over: pd.DataFrame) -> str:
     every, wrong = (sorted({numbers_in(name)[:1] for name in each["name"]}) for each in (rows, over))
-    one, many = ("member", "members") if _are_members(str(rows["group"].iloc[0])) else ("layer", "layers")
+    one, many = _words_of_numbers(str(rows["group"].iloc[0]))
     if every == [()]:
-        one, many = "layer", "layers"
+        one, many = "layer ", "layers "
         every, wrong = (sorted({_layer_tag(tags) for tags in each["tags"]}) for each in (rows, over))
     if every == [()]:
         return ""
     numbers = [n[0] for n in wrong if n]
     shown = spans(numbers)
-    layers = f" in {many if len(numbers) > 1 else one} {shown}"
+    layers = f" in {many if len(numbers) > 1 else one}{shown}"
     return layers + (f" of {spans([n[0] for n in every if n])}" if len(wrong) < len(every) else "")
 
 
-_STACK = re.compile(r"(layers?|blocks?|h)$", re.IGNORECASE)
-"""The names of lists whose elements are a model's layers, also where the taps show their outputs."""
+_STACK = re.compile(r"(\w+_)?(layers?|(res)?blocks?|h|l)", re.IGNORECASE)
+"""The names of lists whose elements are a model's layers."""
 _OF_A_MODULE = ("weight", "bias")
 
 
-def _are_members(group: str) -> bool:
-    """Whether a group's star numbers modules of an ``nn.Sequential`` or time steps, not layers: it is the last part."""
+def _words_of_numbers(group: str) -> tuple[str, str]:
+    """What stands before one number, and before several, that a group's first star replaces.
+
+    Only elements of a list with a usual name are layers. Those that a tap's last part numbers are members, as of an
+    ``nn.Sequential``. Others, such as experts or time steps, keep the name of their list.
+    """
     kind = kind_of_group(group)
     parts = (group.removesuffix(f"@{kind}") if kind else group).split(".")
-    if "*" not in parts:
-        return False
-    star = parts.index("*")
-    after = parts[star + 1 :]
+    star = parts.index("*") if "*" in parts else 0
+    before, after = parts[star - 1] if star else "", parts[star + 1 :]
+    if _STACK.fullmatch(before):
+        return "layer ", "layers "
     of_weight = kind in _OF_MANY and len(after) > 0 and after[0] in _OF_A_MODULE
-    return not (after and not of_weight) and not (star and _STACK.search(parts[star - 1]))
+    if not before or not after or of_weight:
+        return "member ", "members "
+    return f"{before}.", f"{before}."
 
 
 def _layer_of(row: pd.Series[Any]) -> int | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from kit import prose
 
 from graftlab.__main__ import main
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 DECODES, TRAINS = str(SCRIPTS / "decodes.py"), str(SCRIPTS / "trains.py")
 
@@ -22,6 +26,17 @@ def compared(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> d
     answer: dict[str, object] = json.loads(capsys.readouterr().out)
     assert answer["exit_code"] == code
     return answer
+
+
+def test_the_readmes_scripts_are_compared_as_the_readme_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = prose.blocks(ROOT / "README.md")
+    command, shown = next(pair for pair in itertools.pairwise(blocks) if pair[0].text.startswith("graftlab compare"))
+    assert main([*shlex.split(command.text)[1:], "--folder", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert prose.fits(shown.text, printed), printed
 
 
 def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
@@ -60,7 +75,7 @@ def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
     assert error.rstrip().endswith("OSError: no weights here")
 
 
-def test_an_optimizer_that_differs_is_told_from_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = compared(capsys, tmp_path, TRAINS, f"{TRAINS} rate")
     assert answer["answer"] == "differ"
     assert str(answer["text"]).startswith(

@@ -134,7 +134,7 @@ def test_a_verdict_waits_for_jobs_that_have_not_joined(
                 under_way(session, ranks)
             return 0.0
 
-    monkeypatch.setattr("graftlab.control.job_verdict_runs.LongWait", Looks)
+    monkeypatch.setattr("graftlab.control.job_steps.LongWait", Looks)
     with pytest.raises(SessionError, match="no job made progress"):
         judge(session, VerdictRequest())
     told = ["baseline[0], target[0] to join", "target[0] to join", "the jobs to begin their run"]

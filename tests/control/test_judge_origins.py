@@ -11,6 +11,7 @@ from kit.support import reset
 from torch import nn
 
 import graftlab as gl
+from graftlab.errors import SessionError
 
 pytestmark = pytest.mark.ranks
 
@@ -150,10 +151,10 @@ PAIRS = [
 
 
 def test_modules_with_other_names_and_arguments_are_compared_by_their_pairs(session: gl.Session) -> None:
-    session.edit(pairs=PAIRS)
-    before = session.plan.pairs
+    before = session.edit(pairs=PAIRS).pairs
     verdict = session.verdict(decode, decode, args=("scale", True))
     assert session.plan.pairs == before
+    session.edit(pairs=None)
     assert verdict.named == ["layers.*.attn.o"]
     # The mask has another name on the target, so nothing says that it is equal.
     assert (
@@ -217,3 +218,41 @@ def test_a_module_whose_inputs_have_no_partner_may_be_right(session: gl.Session)
     assert (
         "The inputs of output were not compared: output itself may be right, and what it is given wrong."
     ) in verdict.text
+
+
+# ---- where in the tensor --------------------------------------------------------------------------------------------
+
+
+def called_again() -> None:
+    """One tap in two steps, each with three calls: only the second call of the first step is wrong, from row 4 on."""
+    on_target = gl.here().side == "target"
+    for step in range(2):
+        x = gl.tap("x", torch.linspace(-1, 1, 96).reshape(8, 12))
+        for call in range(3):
+            y = x.sin() + call
+            if on_target and (step, call) == (0, 1):
+                y[4:] += torch.linspace(1, 2, 12).cos() * y[4:].square()
+            gl.tap("y", y)
+        gl.tap("out", x.mean(0))
+        if step == 0:
+            gl.step()
+
+
+def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) -> None:
+    verdict = session.verdict(called_again, called_again)
+    assert verdict.labels["y"] in ("culprit", "minor")
+    assert "in 1 of 6 calls: step=0 occurrence=1" in verdict.text
+    assert "Hint (y): at y, they differ only at indices 4-7 of dim 0 (equal up to 3, all from 4 on)" in verdict.text
+    (drawn,) = [axes for axes in verdict.plot("y").axes if axes.get_images()]
+    assert drawn.get_title(loc="left").startswith("y, occurrence 1")
+    (image,) = drawn.get_images()
+    assert (image.get_array()[:4] == image.get_array().min()).all()
+    assert len(session.plot.verdict("y").axes) == len(verdict.plot("y").axes)
+    with pytest.raises(SessionError, match=r"no heat map of that tap; it has those of y\."):
+        verdict.plot("x")
+
+
+def test_the_heat_map_of_a_right_module_is_of_its_input(session: gl.Session) -> None:
+    verdict = session.verdict(decode, decode, args=("scale",))
+    titles = [axes.get_title(loc="left") for axes in verdict.plot("layers.2.attn.o").axes]
+    assert any(title.startswith("what layers.") for title in titles)

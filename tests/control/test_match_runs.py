@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +185,13 @@ def test_a_verdict_measures_effects_where_the_output_is_in_several_pairs(session
     assert verdict.named == ["head"], verdict.text
     assert "With the baseline's head the output agrees" in verdict.text
     assert "failed" not in verdict.text
+
+
+def test_a_recording_is_matched_as_a_side(session: gl.Session, tmp_path: Path) -> None:
+    with gl.record(tmp_path / "taken"):
+        fused(3)
+    proposal = session.match(gl.Recording.open(tmp_path / "taken"), partial(split, fault=1), args=(3,))
+    assert partners(proposal) == EXPECTED
 
 
 def with_swapped_parts(layers: int) -> list[float]:

@@ -8,6 +8,7 @@ import pickle
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kit.gpus import LateGpu, Machine, on_gpu
 from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_post
 from kit.support import wait_until
 
+from graftlab.exchange import strangers
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, encode
 from graftlab.exchange.keys import derive_keys, new_token
 from graftlab.exchange.tcp import FrameWithPayload, RouterSocket, TcpChannel
@@ -173,7 +175,117 @@ def test_attached_bytes_arrive_whole_in_pieces(size: int, posts: tuple[RouterSoc
     assert frames == [b"before", b"tensor", b"after"]
     assert isinstance(frames[1], FrameWithPayload)
     assert b"".join(bytes(piece) for piece in frames[1].payload) == sent.numpy().tobytes()
-    assert max(map(len, frames[1].payload)) <= 4 * MIB
+    assert max(map(len, frames[1].payload)) <= MIB
+
+
+@pytest.mark.parametrize("size", [512 << 10, (512 << 10) + 1, 9 * MIB + 1])
+@pytest.mark.parametrize("attached", [None, b"", b"attached"])
+def test_large_frames_arrive_whole_in_pieces(
+    size: int, attached: bytes | None, posts: tuple[RouterSocket, RouterSocket]
+) -> None:
+    theirs, ours = joined(posts)
+    sent = os.urandom(64) * (size // 64) + bytes(size % 64)
+    ours.send(sent, None if attached is None else memoryview(attached))
+    ours.send(b"next")
+    first, second = heard(theirs, 2)
+    assert (first == sent, second) == (True, b"next")
+    assert b"".join(getattr(first, "payload", ())) == (attached or b"")
+
+
+# ---- strangers ------------------------------------------------------------------------------------------------------
+
+# ZMTP 3.1, mechanism CURVE, not a server.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+# A command of eight GiB.
+HUGE = b"\x06" + (8 << 30).to_bytes(8, "big")
+
+
+def flood(connection: socket.socket, pump: Callable[[], None]) -> int:
+    """How many bytes the other end takes of a message without an end, up to 64 MiB."""
+    connection.settimeout(0.05)
+    deadline = time.monotonic() + DEADLINE
+    sent = 0
+    while sent < 64 * MIB and time.monotonic() < deadline:
+        pump()
+        with contextlib.suppress(TimeoutError):
+            try:
+                sent += connection.send(bytes(MIB))
+            except ConnectionError:
+                break
+    return sent
+
+
+def test_a_stranger_cannot_send_a_message_of_any_size(posts: tuple[RouterSocket, RouterSocket]) -> None:
+    with socket.create_connection(("127.0.0.1", posts[0].port)) as stranger:
+        stranger.sendall(GREETING + HUGE)
+        # What the system's buffers have, and not ZeroMQ.
+        assert flood(stranger, posts[0].pump) < 32 * MIB
+    theirs, ours = joined(posts)
+    ours.send(b"frame")
+    assert heard(theirs, 1) == [b"frame"]
+
+
+def test_a_foreign_listener_cannot_send_a_message_of_any_size(posts: tuple[RouterSocket, RouterSocket]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        posts[0].connect(b"server", *other.getsockname())
+        connection, _ = other.accept()
+        with connection:
+            connection.sendall(GREETING + HUGE)
+            assert flood(connection, posts[0].pump) < 32 * MIB
+
+
+def still_open(strangers: list[socket.socket]) -> int:
+    count = 0
+    for stranger in strangers:
+        with contextlib.suppress(ConnectionError):
+            try:
+                while stranger.recv(4096):
+                    pass
+            except BlockingIOError:
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "most"),
+    [
+        ("MOST", 20, 20),
+        # All are slow.
+        ("SLOW", 0.0, 8),
+        # All have descriptors that are kept for the session.
+        ("_RESERVED", 1 << 40, 8),
+    ],
+)
+def test_strangers_are_limited_and_keep_no_rank_out(
+    setting: str,
+    value: float,
+    most: int,
+    posts: tuple[RouterSocket, RouterSocket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strangers, setting, value)
+    third = make_post(2)
+    theirs, ours = joined(posts)
+    made = []
+    try:
+        for _ in range(60):
+            made.append(socket.create_connection(("127.0.0.1", posts[0].port)))
+            made[-1].setblocking(False)
+            made[-1].send(GREETING)
+
+        def few() -> bool:
+            posts[0].pump()
+            return len(posts[0]._strangers.known) == most and still_open(made) == most
+
+        wait_until(few, "the end of the others")
+        from_third, to_first = joined((posts[0], third))
+        for sender, receiver in ((ours, theirs), (to_first, from_third)):
+            sender.send(b"frame")
+            assert heard(receiver, 1) == [b"frame"]
+    finally:
+        third.close()
+        for each in made:
+            each.close()
 
 
 @pytest.mark.parametrize("ends", ["who has connected", "who was connected to"])

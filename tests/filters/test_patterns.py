@@ -174,3 +174,33 @@ def test_filters_do_not_restore_another_threads_temporary_warning_filters(
         monkeypatch.setattr(ast, "parse", while_the_other_thread_ends_its_block)
         compile_filter("match('it was never compiled before', name)")
         assert ("error", None, BytesWarning, None, 0) not in warnings.filters
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(((a{100}){100}){100}){4}",
+        "(" * 11 + "a" + "{2})" * 11,
+        "(" * 40 + "a" + "+)" * 40,
+        "(?:" * 20 + "ab" + ")+?" * 20,
+    ],
+)
+def test_a_pattern_that_would_fill_the_memory_is_refused_unread(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns.regex, "compile", lambda *given: pytest.fail("regex writes the repeats out"))
+    refused = "parts when its repeats are written out"
+    for helper in ("search", "match", "fullmatch"):
+        with pytest.raises(FilterError, match=refused):
+            bounded(pattern, helper)
+        with pytest.raises(FilterError, match=refused):
+            gl.GraftPlan(compare=f"{helper}('{pattern}', name)")
+    with pytest.raises(FilterError, match=refused):
+        bounded_rewrite(pattern, "b")
+    with pytest.raises(gl.PlanError, match=refused):
+        gl.GraftPlan(rename={"target": {pattern: "b"}})
+    assert refused in check_summary(FilterCheck(f"search('{pattern}', name)"), [])
+
+
+@pytest.mark.parametrize("pattern", ["a{10000}", r"layers\.\d{1,3}\.(attn|mlp)", "([a-z]{2,8}_?){1,20}x", "((a+)+)+b"])
+def test_patterns_of_usual_size_are_no_error(pattern: str) -> None:
+    for text in ("layers.12.attn", "attn_outx", "aab"):
+        assert (bounded(pattern, "search")(text) is None) == (re.search(pattern, text) is None)

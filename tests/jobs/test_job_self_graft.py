@@ -99,7 +99,7 @@ def test_an_order_and_its_withdrawal_take_effect_only_with_a_plan(job: JobGrafte
     assert not post.sent
     job.offer_plan(GraftPlan(version=3))
     job.step()
-    job.forget_self_graft(4)
+    job.forget_orders(4)
     step(job)
     step(job)
     assert not post.sent
@@ -113,7 +113,7 @@ def test_an_order_whose_plan_was_superseded_is_dropped(job: JobGrafter, post: Po
     job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
-    job.forget_self_graft(2)
+    job.forget_orders(2)
     job.step()
     step(job)
     assert len(post.sent) == 1
@@ -135,7 +135,7 @@ def test_a_self_graft_without_a_recording_is_refused(job: JobGrafter) -> None:
         job.run_self_graft(RunSelfGraft(2, ("repeat",)))
     job.run_self_graft(RunSelfGraft(2, ("record",)))
     job.run_self_graft(RunSelfGraft(3, ("repeat",)))
-    job.forget_self_graft(4)
+    job.forget_orders(4)
     with pytest.raises(SessionError, match="has recorded nothing"):
         job.run_self_graft(RunSelfGraft(4, ("graft",)))
 

@@ -56,7 +56,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     verdict = session.verdict()
     assert verdict.named == ["layers.*.act"]
     assert "layers.*.act is computed differently in layer 1 of 0-2 (added 0.01, " in verdict.text
-    assert " x the floor, float32)." in verdict.text
+    assert " x the floor, float32, at layers.1.act)." in verdict.text
     # Swapped, which needs that a step is repeated: the output is compared with that of another one.
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
     assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
@@ -136,7 +136,7 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     verdict = session.verdict(graft_weights=True, floor=1e-4)
     assert verdict.named == ["layers.*.act"]
     assert "the floor is the given one (rel_l2 0.0001)" in verdict.text
-    assert "in layer 1 of 0-2 (added 0.05, 5e+02 x the given floor, float32)." in verdict.text
+    assert "in layer 1 of 0-2 (added 0.05, 5e+02 x the given floor, float32, at layers.1.act)." in verdict.text
     assert "may explain what is named" not in verdict.text
     assert "From now on the target has the baseline's weights" in verdict.text
     updates = verdict.frame[[tags.get("updated", False) for tags in verdict.frame["tags"]]]

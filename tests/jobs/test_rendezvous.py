@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from kit.deadline import DEADLINE
 
 import graftlab as gl
 from graftlab.base.world import Place
 from graftlab.config import GraftConfig
 from graftlab.jobs import rendezvous
+from graftlab.jobs.handshake import StatusQuery, StatusReply, receive_handshake, send_handshake
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_client import SessionClient
 from graftlab.ranks.messages import AskWaitReason, WaitReason, pack, unpack_to_rank
@@ -49,6 +53,23 @@ def test_a_session_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: py
         ):
             place.connect(1.0)
         listener.close()
+
+
+def test_processes_that_connect_and_are_silent_delay_no_other(tmp_path: Path) -> None:
+    with gl.listen(baseline=1, target=1, folder=tmp_path), Rendezvous(tmp_path) as place, ExitStack() as connections:
+
+        def connection() -> socket.socket:
+            made = place.connect(1.0)
+            assert made is not None
+            made.settimeout(DEADLINE)
+            return connections.enter_context(made)
+
+        silent = [connection() for _ in range(70)]
+        asks = connection()
+        send_handshake(asks, StatusQuery(stacks=False))
+        assert isinstance(receive_handshake(asks), StatusReply)
+        # The oldest made room for others.
+        assert silent[0].recv(1) == b""
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_its_variables(tmp_path: Path) -> None:

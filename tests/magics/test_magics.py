@@ -573,6 +573,7 @@ def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:
         ("%graft frame --every", "unrecognized arguments: --every"),
         ("%graft plot --kind pie", "invalid choice: 'pie'"),
         ("%graft plot --kind heatmap", "name a tap"),
+        ("%graft plot --verdict --step 3", "%graft plot --verdict takes a tap, and no other option"),
         ("%graft plot --noise-floor low", "invalid float value: 'low'"),
         ("%%graft nowhere\n1", "target[1]"),
         ("%%graft run\nf(x)", "`%graft run`, with one %"),

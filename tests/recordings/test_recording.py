@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.examples import examples
+from kit.mailboxes import MIB
 
 import graftlab as gl
 from graftlab.base.tensor_bytes import as_bytes
 from graftlab.recordings import writer
+from graftlab.recordings.file_format import ChecksumChain, IndexLine, TapEntry
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
 
@@ -308,3 +313,135 @@ def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) ->
         assert "Not checked: whether both sides have the same weights, which no tap shows" in verdict.text
         with pytest.raises(gl.SessionError, match="the target is a recording, which computes nothing"):
             session.verdict(lambda: chain({}), recording)
+
+
+# ---- a recording of another author ----------------------------------------------------------------------------------
+
+
+def place_link(path: Path, elsewhere: Path) -> None:
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def place_pipe(path: Path, _: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def place_folder(path: Path, _: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("place", [place_link, place_pipe, place_folder])
+@pytest.mark.parametrize("name", ["rank.json", "index.jsonl", "000000.safetensors"])
+def test_only_regular_files_of_a_recording_are_opened(tmp_path: Path, name: str, place: Any) -> None:
+    record_two_steps(tmp_path / "one")
+    place(tmp_path / "one" / "rank-00000" / name, tmp_path / "elsewhere")
+    with pytest.raises(gl.RecordingError, match=rf"{name}.*: .*(it is a link|it is not a regular file)"):
+        gl.Recording(tmp_path / "one").tensor("hidden")
+
+
+def test_a_rank_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    record_two_steps(tmp_path / "one")
+    place_link(tmp_path / "one" / "rank-00000", tmp_path / "elsewhere")
+    with pytest.raises(gl.RecordingError, match=r"rank.json cannot be read"):
+        gl.Recording(tmp_path / "one")
+
+
+def rewrite_index(folder: Path, edit: Any) -> None:
+    """Edit the taps of an index as its author could, with fitting checksums."""
+    rank = folder / "rank-00000"
+    chain = ChecksumChain((rank / "rank.json").read_bytes())
+    lines = (rank / "index.jsonl").read_bytes().splitlines()
+    entries = [msgspec.json.decode(line, type=IndexLine) for line in lines]
+    edited = [edit(each) if isinstance(each, TapEntry) else each for each in entries]
+    (rank / "index.jsonl").write_bytes(b"".join(map(chain.sealed, edited)))
+
+
+@pytest.mark.parametrize("shard", ["../../secret.safetensors", "/etc/passwd", "..", "", "a\0b", "rank-00000/x"])
+def test_an_index_names_no_file_outside_of_its_folder(tmp_path: Path, shard: str) -> None:
+    record_two_steps(tmp_path / "one")
+    (tmp_path / "one" / "rank-00000" / "000000.safetensors").rename(tmp_path / "secret.safetensors")
+    place = msgspec.structs.replace
+    rewrite_index(tmp_path / "one", lambda tap: place(tap, tensor=place(tap.tensor, shard=shard)))
+    with pytest.raises(gl.RecordingError, match=r"is not the name of a file in the recording"):
+        gl.Recording(tmp_path / "one").tensor("hidden")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tap: msgspec.structs.replace(tap, step=10**15),
+        lambda tap: msgspec.structs.replace(tap, step=-1),
+        lambda tap: msgspec.structs.replace(tap, tags={"extras": 1}),
+        lambda tap: msgspec.structs.replace(tap, extras=[1], extra_tensors={"x": tap.tensor}),
+    ],
+)
+def test_a_tap_that_no_recording_has_is_refused_by_its_line(tmp_path: Path, change: Any) -> None:
+    record_two_steps(tmp_path)
+    rewrite_index(tmp_path, change)
+    with pytest.raises(gl.RecordingError, match=r"index.jsonl, line 1: this is not a tap"):
+        gl.Recording(tmp_path)
+
+
+FILES = ["rank.json", "index.jsonl", "000000.safetensors"]
+DEEP = b"[" * 100_000
+
+
+@examples(150)
+@given(st.sampled_from(FILES), st.data())
+def test_any_damage_of_a_recording_is_a_recording_error(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    record_two_steps(folder)
+    path = folder / "rank-00000" / name
+    written = path.read_bytes()
+    start = data.draw(st.integers(0, len(written)))
+    stop = data.draw(st.integers(start, min(len(written), start + 20)))
+    inserted = data.draw(st.one_of(st.binary(max_size=12), st.sampled_from([DEEP, b"\xff" * 8, b"9" * 5000, b"1e999"])))
+    path.write_bytes(written[:start] + inserted + written[stop:])
+    found: list[torch.Tensor] = []
+    with contextlib.suppress(gl.RecordingError):
+        found = [tensor for _, tensor, _ in gl.Recording(folder).taps(0)]
+    assert all(torch.equal(each, torch.full((3,), float(each[0]))) for each in found)
+    assert len(found) in (0, 4)
+
+
+def test_a_sparse_index_of_a_terabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    os.truncate(index_of(tmp_path), 1 << 40)
+    with pytest.raises(gl.RecordingError, match=r"index.jsonl cannot be read: it has 1,048,576 MiB"):
+        gl.Recording(tmp_path)
+
+
+def fill_rank(folder: Path) -> None:
+    (folder / "step=0___rank=999999999999___dump_index=2___name=x.pt").write_bytes(b"")
+
+
+def fill_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "step=0___rank=0___dump_index=2___name=x.pt")
+
+
+def fill_compressed(folder: Path) -> None:
+    """A mebibyte of zeros in a kilobyte."""
+    dump = folder / "step=0___rank=0___dump_index=2___name=x.pt"
+    torch.save({"value": torch.zeros(MIB), "meta": {}}, dump)
+    with zipfile.ZipFile(dump) as plain:
+        parts = {part: plain.read(part) for part in plain.namelist()}
+    with zipfile.ZipFile(dump, "w", zipfile.ZIP_DEFLATED) as packed:
+        for part, content in parts.items():
+            packed.writestr(part, content)
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [(fill_rank, "no rank 999999999999"), (fill_pipe, "not a regular file"), (fill_compressed, "it is compressed")],
+)
+def test_a_hostile_folder_of_dumps_is_refused_by_the_file(tmp_path: Path, fill: Any, message: str) -> None:
+    torch.save({"value": torch.ones(2), "meta": {}}, tmp_path / "step=0___rank=0___dump_index=1___name=x.pt")
+    assert torch.equal(gl.Recording.open(tmp_path).tensor("x"), torch.ones(2))
+    fill(tmp_path)
+    with pytest.raises(gl.RecordingError, match=rf"dump_index=2___name=x\.pt.*{message}"):
+        gl.Recording.open(tmp_path)

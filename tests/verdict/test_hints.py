@@ -20,6 +20,10 @@ def changed(index: tuple[object, ...], change: Callable[[Tensor], Tensor]) -> Te
     return y
 
 
+def noise(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+
+
 def interleaved(x: Tensor) -> Tensor:
     return torch.stack([x[..., :4], x[..., 4:]], -1).flatten(-2)
 
@@ -42,6 +46,8 @@ def interleaved(x: Tensor) -> Tensor:
         (X.clamp(-1, 1), "clamped to [-1, 1]"),
         (X.roll(1, 1), "shifted along dim 1 by one place, to later indices"),
         (X.roll(-1, 1), "shifted along dim 1 by one place, to earlier indices"),
+        (X.roll(2, 1), "shifted along dim 1 by 2 places, to later indices"),
+        (X.roll(-3, 1), "shifted along dim 1 by 3 places, to earlier indices"),
         (X.roll(4, 3), "the halves of dim 3 are swapped"),
         (interleaved(X), "dim 3 interleaves its halves"),
         (X.flip(1), "dim 1 is reversed"),
@@ -53,6 +59,22 @@ def interleaved(x: Tensor) -> Tensor:
         (
             changed((slice(None), slice(None), 2), lambda x: x * 3),
             "only at index 2 of dim 2, the target's values are 3 times",
+        ),
+        (
+            changed((slice(None), slice(2, None)), lambda x: x + noise(x)),
+            "they differ only at indices 2-11 of dim 1 (equal up to 1, all from 2 on)",
+        ),
+        (
+            changed((slice(None), slice(0, 9)), lambda x: x * 3),
+            "only at indices 0-8 of dim 1 (all up to 8, equal from 9 on), the target's values are 3 times",
+        ),
+        (
+            changed((..., slice(6, 8)), lambda x: x + noise(x)),
+            "they differ only at indices 6-7 of dim 3 (equal part 3 of 0-3)",
+        ),
+        (
+            changed((..., slice(1, None, 2)), lambda x: x + noise(x)),
+            "they differ only at every second index of dim 3, from 1",
         ),
         (changed((0, 3), lambda x: x + torch.rand_like(x)), "only at index 0 of dim 0 and index 3 of dim 1"),
         (changed((0, 3), lambda x: x * math.nan), "32 of 768 numbers are not finite on the target only"),

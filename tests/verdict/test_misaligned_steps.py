@@ -78,6 +78,16 @@ def test_other_differences_are_no_shift(taps: list[tuple[str, Value, Value]]) ->
     assert find_misaligned_steps(to_frame(list(rows(taps)))) is None
 
 
+def test_steps_that_repeat_show_no_shift() -> None:
+    def three(number: int) -> torch.Tensor:
+        return noise(number % 3)
+
+    def wrong_once(number: int) -> torch.Tensor:
+        return three(number) * (2 if number == 1 else 1)
+
+    assert find_misaligned_steps(to_frame(list(rows([("y", three, wrong_once)], 2, 3)))) is None
+
+
 def test_tokens_and_positions_together_show_a_shift() -> None:
     positions = ("positions", lambda n: torch.tensor([n]), lambda n: torch.tensor([n + 1]))
     found = find_misaligned_steps(to_frame(list(rows([("ids", token, ahead(token, 1)), positions]))))

@@ -48,8 +48,18 @@ def test_the_steps_are_named_unless_all_differ() -> None:
 
 def test_a_pair_has_the_targets_name_beside_it() -> None:
     one = tap("h.0.out", 9.0, target="blocks.1.mixed")
-    assert "float32, at the target's blocks.1.mixed)" in said(one)
-    assert "float32, most at the target's blocks.2.mixed)" in said(one, tap("h.1.out", 90.0, target="blocks.2.mixed"))
+    assert "float32, at h.0.out, the target's blocks.1.mixed)" in said(one)
+    other = tap("h.1.out", 90.0, target="blocks.2.mixed")
+    assert "float32, most at h.1.out, the target's blocks.2.mixed)" in said(one, other)
+    assert "float32, at the target's mixed)" in said(tap("out", 9.0, target="mixed"))
+
+
+def test_only_the_elements_of_a_stack_are_called_layers() -> None:
+    wrong = {"decoder.layers.{}.q": "layers 1-2", "res_blocks.{}.q": "layers 1-2", "net.{}": "members 1-2"}
+    wrong |= {"steps.{}.state": "steps.1-2", "mlp.experts.{}.up": "experts.1-2"}
+    for name, where in wrong.items():
+        text = said(*(tap(name.format(n), 9.0 if n else 1.0) for n in range(3)))
+        assert f" is computed differently in {where} of 0-2 (" in text
 
 
 @pytest.mark.parametrize(

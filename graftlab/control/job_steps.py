@@ -1,0 +1,177 @@
+"""Steps that jobs make anyway, for a verdict or a match: under which plan they are made, and when they have ended."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from graftlab.base.progress import LongWait
+from graftlab.control.core import internals_of
+from graftlab.control.queries import A
+from graftlab.control.run import Run, state_of
+from graftlab.errors import SessionClosedError, SessionError
+from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.messages import FallbackPlan, Question
+
+if TYPE_CHECKING:
+    from graftlab.control.core import SessionCore
+
+# Seconds between two looks at who has joined.
+_LOOK = 0.05
+
+
+class JobStepsAbandoned(SessionError):
+    """The jobs make no further step."""
+
+
+class JobSteps:
+    """Waits for steps of the run of the jobs, ``steps`` at a time, for ``what``, which takes ``needs``.
+
+    Raises :class:`SessionError` if a rank has left, or if no rank joins for the session's time limit.
+    """
+
+    def __init__(self, session: SessionCore, what: str, needs: str, steps: int = 1) -> None:
+        self._session = session
+        self._what = what
+        self._needs = needs
+        self._steps = steps
+        self._jobs = internals_of(session).jobs
+        self._state = state_of(_run_of_jobs(session, what))
+
+    @property
+    def run(self) -> int:
+        """The number of the jobs' run."""
+        return self._state.number
+
+    def tell(self, message: FallbackPlan) -> None:
+        """Send a message to every rank that is alive."""
+        for rank in self._session.ranks:
+            if rank.alive:
+                self._jobs.send(rank, message)
+
+    def rows_from(self, number: int) -> pd.DataFrame:
+        """The rows from this row on, as a frame."""
+        return self._jobs.rows_from(number)
+
+    def ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
+        """A rank's answer. Raises the failure of the jobs, if one has failed meanwhile."""
+        try:
+            return self._jobs.ask(rank, question, expected)
+        except SessionError:
+            self._raise_failures()
+            raise
+
+    def is_edited(self, version: int) -> bool:
+        """Whether the newest plan is not of this version."""
+        return self._session.plan.version != version
+
+    def after(self, why: str, version: int, runs: int, since: str = "") -> int | None:
+        """Wait until every rank has ended ``runs`` times ``steps`` steps under the plan of this version.
+
+        Returns the first step; None if another plan was published meanwhile. ``since`` says, in an error, how far it
+        came.
+        """
+        ranks, adopted = self._session.ranks, dict[str, int]()
+
+        def first() -> float:
+            adopted.update(self._session.adopted(version))
+            return -(-max(adopted.values()) // self._steps) * self._steps if len(adopted) == len(ranks) else math.inf
+
+        def there() -> bool:
+            # A sender learns of its unmatched tensors only in the step after.
+            return min(rank.status().step for rank in ranks) > first() + runs * self._steps
+
+        steps = self._state.steps
+        patience = _ProgressTimeout(self._session)
+        bar = LongWait(f"{self._what}, {why}", "steps", lambda: self._state.steps - steps, where=self._state.where)
+        # Jobs skip a plan if a newer one is published before their next step.
+        edited = partial(self.is_edited, version)
+        self._state.wait_until(lambda: self._has_ended() or there() or edited() or patience.is_over(), bar)
+        if edited():
+            return None
+        if not there():
+            self._refuse(patience, since)
+        return int(first())
+
+    def _has_ended(self) -> list[str]:
+        return [rank.label for rank in self._state.ranks if self._state.has_ended(rank)]
+
+    def _raise_failures(self) -> None:
+        self._state.raise_failures(f"the {self._what} was abandoned, and the plan from before it is in force: ")
+
+    def _refuse(self, patience: _ProgressTimeout, since: str) -> None:
+        """Raise the reason why the jobs did not make the expected steps."""
+        self._raise_failures()
+        if ended := self._has_ended():
+            raise JobStepsAbandoned(
+                f"the {self._what} was abandoned: {', '.join(ended)} ended before it was done"
+                f"{since and f', {since}'}. {self._needs}; let them run more"
+            )
+        raise JobStepsAbandoned(
+            f"the {self._what} was abandoned: no job made progress for {patience.seconds:g} s ({self._state.where()}). "
+            f"Each run of a {self._what} is {self._steps} of the jobs' steps, which end where they call gl.step(); "
+            f"gl.listen(timeout=...) sets how long one may take"
+        )
+
+
+class _ProgressTimeout:
+    """Expires when no rank has made progress for the session's time limit."""
+
+    def __init__(self, session: SessionCore) -> None:
+        self.seconds = session.options.timeout
+        self._ranks = session.ranks
+        self._seen: object = None
+        self._since = time.monotonic()
+
+    def is_over(self) -> bool:
+        seen = [(where.step, where.taps) for where in (rank.status() for rank in self._ranks)]
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since > self.seconds
+
+
+def _run_of_jobs(session: SessionCore, what: str) -> Run:
+    """The run of the jobs, after a wait for ranks that have not joined yet.
+
+    Raises :class:`SessionError` if a rank has left, or if no rank joins for the session's time limit.
+    """
+
+    def waits_for() -> str:
+        expected = [rank.label for rank in session.ranks if rank.is_expected]
+        return f"{', '.join(expected)} to join" if expected else "the jobs to begin their run"
+
+    title = f"{what}: waiting for the jobs to join"
+    limit, pause = session.options.timeout, threading.Event()
+    joined, since = 0, time.monotonic()
+    with LongWait(title, "ranks", lambda: _joined(session), len(session.ranks), where=waits_for) as bar:
+        while True:
+            gone = [rank.label for rank in session.ranks if not (rank.alive or rank.is_expected)]
+            if session.closed:
+                raise SessionClosedError(f"{what}: this session was closed, so no job can join it")
+            if gone:
+                are = "are" if len(gone) > 1 else "is"
+                raise SessionError(
+                    f"{what}: {', '.join(gone)} {are} missing, and a {what} needs every rank of both jobs; "
+                    "session.status() shows them"
+                )
+            if session.runs and not any(rank.is_expected for rank in session.ranks):
+                return session.runs[-1]
+            if joined != (joined := _joined(session)):
+                since = time.monotonic()
+            if time.monotonic() - since > limit:
+                raise SessionError(
+                    f"{what}: waited {limit:g} s for {waits_for()}. Start each job with the variables that gl.listen "
+                    "printed; session.status() shows which ranks have joined, and gl.listen(timeout=...) sets how "
+                    "long to wait for the next one"
+                )
+            # No thread of this process signals that another process joins and begins.
+            pause.wait(min(_LOOK, bar.next_look(None)))
+
+
+def _joined(session: SessionCore) -> int:
+    return sum(rank.alive for rank in session.ranks)
