@@ -365,7 +365,7 @@ _KINDS: dict[str, type] = {
 _KINDS = {each.name: _KINDS.get(each.name, str) for each in fields(GraftConfig)}
 _TAKES = {bool: "1 or 0", int: "a whole number", float: "a number", str: "text"}
 # Variables of graftlab that are not settings of a job.
-OTHER_VARIABLES = frozenset({"HOME", "COMPAT", "RECORD", "RECORD_FILTER", "SKIP_JS"})
+OTHER_VARIABLES = frozenset({"HOME", "COMPAT", "RECORD", "RECORD_FILTER", "REQUEST_IDS", "SKIP_JS"})
 
 
 def enabled(environ: Mapping[str, str] | None = None) -> bool:

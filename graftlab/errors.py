@@ -16,7 +16,7 @@
     |-- DependencyError(ImportError)      a required optional package is not installed
     |-- DumpError                         recorded requests cannot be written, or a file of them cannot be read
     |-- RecordingError                    a recording cannot be written, or a folder cannot be read as one
-    |-- GraphError(ValueError)            a slot, registry or runner of captured graphs is misused
+    |-- GraphError(ValueError, RuntimeError) a slot, registry or runner of captured graphs is misused
     |-- MessageError(ValueError)          a connection received bytes that are not an expected message
     |-- BufferFullError                   a sender's buffer had no room for a tensor within the time limit
     `-- SessionError(RuntimeError)
@@ -145,7 +145,7 @@ class DumpError(GraftError):
         return self.message
 
 
-class GraphError(GraftError, ValueError):
+class GraphError(GraftError, ValueError, RuntimeError):
     """A slot, a registry, a runner of captured graphs or a compiled program cannot be made or used in this way."""
 
 

@@ -18,6 +18,7 @@ from graftlab.engine.tokenizer import ByteTokenizer
 from graftlab.errors import RequestError
 from graftlab.models import CrossAttentionTransformer, Transformer
 from graftlab.models.transformer import Attention
+from graftlab.requests.identity import is_switched_on
 from graftlab.requests.served import FinishedRequest, FinishReason, Request, Response
 
 Prompt = str | Sequence[int] | Request | Mapping[str, Any]
@@ -49,7 +50,7 @@ class Engine:
         max_context: int | None = None,
         tokenizer: ByteTokenizer | None = None,
         runner: RunnerFactory = EagerRunner,
-        request_ids: bool = False,
+        request_ids: bool | None = None,
         on_step: Callable[[ForwardBatch], object] | None = None,
     ) -> None:
         config = model.config
@@ -74,7 +75,7 @@ class Engine:
             )
         self.model = model
         self.tokenizer = tokenizer or ByteTokenizer()
-        self.request_ids = request_ids
+        self.request_ids = is_switched_on() if request_ids is None else request_ids
         self.on_step = on_step
         self.device = model.embedding.weight.device
         # A rank of a tensor-parallel model has fewer heads than its config says.

@@ -71,7 +71,7 @@ def _engine(options: argparse.Namespace) -> Engine:
         max_requests=options.max_requests,
         max_tokens=options.max_tokens,
         max_prefill_tokens=options.max_prefill_tokens,
-        request_ids=options.request_ids,
+        request_ids=options.request_ids or None,
     )
 
 

@@ -5,7 +5,8 @@
 Nothing is ever evaluated as code. The text is parsed to a syntax tree. Each node must be on the list below, and the
 tree becomes nested closures over the mapping of tags:
 
-* a name is a tag; a tag that is absent is ``None``;
+* a name is a tag; a tag that is absent is ``None``; a ``recompute_status`` of ``"original"`` also equals
+  ``"disabled"``, unless checkpointing will repeat that forward pass;
 * constants (text, numbers, ``True``, ``False``, ``None``) and tuples, lists and sets of expressions;
 * ``and``, ``or``, ``not`` and ``a if test else b``;
 * ``==``, ``!=``, ``is``, ``is not``, ``in``, ``not in`` as in Python, also with ``None``: a tag that is absent is
@@ -267,6 +268,8 @@ class _Compiler:
             self.refuse(node, f"{name} is a helper, not a tag; write {name}('pattern', tag)")
         if name != self._bound:
             self.names.add(name)
+        if name == "recompute_status":
+            return lambda tags: NotRepeated() if type(found := tags.get(name)) is str and found == "original" else found
         return lambda tags: tags.get(name)
 
     def _build_Constant(self, node: ast.Constant, depth: int) -> Evaluate:
@@ -487,6 +490,30 @@ def _constants(left: ast.expr, op: ast.cmpop, right: ast.expr) -> list[object] |
     return found if len(found) == len(items) else None
 
 
+class NotRepeated(str):
+    """The status of a forward pass that is not repeated. Outside checkpointing other kits call it ``"disabled"``."""
+
+    def __new__(cls) -> NotRepeated:
+        return super().__new__(cls, "original")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and str(other) in ("original", "disabled")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class Checkpointed(str):
+    """The status of a forward pass that checkpointing will repeat: ``"original"``, and not ``"disabled"``."""
+
+
+def _contains(item: Any, items: Any) -> bool:
+    # A set looks up by hash, and this text equals another one.
+    return item in (tuple(items) if type(item) is NotRepeated and isinstance(items, set) else items)
+
+
 # -- operations on values, which never raise --------------------------------------------------------------
 
 
@@ -521,8 +548,8 @@ _COMPARISONS: dict[type[ast.cmpop], Compare] = {
     ast.LtE: _unless_absent(operator.le),
     ast.Gt: _unless_absent(operator.gt),
     ast.GtE: _unless_absent(operator.ge),
-    ast.In: _guarded(lambda item, items: item in items),
-    ast.NotIn: _guarded(lambda item, items: item not in items),
+    ast.In: _guarded(_contains),
+    ast.NotIn: _guarded(lambda item, items: not _contains(item, items)),
 }
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

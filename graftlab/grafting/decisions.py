@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from graftlab.base.tags import (
 )
 from graftlab.base.world import Direction, Place
 from graftlab.errors import GraftOverlapError, TagError
+from graftlab.filters.expressions import Checkpointed
 from graftlab.plan.pairs import Pairing, as_tags
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.taps.backward import is_backward
@@ -38,6 +42,19 @@ def recompute_status() -> RecomputeStatus:
     Hooks and custom backward functions run there too, but without grad mode.
     """
     return "recompute" if is_backward() and torch.is_grad_enabled() else "original"
+
+
+_CHECKPOINTING = re.compile(r"(torch/utils/checkpoint|megatron/core/tensor_parallel/random|/checkpointing)\.py$")
+
+
+def is_checkpointed() -> bool:
+    """Whether this code runs inside activation checkpointing of torch, Megatron or DeepSpeed."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _CHECKPOINTING.search(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def sends(place: Place, direction: Direction | None) -> bool:
@@ -192,7 +209,11 @@ class Decisions:
 
     def _of_pair(self, tags: Mapping[str, Any], given: Mapping[str, Any], pairing: Pairing) -> Decision:
         seen = paired_tags(tags, given, pairing)
-        action = self.plan.action_for(seen)
+        # Looked up only for a filter that distinguishes it, because it takes a look at the whole stack.
+        if not self._caches and seen["recompute_status"] == "original" and is_checkpointed():
+            action = self.plan.action_for({**seen, "recompute_status": Checkpointed("original")})
+        else:
+            action = self.plan.action_for(seen)
         own = identity(seen).tags
         for tag in SIDE_NAMES:
             # Rows have separate columns for these.

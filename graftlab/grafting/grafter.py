@@ -527,6 +527,8 @@ class Grafter:
         sent = extras if sent_extras is None else dataclasses.replace(sent_extras, extras=extras)
         try:
             self._exchange.publish(key, own.detach() if own.requires_grad else own, sent, memo)
+            if call.action.graft:
+                self._receive_pipeline.note_sent(call, extras)
         except BufferFullError as full:
             logger.warning("%s", full)
             self._exchange.decline(key)

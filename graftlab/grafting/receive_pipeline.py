@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -201,14 +202,14 @@ class ReceivePipeline:
             if call.action.graft and not call.action.keep and replaced is None and not mine.is_inference():
                 stats_of_both = measure_and_overwrite(baseline, target, own=mine)
                 if stats_of_both is not None:
-                    return self._grafted_as(call, theirs, stats_of_both, _senders(receipt), None, mine)
+                    return self._grafted_as(call, theirs, stats_of_both, receipt, None, mine)
             stats = measure(baseline, target)
         except Exception as error:
             return self._transform_failed(call, _input(call, extras, receipt, layout, reduced), None, None, error)
         note = None
         if call.action.keep:
             note = self._kept.add(_input(call, extras, receipt, layout, reduced), theirs, call.occurrence)
-        return self._done(call, theirs, stats, _senders(receipt), note, replaced)
+        return self._done(call, theirs, stats, receipt, note, replaced)
 
     def _take_transformed(
         self, call: TapCall, graft_input: GraftTransformInput, receipt: Receipt, replaced: torch.Tensor | None
@@ -235,7 +236,7 @@ class ReceivePipeline:
             note = _joined(note, self._keep(call, graft_input, outcome))
         if call.action.graft:
             note = _joined(note, outcome.caveat)
-        done = self._done(call, outcome.value, stats, graft_input.senders, note, replaced)
+        done = self._done(call, outcome.value, stats, receipt, note, replaced)
         return done._replace(
             transform=label,
             aligned_by=outcome.aligned_by,
@@ -250,43 +251,56 @@ class ReceivePipeline:
         call: TapCall,
         theirs: torch.Tensor,
         stats: DiffStats,
-        senders: list[int],
+        receipt: Receipt,
         note: str | None,
         replaced: torch.Tensor | None,
     ) -> TapResult:
         """Finish a measured call: overwrite its tensor, if the plan grafts it."""
         if not call.action.graft:
-            return TapResult("compared", senders, stats, note=note)
+            return TapResult("compared", _senders(receipt), stats, note=note)
         result, overwrite_note = self._overwrite(call, theirs, replaced)
-        return self._grafted_as(call, theirs, stats, senders, _joined(note, overwrite_note), result)
+        return self._grafted_as(call, theirs, stats, receipt, _joined(note, overwrite_note), result)
 
     def _grafted_as(
         self,
         call: TapCall,
         theirs: torch.Tensor,
         stats: DiffStats,
-        senders: list[int],
+        receipt: Receipt,
         note: str | None,
         result: torch.Tensor,
     ) -> TapResult:
+        senders = _senders(receipt)
         if logger.isEnabledFor(logging.INFO):
-            self._log(call, theirs, stats, senders)
+            extras = [_extras(contribution.extras) for contribution in receipt.contributions]
+            self._log(call, theirs, stats, senders, extras if any(each is not None for each in extras) else None)
         return TapResult("grafted", senders, stats, note=note, result=result)
 
-    def _log(self, call: TapCall, theirs: torch.Tensor, stats: DiffStats, senders: list[int]) -> None:
+    def note_sent(self, call: TapCall, extras: Any) -> None:
+        """Log, with the next grafts, that this rank sent its tensor to be grafted on the other side."""
+        if logger.isEnabledFor(logging.INFO):
+            self._log(call, None, None, [], extras)
+
+    def _log(
+        self, call: TapCall, theirs: torch.Tensor | None, stats: DiffStats | None, senders: list[int], extras: Any
+    ) -> None:
         ours = call.tensor
         assert ours is not None
         place, direction = f"{call.place.side}[{call.place.rank}]", call.action.direction
+        told = "" if extras is None else f"; extras={_brief(extras)}"
+        others = None if theirs is None else _kind(theirs)
         self._grafted.append(
             _GraftLogEntry(
-                time.time(), place, direction, call.name, call.step, _kind(ours), _kind(theirs), stats, senders
+                time.time(), place, direction, call.name, call.step, _kind(ours), others, stats, senders, told
             )
         )
         if len(self._grafted) >= _LINES_AT_ONCE:
             self.log_grafts()
 
     def log_grafts(self) -> None:
-        """Log the grafts since the last call. Called at the end of each step; rows are reported immediately.
+        """Log the grafts since the last call, and what was sent for grafts on the other side.
+
+        Called at the end of each step; rows are reported immediately.
 
         Logging in the middle of a model costs three times as much as logging in a batch.
         """
@@ -456,21 +470,40 @@ class _GraftLogEntry(NamedTuple):
     name: str
     step: int
     ours: _Kind
-    theirs: _Kind
-    stats: DiffStats
+    theirs: _Kind | None
+    stats: DiffStats | None
     senders: list[int]
+    extras: str
 
     def line(self) -> str:
         stats = self.stats
+        if stats is None or self.theirs is None:
+            dtype, shape, device = self.ours
+            return (
+                f"{self.place} sent {self.direction} at tap {self.name!r} step {self.step}: "
+                f"{DTYPE_NAMES[dtype]}{list(shape)} {device}{self.extras}"
+            )
         ours, others = ("target", "baseline") if self.direction == "b2t" else ("baseline", "target")
         return (
             f"{self.place} grafted {self.direction} at tap {self.name!r} step {self.step}: "
             f"{_described(self.ours, stats, ours)} overridden by {_described(self.theirs, stats, others)} from ranks "
             f"{self.senders}; rel_diff={stats.rel_diff:.3e} max_abs={stats.max_abs:.3e} mean_abs={stats.mean_abs:.3e}"
+            f"{self.extras}"
         )
 
 
 _Kind = tuple[torch.dtype, tuple[int, ...], str]
+
+
+def _brief(extras: Any) -> str:
+    """Describe extras on one line: tensors by dtype and shape, other values shortened."""
+    if isinstance(extras, torch.Tensor):
+        return f"{DTYPE_NAMES.get(extras.dtype, extras.dtype)}{list(extras.shape)}"
+    if isinstance(extras, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_brief(value)}" for key, value in extras.items()) + "}"
+    if isinstance(extras, list | tuple):
+        return "[" + ", ".join(map(_brief, extras)) + "]"
+    return reprlib.repr(extras)
 
 
 def _kind(tensor: torch.Tensor) -> _Kind:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from graftlab.errors import GraphError
 from graftlab.graphs.registry import CudaGraphBufferRegistry
 from graftlab.graphs.slots import Axis, FillContext, GraphSlot, PaddingPolicy
-from graftlab.requests.identity import IDENTITIES, NO_ROOM, PADDING_ID
+from graftlab.requests.identity import IDENTITIES, NO_ROOM, PADDING_ID, is_switched_on
 
 
 def build_decode_registry(
@@ -21,6 +22,7 @@ def build_decode_registry(
     max_num_tokens: int | None = None,
     share_pool: bool = False,
     *,
+    max_num_token: int | None = None,
     source: Any = None,
     padding_slot: int = 0,
     num_tokens_per_bs: int = 1,
@@ -32,12 +34,18 @@ def build_decode_registry(
     enable_mamba_track: bool = False,
     enable_num_token_non_padded: bool = False,
     require_gathered_buffer: bool = False,
-    request_ids: bool = False,
+    enable_prefill_cp: bool = False,
+    attn_tp_rank: int = 0,
+    attn_tp_size: int = 1,
+    require_mlp_tp_gather: bool = False,
+    dp_size: int = 1,
+    register_global_num_tokens: bool | None = None,
+    request_ids: bool | None = None,
 ) -> CudaGraphBufferRegistry:
     """Slots for batches in which each request has ``num_tokens_per_bs`` tokens.
 
     With one, all of them lie along the batch axis. With several, as where guesses are verified, what tokens have lies
-    along the token axis. ``max_num_tokens`` is for as many tokens unless told.
+    along the token axis. ``max_num_tokens``, or ``max_num_token``, is for as many tokens unless told.
 
     ``source`` has buffers to adopt: a registry, a mapping by name, or any object with them as attributes. A larger one
     is adopted by its head, and one of another integer dtype gives its dtype to the slot. What it does not have is
@@ -46,29 +54,47 @@ def build_decode_registry(
     ``padding_slot`` is the cache's slot that belongs to no request: padding tokens write their keys and values there.
     ``seq_len_fill_value`` and ``encoder_len_fill_value`` are the lengths of padding requests. Without
     ``is_encoder_decoder`` there is no ``encoder_lens``; with ``enable_mamba_track`` there are ``mamba_track_indices``
-    and ``mamba_track_mask``. Two are computed: ``num_token_non_padded`` is the batch's, or else its own number of
-    tokens; ``global_num_tokens`` (``require_gathered_buffer``) is the padded number, whatever the batch says.
-    ``rids_int`` and ``bootstrap_room_ids_int`` have no memory before ``request_ids``, or
-    :meth:`~CudaGraphBufferRegistry.enable_slot`, switches them on.
+    and ``mamba_track_mask``. Several are computed. ``num_token_non_padded`` is the batch's, or else its own number of
+    tokens; with ``require_gathered_buffer``, and without ``enable_prefill_cp``, the part of it that the attention's
+    tensor parallel rank ``attn_tp_rank`` of ``attn_tp_size`` has. ``global_num_tokens``, ``global_num_tokens_gpu`` and
+    ``global_num_tokens_for_logprob_gpu`` (``require_gathered_buffer``; the last two also by
+    ``register_global_num_tokens``) are the padded number, whatever the batch says: once, or with
+    ``require_mlp_tp_gather`` for each of ``dp_size`` ranks.
+
+    ``rids_int`` and ``bootstrap_room_ids_int`` have no memory before ``request_ids``, by default the environment
+    variable ``GRAFTLAB_REQUEST_IDS``, or :meth:`~CudaGraphBufferRegistry.enable_slot`, switches them on, or ``source``
+    has them. A source's ``pp_proxy_tensors`` and ``ngram_embedding_info`` (``column_starts``, ``req_lens``) become
+    slots with dotted names, which take as many rows as arrive.
 
     Raises :class:`GraphError` for a buffer to adopt that is too small, on another device or of no integers.
     """
+    max_num_tokens = _one_of(max_num_tokens, max_num_token)
     if num_tokens_per_bs < 1:
         raise GraphError(f"num_tokens_per_bs={num_tokens_per_bs}; each request needs at least one token")
     largest = max_bs * num_tokens_per_bs if max_num_tokens is None else max_num_tokens
     registry = CudaGraphBufferRegistry(device, max_bs, largest, share_pool)
     encoder_len = encoder_len_fill_value if is_encoder_decoder else None
     slots = _slots("bs" if num_tokens_per_bs == 1 else "tokens", padding_slot, seq_len_fill_value, encoder_len)
-    slots += _optional_slots(enable_num_token_non_padded, require_gathered_buffer, enable_mamba_track)
+    if attn_tp_size < 1 or not 0 <= attn_tp_rank < attn_tp_size:
+        raise GraphError(f"attn_tp_rank={attn_tp_rank} of attn_tp_size={attn_tp_size} is no rank")
+    cut = (attn_tp_rank, attn_tp_size) if require_gathered_buffer and not enable_prefill_cp else (0, 1)
+    slots += _optional_slots(enable_num_token_non_padded, cut, require_gathered_buffer, enable_mamba_track)
+    if require_gathered_buffer if register_global_num_tokens is None else register_global_num_tokens:
+        count = dp_size if require_mlp_tp_gather else 1
+        hook = _write_padded_num_tokens if require_gathered_buffer else None
+        names = ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
+        slots += [_number(name, count, copy_from_batch=False, post_fill=hook) for name in names]
+    slots += _slots_of_source(source)
     return _registered(registry, slots, source, _chosen(dtypes, cache_loc_dtype), request_ids)
 
 
 def build_prefill_registry(
     device: torch.device | str,
     max_bs: int,
-    max_num_tokens: int,
+    max_num_tokens: int | None = None,
     share_pool: bool = False,
     *,
+    max_num_token: int | None = None,
     source: Any = None,
     padding_slot: int = 0,
     seq_len_fill_value: int = 1,
@@ -79,17 +105,49 @@ def build_prefill_registry(
     enable_mamba_track: bool = False,
     enable_num_token_non_padded: bool = False,
     require_gathered_buffer: bool = False,
-    request_ids: bool = False,
+    is_multimodal: bool = False,
+    hidden_size: int = 0,
+    embed_dtype: torch.dtype | None = None,
+    register_input_embeds: bool = True,
+    request_ids: bool | None = None,
 ) -> CudaGraphBufferRegistry:
     """Slots for batches of whole prompts, or pieces of them: what tokens have lies along the token axis.
 
-    The parameters, and what it raises, are those of :func:`build_decode_registry`.
+    The parameters, and what it raises, are those of :func:`build_decode_registry`. With ``is_multimodal`` and
+    ``register_input_embeds`` there is ``input_embeds``, ``[tokens, hidden_size]`` of ``embed_dtype``, into which the
+    model itself writes: only its tail is reset. With ``enable_mamba_track`` there is ``mamba_track_seqlens`` too.
     """
+    max_num_tokens = _one_of(max_num_tokens, max_num_token)
+    if max_num_tokens is None:
+        raise GraphError("max_num_tokens is not given; it is the largest number of tokens in a batch")
     registry = CudaGraphBufferRegistry(device, max_bs, max_num_tokens, share_pool)
     encoder_len = encoder_len_fill_value if is_encoder_decoder else None
     slots = _slots("tokens", padding_slot, seq_len_fill_value, encoder_len)
-    slots += _optional_slots(enable_num_token_non_padded, require_gathered_buffer, enable_mamba_track)
+    slots += _optional_slots(enable_num_token_non_padded, (0, 1), require_gathered_buffer, enable_mamba_track)
+    if enable_mamba_track:
+        slots.append(_slot("mamba_track_seqlens", "bs", 0, dtype=torch.int32))
+    if is_multimodal and register_input_embeds:
+        if hidden_size < 1 or embed_dtype is None:
+            raise GraphError(
+                f"is_multimodal needs hidden_size and embed_dtype for the slot input_embeds, not {hidden_size} and "
+                f"{embed_dtype}; register_input_embeds=False leaves it out"
+            )
+        slots.append(
+            GraphSlot(
+                "input_embeds",
+                lambda _, tokens: (tokens, hidden_size),
+                embed_dtype,
+                padding_policy=PaddingPolicy.ZERO,
+                copy_from_batch=False,
+            )
+        )
     return _registered(registry, slots, source, _chosen(dtypes, cache_loc_dtype), request_ids)
+
+
+def _one_of(max_num_tokens: int | None, max_num_token: int | None) -> int | None:
+    if max_num_tokens is not None and max_num_token is not None:
+        raise GraphError("max_num_tokens and max_num_token are two names of one number; give one of them")
+    return max_num_token if max_num_tokens is None else max_num_tokens
 
 
 def _chosen(dtypes: Mapping[str, torch.dtype] | None, cache_loc_dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -130,14 +188,17 @@ def _slots(
     ]
 
 
-def _optional_slots(num_token_non_padded: bool, gathered: bool, mamba_track: bool) -> list[GraphSlot]:
+def _optional_slots(
+    num_token_non_padded: bool, cut: tuple[int, int], gathered: bool, mamba_track: bool
+) -> list[GraphSlot]:
     slots = []
     if mamba_track:
         # Row 0 of the states is as good as any to read, and no state is kept where the mask is off.
         slots.append(_slot("mamba_track_indices", "bs", 0))
         slots.append(_slot("mamba_track_mask", "bs", False, dtype=torch.bool))
     if num_token_non_padded:
-        slots.append(_number("num_token_non_padded", source_fn=_own_num_tokens))
+        hook = None if cut == (0, 1) else partial(_keep_own_part, cut)
+        slots.append(_number("num_token_non_padded", source_fn=_own_num_tokens, post_fill=hook))
     if gathered:
         slots.append(_number("global_num_tokens", copy_from_batch=False, post_fill=_write_padded_num_tokens))
     return slots
@@ -149,8 +210,46 @@ def _slot(name: str, axis: Axis, pad_value: int | bool, **options: Any) -> Graph
     return GraphSlot(name, axis=axis, padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=pad_value, **options)
 
 
-def _number(name: str, **options: Any) -> GraphSlot:
-    return GraphSlot(name, shape_fn=lambda *most: (1,), dtype=torch.int32, axis="none", **options)
+def _number(name: str, count: int = 1, **options: Any) -> GraphSlot:
+    return GraphSlot(name, shape_fn=lambda *most: (count,), dtype=torch.int32, axis="none", **options)
+
+
+def _slots_of_source(source: Any) -> list[GraphSlot]:
+    """Slots for what a source has, and a batch has inside another object or beside it."""
+    found: dict[str, tuple[Tensor, Callable[[Any, FillContext], Any]]] = {}
+    ngram = getattr(source, "ngram_embedding_info", None)
+    for name in () if ngram is None else ("column_starts", "req_lens"):
+        found[f"ngram_embedding_info.{name}"] = (
+            getattr(ngram, name),
+            partial(_ngram_tensor, name),
+        )
+    for name, buffer in (getattr(source, "pp_proxy_tensors", None) or {}).items():
+        found[f"pp_proxy_tensors.{name}"] = (buffer, partial(_pp_proxy_tensor, name))
+    return [
+        GraphSlot(
+            name,
+            partial(_the_shape, tuple(buffer.shape)),
+            buffer.dtype,
+            axis="none",
+            device=buffer.device,
+            source_fn=source_fn,
+            buffer=buffer,
+        )
+        for name, (buffer, source_fn) in found.items()
+    ]
+
+
+def _the_shape(shape: tuple[int, ...], max_bs: int, max_num_tokens: int) -> tuple[int, ...]:
+    return shape
+
+
+def _ngram_tensor(name: str, batch: Any, ctx: FillContext) -> Any:
+    return getattr(getattr(batch, "ngram_embedding_info", None), name, None)
+
+
+def _pp_proxy_tensor(name: str, batch: Any, ctx: FillContext) -> Any:
+    arrived = getattr(ctx.pp_proxy_tensors, "tensors", ctx.pp_proxy_tensors)
+    return None if arrived is None else arrived[name]
 
 
 def _own_num_tokens(batch: Any, ctx: FillContext) -> Tensor:
@@ -158,6 +257,13 @@ def _own_num_tokens(batch: Any, ctx: FillContext) -> Tensor:
     if isinstance(found, Tensor):
         return found.reshape(1)
     return torch.tensor([ctx.raw_num_tokens if found is None else found], dtype=torch.int32)
+
+
+def _keep_own_part(place: tuple[int, int], buffer: Tensor, batch: Any, ctx: FillContext) -> None:
+    # Each rank has an equal share of the padded tokens; the last shares may be padding alone.
+    rank, size = place
+    share = ctx.padded_num_tokens // size
+    buffer.sub_(rank * share).clamp_(0, share)
 
 
 def _write_padded_num_tokens(buffer: Tensor, batch: Any, ctx: FillContext) -> None:
@@ -170,16 +276,21 @@ def _registered(
     slots: list[GraphSlot],
     source: Any,
     dtypes: Mapping[str, torch.dtype],
-    request_ids: bool,
+    request_ids: bool | None,
 ) -> CudaGraphBufferRegistry:
+    if request_ids is None:
+        request_ids = is_switched_on()
     known = {slot.name for slot in slots}
     if unknown := sorted(dtypes.keys() - known):
         raise GraphError(f"dtypes are given for {unknown}, which are not slots here; the slots are {sorted(known)}")
     for slot in slots:
-        slot = replace(
-            slot, dtype=dtypes.get(slot.name, slot.dtype), enabled=request_ids or slot.name not in IDENTITIES
-        )
-        found = _buffer_of(source, slot.name) if slot.enabled else None
+        if slot.buffer is not None:
+            registry.register_slot(slot)
+            continue
+        found = _buffer_of(source, slot.name)
+        # Identities that a source has are in use there.
+        enabled = request_ids or found is not None or slot.name not in IDENTITIES
+        slot = replace(slot, dtype=dtypes.get(slot.name, slot.dtype), enabled=enabled)
         if found is None:
             registry.register_slot(slot)
             continue

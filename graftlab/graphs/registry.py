@@ -151,6 +151,20 @@ class CudaGraphBufferRegistry:
             self._forget_plans()
         return new
 
+    def share_buffers(self) -> None:
+        """Move the buffers into the process's pool (:func:`share_input_buffer`), before any graph has captured them.
+
+        A buffer that is the first of its kind there becomes the memory of all; another one is left to them. Raises
+        :class:`GraphError` for a buffer that is not contiguous.
+        """
+        shared = {
+            slot.name: share_input_buffer(slot.name, slot.buffer) for slot in self._enabled if slot.buffer is not None
+        }
+        for name, buffer in shared.items():
+            self._slots[name].buffer = buffer
+        self.share_pool = True
+        self._forget_plans()
+
     @property
     def buffers(self) -> ForwardInputBuffers:
         """The whole buffers by name, as what reads them holds on to them."""
@@ -213,7 +227,7 @@ class CudaGraphBufferRegistry:
         Call it after the fill from the same batch: a field that was absent then, or is None in the template, stays
         the template's own, however much of an earlier batch the buffer holds. Other fields of the template stay too;
         in its ``sampling_info``, what is the batch's tensor under the batch's name for it becomes the view as well,
-        and so does an equal copy of the identities.
+        and so does an equal copy of the identities. A ``batch_size`` that can be set becomes the padded one.
 
         Raises :class:`GraphError` for sizes beyond the registry's.
         """
@@ -234,6 +248,9 @@ class CudaGraphBufferRegistry:
                 shown_in_info[slot.name] = view
         if shown_in_info:
             shown["sampling_info"] = _with_fields(info, shown_in_info)
+        is_computed = isinstance(getattr(type(forward_batch_template), "batch_size", None), property)
+        if hasattr(forward_batch_template, "batch_size") and not is_computed:
+            shown["batch_size"] = padded_bs
         return _with_fields(forward_batch_template, shown)
 
     # ---- taps -----------------------------------------------------------------------------------------------------
@@ -288,6 +305,8 @@ class CudaGraphBufferRegistry:
                     heads.append(None)
                     part = slot.slice_for(ctx.padded_bs, ctx.padded_num_tokens)
                 else:
+                    if slot.axis == "none" and slot.source_fn is not None:
+                        head = _head_for(source, head)
                     _check_source(slot, source, head, ctx)
                     indices, into = grouped[head.device, source.device, head.dtype, source.dtype]
                     indices.append(len(heads))
@@ -354,6 +373,12 @@ def _kind(source: object) -> object:
     return None if source is None else type(source)
 
 
+def _head_for(source: object, head: Tensor) -> Tensor:
+    """The beginning of a buffer that a source with fewer rows fills."""
+    is_shorter = isinstance(source, Tensor) and source.dim() and head.dim() and source.shape[0] < head.shape[0]
+    return head[: source.shape[0]] if is_shorter else head  # type: ignore[attr-defined]
+
+
 def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContext) -> None:
     if not isinstance(source, Tensor):
         raise slot.error(f"got {type(source).__name__} from the batch; it must be a tensor or None")
@@ -388,10 +413,16 @@ class ForwardInputBuffers:
     """A view of a registry's whole buffers by slot name; None for a slot that is not enabled.
 
     ``buffers.seq_lens`` is the very tensor that graphs read, in its largest size, so its content changes with every
-    batch. Slots registered or enabled later appear too. The view is read-only.
+    batch. Slots registered or enabled later appear too. The view is read-only. ``share_buffers()`` is that of the
+    registry.
     """
 
     __slots__ = ("_registry",)
+
+    def share_buffers(self) -> None:
+        """See :meth:`CudaGraphBufferRegistry.share_buffers`."""
+        registry: CudaGraphBufferRegistry = object.__getattribute__(self, "_registry")
+        registry.share_buffers()
 
     def __init__(self, registry: CudaGraphBufferRegistry) -> None:
         object.__setattr__(self, "_registry", registry)

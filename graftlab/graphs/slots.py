@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
@@ -68,8 +68,11 @@ class GraphSlot:
     slot's name unless told. Without ``copy_from_batch`` nothing is copied. ``post_fill(buffer, batch, ctx)`` is
     called with the whole buffer after all copies of every fill, also where the field was absent.
 
+    A ``source_fn`` with axis ``"none"`` may give fewer rows than the buffer has; the others keep what they hold.
+
     A slot that is not ``enabled`` keeps its name and nothing else: no memory, never filled, never shown. ``buffer`` is
-    a tensor to adopt, if it comes before the slot is registered.
+    a tensor to adopt, if it comes before the slot is registered. ``copy_from_fb`` is SGLang's name of
+    ``copy_from_batch``.
 
     Raises :class:`GraphError` for what contradicts itself.
     """
@@ -77,8 +80,7 @@ class GraphSlot:
     name: str
     shape_fn: Callable[[int, int], tuple[int, ...]]
     dtype: torch.dtype
-    axis: Axis
-    _: KW_ONLY
+    axis: Axis = "tokens"
     device: torch.device | str | None = None
     padding_policy: PaddingPolicy = PaddingPolicy.KEEP_PAD
     pad_value: float | int | bool | None = None
@@ -88,6 +90,7 @@ class GraphSlot:
     slice_fn: Callable[[Tensor, int], Tensor] | None = None
     source_fn: Callable[[Any, FillContext], Tensor | None] | None = None
     buffer: Tensor | None = None
+    copy_from_fb: InitVar[bool | None] = field(default=None, kw_only=True)
     is_registered: bool = field(default=False, init=False, repr=False)
     """Whether a registry has it, and ``buffer`` is that registry's. Only a registry sets these two."""
 
@@ -97,7 +100,9 @@ class GraphSlot:
             raise AttributeError(f"slot {self.name!r}: {name} cannot be changed; make another slot")
         super().__setattr__(name, value)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, copy_from_fb: bool | None) -> None:
+        if copy_from_fb is not None:
+            self.__dict__["copy_from_batch"] = copy_from_fb
         self._check_types()
         policy = self.padding_policy
         if self.axis not in ("bs", "tokens", "none"):

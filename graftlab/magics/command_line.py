@@ -212,6 +212,11 @@ def _commands() -> dict[str, Command]:
         more="[--backend NAME] [--fullgraph] ",
     )
     compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
+    compiled.add_argument(
+        "--grad-mode",
+        choices=("grad", "no_grad", "inference_mode"),
+        help="whether to compute gradients (by default as the call does)",
+    )
     compiled.add_argument("--fullgraph", action="store_true", help="fail on a graph break")
     expression(
         "match",

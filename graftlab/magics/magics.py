@@ -222,7 +222,7 @@ class GraftMagics(Magics):
         options = {"fullgraph": arguments.fullgraph}
         if arguments.backend is not None:
             options["backend"] = arguments.backend
-        comparison = self._open().compare_compiled(arguments.expression, **options)
+        comparison = self._open().compare_compiled(arguments.expression, grad_mode=arguments.grad_mode, **options)
         self._assign(arguments.out, comparison)
         return comparison
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +22,25 @@ IDENTITIES = ("rids_int", "bootstrap_room_ids_int")
 _INT64 = torch.iinfo(torch.int64)
 
 
-def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = "cpu") -> torch.Tensor:
-    """``[B]`` int64: each request's id as :func:`request_id_to_int` makes it.
+REQUEST_IDS_VARIABLE = "GRAFTLAB_REQUEST_IDS"
+"""The environment variable that switches these tensors on where the code does not say."""
+
+
+def is_switched_on() -> bool:
+    """Whether the environment asks for request ids. Raises :class:`RequestError` for a value other than 1 or 0."""
+    text = os.environ.get(REQUEST_IDS_VARIABLE, "").strip().lower()
+    if text not in ("", "0", "1", "true", "false", "yes", "no", "on", "off"):
+        raise RequestError(f"{REQUEST_IDS_VARIABLE} is {text!r}; it takes 1 or 0")
+    return text in ("1", "true", "yes", "on")
+
+
+def request_ids_tensor(
+    request_ids: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    rids: Sequence[str] | None = None,
+) -> torch.Tensor:
+    """``[B]`` int64: each request's id as :func:`request_id_to_int` makes it. ``rids`` is SGLang's name of the ids.
 
     A request that is sampled several times has as many rows, which their order distinguishes.
 
@@ -32,6 +50,10 @@ def request_ids_tensor(request_ids: Sequence[str], device: torch.device | str = 
     >>> request_ids_tensor(["req-0", "req-1"]).shape
     torch.Size([2])
     """
+    if (request_ids is None) == (rids is None):
+        raise TypeError("request_ids_tensor() takes the ids once, as request_ids or as rids")
+    request_ids = rids if request_ids is None else request_ids
+    assert request_ids is not None
     numbers = [request_id_to_int(each) for each in request_ids]
     if len(set(numbers)) < len(set(request_ids)):
         named: dict[int, set[str]] = {}

@@ -390,7 +390,7 @@ class DumpWriter:
                     f"cannot write {len(written)} requests into {folder}: {error}; {self.waiting} wait in memory, "
                     f"where at most {self.limit} may, and the next flush tries again{more_refused}"
                 )
-                notes.append((logging.WARNING, text))
+                notes.append((logging.ERROR, text))
                 continue
             self._refusals = 0
             self.written += len(written)

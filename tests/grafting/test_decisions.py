@@ -164,6 +164,31 @@ def test_a_filter_that_looks_at_the_recomputation_is_asked_at_each_call() -> Non
     assert not decisions.known
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("compare", "expected"),
+    [
+        ("recompute_status == 'disabled'", [False, False, True]),
+        ("'disabled' != recompute_status", [True, True, False]),
+        ("recompute_status in {'disabled', 'recompute'}", [False, True, True]),
+        ("recompute_status == 'original'", [True, False, True]),
+    ],
+)
+def test_outside_checkpointing_the_status_equals_disabled_too(
+    compare: str, expected: list[bool], use_reentrant: bool
+) -> None:
+    decisions = made(compare=compare)
+    found: list[bool] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        found.append(decisions.of(asked()) is not None)
+        return x.sin()
+
+    checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+    block(torch.ones(2))
+    assert found == expected
+
+
 def test_tag_sets_that_never_repeat_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_DECISIONS_LIMIT", 5)
     decisions = made()

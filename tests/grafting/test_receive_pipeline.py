@@ -329,6 +329,22 @@ def test_a_graft_is_a_line_in_the_log_and_a_comparison_is_not(caplog: pytest.Log
     assert after.startswith("float32[2] cpu (mean=2 std=0 min=2 max=2 nonfinite=1) from ranks [0]; rel_diff=2.000e-01")
 
 
+def test_the_log_has_the_extras_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+    handler = Receiver()
+    extras = {"fill": 1.5, "ids": torch.arange(3), "names": ["a" * 100]}
+    came = Receipt([Contribution(0, torch.ones(2), extras)])
+    with caplog.at_level(logging.INFO, logger="graftlab"):
+        handler.take(call(torch.zeros(2), GRAFT), came)
+        handler.pipeline.note_sent(call(torch.zeros(2), GRAFT, Place("baseline", 0, 1, 2)), extras)
+        handler.pipeline.note_sent(call(torch.zeros(2), GRAFT), None)
+        handler.pipeline.log_grafts()
+    received, sent, bare = caplog.messages
+    shown = "{'fill': 1.5, 'ids': int64[3], 'names': ['aaaaaaaaaaaa...aaaaaaaaaaaaa']}"
+    assert received.endswith(f"; extras=[{shown}]")
+    assert sent == f"baseline[0] sent b2t at tap 'h' step 4: float32[2] cpu; extras={shown}"
+    assert bare.endswith("float32[2] cpu")
+
+
 def test_log_lines_are_not_formatted_at_a_higher_log_level(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,10 +17,11 @@ from kit.graph_buffers import MAX_BS, MAX_TOKENS, buffer_of, content, extract, f
 from torch import Tensor
 
 from graftlab.engine import PADDING_SLOT, ForwardBatch
-from graftlab.errors import GraphError
+from graftlab.errors import GraphError, RequestError
 from graftlab.graphs import (
     CudaGraphBufferRegistry,
     ForwardInputBuffers,
+    GraphSlot,
     PaddingPolicy,
     build_decode_registry,
     build_prefill_registry,
@@ -384,7 +385,11 @@ def test_slots_that_few_models_have_exist_on_request(kind: str) -> None:
     assert not build(kind, is_encoder_decoder=False).has_slot("encoder_lens")
     asked = build(kind, enable_mamba_track=True, enable_num_token_non_padded=True, require_gathered_buffer=True)
     new = set(asked.slot_names()) - set(build(kind).slot_names())
-    assert new == {"mamba_track_indices", "mamba_track_mask", "num_token_non_padded", "global_num_tokens"}
+    only = {
+        "decode": {"global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"},
+        "prefill": {"mamba_track_seqlens"},
+    }
+    assert new == {"mamba_track_indices", "mamba_track_mask", "num_token_non_padded", "global_num_tokens"} | only[kind]
     assert buffer_of(asked, "mamba_track_mask").dtype == torch.bool
     batch = SimpleNamespace(mamba_track_indices=ones(2, 5), mamba_track_mask=torch.tensor([True, True]))
     asked.fill_from(batch, raw_bs=2, padded_bs=4, raw_num_tokens=2, padded_num_tokens=4)
@@ -506,3 +511,118 @@ def test_buffers_are_had_by_name_as_graphs_read_them() -> None:
         buffers.seq_lens = ones(2)
     # They are a source like any other.
     assert buffer_of(build("decode", source=buffers, request_ids=False), "seq_lens") is seq_lens
+
+
+# ---- what SGLang's builders have -------------------------------------------------------------------------------------
+
+
+def test_the_published_global_numbers_of_tokens_are_the_padded_number() -> None:
+    names = ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
+    gathered = build("decode", require_gathered_buffer=True, require_mlp_tp_gather=True, dp_size=3)
+    alone = build("decode", register_global_num_tokens=True)
+    for registry, expected in ((gathered, [4, 4, 4]), (alone, [0])):
+        fill(registry, 3, 4)
+        view = extract(registry, SimpleNamespace(global_num_tokens_gpu=None), 4)
+        assert view.global_num_tokens_gpu.tolist() == expected
+        assert [content(registry, name) for name in names] == [expected] * 2
+    absent = build("decode", require_gathered_buffer=True, register_global_num_tokens=False)
+    assert not any(absent.has_slot(name) for name in names)
+
+
+@pytest.mark.parametrize(("number", "parts"), [(5, [2, 2, 1, 0]), (8, [2, 2, 2, 2]), (0, [0, 0, 0, 0])])
+def test_the_number_of_tokens_is_cut_to_the_attentions_tensor_parallel_rank(number: int, parts: list[int]) -> None:
+    options: dict[str, Any] = {"enable_num_token_non_padded": True, "attn_tp_size": 4}
+    for rank, part in enumerate(parts):
+        for more, expected in (
+            ({"require_gathered_buffer": True}, part),
+            ({"require_gathered_buffer": True, "enable_prefill_cp": True}, number),
+            ({}, number),
+        ):
+            registry = build("decode", attn_tp_rank=rank, **options, **more)
+            # Each fill cuts the batch's number anew.
+            for _ in range(2):
+                fill(registry, 8, 8, num_token_non_padded=torch.tensor(number, dtype=torch.int32))
+            assert content(registry, "num_token_non_padded") == [expected]
+    with pytest.raises(GraphError, match="attn_tp_rank=4 of attn_tp_size=4 is no rank"):
+        build("decode", attn_tp_rank=4, **options)
+
+
+def test_embeddings_are_written_by_the_model_and_only_their_padding_is_reset() -> None:
+    registry = build("prefill", is_multimodal=True, hidden_size=2, embed_dtype=torch.bfloat16)
+    embeds = buffer_of(registry, "input_embeds")
+    assert (embeds.shape, embeds.dtype) == ((MAX_TOKENS, 2), torch.bfloat16)
+    embeds.fill_(1)
+    fill(registry, 3, 5, input_embeds=torch.full((3, 2), 7.0))
+    assert embeds[:, 0].tolist() == [1, 1, 1, 0, 0] + [1] * (MAX_TOKENS - 5)
+    assert not build("prefill", is_multimodal=True, register_input_embeds=False).has_slot("input_embeds")
+    with pytest.raises(GraphError, match="needs hidden_size and embed_dtype"):
+        build("prefill", is_multimodal=True)
+
+
+def test_what_a_source_has_beside_the_batch_takes_as_many_rows_as_arrive() -> None:
+    source = SimpleNamespace(
+        pp_proxy_tensors={"hidden_states": torch.zeros(4, 2)},
+        ngram_embedding_info=SimpleNamespace(column_starts=ones(4, 9), req_lens=ones(4, 9)),
+        rids_int=ones(MAX_BS, 3),
+    )
+    registry = build("decode", source=source)
+    assert buffer_of(registry, "rids_int") is source.rids_int
+    batch = SimpleNamespace(
+        ngram_embedding_info=SimpleNamespace(column_starts=ones(2, 5), req_lens=ones(3, 6)), rids_int=ones(2, 8)
+    )
+    sizes: dict[str, Any] = {"raw_bs": 2, "padded_bs": 4, "raw_num_tokens": 2, "padded_num_tokens": 4}
+    registry.fill_from(batch, **sizes, pp_proxy_tensors=SimpleNamespace(tensors={"hidden_states": torch.ones(3, 2)}))
+    assert source.pp_proxy_tensors["hidden_states"][:, 0].tolist() == [1, 1, 1, 0]
+    assert source.ngram_embedding_info.column_starts.tolist() == [5, 5, 9, 9]
+    assert source.ngram_embedding_info.req_lens.tolist() == [6, 6, 6, 9]
+    assert source.rids_int.tolist() == [8, 8, PADDING_ID, PADDING_ID, 3, 3, 3, 3]
+    registry.fill_from(batch, **sizes)
+    assert source.pp_proxy_tensors["hidden_states"][:, 0].tolist() == [1, 1, 1, 0]
+
+
+def test_an_extracted_batch_has_the_padded_size() -> None:
+    registry = build("decode")
+    batch = fill(registry, 3, 4, seq_lens=ones(3), batch_size=3)
+    assert (extract(registry, batch, 4).batch_size, batch.batch_size) == (4, 3)
+    # A batch that computes its size has that of its tensors.
+    assert extract(registry, SimpleNamespace(seq_lens=ones(3)), 4).seq_lens.shape == (4,)
+
+
+def test_slots_and_builders_take_the_published_arguments() -> None:
+    def shape(bs: int, tokens: int) -> tuple[int, ...]:
+        return (tokens,)
+
+    slot = GraphSlot("x", shape, torch.int64, "tokens", torch.device("cpu"), PaddingPolicy.ZERO, None, True, False)
+    assert (slot.device, slot.padding_policy, slot.copy_from_batch) == (torch.device("cpu"), PaddingPolicy.ZERO, False)
+    named = GraphSlot(name="x", shape_fn=shape, dtype=torch.int64, copy_from_fb=False)
+    assert (named.axis, named.copy_from_batch) == ("tokens", False)
+    # Another registry's copy is made of it.
+    registry_of(named)
+    assert not registry_of(named).get_slot("x").copy_from_batch
+    for make_registry in (build_decode_registry, build_prefill_registry):
+        assert make_registry(device="cpu", max_bs=2, max_num_token=6).max_num_tokens == 6
+        with pytest.raises(GraphError, match="two names of one number"):
+            make_registry("cpu", 2, 6, max_num_token=6)
+    with pytest.raises(RuntimeError):
+        build("decode").get_slot("none")
+
+
+@kinds
+def test_the_environment_switches_request_ids_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not build(kind, request_ids=None).get_slot("rids_int").enabled
+    monkeypatch.setenv("GRAFTLAB_REQUEST_IDS", "1")
+    assert build(kind, request_ids=None).get_slot("rids_int").enabled
+    assert not build(kind, request_ids=False).get_slot("rids_int").enabled
+    monkeypatch.setenv("GRAFTLAB_REQUEST_IDS", "perhaps")
+    with pytest.raises(RequestError, match="GRAFTLAB_REQUEST_IDS is 'perhaps'; it takes 1 or 0"):
+        build(kind, request_ids=None)
+
+
+def test_buffers_are_moved_into_the_pool_before_a_capture() -> None:
+    first, second = build("decode"), build("decode")
+    assert buffer_of(first, "seq_lens").data_ptr() != buffer_of(second, "seq_lens").data_ptr()
+    first.buffers.share_buffers()
+    second.buffers.share_buffers()
+    assert all(buffer_of(first, name).data_ptr() == buffer_of(second, name).data_ptr() for name in SAFE)
+    fill(second, 2, 4, seq_lens=ones(2, 5))
+    assert first.buffers.seq_lens[:4].tolist() == [5, 5, 1, 1]  # type: ignore[index]

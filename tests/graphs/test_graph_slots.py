@@ -370,15 +370,11 @@ def test_a_registered_slots_fields_cannot_be_changed() -> None:
     assert slot.pad_value == -1
 
 
-def test_only_what_comes_first_may_be_given_by_position() -> None:
-    """Or a post_fill in the place of enabled would be taken for true."""
-
+def test_a_hook_in_the_place_of_enabled_is_not_taken_for_true() -> None:
     def hook(buffer: Tensor, batch: Any, ctx: FillContext) -> None: ...
 
-    shape = make().shape_fn
-    assert GraphSlot("x", shape, torch.int64, "bs").axis == "bs"
-    with pytest.raises(TypeError, match="positional argument"):
-        GraphSlot("x", shape, torch.int64, "bs", None, PaddingPolicy.KEEP_PAD, None, hook)  # type: ignore[misc]
+    with pytest.raises(GraphError, match=r"enabled=.*hook.*; it must be bool"):
+        GraphSlot("x", make().shape_fn, torch.int64, "bs", None, PaddingPolicy.KEEP_PAD, None, hook)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

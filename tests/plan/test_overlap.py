@@ -26,4 +26,9 @@ def test_of_many_taps_some_are_named() -> None:
 )
 def test_plan_without_overlap_is_accepted(b2t: str | None, t2b: str | None) -> None:
     refuse_overlap(GraftPlan(b2t=b2t, t2b=t2b), TAPS)
-    refuse_overlap(GraftPlan(b2t="True", t2b="True"), [])
+    refuse_overlap(GraftPlan(b2t="layer < 4", t2b="True"), [])
+
+
+def test_two_filters_that_match_every_tap_are_refused_before_one_was_seen() -> None:
+    with pytest.raises(GraftOverlapError, match="match every tap; a tap is grafted one way"):
+        refuse_overlap(GraftPlan(b2t="True", t2b="1 < 2"), [])

@@ -535,6 +535,8 @@ def test_where_no_folder_can_be_requests_wait_in_memory_until_one_can(
     assert not dumper.flush()
     assert dumper.waiting == 1
     assert re.search(r"cannot write 1 requests .*File exists.*1 wait in memory.*20000", caplog.text)
+    failed = [record for record in caplog.records if "cannot write 1 requests" in record.getMessage()]
+    assert [(record.levelname, record.getMessage().count("\n")) for record in failed] == [("ERROR", 0)]
     assert re.search(r"the journal in .* cannot be written: .*File exists.*a process that is killed loses", caplog.text)
     add(dumper, "b")
     where.unlink()
