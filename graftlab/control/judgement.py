@@ -42,7 +42,7 @@ from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.lines import DifferingLine
-from graftlab.verdict.model_data import data_rows, differing_data, input_names
+from graftlab.verdict.model_data import data_rows, differing_data, differing_weights, input_names
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
     learned_from_other_code,
@@ -207,6 +207,8 @@ class Judgement:
                 remarks=remarks,
                 data=naming.data,
                 inputs=naming.inputs,
+                # Jobs are not known to have begun with equal weights, so theirs come first.
+                weights=differing_weights(evidence.compared, self._threshold) if of_functions else {},
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
                 job_remarks=naming.job_remarks,
