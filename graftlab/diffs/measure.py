@@ -32,10 +32,14 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
     if compiled is not None:
         # The common case first, because its time is added to each tap.
         types = compiled.types.get((baseline.dtype, target.dtype))
-        shape = baseline.shape
+        try:
+            shape = baseline.shape
+            is_alike = shape == target.shape
+        except RuntimeError:  # a nested tensor has no shape
+            is_alike = False
         if (
             types is not None
-            and shape == target.shape
+            and is_alike
             and baseline.is_cpu
             and target.is_cpu
             and type(baseline) in _PLAIN
@@ -101,6 +105,11 @@ def _measure_any(baseline: torch.Tensor, target: torch.Tensor, compiled: kernel.
 
 
 def _check(baseline: torch.Tensor, target: torch.Tensor) -> None:
+    sides = {"baseline": baseline, "target": target}
+    # First, because a nested tensor has no shape to ask for.
+    for side, tensor in sides.items():
+        if tensor.is_nested:
+            raise ValueError(f"the {side} is nested; only dense tensors are measured (.values(), or pad it)")
     if baseline.shape != target.shape:
         raise ValueError(
             f"the baseline has shape {list(baseline.shape)} and the target {list(target.shape)}; only tensors of one "
@@ -110,7 +119,7 @@ def _check(baseline: torch.Tensor, target: torch.Tensor) -> None:
         raise ValueError(
             f"the baseline is on {baseline.device} and the target on {target.device}; move one with .to(device) first"
         )
-    for side, tensor in (("baseline", baseline), ("target", target)):
+    for side, tensor in sides.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
             raise ValueError(f"the {side} is {kind}; only dense tensors are measured (.to_dense(), .dequantize())")

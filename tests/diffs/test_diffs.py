@@ -289,19 +289,20 @@ def test_devices_that_differ_are_refused_with_both_named() -> None:
         measure(torch.zeros(2), torch.zeros(2, device="meta"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
-    "make",
+    ("kind", "make"),
     [
-        lambda: torch.zeros(2, 2).to_sparse(),
-        lambda: torch.zeros(2, 2, device="meta"),
-        lambda: torch.quantize_per_tensor(torch.zeros(2, 2), 1.0, 0, torch.qint8),
+        ("sparse", lambda: torch.zeros(2, 2).to_sparse()),
+        ("meta", lambda: torch.zeros(2, 2, device="meta")),
+        ("quantized", lambda: torch.quantize_per_tensor(torch.zeros(2, 2), 1.0, 0, torch.qint8)),
+        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
     ],
-    ids=["sparse", "meta", "quantized"],
 )
-def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], torch.Tensor]) -> None:
+def test_a_tensor_that_is_not_dense_is_refused_by_its_kind(kind: str, make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
-    with pytest.raises(ValueError, match="dense"):
+    with pytest.raises(ValueError, match=f"{kind}.*only dense"):
         measure(tensor, tensor)
 
 
