@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from graftlab.control.verdicts import Verdict
     from graftlab.matching.proposal import Proposal
     from graftlab.ranks.remote_functions import Callee
+    from graftlab.taps.compiled_calls import GradMode
     from graftlab.widgets.dashboard import Dashboard
     from graftlab.widgets.filter_editor import FilterEditor
     from graftlab.widgets.match_editor import MatchEditor
@@ -389,6 +390,7 @@ class Session(SessionCore):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         threshold: float = 5.0,
+        grad_mode: GradMode | None = None,
         **options: Any,
     ) -> CompiledComparison:
         """Find whether this function computes the same when it is compiled, and if not, where it differs.
@@ -402,6 +404,13 @@ class Session(SessionCore):
         alone moves the eager result is measured, with the taps moved by one unit in the last place and in float64, and
         is part of every floor.
 
+        What is compiled depends on whether gradients are computed: ``grad_mode`` is ``"grad"``, ``"no_grad"`` or
+        ``"inference_mode"``; by default the call decides. If it computes gradients that it does not use, it is tried
+        without them too, judged where the compiled result is wrong, and the text says which was judged. If torch
+        cannot compile the call as a whole, the modules that it calls are compiled. If inductor's result is wrong, its
+        switches (``torch._inductor.config.pattern_matcher`` and others) are tried, and the one that makes it right is
+        named.
+
         Raises what :meth:`verdict` raises.
 
         >>> print(session.compare_compiled(forward, args=(x,), backend="eager").text)
@@ -411,7 +420,7 @@ class Session(SessionCore):
         self._require_workers("run code on")
         from graftlab.control.compiled_comparison import compare_compiled
 
-        return compare_compiled(self, function, args, kwargs, options, threshold)
+        return compare_compiled(self, function, args, kwargs, options, threshold, grad_mode)
 
     def check(
         self,

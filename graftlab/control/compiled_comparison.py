@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from graftlab.base import shipping
 from graftlab.base.html import bundle
@@ -18,13 +18,20 @@ from graftlab.control.judge import judge
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.control.verdicts import Verdict
-from graftlab.control.work import arguments
+from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.diffs.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import RoundedResults
 from graftlab.plan.plan import PlanEdit
+from graftlab.ranks.compiled_runs import (
+    CallInMode,
+    SwitchSearch,
+    runs_without_gradients,
+    search_switches,
+    what_is_compiled,
+)
 from graftlab.ranks.remote_functions import Callee, call_in_float64, round_callee
-from graftlab.taps.compiled_calls import CompiledCall
+from graftlab.taps.compiled_calls import CompiledCall, GradMode
 
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
@@ -45,6 +52,12 @@ class CompiledComparison:
     makes the difference: the results agree with it and all earlier taps in the graph, and differ with only the earlier
     ones; None where the result is as near without taps.
 
+    ``grad_mode`` is the mode that was judged: None for the caller's own. ``other_mode`` is the distance of the compiled
+    result from the eager one in the mode that was tried too and not judged (without gradients, if the caller's own was
+    judged); None if one mode was tried. ``not_whole`` is why the call could not be compiled as a whole, so that the
+    modules that it calls were compiled. ``switches`` are the settings of ``torch._inductor.config`` that make the
+    result right, by name.
+
     >>> session.compare_compiled(forward, args=(x,), backend="eager").fused is None
     True
     """
@@ -57,11 +70,15 @@ class CompiledComparison:
     fused: str | None
     graphs: int
     not_in_float64: str | None = None
+    grad_mode: GradMode | None = None
+    other_mode: float | None = None
+    not_whole: str | None = None
+    switches: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
         """The conclusion."""
-        return f"{self._of_results()}\n{self.verdict.text}"
+        return "\n".join([self._of_results(), *self._of_call(), self.verdict.text])
 
     def _of_results(self) -> str:
         if math.isnan(self.untapped):
@@ -73,6 +90,32 @@ class CompiledComparison:
             return "Compiled, its result is equal to the eager one, without taps and with them."
         apart = f"Compiled without taps its result is {_far(self.untapped)}, with taps {_far(self.tapped)}."
         return " ".join([apart, self._of_rounding(), *self._of_float64()])
+
+    def _of_call(self) -> list[str]:
+        """Return what was judged, where that is a choice."""
+        said = []
+        if self.not_whole is not None:
+            said.append(
+                f"torch.compile cannot compile this call as a whole ({self.not_whole}). The modules that it calls were "
+                "compiled, each as by module.compile(), and the rest ran as it is."
+            )
+        if self.other_mode is not None and self.grad_mode is None:
+            agrees = self.other_mode <= _PARTED * self.floor
+            found = "agrees too" if agrees else f"is {self.other_mode:.1e} from the eager one, which is no better"
+            said.append(
+                f"Judged as it is called, with gradients. Compiled without them (torch.no_grad), its result {found}."
+            )
+        elif self.other_mode is not None:
+            said.append(
+                "Judged without gradients (torch.no_grad), because there the result is farther off. The call itself "
+                f"computes gradients, and compiled so its result is {_far(self.other_mode)}."
+            )
+        elif self.grad_mode is not None:
+            said.append(f"Judged under {self.grad_mode}, as grad_mode says.")
+        if self.switches:
+            named = " and ".join(f"torch._inductor.config.{name} = {value}" for name, value in self.switches.items())
+            said.append(f"With {named} the compiled result is right: the mistake is in what that switches off.")
+        return said
 
     def _of_rounding(self) -> str:
         limit, floor = _PARTED * self.floor, f"rounding alone changes the eager result by {self.floor:.1e}"
@@ -117,6 +160,7 @@ class CompiledComparison:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         first = f"<p><b>{html.escape(self._of_results())}</b></p>"
+        first += "".join(f"<p>{html.escape(each)}</p>" for each in self._of_call())
         return bundle(repr(self), first + self.verdict._repr_mimebundle_()["text/html"])
 
 
@@ -127,19 +171,33 @@ def compare_compiled(
     kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any],
     threshold: float,
+    grad_mode: GradMode | None = None,
 ) -> CompiledComparison:
     """See :meth:`graftlab.session.Session.compare_compiled`."""
     args, kwargs = arguments("compare_compiled", args, kwargs)
     if isinstance(function, str) and (args or kwargs):
         raise SessionError(f"compare_compiled: {function!r} is an expression, which takes no args; write them into it")
+    refuse_invalid_expressions(function)
+    if grad_mode not in (None, *get_args(GradMode)):
+        raise SessionError(f"compare_compiled: grad_mode is {grad_mode!r}; it takes {', '.join(get_args(GradMode))}")
     packed = None if isinstance(function, str) else shipping.pack_function(function)
-    compiled = _CompiledRuns(session, function, packed, args, kwargs, dict(options))
+    call = CompiledCall(function if isinstance(function, str) else None, packed, dict(options), (), grad_mode)
+    compiled = _CompiledRuns(session, function, call, args, kwargs)
+    compiled.choose_what_is_compiled()
     untapped, exact_untapped = compiled.distances((), "without taps in the graph")
+    other_mode = None
+    if grad_mode is None and compiled.runs_without_gradients():
+        # What is compiled without gradients is another program, and the caller may mean that one.
+        without = compiled.in_mode("no_grad")
+        found, exact = without.distances((), "without taps in the graph, and without gradients")
+        other_mode = found
+        if found > _PARTED * without.floor.rel_l2 and not untapped > _PARTED * compiled.floor.rel_l2:
+            compiled, other_mode, untapped, exact_untapped = without, untapped, found, exact
     floor = compiled.floor
     request = VerdictRequest(
-        function,
-        CompiledCall(_source(function), packed, options),
-        exact=None if floor.error is not None else partial(call_in_float64, function),
+        compiled.function,
+        replace(compiled.call, names=None),
+        exact=None if floor.error is not None else partial(call_in_float64, compiled.function),
         threshold=threshold,
         args=args,
         kwargs=kwargs,
@@ -150,6 +208,7 @@ def compare_compiled(
     fused = None
     if untapped > _PARTED * max(tapped, floor.rel_l2):
         fused = compiled.first_that_mends(names, untapped, tapped)
+    switches = compiled.switches() if untapped > _PARTED * floor.rel_l2 else {}
     return CompiledComparison(
         verdict,
         untapped,
@@ -159,11 +218,11 @@ def compare_compiled(
         fused,
         compiled.graphs,
         floor.error,
+        compiled.call.mode,
+        other_mode,
+        compiled.not_whole,
+        switches,
     )
-
-
-def _source(function: Callee) -> str | None:
-    return function if isinstance(function, str) else None
 
 
 class _CompiledRuns:
@@ -173,18 +232,53 @@ class _CompiledRuns:
         self,
         session: SessionCore,
         function: Callee,
-        packed: bytes | None,
+        call: CompiledCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        options: dict[str, Any],
     ) -> None:
         self._session = session
-        self._function = function
-        self._packed = packed
+        self._plain = function
         self._args, self._kwargs = args, kwargs
-        self._options = options
+        self.call = call
+        self.not_whole: str | None = None
         self.graphs = 0
         self._floor: ResultFloor | None = None
+
+    @property
+    def function(self) -> Callee:
+        """The eager call, in its mode."""
+        return self._plain if self.call.mode is None else CallInMode(self._plain, self.call.mode)
+
+    def in_mode(self, mode: GradMode) -> _CompiledRuns:
+        """Return the same for a call in this mode."""
+        changed = _CompiledRuns(self._session, self._plain, replace(self.call, mode=mode), self._args, self._kwargs)
+        changed.not_whole, changed.graphs = self.not_whole, self.graphs
+        return changed
+
+    def choose_what_is_compiled(self) -> None:
+        """Compile the call as a whole, or else the modules that it calls. Raises :class:`RunError` for neither."""
+        self.graphs += 1
+        try_call = partial(what_is_compiled, self.call, self._args, self._kwargs)
+        run = self._run("what torch.compile can compile", None, try_call)
+        self.not_whole = next((reason for reason in run.target if reason is not None), None)
+        if self.not_whole is not None:
+            self.call = replace(self.call, by_modules=True)
+
+    def runs_without_gradients(self) -> bool:
+        """Whether the call computes gradients that it does not need itself."""
+        ask = partial(runs_without_gradients, self._plain, self._args, self._kwargs)
+        return all(self._run("whether the call computes gradients", ask, None).baseline)
+
+    def switches(self) -> Mapping[str, object]:
+        """Return the switches of inductor that make the result right on each rank; none for another backend."""
+        backend = self.call.options.get("backend", "inductor")
+        if isinstance(backend, str) and backend != "inductor":
+            return {}
+        limit = _PARTED * self.floor.rel_l2
+        search = partial(search_switches, self._plain, self.call, limit, self._args, self._kwargs)
+        found: list[SwitchSearch] = list(self._run("which of inductor's switches matters", None, search).target)
+        self.graphs += max(each.compilations for each in found)
+        return found[0].settings if all(each.settings == found[0].settings for each in found) else {}
 
     @property
     def floor(self) -> ResultFloor:
@@ -198,8 +292,8 @@ class _CompiledRuns:
         Each is a rel_l2, on the rank where it is largest.
         """
         self.graphs += 1
-        target = CompiledCall(_source(self._function), self._packed, self._options, names)
-        run = self._run(f"compilation {self.graphs}, {title}", self._function, target, self._args, self._kwargs)
+        target = replace(self.call, names=names)
+        run = self._run(f"compilation {self.graphs}, {title}", self.function, target, self._args, self._kwargs)
         expected, found = _results(run.baseline), _results(run.target)
         apart = distance(expected, found)
         if self._floor is None:
@@ -219,7 +313,7 @@ class _CompiledRuns:
         return names[agreed - 1]
 
     def _measured(self, expected: Results, found: Results) -> ResultFloor:
-        call = partial(round_callee, self._function, self._args, self._kwargs, self._session.options.keep_budget)
+        call = partial(round_callee, self.function, self._args, self._kwargs, self._session.options.keep_budget)
         ranks: list[RoundedResults] = list(self._run("the eager result against itself", call, None).baseline)
         error = next((each.error for each in ranks if each.error is not None), None)
         in_float64 = _results([each.exact for each in ranks])
@@ -234,7 +328,7 @@ class _CompiledRuns:
     def _run(
         self,
         title: str,
-        baseline: Callee,
+        baseline: Callee | None,
         target: Callee | None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,

@@ -43,6 +43,8 @@ class _Traced:
     grafts: list[LineGraft] = field(default_factory=list)
     """The lines that have the baseline's values in the next confirming run."""
     kept: list[LostOperation] = field(default_factory=list)
+    later: list[LostOperation] = field(default_factory=list)
+    """The lost operations that depend on those."""
     confirmed: set[int] = field(default_factory=set)
     """Indices of the target's operations."""
     appeared: set[int] = field(default_factory=set)
@@ -139,9 +141,11 @@ class LineSearch:
             if found is not None and others is not None:
                 call.lost = first_lost(found, others, int(call.row["rank"]), call.tolerance)
                 known = {each.operation.index for each in call.kept}
-                if known:
-                    call.appeared |= {each.operation.index for each in call.lost.target} - known
-                call.kept += [each for each in call.lost.target if each.operation.index not in known]
+                new = [each for each in call.lost.target if not each.is_later and each.operation.index not in known]
+                call.appeared |= {each.operation.index for each in new if known}
+                call.kept += new
+                if not known:
+                    call.later = [each for each in call.lost.target if each.is_later]
 
     # ---- confirming -------------------------------------------------------------------------------------------------
 
@@ -215,7 +219,13 @@ class LineSearch:
     def _found(self, call: _Traced) -> list[DifferingLine]:
         if call.lost is None:
             return []
-        sides: list[tuple[Side, list[LostOperation]]] = [("target", call.kept), ("baseline", call.lost.baseline)]
+        # The fault may be in any of them where the first could not be confirmed.
+        ours = sorted(call.kept, key=lambda each: each.operation.index not in call.confirmed)
+        theirs = [each for each in call.lost.baseline if not each.is_later]
+        sides: list[tuple[Side, list[LostOperation]]] = [
+            ("target", ours if call.confirmed else [*ours, *call.later]),
+            ("baseline", theirs),
+        ]
         lines = []
         for side, lost in sides:
             seen: dict[tuple[str, int], DifferingLine] = {}
@@ -233,6 +243,7 @@ class LineSearch:
                     each.operation.call,
                     is_confirmed,
                     each.is_suspect,
+                    each.lacks_sum,
                     call.wanted.name,
                     call.wanted.step,
                     call.wanted.occurrence,
@@ -260,7 +271,7 @@ def _tap_of(target: int, baseline: int) -> str:
 def _next_graft(call: _Traced) -> LineGraft:
     """The most telling line that has not been grafted, as its operations; empty if one of them cannot be grafted."""
     assert call.lost is not None
-    left = [each for each in call.lost.target if each.operation.index not in call.grafted]
+    left = [each for each in call.lost.target if each.operation.index not in call.grafted and not each.is_later]
     if not left or not left[0].operation.frames:
         return {}
     line = left[0].operation.frames[0]

@@ -23,6 +23,8 @@ QUANTILES = 65
 _FREQUENCIES = np.array([0.7390851332, 2.2360679775, 5.1961524227, 9.4247779608])
 # The value that stands for "may not look here" in an additive mask is at least this large.
 _MASKED = 1e4
+_FEW_LARGE = 10
+"""A root mean square this many times the median is that of few large values."""
 FEWEST_NUMBERS = 3
 """Fewer numbers than this agree with others by chance."""
 
@@ -85,6 +87,11 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
         mask = bool((visible | (wide <= -_MASKED)).all())
         if mask:
             wide, nonfinite = visible.astype(np.float64), 0
+    hidden = _hidden(wide) if plain.is_floating_point() and not mask else None
+    if hidden is not None:
+        # Or the scores that may be seen would vanish beside what stands for infinity.
+        nonfinite = int(np.count_nonzero(hidden | ~finite))
+        wide = np.where(hidden, 0.0, wide)
     if mask:
         # So that its opposite is its negation.
         wide = 2 * wide - 1
@@ -100,6 +107,15 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     return Fingerprint(
         shape, dtype, wide.size, nonfinite, moments, _projections(wide), quantiles[0], quantiles[1], mask, constant
     )
+
+
+def _hidden(wide: Floats) -> npt.NDArray[np.bool_] | None:
+    """Where scores are hidden by a large negative number that was added; None if nowhere."""
+    hidden = wide <= -_MASKED
+    if not hidden.any():
+        return None
+    rest = wide[~hidden & np.isfinite(wide)]
+    return hidden if not rest.size or np.abs(rest).max() * 10 < _MASKED else None
 
 
 _BLOCK = 1 << 14
@@ -131,7 +147,7 @@ def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
     limit = tolerance * max(one.norm, other.norm)
     # A sum with random factors of size one is as large as the norm of what it is a sum of.
     in_order = bool((np.abs(one.projections - other.projections) <= 4 * limit).all())
-    rms = max(one.norm, other.norm) / math.sqrt(max(one.numel, 1))
+    rms = _scale(one, other)
     if one.magnitudes is not None and other.magnitudes is not None and one.values is not None:
         assert other.values is not None
         if not _close(one.magnitudes, other.magnitudes, tolerance, rms):
@@ -147,6 +163,17 @@ def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
     if not same_values:
         return MAGNITUDES
     return IN_ORDER if in_order else ANY_ORDER
+
+
+def _scale(one: Fingerprint, other: Fingerprint) -> float:
+    """The size of most values: few large ones must not hide differences in the others."""
+    rms = max(one.norm, other.norm) / math.sqrt(max(one.numel, 1))
+    if one.magnitudes is None or other.magnitudes is None or not one.magnitudes.size:
+        return rms
+    median = max(
+        float(each.magnitudes[len(each.magnitudes) // 2]) for each in (one, other) if each.magnitudes is not None
+    )
+    return min(rms, _FEW_LARGE * median) if median else rms
 
 
 def _close(one: Floats, other: Floats, tolerance: float, rms: float) -> bool:

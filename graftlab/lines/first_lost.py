@@ -33,15 +33,19 @@ class LostOperation:
     """An operation at which a side departs from the other.
 
     ``has_equal_inputs`` means that the other side has all that it read, in the same order or in another shape;
-    ``follows_inputs`` that it depends on the values of taps, and not on constants and parameters alone.
-    ``is_suspect`` marks one whose result the other side has in another order or with other signs, which may be meant.
-    ``partner`` is the index of the other side's lost operation that reads the same and gives the same shape.
+    ``follows_inputs`` that it depends on the values of taps, and not on constants and parameters alone. ``is_suspect``
+    marks one whose result the other side has in another order or with other signs, which may be meant, and ``is_later``
+    one that depends on another lost one. ``lacks_sum`` marks one whose results on the ranks would have to be summed to
+    give the other side's. ``partner`` is the index of the other side's lost operation that reads the same and gives the
+    same shape.
     """
 
     operation: TracedOperation
     has_equal_inputs: bool
     follows_inputs: bool
     is_suspect: bool = False
+    is_later: bool = False
+    lacks_sum: bool = False
     partner: int | None = None
 
 
@@ -66,6 +70,8 @@ def first_lost(
     theirs_by_rank, ours_by_rank = _every_value(target), _every_value(baseline)
     on_target = _Side(target[rank], target, rank, _Known(ours_by_rank, tolerance), _result(baseline[ours]))
     on_baseline = _Side(baseline[ours], baseline, ours, _Known(theirs_by_rank, tolerance), _result(target[rank]))
+    if (missing := _missing_sum(baseline[ours], target, rank, tolerance)) is not None:
+        return LostOnBothSides([], [missing], (len(baseline[ours].operations), len(target[rank].operations)))
     # Where the results differ in their order alone, so must what leads to them.
     results = _result(target[rank]), _result(baseline[ours])
     alike = DIFFERENT if None in results else agreement(*results, tolerance)  # type: ignore[arg-type]
@@ -76,6 +82,21 @@ def first_lost(
         _with_partners(lost_there, lost_here, target[rank], baseline[ours], tolerance),
         (len(baseline[ours].operations), len(target[rank].operations)),
     )
+
+
+def _missing_sum(
+    baseline: SliceTrace, target: Sequence[SliceTrace], rank: int, tolerance: float
+) -> LostOperation | None:
+    """The last operation on the target's rank, if its results on all ranks are summands of the baseline's."""
+    whole, found = _result(baseline), [_result(each) for each in target]
+    parts = [each for each in found if each is not None]
+    if whole is None or len(parts) < 2 or len(parts) < len(found) or not _differ(parts):
+        return None
+    sources = target[rank].values[target[rank].result].sources
+    last = [each for each in target[rank].operations if each.index in sources]
+    if not last or not _is_sum(parts, whole, tolerance):
+        return None
+    return LostOperation(last[-1], has_equal_inputs=True, follows_inputs=True, lacks_sum=True)
 
 
 def _result(trace: SliceTrace) -> Fingerprint | None:
@@ -124,14 +145,8 @@ class _Known:
 
     def has_sum(self, parts: Sequence[Fingerprint]) -> bool:
         """Return whether the other side has the sum of these, which are of several ranks."""
-        first = parts[0]
-        total, limit = sum(each.moments[0] for each in parts), 4 * self._tolerance * sum(each.norm for each in parts)
-        projections = sum(each.projections for each in parts)
-        return any(
-            bool((abs(each.projections - projections) <= limit).all())
-            and abs(each.moments[0] - total) <= limit * math.sqrt(each.numel)
-            for each in self._by_size.get((first.numel, first.mask), [])
-        )
+        alike = self._by_size.get((parts[0].numel, parts[0].mask), [])
+        return any(_is_sum(parts, each, self._tolerance) for each in alike)
 
     def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, bool]:
         """Return the best agreement, and whether one that agrees has the same shape; ``without`` does not count."""
@@ -150,6 +165,22 @@ class _Known:
                 shaped |= _plain_shape(each) == _plain_shape(wanted)
             best = max(best, level)
         return best, shaped
+
+
+def _is_sum(parts: Sequence[Fingerprint], whole: Fingerprint, tolerance: float) -> bool:
+    """Whether a tensor is the sum of those of several ranks."""
+    if whole.numel != parts[0].numel or whole.nonfinite or any(each.nonfinite for each in parts):
+        return False
+    limit = 4 * tolerance * sum(each.norm for each in parts)
+    projections = sum(each.projections for each in parts)
+    total = sum(float(each.moments[0]) for each in parts)
+    near = bool((abs(whole.projections - projections) <= limit).all())
+    return near and abs(float(whole.moments[0]) - total) <= limit * math.sqrt(whole.numel)
+
+
+def _differ(parts: Sequence[Fingerprint]) -> bool:
+    """Whether the ranks have different tensors."""
+    return any(agreement(parts[0], each, TOLERANCE) != IN_ORDER for each in parts[1:])
 
 
 def _total(each: Fingerprint) -> float:
@@ -183,8 +214,10 @@ class _Side:
             without = self.other_result if number == self.trace.result else None
             found = (DIFFERENT, False) if own is None else self.known.find(own, without)
             if found[0] < ANY_ORDER and (parts := self._parts(number)):
-                found = max(found, self.known.find(joined(parts)))
-                if found[0] < ANY_ORDER and self.known.has_sum(parts):
+                found = max(found, self.known.find(joined(parts), without))
+                # What is copied on the ranks is no summand.
+                may_sum = number != self.trace.result and _differ(parts)
+                if found[0] < ANY_ORDER and may_sum and self.known.has_sum(parts):
                     # A summand before the ranks' sum is taken.
                     found = (IN_ORDER, True)
             self._levels[number] = found
@@ -202,11 +235,17 @@ class _Side:
         own = self.trace.fingerprints.get(number)
         return own is not None and not own.says_nothing
 
+    def _is_silent_and_equal(self, number: int) -> bool:
+        own = self.trace.fingerprints.get(number)
+        return own is not None and own.says_nothing and self.level(number) == IN_ORDER
+
     # ---- lost -------------------------------------------------------------------------------------------------------
 
     def first_lost(self, level: int) -> list[LostOperation]:
         """The lost operations without a lost one before them, judged at this level; the most telling first."""
-        lost = self._lost(level)
+        everything = self._lost(level)
+        # What only arranges numbers that the other side has is lost because what reads it is.
+        lost = [each for each in everything if not self._arranges_known(each, level)] or everything
         follows = self._following_inputs()
         tap_dependent = [each for each in lost if follows[each.index]]
         genuine = {each.index for each in lost if not follows[each.index] and self._computes_from_known(each, level)}
@@ -224,11 +263,27 @@ class _Side:
             found[each.index] = LostOperation(each, self._has_equal_inputs(each), True)
         for each in alone:
             found.setdefault(each.index, LostOperation(each, self._has_equal_inputs(each), False))
+        for each in tap_dependent:
+            # Where the other side does it all in one operation, the fault may be in any of them.
+            found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
         return list(found.values())
+
+    def _arranges_known(self, operation: TracedOperation, level: int) -> bool:
+        """Whether an operation only arranges what the other side has, or what others arranged so."""
+        if not operation.only_arranges:
+            return False
+        sources = self._sources()
+        by_index = {each.index: each for each in self.trace.operations}
+        return all(
+            self.level(number) >= level
+            or any(self._arranges_known(by_index[index], level) for index in sources[number])
+            for number in operation.inputs
+        )
 
     def _lost(self, level: int) -> list[TracedOperation]:
         """The operations of which the other side has neither the result nor any that depends on it."""
         rescued: set[int] = set()
+        equal: set[int] = set()
         readers: dict[int, list[int]] = defaultdict(list)
         sources = self._sources()
         for each in self.trace.operations:
@@ -237,9 +292,13 @@ class _Side:
                     readers[index].append(each.index)
         for each in reversed(self.trace.operations):
             own = any(self.says(number) and self.level(number) >= level for number in each.outputs)
+            # A number alone, or a constant, tells nothing of what came before it, but it may be equal itself.
+            silent = bool(each.outputs) and all(self._is_silent_and_equal(number) for number in each.outputs)
+            if silent:
+                equal.add(each.index)
             if own or any(index in rescued for index in readers[each.index]):
                 rescued.add(each.index)
-        return [each for each in self.trace.operations if each.index not in rescued]
+        return [each for each in self.trace.operations if each.index not in rescued | equal]
 
     def _sources(self) -> Mapping[int, tuple[int, ...]]:
         present = {each.index for each in self.trace.operations}
@@ -345,7 +404,7 @@ def _with_partners(
         alike = [
             found
             for found in others
-            if not found.is_suspect
+            if not (found.is_suspect or found.is_later)
             and _shape_of(found.operation, other) == shape
             and _reads_the_same(each.operation, found.operation, trace, other, tolerance)
         ]

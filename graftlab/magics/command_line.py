@@ -204,6 +204,13 @@ def _commands() -> dict[str, Command]:
         "the Verdict",
         raw="[EXPR]",
     )
+    expression(
+        "compare",
+        "Pair the taps of both sides if their names do not, name the computations that differ, and draw the errors.\n\n"
+        "Both sides evaluate the expression several times, each time from the same state of the models that it calls.\n"
+        "Those are tapped meanwhile, unless it reaches taps by itself.",
+        "the comparison",
+    )
     compiled = expression(
         "compiled",
         "Tell whether torch.compile changes the result of an expression, and where.\n\n"
@@ -212,6 +219,11 @@ def _commands() -> dict[str, Command]:
         more="[--backend NAME] [--fullgraph] ",
     )
     compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
+    compiled.add_argument(
+        "--grad-mode",
+        choices=("grad", "no_grad", "inference_mode"),
+        help="whether to compute gradients (by default as the call does)",
+    )
     compiled.add_argument("--fullgraph", action="store_true", help="fail on a graph break")
     expression(
         "match",

@@ -23,7 +23,8 @@ class DifferingLine:
     ``group`` is the named group that it explains, ``tap`` the tap's call that was traced, with its ``step``,
     ``occurrence`` and the side's ``rank``. ``operation`` is torch's operation with its arguments, tensors by dtype and
     shape. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone; ``is_suspect``
-    that a value has another order or other signs from here on, which may be meant. ``stack`` are the line itself and
+    that a value has another order or other signs from here on, which may be meant; ``lacks_sum`` that the results of
+    the ranks are summands of the baseline's value, and are not summed. ``stack`` are the line itself and
     then all lines that led to it, innermost first.
     """
 
@@ -35,6 +36,7 @@ class DifferingLine:
     operation: str
     confirmed: bool
     is_suspect: bool
+    lacks_sum: bool
     tap: str
     step: int
     occurrence: int
@@ -78,4 +80,5 @@ def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
 
 def _in_words(line: DifferingLine, place: str) -> str:
     operation = f"  [{line.operation}]" if line.source else line.operation
-    return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}"
+    said = "  (its results on the ranks sum to the baseline's; no sum over the ranks follows)" if line.lacks_sum else ""
+    return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{said}"

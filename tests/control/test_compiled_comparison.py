@@ -250,3 +250,75 @@ def test_code_that_does_not_run_in_float64_is_compared_and_reported(session: gl.
     compared = session.compare_compiled(insists, args=(X,), backend=faulty)
     assert compared.verdict.named == ["out"]
     assert "does not run in float64 (TypeError: float32 only), so the floors do not include" in compared.text
+
+
+# ---- what is compiled -----------------------------------------------------------------------------------------------
+
+NET = """
+import torch
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        return gl.tap("out", gl.tap("hidden", self.linear(x) * 2).sin())
+net, x = Net(), torch.linspace(-1, 1, 16).reshape(2, 8)
+"""
+
+
+def faulty_without_gradients(module: Any, inputs: Any) -> Callable[..., Any]:
+    """A backend with a pass that is wrong where no gradients are computed."""
+    return module.forward if torch.is_grad_enabled() else faulty(module, inputs)
+
+
+def faulty_by_patterns(module: Any, inputs: Any) -> Callable[..., Any]:
+    """A backend as inductor, whose patterns are wrong."""
+    import torch._inductor.config as config
+
+    return faulty(module, inputs) if config.pattern_matcher else module.forward
+
+
+def test_a_program_that_is_wrong_without_gradients_alone_is_not_cleared(session: gl.Session) -> None:
+    session.execute(NET)
+    compared = session.compare_compiled("net(x)", backend=faulty_without_gradients)
+    assert (compared.grad_mode, compared.verdict.named) == ("no_grad", ["out"])
+    assert compared.untapped > 0.1
+    assert compared.other_mode == 0
+    assert "Judged without gradients (torch.no_grad), because there the result is farther off." in compared.text
+    right = session.compare_compiled("net(x)", backend="eager")
+    assert (right.grad_mode, right.other_mode) == (None, 0)
+    assert "Compiled without them (torch.no_grad), its result agrees too." in right.text
+    told = session.compare_compiled("net(x)", backend=faulty_without_gradients, grad_mode="grad")
+    assert (told.grad_mode, told.verdict.named, told.other_mode) == ("grad", [], None)
+
+
+def test_a_call_that_uses_its_gradients_is_compared_with_them_alone(session: gl.Session) -> None:
+    session.execute(NET + "def loss():\n    out = net(x).sum()\n    out.backward()\n    return out")
+    compared = session.compare_compiled("loss()", backend="eager")
+    assert (compared.other_mode, compared.untapped) == (None, 0)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_mode_around_the_model_is_no_obstacle(fullgraph: bool, session: gl.Session) -> None:
+    session.execute(NET)
+    expression = "torch.inference_mode()(net)(x)"
+    compared = session.compare_compiled(expression, backend=faulty_without_gradients, fullgraph=fullgraph)
+    assert compared.not_whole is not None
+    assert "The modules that it calls were compiled" in compared.text
+    assert compared.verdict.named == ["out"]
+
+
+def test_what_cannot_be_compiled_is_reported_in_a_few_lines(session: gl.Session) -> None:
+    with pytest.raises(gl.RunError, match=r"torch\.compile cannot compile this call: .*") as error:
+        session.compare_compiled(lambda x: torch.inference_mode()(torch.sin)(x), args=(X,), fullgraph=True)
+    assert len(str(error.value).splitlines()) < 12
+    with pytest.raises(gl.RunError, match="ZeroDivisionError"):
+        session.compare_compiled(lambda x: x * (1 // 0), args=(X,), backend="eager")
+
+
+def test_the_switch_that_makes_the_result_right_is_named(session: gl.Session) -> None:
+    compared = session.compare_compiled(model, args=(X,), backend=faulty_by_patterns)
+    assert compared.switches == {"pattern_matcher": False}
+    assert "With torch._inductor.config.pattern_matcher = False the compiled result is right" in compared.text
+    assert session.compare_compiled(model, args=(X,), backend=faulty).switches == {}

@@ -182,3 +182,37 @@ def test_shards_of_two_ranks_are_known_and_a_missing_sum_of_theirs_is_not() -> N
 
     found = first_lost([trace(whole, Q)], [trace(shard(rank), Q) for rank in (0, 1)], 1)
     assert [each.operation.name for each in found.target if each.follows_inputs] == ["tanh"]
+
+
+def test_summands_that_no_rank_sums_are_named_with_the_line_that_makes_them() -> None:
+    def shard(rank: int) -> Callable[[Tensor], Tensor]:
+        own = WEIGHT.chunk(2)[rank]
+
+        def partial(x: Tensor) -> Tensor:
+            inner = F.linear(x, own).relu()
+            return inner @ own
+
+        return partial
+
+    def halved(x: Tensor) -> Tensor:
+        return (F.linear(x, WEIGHT).relu() @ WEIGHT) / 2
+
+    whole = trace(lambda x: F.linear(x, WEIGHT).relu() @ WEIGHT, Q)
+    found = first_lost([whole], [trace(shard(rank), Q) for rank in (0, 1)], 1)
+    assert [each.lacks_sum for each in found.target] == [True]
+    assert sources(found.target) == ["return inner @ own"]
+    # Copies of a mean have the same sum.
+    found = first_lost([whole], [trace(halved, Q)] * 2, 1)
+    assert [(each.operation.name, each.lacks_sum) for each in found.target] == [("div", False)]
+
+
+def test_a_wrong_number_alone_is_found_and_the_right_ones_beside_it_are_not() -> None:
+    def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+        def scale(x: Tensor) -> Tensor:
+            size = x.norm()
+            whole: Tensor = size * factor
+            return x * whole
+
+        return scale
+
+    assert sources(compared(scaled(2), scaled(3), Q).target)[0] == "whole: Tensor = size * factor"

@@ -98,3 +98,18 @@ def test_constants_and_few_numbers_say_nothing() -> None:
     assert fingerprint(torch.tensor([1.0, 2.0])).says_nothing
     assert not fingerprint(torch.arange(5)).says_nothing
     assert fingerprint(torch.ones(3, 1).expand(3, 40)).numel == 3
+
+
+def test_what_a_mask_hides_does_not_hide_differences_in_the_scores_that_are_left() -> None:
+    hidden = torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)
+    scores = drawn(6, 6)
+    assert agreement(fingerprint(scores + hidden), fingerprint(scores + hidden / 2), 1e-5) == IN_ORDER
+    assert agreement(fingerprint(scores + hidden), fingerprint(1.01 * scores + hidden), 1e-5) == DIFFERENT
+
+
+def test_few_large_values_do_not_hide_differences_in_the_others() -> None:
+    x = drawn(1000)
+    x[3] = 1e7
+    other = x * 1.001
+    other[3] = 1e7
+    assert agreement(fingerprint(x), fingerprint(other), 1e-5) == DIFFERENT

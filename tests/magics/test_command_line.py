@@ -77,10 +77,11 @@ def test_every_option_may_stand_before_an_expression(name: str) -> None:
     actions = [action for action in COMMANDS[name].parser._actions if action.dest != "help"]
     for action in actions:
         for option in action.option_strings:
-            given = option if action.nargs == 0 else f"{option} word"
+            word = action.choices[0] if action.choices else "word"
+            given = option if action.nargs == 0 else f"{option} {word}"
             _, arguments = command_line.parse(f"{name} {given} -x")
             assert arguments.expression == "-x"
-            assert getattr(arguments, action.dest) in (True, "word")
+            assert getattr(arguments, action.dest) in (True, word)
 
 
 # ---- kinds of plot --------------------------------------------------------------------------------------------------
