@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from graftlab.base import limits
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, described, judge_held_calls
-from graftlab.ranks.held_call import WatchChoice, load_and_hold
+from graftlab.ranks.held_call import WatchChoice, hold_callee, load_and_hold, release_call
 from graftlab.ranks.remote_functions import Callee
-from graftlab.session import launch
+from graftlab.session import Session, launch
 
 
 def compare(
@@ -69,3 +69,18 @@ def compare(
     except BaseException:
         session.close()
         raise
+
+
+def compare_expression(session: Session, expression: str) -> Comparison:
+    """Judge what both sides of a session compute for an expression of the namespace of ``%%graft`` cells.
+
+    The models that it calls are tapped meanwhile, unless it reaches taps by itself. If taps have to be paired by value,
+    the pairs stay in the session's plan. Raises what :meth:`Session.run` raises.
+    """
+    work = partial(hold_callee, expression, (), {}, WatchChoice())
+    run = session.run(work, work)
+    try:
+        return judge_held_calls(session, *described(run), JudgingChoice())
+    finally:
+        if not session.closed and all(rank.alive for rank in session.ranks):
+            session.run(release_call, release_call)

@@ -16,6 +16,7 @@ from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
 from graftlab.base.world import Side
+from graftlab.comparison.functions import compare_expression
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run
@@ -217,6 +218,13 @@ class GraftMagics(Magics):
         verdict = self._open().verdict(judged, judged)
         self._assign(arguments.out, verdict)
         return verdict
+
+    def _compare(self, arguments: argparse.Namespace) -> Any:
+        compared = compare_expression(self._open(), arguments.expression)
+        self._assign(arguments.out, compared)
+        if len(compared.frame):
+            display(compared.plot())  # type: ignore[no-untyped-call]
+        return compared
 
     def _compiled(self, arguments: argparse.Namespace) -> Any:
         options = {"fullgraph": arguments.fullgraph}

@@ -122,7 +122,8 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     verdict = session.verdict()
     assert "\nThe jobs do not repeat a step: from one to the next, the baseline differs at input.x" in verdict.text
     assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in verdict.text
-    assert verdict.text.startswith("The weights already differ: ")
+    assert "the weights agree, and the first tap that differs is layers.1.act (by 0.05)." in verdict.text
+    assert "\nThe weights already differ: " in f"\n{verdict.text}"
     assert (
         "layers.*.act is computed differently in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
     )

@@ -350,3 +350,37 @@ def test_joining_reports_what_does_not_fit() -> None:
         Layout((Shard(0, "tp"), Shard(1, "tp")))
     with pytest.raises(LayoutError, match="it is unknown how 2 ranks are split"):
         Layout((Shard(0, "tp"), Shard(1, "cp"))).on(2)
+
+
+# ---- rows in another order ------------------------------------------------------------------------------------------
+
+
+def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
+    layout = parse_layout("gather(of=[2, 4], runs=[[4, 3], [-1, 1], [0, 2]], into=[6])")
+    whole = torch.arange(1.0, 17.0).reshape(2, 4, 2)
+    rows = layout.local(whole)
+    assert rows[:, 0].tolist() == [9, 11, 13, 0, 1, 3]
+    joined = layout.join([rows])
+    assert joined.known is not None
+    assert torch.equal(joined.whole[joined.known], whole[joined.known])
+    assert joined.known[..., 0].tolist() == [[True, True, False, False], [True, True, True, False]]
+    own = torch.full((6, 2), -5.0)
+    relaid = relayout([(parse_layout("same"), [whole])], layout, own=own)
+    assert relaid.known is not None
+    assert relaid.value[:, 0].tolist() == [9, 11, 13, -5, 1, 3]
+    assert relaid.known[:, 0].tolist() == [True, True, True, False, True, True]
+    with pytest.raises(LayoutError, match=r"found in a batch of 2 x 4 rows, and this tensor is .*: match again"):
+        layout.local(whole[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gather(of=[4], runs=[[2, 3]], into=[3])", "the run .* is not within 4 rows"),
+        ("gather(of=[4], runs=[[0, 3]], into=[4])", "the runs do not add up to the 4 rows"),
+        ("gather(of=[4], runs=[[0, 0]], into=[1])", "a run is a first row and a number of rows"),
+    ],
+)
+def test_a_gather_that_fits_no_batch_is_refused(text: str, why: str) -> None:
+    with pytest.raises(LayoutError, match=why):
+        parse_layout(text)
