@@ -221,7 +221,7 @@ def test_a_wrong_number_alone_is_found_and_the_right_ones_beside_it_are_not() ->
 # ---- caches ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_was_not_written_is_lost_where_the_cache_is_read_and_not_where_other_rows_were_written() -> None:
+def test_a_cache_row_that_was_not_written_is_lost_where_the_cache_is_read() -> None:
     def cached(written: Sequence[int]) -> Callable[[Tensor, Tensor], Tensor]:
         def attend(q: Tensor, k: Tensor) -> Tensor:
             cache = torch.zeros(8, 8)
