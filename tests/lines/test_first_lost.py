@@ -249,3 +249,16 @@ def test_a_part_that_is_left_out_is_a_suspect_before_what_reads_the_rest() -> No
     found = compared(scored(0), scored(1), Q, K)
     assert sources(found.target)[:2] == ["k = k[drop:]", "return (q[0, :1, 0] @ k.T).softmax(-1) @ k"]
     assert found.target[0].is_suspect
+
+
+def test_state_that_differs_is_named_by_its_path_at_the_line_that_reads_it() -> None:
+    class Paged:
+        def __init__(self, scale: float) -> None:
+            self.pages = {"k": [drawn(8, 6, seed=7) * scale]}
+
+        def read(self, x: Tensor) -> Tensor:
+            return x @ self.pages["k"][0][2:]
+
+    found = compared(Paged(1).read, Paged(1.1).read, drawn(3, 6))
+    assert sources(found.target)[0] == 'return x @ self.pages["k"][0][2:]'
+    assert found.target[0].state == ("self.pages['k'][0]",)
