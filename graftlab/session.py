@@ -52,6 +52,7 @@ def launch(
     append: bool = False,
     buffer_budget: int = limits.BUFFER_BUDGET,
     keep_budget: int = limits.KEEP_BUDGET,
+    keep_rows: int | None = None,
     tap_timeout: float | None = None,
 ) -> Session:
     """Start ``baseline`` + ``target`` ranks and return their :class:`Session`, a context manager.
@@ -65,7 +66,8 @@ def launch(
     the collective in which a peer waits for its rank. ``folder`` is for this session's rows and logs (default: a new
     folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``, see :func:`runs`); one session uses it at a time, and a folder
     with rows needs ``append=True``. ``buffer_budget`` and ``keep_budget`` are bytes per rank, for tensors in transit
-    and for pairs that the plan keeps.
+    and for pairs that the plan keeps. Rows that a frame has read stay in memory for the next frame, unless they are
+    more than ``keep_rows``: then each frame reads them from disk anew.
 
     Raises :class:`LaunchError`, with the log's tail if a rank died.
 
@@ -85,6 +87,7 @@ def launch(
         buffer_budget,
         keep_budget,
         tap_timeout,
+        keep_rows,
     )
     made = make_run_folder(folder)
     if folder is None:
@@ -107,7 +110,7 @@ def open_session(
 ) -> Session:
     """Open a session of the ranks that ``start`` starts, with its rows in this folder. Raises :class:`LaunchError`."""
     try:
-        rows = RowStore(folder, append=append)
+        rows = RowStore(folder, append=append, keep_rows=options.keep_rows)
     except (SessionError, OSError) as error:
         raise LaunchError(str(error)) from error
     try:
@@ -135,6 +138,7 @@ def listen(
     token: str | None = None,
     buffer_budget: int = limits.BUFFER_BUDGET,
     keep_budget: int = limits.KEEP_BUDGET,
+    keep_rows: int | None = None,
     tap_timeout: float | None = None,
 ) -> Session:
     """Listen for jobs that another launcher starts; returns their :class:`Session` and prints how to start them.
@@ -169,6 +173,7 @@ def listen(
         buffer_budget=buffer_budget,
         keep_budget=keep_budget,
         tap_timeout=tap_timeout,
+        keep_rows=keep_rows,
     )
     where = make_run_folder(folder)
     listen_at = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
