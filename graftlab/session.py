@@ -275,9 +275,9 @@ class Session(SessionCore):
 
         ``output`` is the tap at which effects are measured, in its last call. By default it is the last tap whose
         numbers round: logits, not the token chosen by them, which seldom shows a mistake. ``floor`` is ``"auto"`` or a
-        ``rel_l2`` for all taps. ``exact`` is the baseline in float64, with the same taps, also run on the baseline's
-        ranks: its distance is added to the floor. The verdict replaces the plan's filters, and restores them
-        afterwards; the transform and the renaming stay in force.
+        ``rel_l2`` for all taps, such as 3e-4 where the target multiplies in TF32. ``exact`` is the baseline in float64,
+        with the same taps, also run on the baseline's ranks: its distance is added to the floor. The verdict replaces
+        the plan's filters, and restores them afterwards; the transform and the renaming stay in force.
 
         For jobs, give no functions: the verdict waits until all have joined, at most the session's ``timeout`` for the
         next one, and judges them in the steps that they make anyway. Each run of the verdict is then ``steps`` whole
