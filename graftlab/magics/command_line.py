@@ -204,6 +204,15 @@ def _commands() -> dict[str, Command]:
         "the Verdict",
         raw="[EXPR]",
     )
+    expression(
+        "lines",
+        "Show the lines of source at which a tap's error arises, from equal values before it.\n\n"
+        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, they\n"
+        "evaluate that of the newest run.",
+        "the lines",
+        more="TAP ",
+        raw="[EXPR]",
+    )
     compiled = expression(
         "compiled",
         "Tell whether torch.compile changes the result of an expression, and where.\n\n"
