@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _AGREE, _DIFFER, _INCONCLUSIVE, _USAGE = 0, 1, 2, 64
 _EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
 _FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 EPILOG = (
     "exit codes: 0, they agree to rounding; 1, they differ, located or not; 2, inconclusive, with the reason; 64, "
     "wrong usage"
@@ -157,7 +158,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     if arguments.calls < 1:
         raise ConfigError(f"--calls {arguments.calls}: give at least 1")
     ranks = _given_ranks(arguments.ranks)
-    baseline, target = _command(arguments.baseline, ranks[0]), _command(arguments.target, ranks[1])
+    baseline, target = command_of(arguments.baseline, ranks[0]), command_of(arguments.target, ranks[1])
     settings = ScriptSettings(
         WatchChoice(arguments.include, functions, arguments.inside),
         arguments.model,
@@ -192,7 +193,7 @@ def _given_ranks(text: str | None) -> list[int | None]:
     return [int(count) for count in counts]
 
 
-def _command(text: str, ranks: int | None) -> ScriptCommand:
+def command_of(text: str, ranks: int | None) -> ScriptCommand:
     """The command of a side; a script runs in the Python of this process."""
     from graftlab.jobs.script_launcher import ScriptCommand
 
@@ -200,13 +201,19 @@ def _command(text: str, ranks: int | None) -> ScriptCommand:
         words = [text] if text.endswith(".py") and os.path.isfile(text) else shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"{text!r} is no command: {error}") from error
+    variables: dict[str, str] = {}
+    if words[:1] == ["env"]:
+        words.pop(0)
+    while words and (given := _VARIABLE.fullmatch(words[0])):
+        variables[given["name"]] = given["value"]
+        words.pop(0)
     if not words:
         raise ConfigError("a side is empty; give a script, a command in quotes, or FILE.py:FUNCTION")
     if words[0].endswith(".py"):
         if not os.path.isfile(words[0]):
             raise ConfigError(f"{words[0]} does not exist")
         words.insert(0, sys.executable)
-    return ScriptCommand(tuple(words), ranks_of_command(words) if ranks is None else ranks)
+    return ScriptCommand(tuple(words), ranks_of_command(words) if ranks is None else ranks, variables=variables)
 
 
 _COUNTS = {

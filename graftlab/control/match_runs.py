@@ -18,11 +18,10 @@ from graftlab.control.pickles import open_value
 from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.errors import LayoutError, SessionError
 from graftlab.layouts import RankLayout
-from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import BUDGET, RecordedTap
-from graftlab.matching.rounds import ROUNDS, match_in_rounds
+from graftlab.matching.rounds import ROUNDS, match_in_rounds, match_once
 from graftlab.plan.pairs import PairRule, TapCallName
 from graftlab.plan.plan import FILTERS
 from graftlab.plan.wire import to_wire
@@ -110,7 +109,7 @@ class _Match:
             "fetch_target": partial(self._fetch, "target"),
         }
         if rounds == 0:
-            found = match_taps(*self._record(()), **fetch)
+            found = match_once(*self._record(()), **fetch)
         else:
             found = match_in_rounds(self._record, rounds, **fetch)
         problems = (*found.problems, *self._notes)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from graftlab.base.files import open_regular, others_can_write
 from graftlab.errors import LaunchError
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,14 @@ def make_run_folder(folder: str | Path | None) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         (path / "logs").mkdir(exist_ok=True, mode=0o700)
+        is_shared = others_can_write(path)
     except OSError as error:
         raise LaunchError(f"the run folder {path} cannot be made: {error.strerror}; {source}") from error
+    if is_shared:
+        raise LaunchError(
+            f"other users can write into the run folder {path}, and so change what a session reads and writes there; "
+            f"run chmod go-w {path}, or {source}"
+        )
     return path
 
 
@@ -60,7 +67,7 @@ def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rende
     if rendezvous is not None:
         said["rendezvous"] = str(rendezvous)
     try:
-        descriptor = os.open(folder / _DESCRIPTION, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = open_regular(folder / _DESCRIPTION, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(descriptor, "w") as file:
             json.dump(said, file)
     except OSError as error:

@@ -25,16 +25,22 @@ def measure(baseline: torch.Tensor, target: torch.Tensor) -> DiffStats:
     """Measure how far ``target`` is from ``baseline``: two tensors of one shape, on one device, of any dtypes.
 
     Neither is modified and no autograd graph is built; a non-contiguous tensor is copied. Raises ValueError for tensors
-    of different shapes or devices and for tensors that are not dense (sparse, quantized, meta); torch itself raises
-    NotImplementedError for dtypes of less than a byte.
+    of different shapes or devices and for tensors that are not dense (sparse, quantized, meta, nested); torch itself
+    raises NotImplementedError for dtypes of less than a byte.
     """
     compiled = kernel.load()
     if compiled is not None:
         # The common case first, because its time is added to each tap.
         types = compiled.types.get((baseline.dtype, target.dtype))
-        shape = baseline.shape
+        try:
+            shape = baseline.shape
+        except RuntimeError:
+            # A nested tensor has none.
+            _refuse_nested(baseline, target)
+            raise
         if (
             types is not None
+            and not target.is_nested
             and shape == target.shape
             and baseline.is_cpu
             and target.is_cpu
@@ -69,6 +75,8 @@ def measure_and_overwrite(baseline: torch.Tensor, target: torch.Tensor, *, own: 
         compiled is None
         or dtype != target.dtype
         or not kernel.may_copy(dtype)
+        or baseline.is_nested
+        or target.is_nested
         or baseline.shape != target.shape
         or not (baseline.is_cpu and target.is_cpu)
         or type(baseline) not in _PLAIN
@@ -101,6 +109,7 @@ def _measure_any(baseline: torch.Tensor, target: torch.Tensor, compiled: kernel.
 
 
 def _check(baseline: torch.Tensor, target: torch.Tensor) -> None:
+    _refuse_nested(baseline, target)
     if baseline.shape != target.shape:
         raise ValueError(
             f"the baseline has shape {list(baseline.shape)} and the target {list(target.shape)}; only tensors of one "
@@ -114,6 +123,12 @@ def _check(baseline: torch.Tensor, target: torch.Tensor) -> None:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
             raise ValueError(f"the {side} is {kind}; only dense tensors are measured (.to_dense(), .dequantize())")
+
+
+def _refuse_nested(baseline: torch.Tensor, target: torch.Tensor) -> None:
+    for side, tensor in (("baseline", baseline), ("target", target)):
+        if tensor.is_nested:
+            raise ValueError(f"the {side} is nested; only dense tensors are measured (.to_padded_tensor(0.0))")
 
 
 def _real_elements(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from graftlab.exchange.channel import SocketChannel, frames_in
 from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.tcp import RouterSocket, TcpChannel
 from graftlab.jobs.handshake import JoinRequest, pack_handshake, unpack_handshake
+from graftlab.jobs.refusals import RefusalLog
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Proxy:
         self._pairs: dict[TcpChannel, _ForwardedPair] = {}
         self._lock = threading.Lock()
         self._closing = False
+        self._refusals = RefusalLog()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-proxy", daemon=True)
         self._thread.start()
@@ -103,6 +105,7 @@ class Proxy:
             for pair in list(self._pairs.values()):
                 pair.near.drain(1.0)
                 self._end(pair)
+            self._refusals.close()
             self._router.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -150,7 +153,7 @@ class Proxy:
                 try:
                     self._deliver(pair, frame)
                 except MessageError as error:
-                    logger.error("the connection to another machine is cut: %s", error)
+                    self._refusals.warn(f"the connection to another machine is cut: {error}")
                     far.close()
                     break
             if far.closed:
@@ -167,7 +170,7 @@ class Proxy:
         try:
             near = self._on_first_frame(far, frame)
         except (GraftError, OSError) as error:
-            logger.warning("a process on another machine was refused: %s", error)
+            self._refusals.warn(f"a process on another machine was refused: {error}")
             far.close()
         else:
             if near is not None:

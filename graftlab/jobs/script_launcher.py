@@ -81,7 +81,7 @@ class ScriptProcess:
                 stdout=descriptor,
                 stderr=descriptor,
                 cwd=command.folder,
-                env={**environment, **(command.variables or {})},
+                env=environment,
                 start_new_session=True,
             )
         except OSError as error:
@@ -235,7 +235,7 @@ def start_scripts(
                 raise LaunchError(f"a session already listens in {folder}; pass another folder")
         with listener:
             for side, command in commands.items():
-                environment = _environment(side, folder, settings)
+                environment = _environment(side, folder, settings, command.variables or {})
                 processes.append(ScriptProcess(side, command, folder / "logs" / f"{side}.log", environment))
             return _Admission(processes, options, plan, settings.choice).wait(listener, settings.timeout, on_wait)
     except BaseException:
@@ -244,8 +244,8 @@ def start_scripts(
         raise
 
 
-def _environment(side: Side, folder: Path, settings: ScriptSettings) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_JOBS}
+def _environment(side: Side, folder: Path, settings: ScriptSettings, given: Mapping[str, str]) -> dict[str, str]:
+    environment = {name: value for name, value in {**os.environ, **given}.items() if name not in _OF_JOBS}
     path = [str(_BOOTSTRAP), *filter(None, [environment.get("PYTHONPATH")])]
     environment.update(
         {
@@ -320,7 +320,8 @@ class _Admission:
             what = "before it called a model" if missing else "while the other side had not called its model yet"
             raise LaunchError(
                 f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why} A model is a "
-                f"torch.nn.Module with parameters that is called from Python. Its output ({process.log}) ends:\n"
+                f"torch.nn.Module with parameters that is called from Python; a program that sets PYTHONPATH, or "
+                f"starts Python with -I, -E or -S, is not seen. Its output ({process.log}) ends:\n"
                 f"{process.last_lines()}"
             )
 

@@ -38,6 +38,7 @@ from graftlab.jobs.handshake import (
 )
 from graftlab.jobs.membership import Membership
 from graftlab.jobs.proxy import Ends, TcpListener
+from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid
 from graftlab.jobs.status_query import answer_status_query
 from graftlab.plan.plan import FILTERS, GraftPlan
@@ -102,6 +103,7 @@ class SessionServer:
         reports.on_contact, reports.on_linked, reports.on_moved = self._on_contact, self._on_linked, self._on_moved
         reports.on_ask_missing = self._on_ask_missing
         internals_of(session).close_first = self.close
+        self._refusals = RefusalLog()
         # The threads that wait for a process's request, each with its connection and the end of its time.
         self._handshakes: dict[threading.Thread, tuple[socket.socket, float]] = {}
         self._wake_read, self._wake_write = os.pipe()
@@ -154,6 +156,7 @@ class SessionServer:
             self._membership.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+        self._refusals.close()
 
     # ---- admitting jobs -----------------------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ class SessionServer:
             try:
                 self._accept(connection)
             except (OSError, EOFError, GraftError) as error:
-                logger.warning("a process was refused: %s", error)
+                self._refusals.warn(f"a process was refused: {error}")
 
     def _accept(self, connection: socket.socket) -> None:
         if (uid := peer_uid(connection)) != os.getuid():
@@ -286,7 +289,7 @@ class SessionServer:
         if not why:
             return None
         who = f"{join.side}[{join.rank}] (pid {join.pid})"
-        logger.warning("%s may not join%s: %s", who, " yet" * again, why)
+        self._refusals.warn(f"{who} may not join{' yet' * again}: {why}")
         if not again:
             self._last_refused = f"{join.side}[{join.rank}]", f"{who} was refused: {why}"
         return RequestRefused(why, settings, again)

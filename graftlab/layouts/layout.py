@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
+from graftlab.layouts.gathering import Gather
 from graftlab.layouts.mesh import Coordinates, Mesh
 from graftlab.layouts.shards import MeshStep, OneOf, Replicate, Shard
 from graftlab.layouts.steps import Disagreement, Step, StepContext, disagreement
@@ -80,6 +81,11 @@ class Layout:
     def leaves_out(self) -> tuple[str, ...]:
         """The parts of the whole that no rank has; empty if the whole can be joined again."""
         return tuple(lost for step in self.steps if (lost := step.leaves_out) is not None)
+
+    @property
+    def lacks(self) -> bool:
+        """Whether the result has elements that are not in the whole, such as another batch's padding."""
+        return any(isinstance(step, Gather) and step.lacks for step in self.steps)
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -269,7 +275,8 @@ def relayout(
     if own is not None and not own.numel() and any(isinstance(step, OneOf) for step in layout.steps):
         return Relaid(own, None, joined.disagreements, layout.caveats)
     value = layout.local(joined.whole, rank, lengths)
-    known = None if joined.known is None else layout.local(joined.known, rank, lengths)
+    mask = torch.ones_like(joined.whole, dtype=torch.bool) if joined.known is None and layout.lacks else joined.known
+    known = None if mask is None else layout.local(mask, rank, lengths)
     if known is not None and bool(known.all()):
         known = None
     if own is not None and own.shape != value.shape:
@@ -279,7 +286,8 @@ def relayout(
         )
     if known is not None:
         if own is None:
-            raise LayoutError(f"the parts lack elements that {layout} needs: {'; '.join(_left_out(parts))}")
+            left = "; ".join(_left_out(parts)) or "rows that only this side has"
+            raise LayoutError(f"the parts lack elements that {layout} needs: {left}")
         value = torch.where(known, value.to(own.dtype), own)
     return Relaid(value, known, joined.disagreements, layout.caveats)
 

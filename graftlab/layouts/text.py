@@ -16,6 +16,7 @@ from typing import Any
 from graftlab.base.sources import parse_expression
 from graftlab.errors import LayoutError
 from graftlab.layouts.dims import parse_dims
+from graftlab.layouts.gathering import Gather
 from graftlab.layouts.layout import Layout
 from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.rearrange import Rearrange
@@ -29,6 +30,7 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "part": Part,
     "window": Window,
     "strided": Strided,
+    "gather": Gather,
     "pad": Pad,
     "scale": Scale,
     "pack": Pack,

@@ -213,6 +213,13 @@ def _commands() -> dict[str, Command]:
         more="TAP ",
         raw="[EXPR]",
     )
+    expression(
+        "compare",
+        "Pair the taps of both sides if their names do not, name the computations that differ, and draw the errors.\n\n"
+        "Both sides evaluate the expression several times, each time from the same state of the models that it calls.\n"
+        "Those are tapped meanwhile, unless it reaches taps by itself.",
+        "the comparison",
+    )
     compiled = expression(
         "compiled",
         "Tell whether torch.compile changes the result of an expression, and where.\n\n"

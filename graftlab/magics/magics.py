@@ -16,6 +16,7 @@ from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
 from graftlab.base.world import Side
+from graftlab.comparison.functions import compare_expression
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
@@ -237,6 +238,13 @@ class GraftMagics(Magics):
             if isinstance(text, str) and code.get("target") == text and not text.startswith("#"):
                 return text
         raise UsageError("%graft lines: no run evaluated an expression on both sides; give one after the tap's name")
+
+    def _compare(self, arguments: argparse.Namespace) -> Any:
+        compared = compare_expression(self._open(), arguments.expression)
+        self._assign(arguments.out, compared)
+        if len(compared.frame):
+            display(compared.plot())  # type: ignore[no-untyped-call]
+        return compared
 
     def _compiled(self, arguments: argparse.Namespace) -> Any:
         options = {"fullgraph": arguments.fullgraph}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts import Layout, Part, Window, join_parts
+from graftlab.layouts import Gather, Layout, Part, Window, join_parts
 from graftlab.matching.names import fused_roles, last_role, layer_of, layers_of, place_of, role_of
 from graftlab.matching.pair import Pair
 from graftlab.matching.rules import rules_of
@@ -220,6 +220,8 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
         parts[pair.target].append(pair)
     said = []
     for name, own in parts.items():
+        if rows := _rows_without(own):
+            said.append((name, f"{name} is compared in part: {rows}, as padding has"))
         if name not in shapes or any(pair.whole == "baseline" or not pair.layout.leaves_out for pair in own):
             continue
         gap = uncovered((pair.layout for pair in own), shapes[name])
@@ -230,6 +232,20 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
                 (name, f"{name} is compared in part: it contains {shown}; no baseline tap has the other {left}")
             )
     return said
+
+
+def _rows_without(pairs: Sequence[Pair]) -> str:
+    """How many of a target's rows are no row of the baseline's in any of its pairs; blank if none is."""
+    lacking = []
+    for pair in pairs:
+        gathers = [step for step in pair.layout.steps if isinstance(step, Gather) and step.lacks]
+        if pair.whole == "target" or not gathers:
+            return ""
+        lacking.append(gathers[-1].rows < 0)
+    if not lacking or any(len(each) != len(lacking[0]) for each in lacking):
+        return ""
+    left = int(torch.stack(lacking).all(0).sum())
+    return f"{left} of its {len(lacking[0])} rows have no row of the baseline's" if left else ""
 
 
 def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:

@@ -29,6 +29,7 @@ from graftlab.matching.names import fused_roles, place_of, similarity
 from graftlab.matching.pair import Pair, Sureness
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
+from graftlab.matching.row_orders import call_of
 from graftlab.matching.rules import rules_of
 from graftlab.matching.search import ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
@@ -259,10 +260,17 @@ class Matcher:
             gap = uncovered((pair.layout for pair in known), outer.shape)
             have = {pair.baseline if whole == "target" else pair.target for pair in known}
             at = others[next(iter(have))].order
+            # Parts of one whole are of one pass: those of another have the same values where sequences grow.
+            calls = {call_of(each) for each in have}
             for inner in sorted(others.values(), key=lambda tap: abs(tap.order - at))[:BESIDE]:
                 if gap is None:
                     break
-                if inner.name in have or inner.sketch.numel >= outer.sketch.numel or inner.sketch.constant:
+                if (
+                    inner.name in have
+                    or call_of(inner.name) not in calls
+                    or inner.sketch.numel >= outer.sketch.numel
+                    or inner.sketch.constant
+                ):
                     continue
                 found = self._find(outer, inner)
                 if found is not None and fills(found.layout, gap):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # The most lines of a table in a notebook.
 _SHOWN_LINES = 20
+_SHOWN_NOTICES = 4
 COLUMNS = ("target_name", "baseline_name", "matched_by", "match_rel", "layout", "whole", "note")
 
 
@@ -31,14 +32,16 @@ class Proposal:
     """The result of matching, in the order in which the target's taps ran.
 
     ``unmatched_baseline`` and ``unmatched_target`` map taps without a partner to the reason. ``problems`` are sentences
-    on contradictions, such as a tap whose layout differs from its neighbours'. ``moved`` is the number of bytes of
-    values sent to or from the notebook. ``order`` has each side's taps as they ran, if known.
+    on contradictions, such as a tap whose layout differs from its neighbours'; ``notices`` are on what is unusual and
+    may be right, such as rows in another order. ``moved`` is the number of bytes of values sent to or from the
+    notebook. ``order`` has each side's taps as they ran, if known.
     """
 
     pairs: tuple[Pair, ...]
     unmatched_baseline: dict[str, str] = field(default_factory=dict)
     unmatched_target: dict[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
     moved: int = field(default=0, kw_only=True)
     order: Mapping[Side, Sequence[str]] = field(default_factory=dict, kw_only=True)
 
@@ -159,7 +162,7 @@ class Proposal:
         return text
 
     def __repr__(self) -> str:
-        return f"<graftlab.Proposal: {self.summary}>"
+        return "\n  ".join([f"<graftlab.Proposal: {self.summary}>", *self.notices[:_SHOWN_NOTICES]])
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         lines = []
@@ -183,6 +186,7 @@ class Proposal:
         rich = f"<b>{html.escape(self.summary)}</b>{table(head, lines)}"
         if self.problems:
             rich += "".join(f"<p>{html.escape(problem)}</p>" for problem in self.problems[:_SHOWN_LINES])
+        rich += "".join(f"<p>{html.escape(notice)}</p>" for notice in self.notices[:_SHOWN_LINES])
         for side, left in (("target", self.unmatched_target), ("baseline", self.unmatched_baseline)):
             if left:
                 alone = _folded_alone(left)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from graftlab.base.world import Side
+from graftlab.matching.aligned_taps import AlignedTaps
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
+from graftlab.matching.row_orders import row_orders
 from graftlab.matching.suspects import NOTE, copies, suspects
 
 Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[RecordedTap]]]
@@ -37,7 +40,67 @@ def match_in_rounds(
     """
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
     baseline, target = record(())
+    proposal, rows = _first(baseline, target, match, {"baseline": fetch_baseline, "target": fetch_target})
+    if rows is not None:
+        found = _in_rounds(_aligned(record, rows), rows.of(baseline, target), proposal, match, rounds, guesses)
+        return rows.real_proposal(found, _names(baseline, target))
+    return _in_rounds(record, (baseline, target), proposal, match, rounds, guesses)
+
+
+def match_once(
+    baseline: Sequence[RecordedTap],
+    target: Sequence[RecordedTap],
+    *,
+    fetch_baseline: Fetch | None = None,
+    fetch_target: Fetch | None = None,
+) -> Proposal:
+    """Match what one run showed. Where rows are in another order, it is found first."""
+    match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
+    proposal, rows = _first(baseline, target, match, {"baseline": fetch_baseline, "target": fetch_target})
+    return proposal if rows is None else rows.real_proposal(proposal, _names(baseline, target))
+
+
+# Where fewer of the target's taps than this match by value, the rows may be in another order.
+_FEW = 0.9
+
+
+def _first(
+    baseline: Sequence[RecordedTap],
+    target: Sequence[RecordedTap],
+    match: Callable[..., Proposal],
+    fetch: Mapping[Side, Fetch | None],
+) -> tuple[Proposal, AlignedTaps | None]:
+    """The proposal of one run, and if more taps match with rows in another order, the taps in that order."""
     proposal = match(baseline, target)
+    if _matched(proposal) >= _FEW * len(target):
+        return proposal, None
+    orders = row_orders(baseline, target, fetch)
+    if not orders:
+        return proposal, None
+    rows = AlignedTaps(orders, fetch)
+    found = match(*rows.of(baseline, target))
+    real = {rows.real(pair).target for pair in found.graftable}
+    return (found, rows) if len(real) > _matched(proposal) else (proposal, None)
+
+
+def _names(baseline: Sequence[RecordedTap], target: Sequence[RecordedTap]) -> dict[Side, list[str]]:
+    return {"baseline": [tap.name for tap in baseline], "target": [tap.name for tap in target]}
+
+
+def _aligned(record: Record, rows: AlignedTaps) -> Record:
+    return lambda grafts: rows.of(*record(tuple(rows.real(pair) for pair in grafts)))
+
+
+def _in_rounds(
+    record: Record,
+    taps: tuple[Sequence[RecordedTap], Sequence[RecordedTap]],
+    proposal: Proposal,
+    match: partial[Proposal],
+    rounds: int,
+    guesses: int,
+) -> Proposal:
+    baseline, target = taps
+    fetch = match.keywords["fetch_baseline"], match.keywords["fetch_target"]
     trusted: list[Pair] = []
     in_vain: set[tuple[str, str]] = set()
     if not proposal.unmatched_target and all(pair.by_value for pair in proposal.pairs):
@@ -53,7 +116,7 @@ def match_in_rounds(
             continue
         proposal = _keep(following, proposal)
         # Taps that the values have not confirmed are tried too.
-        guess = next(suspects(baseline, target, proposal, trusted, in_vain, fetch_baseline, fetch_target), None)
+        guess = next(suspects(baseline, target, proposal, trusted, in_vain, *fetch), None)
         if guess is None or tries >= guesses:
             break
         baseline, target = record((*_grafts(proposal), guess))

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
 
 from graftlab.layouts import Layout, Rearrange
 from graftlab.matching.recorded_taps import RecordedTap, relative_l2
-from graftlab.matching.sketch import Places, Sketch, Values, alike, covers, limit_for
+from graftlab.matching.sketch import Places, Sketch, Values, alike, covers, flat_values, limit_for
 from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutations, sampled, slices
 from graftlab.matching.wording import layout_of
 
@@ -201,9 +202,11 @@ def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | N
         return None
     if tuple(taken.shape) != inner.shape:
         return None
-    dense = RecordedTap.of("", taken)
-    assert dense.flat is not None
-    return relative_l2(dense.flat, inner.flat)
+    found, own = flat_values(taken), inner.flat
+    if layout.lacks:
+        known = flat_values(layout.local(torch.ones(outer.shape, dtype=torch.bool))) > 0
+        found, own = found[known], own[known]
+    return relative_l2(found, own)
 
 
 def shortest(founds: Sequence[ValueMatch]) -> ValueMatch:

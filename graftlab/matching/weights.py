@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +37,6 @@ class WeightMatch(Proposal):
     ``shapes`` and ``dtypes`` are those of both states, under ``("baseline", name)`` and ``("target", name)``.
     """
 
-    notices: tuple[str, ...] = ()
     shapes: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict, repr=False)
     dtypes: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict, repr=False)
 
@@ -62,8 +60,7 @@ class WeightMatch(Proposal):
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        rich = super()._repr_mimebundle_()["text/html"]
-        return bundle(repr(self), rich + "".join(f"<p>{html.escape(notice)}</p>" for notice in self.notices))
+        return bundle(repr(self), super()._repr_mimebundle_()["text/html"])
 
 
 def match_weights(baseline: State, target: State) -> WeightMatch:

@@ -12,13 +12,7 @@ noticed at its place.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import io
-import os
-import stat
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,47 +112,3 @@ def rank_folder(folder: Path, rank: int) -> Path:
 
 
 MOST_RANKS = 1 << 16
-# More than any recording needs, and less than fills a machine.
-_MOST_BYTES = 1 << 30
-
-
-@contextlib.contextmanager
-def opened(folder: Path, *inside: str) -> Iterator[io.FileIO]:
-    """Open a regular file in a folder, or in a folder of it, for reading.
-
-    A recording may be of another author: links, pipes and devices in it are not followed or opened, nor is anything
-    outside of it. Raises OSError.
-    """
-    for name in inside:
-        if not name or "/" in name or "\0" in name or name in (".", ".."):
-            raise OSError(errno.EINVAL, f"{name!r:.80} is not the name of a file in the recording")
-    flags = os.O_RDONLY | os.O_CLOEXEC
-    descriptor = os.open(folder, flags | os.O_DIRECTORY)
-    try:
-        for at, name in enumerate(inside, 1):
-            kind = os.O_NONBLOCK if at == len(inside) else os.O_DIRECTORY
-            try:
-                further = os.open(name, flags | os.O_NOFOLLOW | kind, dir_fd=descriptor)
-            except OSError as error:
-                if error.errno == errno.ELOOP:
-                    raise OSError(error.errno, "it is a link, which is not followed") from None
-                raise
-            os.close(descriptor)
-            descriptor = further
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        file = io.FileIO(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    with file:
-        yield file
-
-
-def read_all(folder: Path, *inside: str) -> bytes:
-    """The bytes of a small file, opened as :func:`opened` does. Raises OSError, also for one that is not small."""
-    with opened(folder, *inside) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > _MOST_BYTES:
-            raise OSError(errno.EFBIG, f"it has {size >> 20:,} MiB, and at most {_MOST_BYTES >> 20:,} are read")
-        return file.readall()

@@ -10,6 +10,7 @@ import msgspec
 import safetensors
 import torch
 
+from graftlab.base.files import opened, read_all
 from graftlab.base.tensor_bytes import as_bytes, dtype_named
 from graftlab.base.text import counted
 from graftlab.errors import RecordingError
@@ -25,9 +26,7 @@ from graftlab.recordings.file_format import (
     RankHeader,
     StoredTensor,
     TapEntry,
-    opened,
     rank_folder,
-    read_all,
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.sglang_dumps import SglangDump

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from graftlab.base.files import opened
 from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, is_no_tag, plain
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.errors import RecordingError
-from graftlab.recordings.file_format import MOST_RANKS, IndexEnd, StoredLayout, StoredTensor, TapEntry, opened
+from graftlab.recordings.file_format import MOST_RANKS, IndexEnd, StoredLayout, StoredTensor, TapEntry
 from graftlab.recordings.recorded_side import RecordedSide
 
 _BETWEEN = "___"

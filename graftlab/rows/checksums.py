@@ -18,6 +18,7 @@ from zlib import crc32
 
 import numpy as np
 
+from graftlab.base.files import open_regular
 from graftlab.errors import SessionError
 
 SUMS_FILE = "rows.crc32"
@@ -43,7 +44,8 @@ class Sums:
     def __init__(self, folder: Path, first: int) -> None:
         self.path = folder / SUMS_FILE
         try:
-            known = self.path.read_bytes()
+            with open(self.path, "rb", opener=open_regular) as file:
+                known = file.read()
         except FileNotFoundError:
             known = b""
         except OSError as error:
@@ -108,7 +110,7 @@ class SumsWriter:
         self._file = file
 
     def _opened(self, flags: int, path: Path | None = None) -> io.FileIO:
-        descriptor = os.open(path or self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+        descriptor = open_regular(path or self._path, os.O_WRONLY | os.O_CREAT | flags)
         return open(descriptor, "wb", buffering=0)
 
     def _flush(self, file: io.FileIO) -> None:

@@ -22,6 +22,7 @@ from zlib import crc32
 
 import pyarrow as pa
 
+from graftlab.base.files import open_regular
 from graftlab.errors import SessionError
 from graftlab.rows.checksums import Sums, SumsWriter
 from graftlab.rows.schema import COLUMNS
@@ -98,7 +99,7 @@ def old_format(path: Path) -> SessionError:
 def lock(path: Path, mode: str = "rb") -> Any:
     """Open the log and lock it, as the session that writes it does. Raises BlockingIOError where one has it."""
     while True:
-        file: Any = open(path, mode, buffering=0, opener=_open_for_the_user_alone)  # noqa: SIM115
+        file: Any = open(path, mode, buffering=0, opener=open_regular)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Its session may have replaced the file between the two calls.
@@ -117,10 +118,6 @@ def _is_at(file: io.FileIO, path: Path) -> bool:
         return False
 
 
-def _open_for_the_user_alone(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +130,7 @@ class LogReader:
     def __init__(self, folder: Path) -> None:
         self.path = folder / ROWS_FILE
         try:
-            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+            self._file = open(self.path, "rb", buffering=0, opener=open_regular)  # noqa: SIM115
         except OSError as error:
             raise not_readable(self.path, error) from error
         try:
@@ -254,7 +251,7 @@ class RowLog:
                 self._places.append(self._end)
             if self._file.closed:
                 # What was still on its way when the session ended.
-                with open(self.path, "ab", buffering=0) as self._file:
+                with open(self.path, "ab", buffering=0, opener=open_regular) as self._file:
                     self._write(lines)
             else:
                 self._write(lines)
@@ -285,7 +282,7 @@ class RowLog:
         found = b""
         if place < written:
             try:
-                with open(self.path, "rb", buffering=0) as file:
+                with open(self.path, "rb", buffering=0, opener=open_regular) as file:
                     found = next(_pieces(file, self.path, place - shift), (b"", 0))[0]
             except OSError as error:
                 raise not_readable(self.path, error) from error
@@ -323,7 +320,7 @@ class RowLog:
     def _replace(self, row: int, place: int, *, keeps: bool) -> bool:
         header = header_line(row)
         partial = self.path.with_name(f"{self.path.name}.partial")
-        file = open(partial, "ab", buffering=0, opener=_open_for_the_user_alone)  # noqa: SIM115
+        file = open(partial, "ab", buffering=0, opener=open_regular)  # noqa: SIM115
         try:
             file.truncate(0)
             begin = file.write(header + b"\n")
@@ -356,7 +353,7 @@ class RowLog:
 
     def _copy(self, file: io.FileIO, place: int) -> int:
         """Copy the written lines from this place on; returns the place behind them."""
-        with open(self.path, "rb", buffering=0) as old:
+        with open(self.path, "rb", buffering=0, opener=open_regular) as old:
             while data := os.pread(old.fileno(), min(_PIECE, self._written - place), place - self._shift):
                 if file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -20,6 +20,7 @@ from zlib import crc32
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from graftlab.base.files import open_regular
 from graftlab.errors import SessionError
 from graftlab.rows.log import VERSION
 from graftlab.rows.schema import TABLE, Row
@@ -107,7 +108,7 @@ def write(folder: Path, first: int, table: pa.Table) -> RowFile:
     path = folder / f"rows-{first:010d}-{len(table)}-{checksum:08x}.parquet"
     partial = path.with_suffix(".partial")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             written = 0
             while written < len(data):
@@ -146,7 +147,7 @@ def read(file: RowFile, start: int = 0, stop: int | None = None) -> pa.Table:
     stop = file.count if stop is None else min(stop, file.count)
     where = f"{file.path}: these rows, {file.first} to {file.stop - 1},"
     try:
-        with open(file.path, "rb") as opened:
+        with open(file.path, "rb", opener=open_regular) as opened:
             size = os.fstat(opened.fileno()).st_size
             if size > _MOST_BYTES:
                 raise SessionError(f"{where} take {size >> 20} MiB, more than graftlab writes into a file")

@@ -74,5 +74,6 @@ def held_choices(frame: pd.DataFrame, named: Collection[str]) -> list[str]:
 
 
 def _values(frame: pd.DataFrame) -> pd.DataFrame:
-    of_values = [kind_of(tags) in (None, "input") for tags in frame["tags"]]
+    # Typed, because an empty list would choose no columns.
+    of_values = pd.Series([kind_of(tags) in (None, "input") for tags in frame["tags"]], index=frame.index, dtype=bool)
     return frame[of_values].sort_values(["step", "order"], kind="stable")

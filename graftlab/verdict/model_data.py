@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,12 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records
 
-_WHAT = {"input": "inputs", "param": "weights", "optimizer": "optimizer's settings"}
+BEGINNINGS = {
+    "input": "The inputs already differ",
+    "param": "The weights already differ",
+    "optimizer": "The optimizer's settings already differ",
+}
+"""How the sentence on each kind of data begins."""
 _MOST_SHOWN = 6
 
 
@@ -87,6 +92,23 @@ def differing_data(compared: pd.DataFrame, threshold: float, grafted: pd.DataFra
     Inputs of later steps may be computed, as a decode's tokens are. They count only if they also differ in ``grafted``,
     the rows of a run in which every tap had the baseline's values.
     """
+    return [
+        f"{BEGINNINGS[kind]}: {_listed(groups)}. The code that uses them is judged below."
+        for kind, groups in _differing(compared, threshold, grafted).items()
+    ]
+
+
+def differing_weights(compared: pd.DataFrame, threshold: float) -> dict[str, str]:
+    """The groups of weights that differ between the sides, each with its name, layers and difference in words."""
+    groups = _differing(compared, threshold, None).get("param", {})
+    return {group: _in_words(group, rows) for group, rows in groups.items()}
+
+
+_RowsByKind = dict[str, dict[str, list[dict[str, Any]]]]
+
+
+def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None) -> _RowsByKind:
+    """The rows of data that differ, by kind and group."""
     names = set(input_names(compared))
     first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
     inputs = first[first["name"].isin(names) & ~first.index.isin(data_rows(compared).index)]
@@ -95,15 +117,12 @@ def differing_data(compared: pd.DataFrame, threshold: float, grafted: pd.DataFra
         *(("input", row) for row in (*records(inputs), *later)),
         *((_kind(row), row) for row in records(data_rows(compared))),
     ]
-    differing: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    differing: _RowsByKind = {}
     for kind, row in rows:
         if row["status"] in MEASURED and _differs(row, threshold):
             group = group_of(row["name"])
             differing.setdefault(kind, {}).setdefault(group, []).append(row)
-    return [
-        f"The {_WHAT[kind]} already differ: {_listed(groups)}. The code that uses them is judged below."
-        for kind, groups in differing.items()
-    ]
+    return differing
 
 
 def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]]:
@@ -128,18 +147,20 @@ def _differs(row: Mapping[str, Any], threshold: float) -> bool:
     return distance is not None and distance > threshold * roundoff(coarser_dtype(row))
 
 
-def _listed(groups: Mapping[str, list[dict[str, Any]]]) -> str:
-    parts = []
-    for group, rows in list(groups.items())[:_MOST_SHOWN]:
-        layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
-        where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
-        steps = sorted({row.get("later", 0) for row in rows})
-        if 0 not in steps:
-            where += f" in step{'s' if len(steps) > 1 else ''} {spans(steps)}"
-        if any(row["nonfinite_differ"] for row in rows):
-            size = "not finite on one side"
-        else:
-            size = f"rel_l2 {max(row['rel_l2'] for row in rows):.2g}"
-        parts.append(f"{group}{where} ({size})")
+def _listed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    parts = [_in_words(group, rows) for group, rows in list(groups.items())[:_MOST_SHOWN]]
     left = len(groups) - _MOST_SHOWN
     return ", ".join(parts) + (f" and {left} more" if left > 0 else "")
+
+
+def _in_words(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
+    where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
+    steps = sorted({row.get("later", 0) for row in rows})
+    if 0 not in steps:
+        where += f" in step{'s' if len(steps) > 1 else ''} {spans(steps)}"
+    if any(row["nonfinite_differ"] for row in rows):
+        size = "not finite on one side"
+    else:
+        size = f"rel_l2 {max(row['rel_l2'] for row in rows):.2g}"
+    return f"{group}{where} ({size})"

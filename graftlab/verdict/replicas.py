@@ -7,7 +7,7 @@ sketches to a few per cent. Equal tensors have equal sketches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -100,6 +100,14 @@ def check_replicas(
     ways = [Replicas(_INFERRED, (tuple(range(size)),))]
     ways += [Replicas(f"{_INFERRED} along {name}", tuple(groups)) for name, groups in (mesh or {}).items()]
     held = [_relate(each, declared, ways) for each in whole.values()]
+    copied = {each.shown[0].shape for each in held if each.relation == "agrees" and not is_data(each.tags)}
+    # Parts of a sequence are near each other if what they share, such as a bias, is large.
+    held = [
+        replace(each, relation="own data", layout=_INFERRED, apart=0.0, ranks=())
+        if _is_guess(each) and _is_part(each.shown[0].shape, copied, size)
+        else each
+        for each in held
+    ]
     inferred = {way.layout: way for way in ways}
     equal = {
         each.group: inferred[each.layout] for each in held if each.relation == "agrees" and each.layout in inferred
@@ -107,12 +115,23 @@ def check_replicas(
     copies = [each for each in held if each.kind == "param" and each.relation != "own data"]
     replicated = {each.name: inferred.get(each.layout, ways[0]) for each in copies}
     found = [
-        _second_look(each, held[max(0, at - _LOOKED_BACK) : at], equal, replicated, ways)
+        _second_look(each, held[max(0, at - _LOOKED_BACK) : at], equal, replicated, ways, copied)
         if each.relation == "own data" and each.layout == _INFERRED
         else each
         for at, each in enumerate(held)
     ]
     return ReplicaComparison(size, found, missing)
+
+
+def _is_guess(each: TapAcrossRanks) -> bool:
+    """Whether only nearness suggests that the ranks hold copies of this value or gradient, which differ."""
+    return each.relation == "disagrees" and each.layout.startswith(_INFERRED) and each.kind in (None, "grad")
+
+
+def _is_part(shape: tuple[int, ...], copied: Collection[tuple[int, ...]], size: int) -> bool:
+    """Whether this is the shape of an equal part of a copy, and of no copy."""
+    wholes = ((*shape[:dim], extent * size, *shape[dim + 1 :]) for dim, extent in enumerate(shape))
+    return shape not in copied and any(whole in copied for whole in wholes)
 
 
 def _second_look(
@@ -121,14 +140,19 @@ def _second_look(
     equal: Mapping[str, Replicas],
     weights: Mapping[str, Replicas],
     ways: Sequence[Replicas],
+    copied: Collection[tuple[int, ...]],
 ) -> TapAcrossRanks:
-    """Check whether a tap that is not near on its ranks is a copy nevertheless."""
+    """Check whether a tap that is not near on its ranks is a copy nevertheless. ``copied`` are the shapes of copies.
+
+    A sum that was not reduced has the shape of what it is added to. Shards of one tensor, such as parts of a sequence,
+    have a smaller shape, and a bias that is added to each of them makes them no sum.
+    """
     weight = _weight_of(each, weights) if each.kind in ("param_grad", "optimizer") else None
     like = weight or equal.get(each.group)
     if like is not None:
         why = FROM_WEIGHT if weight is not None else FROM_GROUP
         return _compared(each.shown, Replicas(like.layout.replace(_INFERRED, why), like.groups))
-    for way in ways:
+    for way in ways if each.shown[0].shape in copied else ():
         if all(_cosine(each.shown[group[0]], each.shown[rank]) >= _RESEMBLES for group in way.groups for rank in group):
             copy = _compared(each.shown, way)
             if unreduced(before, copy) is not None:

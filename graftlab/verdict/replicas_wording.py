@@ -68,41 +68,64 @@ def judged(checked: ReplicaComparison, inputs: Sequence[str]) -> list[TapAcrossR
 
 
 def _sentences(checked: ReplicaComparison, found: Sequence[TapAcrossRanks]) -> list[str]:
-    lines = []
-    groups: dict[str, list[TapAcrossRanks]] = {}
+    """A paragraph for each kind of value: its first group, with the layer in which it begins, and the others."""
+    kinds: dict[tuple[bool, str | None], dict[str, list[TapAcrossRanks]]] = {}
     for each in found:
         what = described(each.group)
         if is_data(each.tags):
             what = f"{each.group.rpartition('@')[0]}, as it was given ({each.kind}),"
-        groups.setdefault(what, []).append(each)
-    for what, rows in list(groups.items())[:_MOST_TOLD]:
-        worst = max(rows, key=lambda each: each.apart)
-        layers = sorted({n[0] for each in rows if (n := numbers_in(each.name))})
-        where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
-        size = "shapes differ, or some ranks are not finite" if math.isinf(worst.apart) else f"rel_l2 {worst.apart:.2g}"
-        others = sorted({rank for each in rows for rank in each.ranks})
-        what = what[0].upper() + what[1:] if rows[0].kind else what
-        differ = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {spans(others)} differ"
+        kinds.setdefault((is_data(each.tags), each.kind), {}).setdefault(what, []).append(each)
+    lines = []
+    for (is_given, kind), groups in kinds.items():
+        (what, rows), *others = groups.items()
+        ranks = sorted({rank for each in rows for rank in each.ranks})
+        what = what[0].upper() + what[1:] if kind else what
+        differ = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {spans(ranks)} differ"
+        size, layout = _size(rows)
         lines.append(
-            f"{what} should be equal on the ranks but is not{where}: {differ} from the first copy "
-            f"({size}; {worst.layout})."
+            f"{what} should be equal on the ranks but is not{_layers(rows, first=True)}: {differ} from the first copy "
+            f"({size}; {layout}).{_reason(checked, rows[0])}"
         )
-        partial = unreduced(checked.taps[: list(checked.taps).index(rows[0])], rows[0])
-        if partial is not None:
-            lines.append(
-                f"All of that difference is in {partial.name}, whose values differ on each rank: a partial sum that "
-                "was not reduced."
-            )
-        elif rows[0].layout.startswith(FROM_GROUP):
-            lines.append("It looks like a partial sum that was not reduced here.")
-        elif rows[0].kind == "param_grad":
-            lines.append("Gradients of replicated weights must be reduced over the ranks before the optimizer's step.")
-    left = len(groups) - _MOST_TOLD
+        if others:
+            more = f" and {len(others) - _MOST_TOLD} more" if len(others) > _MOST_TOLD else ""
+            listed = ", ".join(f"{what}{_layers(rows)} ({_size(rows)[0]})" for what, rows in others[:_MOST_TOLD])
+            inherited = "" if is_given or kind not in (None, "grad") else ", and may have inherited it"
+            lines[-1] += f" Later ones differ too{inherited}: {listed}{more}."
     if any(each.layout.startswith("inferred") for each in found):
         lines.append(
             "Layouts were inferred from the values, so a difference may be intended. State with layouts= what each "
             "rank holds."
         )
-    if left > 0:
-        lines.append(f"The copies of {left} more group{'s' if left > 1 else ''} of taps differ too.")
     return lines
+
+
+def _size(rows: Sequence[TapAcrossRanks]) -> tuple[str, str]:
+    """The largest difference in words, and its layout."""
+    worst = max(rows, key=lambda each: each.apart)
+    far = "shapes differ, or some ranks are not finite" if math.isinf(worst.apart) else f"rel_l2 {worst.apart:.2g}"
+    return far, worst.layout
+
+
+def _layers(rows: Sequence[TapAcrossRanks], *, first: bool = False) -> str:
+    layers = [n[0] for each in rows if (n := numbers_in(each.name))]
+    if not layers:
+        return ""
+    distinct = sorted(set(layers))
+    if len(distinct) == 1:
+        return f" in layer {layers[0]}"
+    begins = f", layer {layers[0]} first" if first else ""
+    return f" in layers {spans(distinct)}{begins}"
+
+
+def _reason(checked: ReplicaComparison, first: TapAcrossRanks) -> str:
+    partial = unreduced(checked.taps[: list(checked.taps).index(first)], first)
+    if partial is not None:
+        return (
+            f" All of that difference is in {partial.name}, whose values differ on each rank: a partial sum that was "
+            "not reduced."
+        )
+    if first.layout.startswith(FROM_GROUP):
+        return " It looks like a partial sum that was not reduced here."
+    if first.kind == "param_grad":
+        return " Gradients of replicated weights must be reduced over the ranks before the optimizer's step."
+    return ""

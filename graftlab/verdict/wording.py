@@ -19,6 +19,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.lines import DifferingLine, lines_in_words
+from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
 from graftlab.verdict.rounds_differently import RoundsDifferently
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
@@ -73,6 +74,8 @@ class Findings:
     """Sentences on what both sides were given differently: inputs, weights, settings."""
     inputs: Sequence[str] = ()
     """The groups that the sentences of ``data`` cover, mainly those of the model's inputs."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """The groups of weights that already differ, each in words."""
     following: Sequence[str] = ()
     """The groups of gradients that differ because named values differ."""
     target_not_repeated: Sequence[str] = ()
@@ -119,9 +122,25 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     if findings.target_not_repeated:
         before.append(_not_repeatable("target", findings.target_not_repeated))
     jobs = findings.job_remarks or JobRemarks(None, "")
-    before += [*jobs.first, *findings.may_be_inherited, *findings.data]
+    before += [*jobs.first, *findings.may_be_inherited, *_data(findings)]
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
     return before, _conclusion(findings), after
+
+
+def _data(findings: Findings) -> list[str]:
+    """The sentences on data, without weights that the sentences of their own modules state."""
+    said = {weight for group in _computed(findings) for weight in _weights_of(findings, group)}
+    left = [words for weight, words in findings.weights.items() if weight not in said]
+    if not said:
+        return [*findings.data]
+    weights = [f"{BEGINNINGS['param']}: {_shown(left, 6)}. The code that uses them is judged below."] if left else []
+    others = [line for line in findings.data if not line.startswith(BEGINNINGS["param"])]
+    return weights + others
+
+
+def _weights_of(findings: Findings, group: str) -> list[str]:
+    """The differing weights of the module whose output this group is, or that have its name."""
+    return [weight for weight in findings.weights if group in (weight, weight.rpartition(".")[0])]
 
 
 def _hints(hints: Mapping[str, str]) -> list[str]:
@@ -153,7 +172,7 @@ def _conclusion(findings: Findings) -> list[str]:
         return []
     if not len(frame):
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
-    computed = [group for group in named if group not in (*findings.inputs, *findings.rounding.groups)]
+    computed = _computed(findings)
     if not computed:
         lines = [*findings.rounding.sentences, _nothing_named(findings)]
     else:
@@ -161,7 +180,10 @@ def _conclusion(findings: Findings) -> list[str]:
         for groups in _sentence_groups(frame, computed):
             label = _label(frame, groups[0])
             what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
-            lines.append(what + {"culprit": ".", "minor": ", without changing the output.", "cancels": "."}[label])
+            weights = [findings.weights[weight] for group in groups for weight in _weights_of(findings, group)]
+            ending = {"culprit": "", "minor": ", without changing the output", "cancels": ""}[label]
+            ending += f", with weights that already differ: {_shown(weights)}" if weights else ""
+            lines.append(f"{what}{ending}.")
             lines += lines_in_words(findings.lines, groups)
         if findings.origins is not None:
             lines += sentences_on(findings.origins)
@@ -178,6 +200,11 @@ def _conclusion(findings: Findings) -> list[str]:
     if named and (frame["label"] == "inherited").any():
         lines.append("Everything else is inherited.")
     return lines
+
+
+def _computed(findings: Findings) -> list[str]:
+    """The named groups that are neither data nor only round differently."""
+    return [group for group in findings.named if group not in (*findings.inputs, *findings.rounding.groups)]
 
 
 def _nothing_named(findings: Findings) -> str:

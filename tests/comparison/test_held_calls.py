@@ -14,7 +14,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.command import ranks_of_command
+from graftlab.comparison.command import command_of, ranks_of_command
 from graftlab.comparison.held_calls import names_pair
 from graftlab.errors import ConfigError, SessionError
 from graftlab.ranks.held_call import CallDescription, FunctionInFile, HeldCall, WatchChoice, arguments_of
@@ -174,6 +174,12 @@ def test_a_function_in_a_file_is_found_by_its_name(tmp_path: Path, monkeypatch: 
 )
 def test_ranks_are_counted_by_the_launchers_option(command: str, ranks: int) -> None:
     assert ranks_of_command(command.split()) == ranks
+
+
+def test_variables_before_a_command_are_set_for_it() -> None:
+    command = command_of("env RATE=a=b PYTHONPATH='some where' python score.py X=1", None)
+    assert command.arguments == ("python", "score.py", "X=1")
+    assert command.variables == {"RATE": "a=b", "PYTHONPATH": "some where"}
 
 
 def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,6 +76,24 @@ def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
     assert error.rstrip().endswith("OSError: no weights here")
 
 
+def test_an_environment_without_graftlab_is_named_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    module = tmp_path / "torch" / "nn" / "modules" / "module.py"
+    module.parent.mkdir(parents=True)
+    for package in (tmp_path / "torch", tmp_path / "torch" / "nn", module.parent):
+        (package / "__init__.py").touch()
+    module.write_text("class Module:\n    def __call__(self): pass\n    def parameters(self): return iter([1])\n")
+    script = tmp_path / "calls.py"
+    script.write_text("from torch.nn.modules.module import Module\nModule()()\n")
+    side = f"{tmp_path / 'env' / 'bin' / 'python'} {script}"
+    assert main(["compare", side, side, "--folder", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "cannot import graftlab" in error
+    assert "-m pip install graftlab`, or give --inject" in error
+
+
 def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = compared(capsys, tmp_path, TRAINS, f"{TRAINS} rate")
     assert answer["answer"] == "differ"
@@ -93,3 +112,30 @@ def test_two_ranks_of_torchrun_are_compared_with_one_process(
     answer = compared(capsys, tmp_path, TRAINS, f"{launcher} {TRAINS} {fault}", "--calls", "1")
     assert answer["answer"] == ("differ" if fault else "agree"), answer["text"]
     assert ("first@grad" in answer["named"]) == bool(fault)  # type: ignore[operator]
+
+
+def environment(folder: Path, *requirements: str) -> Path:
+    """The Python of a new environment with these packages before those of this one; skips where they are missing."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "outer.pth").write_text("\n".join([*(p for p in sys.path if p.endswith("site-packages")), str(ROOT)]))
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages), *requirements]
+    done = subprocess.run(install, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{' '.join(requirements)} cannot be installed: {done.stderr[-300:]}")
+    return folder / "bin" / "python"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_release_that_scales_a_query_twice_is_found_between_environments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_it = ("tokenizers==0.21.4", "huggingface-hub==0.32.0")
+    sides = [
+        f"{environment(tmp_path / release, f'transformers=={release}', *with_it)} {SCRIPTS / 'opt.py'}"
+        for release in ("4.51.3", "4.52.3")
+    ]
+    answer = compared(capsys, tmp_path / "run", *sides)
+    assert answer["answer"] == "differ", answer["text"]
+    assert "modeling_opt.py:158  query_states = self.q_proj(hidden_states) * self.scaling" in str(answer["text"])

@@ -194,6 +194,51 @@ def test_a_recording_is_matched_as_a_side(session: gl.Session, tmp_path: Path) -
     assert partners(proposal) == EXPECTED
 
 
+LENGTHS = (4, 7, 5)
+
+
+def table() -> torch.Tensor:
+    return torch.randn(30, 8, generator=torch.Generator().manual_seed(3))
+
+
+def ids_of(number: int) -> torch.Tensor:
+    return torch.randint(1, 30, (LENGTHS[number],), generator=torch.Generator().manual_seed(number))
+
+
+def padded_sequences() -> None:
+    ids = torch.zeros(3, 7, dtype=torch.int64)
+    for number, length in enumerate(LENGTHS):
+        ids[number, :length] = ids_of(number)
+    x = table()[ids]
+    gl.tap("embeddings", x)
+    for n in range(3):
+        x = gl.tap(f"h.{n}.sum", x.cumsum(1).tanh() + x)
+
+
+def packed_sequences(wrong: int | None = None) -> None:
+    """The same, the shortest sequence first and without padding."""
+    order = sorted(range(3), key=lambda number: LENGTHS[number])
+    x = table()[torch.cat([ids_of(number) for number in order])]
+    gl.tap("embed", x)
+    for n in range(3):
+        parts = x.split([LENGTHS[number] for number in order])
+        x = gl.tap(f"layers.{n}.sum", torch.cat([p.cumsum(0).tanh() for p in parts]) * (1.1 if n == wrong else 1) + x)
+
+
+def test_a_padded_batch_is_judged_against_a_sorted_and_packed_one(session: gl.Session) -> None:
+    proposal = session.match(padded_sequences, partial(packed_sequences, 1))
+    assert partners(proposal) == {"embed": "embeddings", **{f"layers.{n}.sum": f"h.{n}.sum" for n in range(3)}}
+    (notice,) = proposal.notices
+    assert notice.startswith("16 rows are the unpadded rows of 3 x 7 in another order, found at ")
+    session.edit(pairs=proposal)
+    verdict = session.verdict(padded_sequences, partial(packed_sequences, 1))
+    assert verdict.named == ["h.*.sum"]
+    assert "in layer 1 of 0-2" in verdict.text
+    frame = session.run(padded_sequences, packed_sequences).frame
+    assert frame["rel_l2"].max() < 1e-6
+    assert set(frame["status"]) == {"compared"}
+
+
 def with_swapped_parts(layers: int) -> list[float]:
     """``split`` with k and v mixed up in the second layer, as its taps show."""
     return split(layers, swapped=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,7 +71,12 @@ def forgets_every_sum() -> None:
 def test_a_sum_that_every_layer_forgets_is_found_by_what_it_is_added_to(session: gl.Session) -> None:
     check = session.check(target=forgets_every_sum)
     assert check.found[0] == "layers.*.mid"
-    assert "All of that difference is in layers.0.attn, whose values differ on each rank: a partial" in check.text
+    # One paragraph: the first layer and its reason, and then what follows from it.
+    first, *rest = check.text.split("\n")
+    assert first.startswith("layers.*.mid should be equal on the ranks but is not in layer 0: rank 1 differs from the")
+    assert "All of that difference is in layers.0.attn, whose values differ on each rank: a partial" in first
+    assert " Later ones differ too, and may have inherited it: " in first
+    assert not any("should be equal" in line for line in rest)
 
 
 def test_differing_arithmetic_on_one_rank_is_found(session: gl.Session) -> None:
@@ -84,6 +90,36 @@ def test_differing_arithmetic_on_one_rank_is_found(session: gl.Session) -> None:
 def test_a_gradient_that_is_not_summed_is_found(session: gl.Session) -> None:
     check = session.check(target=run_specimen, args=("fault", "attentions_gradient_not_summed"))
     assert "layers.*.norm1@grad" in check.found or "layers.*.out@grad" in check.found, check.text
+
+
+def sequence_parallel(bias: float, forgets: bool = False) -> None:
+    """Two layers between whose sums each rank has its part of the sequence, and adds the same bias to it."""
+    from torch import distributed
+
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, up, down, added = draw(16, 32) + 1, draw(32, 64) / 6, draw(64, 32) / 8, draw(32) * bias
+    rows, columns = slice(rank() * 8, rank() * 8 + 8), slice(rank() * 32, rank() * 32 + 32)
+    h = gl.tap("scattered", gl.tap("embed", x)[rows].clone())
+    for layer in range(2):
+        n = gl.tap(f"layers.{layer}.norm", nn.functional.layer_norm(h, (32,)))
+        gathered = [torch.empty_like(n), torch.empty_like(n)]
+        distributed.all_gather(gathered, n)
+        whole = gl.tap(f"layers.{layer}.gathered", torch.cat(gathered))
+        summed = gl.tap(f"layers.{layer}.partial", (whole @ up[:, columns]).relu() @ down[columns]).clone()
+        if not (forgets and layer == 1):
+            distributed.all_reduce(summed)
+        if forgets:
+            gl.tap(f"layers.{layer}.whole", whole + summed)
+        down_part = gl.tap(f"layers.{layer}.down", summed[rows].clone())
+        h = gl.tap(f"layers.{layer}.out", h + gl.tap(f"layers.{layer}.biased", down_part + added))
+
+
+@pytest.mark.parametrize("bias", [2.0, 30.0])
+def test_parts_of_a_sequence_are_no_sums_that_were_not_reduced(session: gl.Session, bias: float) -> None:
+    check = session.check(target=sequence_parallel, args=(bias,))
+    assert check.found == [], check.text
+    assert "The 2 ranks agree where they hold copies (" in check.text
+    assert session.check(target=sequence_parallel, args=(bias, True)).found == ["layers.*.whole"]
 
 
 # ---- inputs and layouts ---------------------------------------------------------------------------------------------
@@ -186,7 +222,7 @@ def test_on_a_mesh_copies_are_those_of_one_dimension(four: gl.Session) -> None:
     ("fault", "first", "said"),
     [
         ("one replica of a shard", "layers.*.weight@param", "in layer 1: rank 3 differs"),
-        ("one rank's arithmetic", "layers.*.out", "in layers 1-2: rank 3 differs"),
+        ("one rank's arithmetic", "layers.*.out", "in layers 1-2, layer 1 first: rank 3 differs"),
     ],
 )
 def test_on_a_mesh_a_copy_that_differs_is_found_in_its_own_group(

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.exact_diffs import COMPLEXES, DTYPES, FLOAT8S, FLOATS, INF, NAN, assert_right, random
 
-from graftlab.diffs.measure import measure
+from graftlab.diffs.measure import measure, measure_and_overwrite
 
 FALLBACK_BLOCK = 64
 pytestmark = [
@@ -289,20 +289,29 @@ def test_devices_that_differ_are_refused_with_both_named() -> None:
         measure(torch.zeros(2), torch.zeros(2, device="meta"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
-    "make",
+    ("kind", "make"),
     [
-        lambda: torch.zeros(2, 2).to_sparse(),
-        lambda: torch.zeros(2, 2, device="meta"),
-        lambda: torch.quantize_per_tensor(torch.zeros(2, 2), 1.0, 0, torch.qint8),
+        ("sparse", lambda: torch.zeros(2, 2).to_sparse()),
+        ("meta", lambda: torch.zeros(2, 2, device="meta")),
+        ("quantized", lambda: torch.quantize_per_tensor(torch.zeros(2, 2), 1.0, 0, torch.qint8)),
+        ("nested", lambda: nested(torch.strided)),
+        ("nested", lambda: nested(torch.jagged)),
     ],
-    ids=["sparse", "meta", "quantized"],
 )
-def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], torch.Tensor]) -> None:
+def test_a_tensor_that_is_not_dense_is_refused_by_its_kind(kind: str, make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
-    with pytest.raises(ValueError, match="dense"):
+    with pytest.raises(ValueError, match=f"the baseline is .*{kind}.*; only dense"):
         measure(tensor, tensor)
+    if kind == "nested":
+        with pytest.raises(ValueError, match="the target is nested; only dense"):
+            measure(torch.zeros(2), tensor)
+        assert measure_and_overwrite(torch.zeros(2), tensor, own=tensor) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import stat
@@ -70,6 +71,24 @@ def test_processes_that_connect_and_are_silent_delay_no_other(tmp_path: Path) ->
         assert isinstance(receive_handshake(asks), StatusReply)
         # The oldest made room for others.
         assert silent[0].recv(1) == b""
+
+
+def test_refusals_of_many_processes_are_a_few_lines_with_their_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gl.listen(baseline=1, target=1, folder=tmp_path), Rendezvous(tmp_path) as place:
+        for _ in range(126):
+            connection = place.connect(1.0)
+            assert connection is not None
+            with connection:
+                connection.settimeout(DEADLINE)
+                # A frame of one byte, which is no message.
+                connection.sendall(b"\1\0\0\0x")
+                while connection.recv(4096):
+                    pass
+    lines = [line for line in caplog.messages if "refused" in line]
+    assert len(lines) < 20
+    assert sum(int(re.sub(r" more processes .*", "", line)) if "more" in line else 1 for line in lines) == 126
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_its_variables(tmp_path: Path) -> None:

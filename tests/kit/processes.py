@@ -62,7 +62,7 @@ def descriptors() -> set[tuple[str, str]]:
 
 
 def shared_memory_left(before: set[str]) -> set[str]:
-    """What is new in shared memory since ``before``, once whoever else uses it has had time to clean up."""
+    """What is new in shared memory since ``before``, once its other users have had time to clean up."""
     deadline = time.monotonic() + DEADLINE
     poller = select.poll()
     while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:

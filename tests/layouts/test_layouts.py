@@ -274,6 +274,15 @@ def test_scaling_is_inverted_with_a_caveat_if_that_rounds() -> None:
     assert torch.allclose(Layout((Scale(0.1, 1.0),)).join([whole * 0.1 + 1]).whole, whole, atol=1e-5)
 
 
+def test_scaling_leaves_the_mask_of_known_elements_as_it_is() -> None:
+    held = tensor((3,))
+    own = torch.full((6,), -7.0)
+    relaid = relayout([(Layout((Part(0, (1, 1)),)), [held])], Layout((Scale(2.0, 1.0),)), own=own)
+    assert relaid.known is not None
+    assert relaid.known.tolist() == [True] * 3 + [False] * 3
+    assert relaid.value.tolist() == [*(2 * held + 1).tolist(), -7.0, -7.0, -7.0]
+
+
 def test_partial_sums_are_added_and_a_graft_notes_where_the_value_goes() -> None:
     partial = Layout((Partial("tp"),)).on(2)
     half = torch.full((3,), 0.5)
@@ -350,3 +359,37 @@ def test_joining_reports_what_does_not_fit() -> None:
         Layout((Shard(0, "tp"), Shard(1, "tp")))
     with pytest.raises(LayoutError, match="it is unknown how 2 ranks are split"):
         Layout((Shard(0, "tp"), Shard(1, "cp"))).on(2)
+
+
+# ---- rows in another order ------------------------------------------------------------------------------------------
+
+
+def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
+    layout = parse_layout("gather(of=[2, 4], runs=[[4, 3], [-1, 1], [0, 2]], into=[6])")
+    whole = torch.arange(1.0, 17.0).reshape(2, 4, 2)
+    rows = layout.local(whole)
+    assert rows[:, 0].tolist() == [9, 11, 13, 0, 1, 3]
+    joined = layout.join([rows])
+    assert joined.known is not None
+    assert torch.equal(joined.whole[joined.known], whole[joined.known])
+    assert joined.known[..., 0].tolist() == [[True, True, False, False], [True, True, True, False]]
+    own = torch.full((6, 2), -5.0)
+    relaid = relayout([(parse_layout("same"), [whole])], layout, own=own)
+    assert relaid.known is not None
+    assert relaid.value[:, 0].tolist() == [9, 11, 13, -5, 1, 3]
+    assert relaid.known[:, 0].tolist() == [True, True, True, False, True, True]
+    with pytest.raises(LayoutError, match=r"found in a batch of 2 x 4 rows, and this tensor is .*: match again"):
+        layout.local(whole[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gather(of=[4], runs=[[2, 3]], into=[3])", "the run .* is not within 4 rows"),
+        ("gather(of=[4], runs=[[0, 3]], into=[4])", "the runs do not add up to the 4 rows"),
+        ("gather(of=[4], runs=[[0, 0]], into=[1])", "a run is a first row and a number of rows"),
+    ],
+)
+def test_a_gather_that_fits_no_batch_is_refused(text: str, why: str) -> None:
+    with pytest.raises(LayoutError, match=why):
+        parse_layout(text)

@@ -40,6 +40,8 @@ WRITTEN = [
     "one_of(mesh='moe_dp')",
     "part(index=1, of=[4, 1, 1], dim=0, groups=8)",
     "window(dim=1, start=2, length=5, step=2)",
+    "window(dim=1, start=-1, length=1)",
+    "gather(of=[2, 4], runs=[[4, 3], [-1, 1], [0, 2]], into=[6])",
     "pad(dim=0, size=50257, to=50304)",
     "scale(factor=0.125, add=1.0)",
     "pack()",

@@ -216,3 +216,16 @@ def test_a_wrong_number_alone_is_found_and_the_right_ones_beside_it_are_not() ->
         return scale
 
     assert sources(compared(scaled(2), scaled(3), Q).target)[0] == "whole: Tensor = size * factor"
+
+
+def test_state_that_differs_is_named_by_its_path_at_the_line_that_reads_it() -> None:
+    class Paged:
+        def __init__(self, scale: float) -> None:
+            self.pages = {"k": [drawn(8, 6, seed=7) * scale]}
+
+        def read(self, x: Tensor) -> Tensor:
+            return x @ self.pages["k"][0][2:]
+
+    found = compared(Paged(1).read, Paged(1.1).read, drawn(3, 6))
+    assert sources(found.target)[0] == 'return x @ self.pages["k"][0][2:]'
+    assert found.target[0].state == ("self.pages['k'][0]",)

@@ -32,6 +32,7 @@ SUBCOMMANDS = (
     "plot",
     "ui",
     "verdict",
+    "compare",
     "match",
     "check",
     "compiled",
@@ -233,6 +234,26 @@ def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
     assert "No tap adds more than rounding" in value(notebook, "%graft verdict -o judged forward(torch.ones(4))")
     assert value(notebook, "judged.named") == "[]"
     assert "hidden" in value(notebook, "session.plan.b2t")
+
+
+@pytest.mark.ranks
+def test_a_comparison_taps_the_models_of_an_expression_and_shows_a_figure(notebook: Kernel) -> None:
+    typed(
+        notebook,
+        """
+        %%graft both
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        if gl.here().side == "target":
+            model[1].eps = 0.5
+        """,
+    )
+    reply = notebook.run("%graft compare -o compared model(torch.ones(2, 4)).detach()")
+    assert any("image/png" in data for data in reply.shown), reply.error
+    assert value(notebook, "compared.answer, compared.labels['*']") == "('differ', 'culprit')"
+    # The models have no taps afterwards.
+    typed(notebook, "%graft run -o untapped model(torch.ones(2, 4)).sum().item()")
+    assert value(notebook, "len(untapped.frame)") == "0"
 
 
 @pytest.mark.ranks

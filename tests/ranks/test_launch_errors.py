@@ -81,6 +81,13 @@ def test_an_unusable_home_is_named_with_its_variable(tmp_path: Path, monkeypatch
     assert f"set {HOME_VARIABLE} to a folder you can write to" in said
 
 
+@pytest.mark.parametrize("start", [gl.launch, gl.listen])
+def test_a_run_folder_that_others_can_write_into_is_refused(tmp_path: Path, start: Any) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(gl.LaunchError, match=f"other users can write into the run folder {tmp_path}.*chmod go-w"):
+        start(baseline=1, target=1, folder=tmp_path)
+
+
 def test_an_unusable_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     said = refusal(folder=tmp_path / "file")

@@ -365,7 +365,7 @@ def test_an_index_names_no_file_outside_of_its_folder(tmp_path: Path, shard: str
     (tmp_path / "one" / "rank-00000" / "000000.safetensors").rename(tmp_path / "secret.safetensors")
     place = msgspec.structs.replace
     rewrite_index(tmp_path / "one", lambda tap: place(tap, tensor=place(tap.tensor, shard=shard)))
-    with pytest.raises(gl.RecordingError, match=r"is not the name of a file in the recording"):
+    with pytest.raises(gl.RecordingError, match=r"is not the name of a file in the folder"):
         gl.Recording(tmp_path / "one").tensor("hidden")
 
 

@@ -54,7 +54,7 @@ def test_checksums_of_another_log_are_ignored(tmp_path: Path) -> None:
 
 def test_unreadable_checksums_raise_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / SUMS_FILE).mkdir()
-    with pytest.raises(SessionError, match=r"the checksums in .*rows\.crc32 cannot be read: Is a directory"):
+    with pytest.raises(SessionError, match=r"the checksums in .*rows\.crc32 cannot be read: it is not a regular file"):
         Sums(tmp_path, 0)
 
 

@@ -452,6 +452,27 @@ def test_a_damaged_line_far_down_is_named(tmp_path: Path, pieces: int) -> None:
         gl.load_run(tmp_path)
 
 
+@pytest.mark.parametrize("name", [ROWS_FILE, f"{ROWS_FILE}.partial", "rows.crc32.partial"])
+def test_a_link_planted_in_the_run_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises((OSError, gl.SessionError), match="it is a link, which is not followed"):
+        RowStore(folder)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("name", [ROWS_FILE, "rows.crc32", "rows-0000000000-1-00000000.parquet"])
+def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row())])
+    store.close()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(gl.SessionError, match=f"{name}.*it is not a regular file"):
+        gl.load_run(tmp_path)
+
+
 def test_a_flipped_bit_in_the_version_is_damage_and_not_another_version(tmp_path: Path) -> None:
     (tmp_path / ROWS_FILE).write_bytes(header_line().replace(b'"version": 1', b'"version": 0') + b"\n")
     with pytest.raises(gl.SessionError, match="line 1: this does not match its checksum"):

@@ -75,3 +75,8 @@ def test_tokens_that_only_the_targets_own_run_has_are_said_to_be_held() -> None:
     assert held_choices(frame([("token", "int64", LATER, LATER), *taps[1:]]), ["token"]) == []
     last: Tap = ("token", "int64", CLEAN, [0.0, 0.0, 0.0, 1.0])
     assert held_choices(frame([LOGITS, last]), ["logits"]) == []
+
+
+def test_nothing_measured_is_no_free_run() -> None:
+    nothing = frame([LOGITS]).iloc[:0]
+    assert (runs_freely(nothing, [], 5.0), held_choices(nothing, [])) == ([], [])

@@ -102,6 +102,16 @@ def test_what_the_pairs_leave_out_of_a_tap_is_named_once_for_all_layers() -> Non
     assert compared_in_part(rows, GraftPlan(pairs=rules_from(pairs))) == []
 
 
+def test_rows_that_no_batch_of_the_baseline_has_are_reported() -> None:
+    parts = [
+        "gather(of=[3], runs=[[0, 3], [-1, 5]], into=[8])",
+        "gather(of=[3], runs=[[-1, 5], [0, 2], [-1, 1]], into=[8])",
+    ]
+    pairs = [{"baseline": f"x#{n}", "target": "y", "layout": layout} for n, layout in enumerate(parts)]
+    said = compared_in_part(rows_of(pairs, [8, 4]), GraftPlan(pairs=rules_from(pairs)))
+    assert said == ["y is compared in part: 3 of its 8 rows have no row of the baseline's, as padding has."]
+
+
 def test_a_single_reordered_tensor_of_equal_shapes_is_reported() -> None:
     order = "a (b c) d -> a (c b) d, c=3"
     pairs = [{"baseline": "conv", "target": "patch", "layout": order}, {"baseline": "x", "target": "y"}]

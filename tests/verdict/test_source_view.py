@@ -21,7 +21,15 @@ MODEL = "import torch\n\n\ndef attend(q, k):\n    scores = q @ k\n    scale = 0.
 def line(file: Path, **values: Any) -> DifferingLine:
     usual: dict[str, Any] = {
         **{"group": "attn", "side": "target", "line": 6, "source": "scale = 0.3", "operation": "mul(f32[2], 0.3)"},
-        **{"confirmed": True, "is_suspect": False, "lacks_sum": False, "tap": "attn", "step": 0, "occurrence": 0},
+        **{
+            "confirmed": True,
+            "is_suspect": False,
+            "lacks_sum": False,
+            "state": (),
+            "tap": "attn",
+            "step": 0,
+            "occurrence": 0,
+        },
         **{"rank": 0, "file": str(file)},
         **values,
     }
@@ -55,9 +63,10 @@ def test_both_sides_are_shown_side_by_side_with_the_line_marked(model: Path) -> 
 
 
 def test_a_file_that_is_not_the_one_that_ran_shows_no_lines_around(model: Path) -> None:
-    page = text_of(source_view([line(model, source="scale = 0.4")], link=lambda file, text: text))
+    page = text_of(source_view([line(model, source="scale = 0.4", state=("store.k",))], link=lambda file, text: text))
     assert "scale = 0.4" in page
     assert "attend" not in page
+    assert "differs there: store.k" in page
     lost = text_of(source_view([line(model.with_name("lost.py"))], link=lambda file, text: text))
     assert "scale = 0.3" in lost
 

@@ -1,0 +1,107 @@
+"""Rows of a tensor in another order, or some of them, as where one batch pads or sorts the sequences of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from graftlab.errors import LayoutError
+from graftlab.layouts.steps import StepContext, call, check_count
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Takes rows, which the first dimensions ``of`` count, and arranges them in the dimensions ``into``.
+
+    ``runs`` are the rows to take, each a first row and how many follow it. A first row of -1 stands for rows that the
+    whole does not have, such as padding: they are 0 and count as unknown, so that they are neither compared nor
+    grafted. It holds for one batch; a tensor with other numbers of rows is refused.
+    """
+
+    of: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+    into: tuple[int, ...]
+    caveat: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        for name in ("of", "into"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            for extent in getattr(self, name):
+                check_count("gather", f"each number in {name}", extent)
+        object.__setattr__(self, "runs", tuple(tuple(run) for run in self.runs))
+        total = math.prod(self.of)
+        for run in self.runs:
+            if len(run) != 2 or any(type(number) is not int for number in run) or run[1] < 1:
+                raise LayoutError(f"gather: a run is a first row and a number of rows, not {list(run)!r}")
+            if not (run[0] == -1 or 0 <= run[0] <= total - run[1]):
+                raise LayoutError(f"gather: the run {list(run)!r} is not within {total} rows")
+        if sum(length for _, length in self.runs) != math.prod(self.into):
+            raise LayoutError(f"gather: the runs do not add up to the {math.prod(self.into)} rows of {list(self.into)}")
+
+    @classmethod
+    def of_rows(cls, of: Sequence[int], rows: Iterable[int], into: Sequence[int]) -> Gather:
+        """Make one from the row to take at each place; -1 for none."""
+        runs: list[list[int]] = []
+        for row in rows:
+            if runs and (row == runs[-1][0] == -1 or (runs[-1][0] >= 0 and row == sum(runs[-1]))):
+                runs[-1][1] += 1
+            else:
+                runs.append([int(row), 1])
+        return cls(tuple(of), tuple((first, count) for first, count in runs), tuple(into))
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The row to take at each place, int64; -1 for none."""
+        return torch.cat(
+            [
+                torch.full((length,), -1, dtype=torch.int64) if first < 0 else torch.arange(first, first + length)
+                for first, length in self.runs
+            ]
+        )
+
+    @property
+    def leaves_out(self) -> str | None:
+        left = math.prod(self.of) - len({row for row in self.rows.tolist() if row >= 0})
+        return f"{left} of {math.prod(self.of)} rows" if left else None
+
+    @property
+    def lacks(self) -> bool:
+        """Whether some of the places have no row of the whole."""
+        return any(first < 0 for first, _ in self.runs)
+
+    @property
+    def text(self) -> str:
+        return call("gather", of=list(self.of), runs=[list(run) for run in self.runs], into=list(self.into))
+
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
+        count = len(self.of)
+        if tuple(before.shape[:count]) != self.of:
+            raise LayoutError(
+                f"the rows of this pair were found in a batch of {' x '.join(map(str, self.of))} rows, and this tensor "
+                f"is {list(before.shape)}: match again for this batch"
+            )
+        flat = before.flatten(0, count - 1)
+        rows = self.rows.to(before.device)
+        taken = flat[rows.clamp(min=0)]
+        if self.lacks:
+            taken[rows < 0] = 0
+        return taken.reshape(*self.into, *flat.shape[1:])
+
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
+        count = len(self.into)
+        if tuple(after.shape[:count]) != self.into:
+            raise LayoutError(
+                f"the rows of this pair were found in a batch of {' x '.join(map(str, self.into))} rows, and this "
+                f"tensor is {list(after.shape)}: match again for this batch"
+            )
+        flat = after.flatten(0, count - 1)
+        rows = self.rows.to(after.device)
+        whole = after.new_zeros((math.prod(self.of), *flat.shape[1:]))
+        whole[rows[rows >= 0]] = flat[rows >= 0]
+        return whole.reshape(*self.of, *flat.shape[1:])

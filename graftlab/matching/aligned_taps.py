@@ -1,0 +1,166 @@
+"""Taps whose rows are in one order on both sides, made from taps of batches that have them in different orders."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import Tensor
+
+from graftlab.base.world import Side
+from graftlab.layouts import Gather, Layout, Rearrange, Step
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.recorded_taps import Fetch, RecordedTap
+from graftlab.matching.row_orders import CallKey, RowOrder, call_of, value_of
+from graftlab.matching.wording import LETTERS
+
+Sides = tuple[Sequence[RecordedTap], Sequence[RecordedTap]]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The tap that an aligned one is made from, and the steps from its tensor to the aligned one, and back."""
+
+    name: str
+    there: tuple[Step, ...]
+    back: tuple[Step, ...]
+
+
+@dataclass
+class AlignedTaps:
+    """Makes taps with common rows from both sides' taps, and turns pairs of those into pairs of the real ones.
+
+    A call that has rows of several calls of the other side is split in as many.
+    """
+
+    orders: Sequence[RowOrder]
+    fetch: Mapping[Side, Fetch | None]
+    _sources: dict[Side, dict[str, _Source]] = field(default_factory=lambda: {"baseline": {}, "target": {}})
+
+    def of(self, baseline: Sequence[RecordedTap], target: Sequence[RecordedTap]) -> Sides:
+        """The taps of both sides, in their order."""
+        return self._side("baseline", baseline), self._side("target", target)
+
+    def _side(self, side: Side, taps: Sequence[RecordedTap]) -> list[RecordedTap]:
+        orders: dict[CallKey, list[tuple[int, RowOrder]]] = defaultdict(list)
+        for number, order in enumerate(self.orders):
+            orders[getattr(order, side)].append((number, order))
+        made: list[tuple[int, RecordedTap]] = []
+        sources: dict[str, _Source] = {}
+        for tap in taps:
+            of_call = orders.get(call_of(tap.name), [])
+            # The whole target's rows are as they are where all of them are known.
+            needed = [
+                (number, order) for number, order in of_call if side == "baseline" or bool((order.index < 0).any())
+            ]
+            aligned = [(number, self._aligned(tap, side, order)) for number, order in needed]
+            found = [(number, each) for number, each in aligned if each is not None]
+            for number, (source, value) in found:
+                name = f"{tap.name}#{number}" if len(found) > 1 else tap.name
+                sources[name] = source
+                virtual = RecordedTap.of(name, value, kind=tap.kind)
+                virtual.tags = tap.tags
+                made.append((number, virtual))
+            if not found:
+                made.append((of_call[0][0] if of_call else 0, tap))
+        self._sources[side] = sources
+        made.sort(key=lambda each: each[0])
+        return [replace(tap, order=place) for place, (_, tap) in enumerate(made)]
+
+    def _aligned(self, tap: RecordedTap, side: Side, order: RowOrder) -> tuple[_Source, Tensor] | None:
+        known = order.index >= 0
+        everything = bool(known.all())
+        dims = order.of if side == "baseline" else order.into
+        place = _row_dims(tap.shape, dims)
+        value = None if place is None else value_of(tap, self.fetch[side])
+        if place is None or value is None:
+            return None
+        of = tuple(tap.shape[dim] for dim in place)
+        rows = order.index[known] if side == "baseline" else np.flatnonzero(known)
+        into = order.into if everything else (int(known.sum()),)
+        inverse = np.full(math.prod(of), -1, np.int64)
+        inverse[rows] = np.arange(len(rows))
+        moved, restored = _moved(len(tap.shape), place)
+        there = (*moved, Gather.of_rows(of, rows.tolist(), into))
+        back = (Gather.of_rows(into, inverse.tolist(), of), *restored)
+        return _Source(tap.name, there, back), Layout(there).local(value)
+
+    # ---- back to the real taps --------------------------------------------------------------------------------------
+
+    def real(self, pair: Pair) -> Pair:
+        """The pair of real taps."""
+        plain = _Source("", (), ())
+        mine = self._sources["baseline"].get(pair.baseline, replace(plain, name=pair.baseline))
+        theirs = self._sources["target"].get(pair.target, replace(plain, name=pair.target))
+        first, last = (mine.there, theirs.back) if pair.whole == "baseline" else (theirs.there, mine.back)
+        layout = Layout(_merged((*first, *pair.layout.steps, *last)))
+        return replace(pair, baseline=mine.name, target=theirs.name, layout=layout)
+
+    def real_proposal(self, proposal: Proposal, order: Mapping[Side, Sequence[str]]) -> Proposal:
+        """The proposal on real taps, with a notice on each row order. ``order`` has the real taps' names."""
+        pairs = tuple(self.real(pair) for pair in proposal.pairs)
+        left: dict[Side, dict[str, str]] = {}
+        for side, unmatched in (
+            ("baseline", proposal.unmatched_baseline),
+            ("target", proposal.unmatched_target),
+        ):
+            have = {getattr(pair, side) for pair in pairs}
+            sources = self._sources[side]  # type: ignore[index]
+            real = {(sources[name].name if name in sources else name): why for name, why in unmatched.items()}
+            left[side] = {name: why for name, why in real.items() if name not in have}  # type: ignore[index]
+        return replace(
+            proposal,
+            pairs=pairs,
+            unmatched_baseline=left["baseline"],
+            unmatched_target=left["target"],
+            notices=(*proposal.notices, *(each.text for each in self.orders)),
+            order=order,
+        )
+
+
+def _row_dims(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...] | None:
+    """The dimensions of a tensor that count these rows, outermost first; None if it has none."""
+    places: list[int] = []
+    for extent in dims:
+        found = next(
+            (place for place in range(places[-1] + 1 if places else 0, len(shape)) if shape[place] == extent), None
+        )
+        if found is None:
+            break
+        places.append(found)
+    if len(places) == len(dims):
+        return tuple(places)
+    total = math.prod(dims)
+    if total in shape:
+        return (tuple(shape).index(total),)
+    if len(dims) == 2 and dims[1] in shape and dims[0] in shape[tuple(shape).index(dims[1]) + 1 :]:
+        # Tokens before the batch.
+        second = tuple(shape).index(dims[1])
+        return (second + 1 + tuple(shape[second + 1 :]).index(dims[0]), second)
+    return None
+
+
+def _moved(count: int, place: Sequence[int]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The rearrangements that bring these dimensions to the front, and that bring them back."""
+    order = [*place, *(dim for dim in range(count) if dim not in place)]
+    if order == list(range(count)):
+        return (), ()
+    before, after = " ".join(LETTERS[:count]), " ".join(LETTERS[dim] for dim in order)
+    return (Rearrange(f"{before} -> {after}"),), (Rearrange(f"{after} -> {before}"),)
+
+
+def _merged(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps, with two gathers that follow each other as one."""
+    found: list[Step] = []
+    for step in steps:
+        last = found[-1] if found else None
+        if isinstance(step, Gather) and isinstance(last, Gather) and last.into == step.of:
+            rows = [int(last.rows[row]) if row >= 0 else -1 for row in step.rows.tolist()]
+            found[-1] = Gather.of_rows(last.of, rows, step.into)
+        else:
+            found.append(step)
+    return tuple(found)

@@ -1,0 +1,295 @@
+"""Rows in another order, or fewer: which row of one side's batch is which of the other's, found by value.
+
+Padded and packed sequences, sorted batches, micro-batches, and a prefill with decode steps beside one pass over all
+tokens have the same rows in tensors of other sizes. Their order is found at one tap, such as the embeddings, and then
+holds for all taps of the same calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graftlab.base.world import Side
+from graftlab.matching.names import similarity, words_of
+from graftlab.matching.recorded_taps import Fetch, RecordedTap
+from graftlab.matching.sketch import limit_for
+from graftlab.plan.pairs import TapCallName
+
+Index = npt.NDArray[np.int64]
+
+# The first taps of each call are compared, and of those the likeliest pairs.
+_FIRST = 24
+_TRIED = 24
+# At least this share of the target's rows must be found.
+_ENOUGH = 0.6
+# Rows with the values of this one that are looked at.
+_NEAR = 64
+# The longest stretch of rows that chooses between equal ones.
+_AHEAD = 512
+
+CallKey = tuple[tuple[tuple[str, object], ...], int]
+"""The tags that number a call, and its occurrence: equal for all taps of one pass through a model."""
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The rows of one call of the target in one call of the baseline.
+
+    ``index`` has, for each of the target's rows, the baseline's row, or -1. ``of`` and ``into`` are the dimensions that
+    count the rows, without those of one element. ``found_at`` are the taps that show it.
+    """
+
+    baseline: CallKey
+    target: CallKey
+    of: tuple[int, ...]
+    into: tuple[int, ...]
+    index: Index
+    found_at: tuple[str, str]
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether both calls have the same rows in one order."""
+        return len(self.index) == math.prod(self.of) and bool((self.index == np.arange(len(self.index))).all())
+
+    @property
+    def inverse(self) -> RowOrder:
+        """The order of the baseline's rows in the target, read from the target."""
+        index = np.full(math.prod(self.of), -1, np.int64)
+        index[self.index[self.index >= 0]] = np.flatnonzero(self.index >= 0)
+        return RowOrder(self.target, self.baseline, self.into, self.of, index, self.found_at[::-1])
+
+    @property
+    def text(self) -> str:
+        """A sentence: how many rows they are, of how many, and in which order."""
+        known = self.index[self.index >= 0]
+        total = math.prod(self.of)
+        batch = " x ".join(map(str, self.of))
+        own = "rows" if len(self.into) < 2 else f"rows of {' x '.join(map(str, self.into))}"
+        order = "" if bool((np.diff(known) > 0).all()) else " in another order"
+        if len(known) == total:
+            what = f"{len(known)} {own} are the rows of {batch}{order}"
+        elif len(self.of) > 1:
+            what = f"{len(known)} {own} are the unpadded rows of {batch}{order}"
+        else:
+            what = f"{len(known)} {own} are {_span(known)} of {total}{order}"
+        mine, theirs = self.found_at
+        return f"{what}, found at {mine} and {theirs}"
+
+
+def _span(known: Index) -> str:
+    if len(known) == 1:
+        return f"row {known[0]}"
+    if len(known) == known[-1] - known[0] + 1:
+        return f"rows {known[0]} to {known[-1]}"
+    return f"{len(known)} rows"
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+def call_of(name: str) -> CallKey:
+    """The call that a tap's name belongs to."""
+    parsed = TapCallName.of(name)
+    # Layers are parts of one call.
+    tags = tuple((tag, value) for tag, value in (parsed.tags or {}).items() if "layers" not in words_of(tag))
+    return tags, parsed.occurrence or 0
+
+
+def _by_call(taps: Sequence[RecordedTap]) -> dict[CallKey, list[RecordedTap]]:
+    found: dict[CallKey, list[RecordedTap]] = defaultdict(list)
+    for tap in taps:
+        found[call_of(tap.name)].append(tap)
+    return dict(found)
+
+
+def row_orders(
+    baseline: Sequence[RecordedTap], target: Sequence[RecordedTap], fetch: Mapping[Side, Fetch | None]
+) -> list[RowOrder]:
+    """The row orders of calls that have rows of the other side's in another order, or in other numbers.
+
+    Calls whose rows are the same, in one order, have none. One call may have the rows of several of the other side's.
+    """
+    mine, theirs = _by_call(baseline), _by_call(target)
+    found = _contained(mine, theirs, fetch["baseline"], fetch["target"])
+    if len(mine) != len(theirs) or not found:
+        # A whole batch of the target has the rows of several calls of the baseline.
+        turned = [each.inverse for each in _contained(theirs, mine, fetch["target"], fetch["baseline"])]
+        found = max(found, turned, key=lambda orders: sum(int((each.index >= 0).sum()) for each in orders))
+    return [each for each in found if not each.is_identity]
+
+
+def _contained(
+    mine: Mapping[CallKey, Sequence[RecordedTap]],
+    theirs: Mapping[CallKey, Sequence[RecordedTap]],
+    fetch_mine: Fetch | None,
+    fetch_theirs: Fetch | None,
+) -> list[RowOrder]:
+    """The order of the rows of each call of ``theirs`` in one of ``mine``."""
+    found: list[RowOrder] = []
+    place = -1
+    for number, (key, taps) in enumerate(theirs.items()):
+        # A call of the same number first.
+        same = list(mine)[number] if len(mine) == len(theirs) else None
+        best: tuple[float, RowOrder] | None = None
+        for other in sorted(mine, key=lambda each: each != same):
+            each = _order_of((other, mine[other], fetch_mine), (key, taps, fetch_theirs), place)
+            if each is not None and (best is None or each[0] > best[0]):
+                best = each
+            if best is not None and best[0] >= 1.0:
+                break
+        if best is not None:
+            found.append(best[1])
+            place = int(best[1].index[-1])
+    return found
+
+
+def value_of(tap: RecordedTap, fetch: Fetch | None) -> torch.Tensor | None:
+    """The tensor of a tap, on the host."""
+    value = tap.value if tap.value is not None else None if fetch is None else fetch(tap.name)
+    return None if value is None else value.detach().cpu()
+
+
+_FetchedCall = tuple[CallKey, Sequence[RecordedTap], "Fetch | None"]
+
+
+def _order_of(baseline: _FetchedCall, target: _FetchedCall, place: int) -> tuple[float, RowOrder] | None:
+    """The best row order that a pair of taps of two calls shows, with how well rows tell each other apart."""
+    best: tuple[float, RowOrder] | None = None
+    for mine, theirs in _anchors(baseline[1], target[1]):
+        ours, other = value_of(mine, baseline[2]), value_of(theirs, target[2])
+        if ours is None or other is None:
+            continue
+        ids = not ours.is_floating_point()
+        outer, inner = (_rows_of(each, ids) for each in (ours, other))
+        of, into = (_dims(each.shape if ids else each.shape[:-1]) for each in (ours, other))
+        index, distinct = aligned(outer, inner, limit_for(mine.dtype, theirs.dtype), place)
+        share = float((index >= 0).mean())
+        if share < _ENOUGH:
+            continue
+        order = RowOrder(baseline[0], target[0], of, into, index, (mine.name, theirs.name))
+        score = share * (0.5 + 0.5 * distinct)
+        if best is None or score > best[0] + 1e-9:
+            best = (score, order)
+        if score >= 1.0:
+            break
+    return best
+
+
+def _anchors(
+    baseline: Sequence[RecordedTap], target: Sequence[RecordedTap]
+) -> Iterator[tuple[RecordedTap, RecordedTap]]:
+    """Taps that may show the same rows, the likeliest pairs first."""
+
+    def is_anchor(tap: RecordedTap) -> bool:
+        floats = tap.dtype.is_floating_point
+        return tap.sketch.telling and not tap.dtype.is_complex and (2 <= len(tap.shape) <= 3 if floats else True)
+
+    ours = [tap for tap in baseline if is_anchor(tap)][:_FIRST]
+    others = [tap for tap in target if is_anchor(tap)][:_FIRST]
+    pairs = [
+        (similarity(mine.name, theirs.name) + 0.5 * (mine.kind == theirs.kind != ""), -n - m, n, m)
+        for n, mine in enumerate(ours)
+        for m, theirs in enumerate(others)
+        if mine.dtype.is_floating_point == theirs.dtype.is_floating_point
+        and (not mine.dtype.is_floating_point or mine.shape[-1] == theirs.shape[-1])
+    ]
+    for _, _, n, m in sorted(pairs, reverse=True)[:_TRIED]:
+        yield ours[n], others[m]
+
+
+def _rows_of(value: torch.Tensor, ids: bool) -> npt.NDArray[np.float64]:
+    found: npt.NDArray[np.float64] = value.reshape(-1, 1 if ids else value.shape[-1]).double().numpy()
+    return found
+
+
+def _dims(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(extent for extent in shape if extent > 1) or (1,)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def aligned(
+    outer: npt.NDArray[np.float64], inner: npt.NDArray[np.float64], limit: float, place: int = -1
+) -> tuple[Index, float]:
+    """The row of ``outer`` that each row of ``inner`` is, or -1, and the share of inner rows that are distinct.
+
+    Rows with equal values, such as those of one token, are told apart by the rows beside them: the longest stretch
+    wins, and no row is taken twice. A single one is the row after ``place``, or the last.
+    """
+    classes, own = _classes(outer, inner, limit)
+    positions: dict[int, Index] = {
+        int(each): np.flatnonzero(classes == each) for each in np.unique(own[own >= 0]).tolist()
+    }
+    index = np.full(len(own), -1, np.int64)
+    free = np.ones(len(classes), bool)
+    at = 0
+    while at < len(own):
+        candidates = [] if own[at] < 0 else positions[int(own[at])][free[positions[int(own[at])]]].tolist()
+        if not candidates:
+            # The other side lacks this row, or has it less often, as it may padding.
+            at += 1
+            continue
+        following = (int(index[at - 1]) if at else place) + 1
+        is_last = place >= 0 or len(own) == 1
+        lengths = {start: _stretch(classes, own, free, start, at) for start in candidates}
+        start = max(
+            candidates,
+            key=lambda each: (lengths[each], each == following, each if is_last else -each),
+        )
+        # Two sequences may begin alike: rows before this stretch belong to it if they fit and are free.
+        back = 0
+        while start - back > 0 and at - back > 0 and free[start - back - 1] and index[at - back - 1] >= 0:
+            if classes[start - back - 1] != own[at - back - 1]:
+                break
+            free[index[at - back - 1]] = True
+            back += 1
+        length = lengths[start]
+        index[at - back : at + length] = np.arange(start - back, start + length)
+        free[start - back : start + length] = False
+        at += length
+    known = own[own >= 0]
+    return index, len(np.unique(known)) / max(1, len(own))
+
+
+def _stretch(classes: Index, own: Index, free: npt.NDArray[np.bool_], start: int, at: int) -> int:
+    """How many rows from these two places on are of equal classes, up to one that is taken."""
+    size = min(len(classes) - start, len(own) - at, _AHEAD)
+    ends = np.flatnonzero((classes[start : start + size] != own[at : at + size]) | ~free[start : start + size])
+    return int(ends[0]) if len(ends) else size
+
+
+def _classes(outer: npt.NDArray[np.float64], inner: npt.NDArray[np.float64], limit: float) -> tuple[Index, Index]:
+    """A number for each distinct outer row, and for each inner row that of the outer row with its values, or -1."""
+    distinct, classes = np.unique(outer, axis=0, return_inverse=True)
+    different, which = np.unique(inner, axis=0, return_inverse=True)
+    if distinct.shape[1] == 1:
+        # Token ids have no rounding.
+        at = np.searchsorted(distinct[:, 0], different[:, 0]).clip(max=len(distinct) - 1)
+        found = np.where(distinct[at, 0] == different[:, 0], at, -1)
+        return classes.reshape(-1), found[which.reshape(-1)]
+    drawn = np.random.default_rng(0).standard_normal((distinct.shape[1],))
+    direction = drawn / math.sqrt(float(drawn @ drawn))
+    shadows, own = np.nan_to_num(distinct) @ direction, np.nan_to_num(different) @ direction
+    order = np.argsort(shadows)
+    found = np.full(len(different), -1, np.int64)
+    for number, row in enumerate(np.nan_to_num(different)):
+        size = math.sqrt(float(row @ row))
+        reach = limit * size
+        low, high = np.searchsorted(shadows[order], [own[number] - reach, own[number] + reach])
+        near = order[low:high]
+        if len(near) > _NEAR:
+            near = near[np.argsort(np.abs(shadows[near] - own[number]))[:_NEAR]]
+        if len(near):
+            apart = np.linalg.norm(distinct[near] - row, axis=1)
+            nearest = int(apart.argmin())
+            if float(apart[nearest]) <= reach:
+                found[number] = near[nearest]
+    return classes.reshape(-1), found[which.reshape(-1)]
