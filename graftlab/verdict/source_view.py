@@ -41,7 +41,7 @@ def _excerpt(line: DifferingLine, link: Callable[[str, str], str]) -> str:
     notes = [
         "confirmed: with the baseline's value there, the tap agrees" if line.confirmed else "",
         "another order or other signs, which may be meant" if line.is_suspect else "",
-        f"differs there: {', '.join(line.state)}" if line.state else "",
+        f"reads what the other side lacks: {', '.join(line.state)}" if line.state else "",
         "its results on the ranks sum to the baseline's; no sum over the ranks follows" if line.lacks_sum else "",
     ]
     said = html.escape("; ".join(note for note in notes if note))

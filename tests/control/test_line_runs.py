@@ -194,3 +194,25 @@ def test_lines_of_a_cell_are_shown_among_those_around_them(session: gl.Session) 
     page = session.lines("scaled", "scaled.scaled(torch.ones(16))", "scaled.scaled(torch.ones(16))")
     shown = page._repr_mimebundle_()["text/html"]
     assert shown.count("<mark>") == shown.count("return scaled.sin()") == 2
+
+
+def tagged_calls(wrong: int) -> list[Tensor]:
+    """A tap in each of five calls under tags; the target scales the scores wrongly in one."""
+    is_target = on_target()
+    out = []
+    for t in range(5):
+        with gl.tags(t=t):
+            x = gl.tap("x", torch.randn(4, 8, generator=torch.Generator().manual_seed(t)))
+            scores = x @ x.T
+            if is_target and t == wrong:
+                scores = (scores * 1.5) * 0.9
+            out.append(gl.tap("mixed", scores.softmax(-1) @ x))
+    return out
+
+
+def test_a_line_is_confirmed_by_the_call_that_was_wrong_and_no_other(session: gl.Session) -> None:
+    verdict = session.verdict(tagged_calls, tagged_calls, args=(3,))
+    assert verdict.named == ["mixed"]
+    # The graft of the product alone leaves the other factor, so the tap differs still; in the other calls it never did.
+    assert lines(verdict)
+    assert not any(confirmed for _, confirmed in lines(verdict)), verdict.text
