@@ -57,7 +57,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     assert verdict.named == ["layers.*.act"]
     assert "layers.*.act is computed differently in layer 1 of 0-2 (added 0.01, " in verdict.text
     assert " x the floor, float32, at layers.1.act)." in verdict.text
-    # Swapped, which needs that a step is repeated: the output is compared with that of another one.
+    # Swapped, which needs that a step is repeated: the output is compared with that of another step.
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
     assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
@@ -69,7 +69,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     wait_until(lambda: len(session.adopted(session.plan.version)) == 2, "the plan from before in force")
     assert "layers.*.act is computed differently" in session.report(tmp_path / "report.html").read_text()
 
-    # Runs of several steps, the output of which is the last one's.
+    # Runs of several steps, whose output is the last step's.
     verdict = session.verdict(steps=2)
     assert verdict.named == ["layers.*.act"]
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
