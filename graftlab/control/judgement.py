@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -16,6 +16,7 @@ import pandas as pd
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
+from graftlab.control.masked_values import left_out, without_masked_values
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import Mechanisms
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
@@ -37,6 +38,7 @@ from graftlab.verdict.added import (
 )
 from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
@@ -141,6 +143,16 @@ class Judgement:
         )
         if misaligned is not None:
             return self._without_conclusion(naming, misaligned.sentence)
+        nowhere: FirstDifference | None = None
+        first = self._attempt(
+            "the search for the first step that differs",
+            lambda: self._runs.first_difference(naming.accumulated),
+            nowhere,
+        )
+        if first is not None and naming.job_remarks is not None:
+            if first.is_update and not self._runs.request.graft_weights:
+                return self._without_conclusion(naming, f"{first.sentence} {NOT_JUDGED_SINCE}")
+            naming.job_remarks = replace(naming.job_remarks, first=(first.sentence, *naming.job_remarks.first))
         outdated = outdated_pairs(evidence.measured, self._before, naming.given)
         if outdated:
             nothing: list[Pair] = []
@@ -148,6 +160,7 @@ class Judgement:
             outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
             if mended := learned_from_other_code(outdated):
                 return self._without_conclusion(naming, mended)
+        masked = self._unmask(evidence, naming)
         if naming.clears or self._explains(naming):
             # Before nothing is named, the target runs often enough to show whether it differs from itself.
             naming.target_not_repeated = self._attempt(
@@ -164,6 +177,7 @@ class Judgement:
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
+        remarks += masked
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
         may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
@@ -321,6 +335,23 @@ class Judgement:
             not_repeated,
             job_remarks=job_remarks,
         )
+
+    def _unmask(self, evidence: Evidence, naming: Naming) -> list[str]:
+        """Where something differs and nothing is named, judge masked taps by their other values; returns a remark."""
+        if not naming.clears or not naming.differing:
+            return []
+        unchanged: tuple[pd.DataFrame, list[str]] = naming.frame, []
+        frame, names = self._attempt(
+            "the look at values that are not masked",
+            lambda: without_masked_values(self._runs, evidence.measured, naming.frame, evidence.lonely),
+            unchanged,
+        )
+        left = {*naming.following, *naming.scaled}
+        found = [group for group in named_groups(frame, self._threshold) if group not in left]
+        if not found or not names:
+            return []
+        naming.frame, naming.named = frame, found
+        return [left_out(names)]
 
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 
