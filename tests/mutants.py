@@ -1,6 +1,6 @@
 """Mutation testing: small faults are put into the code one at a time, and the fast tests of its room should fail.
 
-``python tests/mutants.py --count 60 --seed 1`` draws so many faults from all that Cosmic Ray can make in the rooms that
+``python tests/mutants.py --count 60 --seed 1`` draws 60 faults from all that Cosmic Ray can make in the rooms that
 matter, tries each in a copy of the checkout, and prints those that no test noticed. A survivor is a test to write, or a
 fault that changes nothing; only a person can tell which.
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="draws others (%(default)s)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="graftlab-mutants-") as folder:
-        # Faults are written into files, which nobody else should meet.
+        # Faults are written into files, which no other process should read.
         copy = Path(folder) / "checkout"
         shutil.copytree(CHECKOUT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
         os.chdir(copy)

@@ -154,7 +154,7 @@ def test_the_javascript_packages_are_pinned_and_no_registry_is_named() -> None:
 
 # --- the kernel --------------------------------------------------------------------------
 
-# What a compiler does as far as the build is concerned: what it is told the library is made of ends up in the library.
+# What a compiler does for the build: what it gets as the library's source ends up in the library.
 GOOD_CC = """
 out=a.out link=yes
 while [ $# -gt 0 ]; do
@@ -259,7 +259,7 @@ def test_the_kernel_is_rebuilt_only_for_new_sources_or_processors(
     assert kernel_project.build() == []
     assert len(kernel_project.called()) == calls
     (kernel_project.bin / "cc").unlink()
-    assert kernel_project.asked_for() == []  # it is there
+    assert kernel_project.asked_for() == []  # it exists
     kernel_project.program("cc", GOOD_CC)
     with open(kernel_project.library.parent / "kernel.h", "a") as header:
         header.write("/* changed */\n")

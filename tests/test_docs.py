@@ -326,7 +326,7 @@ def test_what_a_page_would_load_from_elsewhere_is_found(written: str, loads: str
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(400)  # forty seconds of the processor, of which a busy machine gives it little
+@pytest.mark.timeout(400)  # forty seconds of the processor, and a busy machine gives it little
 def test_the_pages_and_the_api_make_a_site_without_a_warning(tmp_path: Path) -> None:
     # Notebooks are executed by `make docs`, and by tests of their own.
     command = [sys.executable, "-m", "sphinx", "-W", "-q", "-c", "docs", "-D", "nb_execution_mode=off"]

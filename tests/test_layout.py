@@ -43,6 +43,7 @@ ROOMS = [
     "compat",
     "zoo",
     "magics",
+    "pytest_plugin",
     "demo",
     "doctor",
     "__main__",

@@ -66,8 +66,20 @@ def documented_nodes(tree: ast.Module) -> Iterator[ast.Constant]:
                 yield first.value
 
 
+def files_of_tests() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("*.py"))
+
+
 def docstrings() -> Iterator[Text]:
-    for path in sources():
+    yield from docstrings_of(sources())
+
+
+def docstrings_of_tests() -> Iterator[Text]:
+    yield from docstrings_of(files_of_tests())
+
+
+def docstrings_of(paths: list[Path]) -> Iterator[Text]:
+    for path in paths:
         for node in documented_nodes(ast.parse(path.read_text(encoding="utf-8"))):
             yield f"{path.relative_to(ROOT)}:{node.lineno}", str(node.value)
 
@@ -84,8 +96,16 @@ def messages() -> Iterator[Text]:
 
 
 def comments() -> Iterator[Text]:
+    yield from comments_of(sources())
+
+
+def comments_of_tests() -> Iterator[Text]:
+    yield from comments_of(files_of_tests())
+
+
+def comments_of(paths: list[Path]) -> Iterator[Text]:
     """Every block of comment lines as one text: a phrase may be broken over two lines."""
-    for path in sources():
+    for path in paths:
         block: list[str] = []
         began = 0
         with path.open("rb") as file:
@@ -111,7 +131,11 @@ def phrases_in(texts: list[Text]) -> list[str]:
     return [f"{place}: {found.group()!r}" for place, text in texts for found in _PHRASE.finditer(text)]
 
 
-@pytest.mark.parametrize("kind", [docstrings, messages, comments, pages], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [docstrings, messages, comments, pages, docstrings_of_tests, comments_of_tests],
+    ids=lambda kind: kind.__name__,
+)
 def test_english_is_ordinary(kind: object) -> None:
     assert callable(kind)
     texts = list(kind())

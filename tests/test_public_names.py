@@ -38,7 +38,7 @@ MODULES = {
     "graftlab.graphs": "engine.md",
     "graftlab.models": "engine.md",
 }
-# Examples of these would say no more than their fields do; pages show them where they are used.
+# Examples of these would only repeat their fields; pages show them where they are used.
 WITHOUT_AN_EXAMPLE = {
     *("DifferenceMap", "Here", "Dropped", "Dump", "DumpSettings", "LoggingSettings", "Opaque", "RecordedRequest"),
     # `%load_ext graftlab` calls it.
@@ -67,7 +67,7 @@ def test_the_api_page_lists_the_names_of_the_package() -> None:
 def test_every_name_of_the_package_is_documented_below_it() -> None:
     below = documented("taps.md") | documented("session.md") | documented("transforms.md") | documented("matching.md")
     modules = {name for name in gl.__all__ if inspect.ismodule(getattr(gl, name))}
-    # A class of a module that has a page of its own.
+    # A class of a module that has a separate page.
     elsewhere = {name for name in gl.__all__ if name in importlib.import_module("graftlab.transforms").__all__}
     assert set(gl.__all__) - below - modules - elsewhere == set()
 

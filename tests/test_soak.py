@@ -62,7 +62,7 @@ def test_forty_sessions_whose_ranks_are_killed_at_random_leave_nothing() -> None
             run.wait_steps(chance.randrange(1, 30))
             if chance.random() < 0.7:
                 os.kill(chance.choice(pids), signal.SIGKILL)
-                # The others go on alone; what they wait for is free at once.
+                # The others continue alone; what they wait for is free at once.
                 wait_until(lambda: any(not rank.alive for rank in session.ranks), "the death to be seen")
         for pid in pids:
             wait_until(lambda pid=pid: gone(pid), f"the end of {pid}")

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from graftlab.base import limits
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, described, judge_held_calls
+from graftlab.comparison.held_calls import (
+    Comparison,
+    JudgingChoice,
+    described,
+    judge_against_recording,
+    judge_held_calls,
+)
 from graftlab.ranks.held_call import WatchChoice, hold_callee, load_and_hold, release_call
 from graftlab.ranks.remote_functions import Callee
+from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.recordings.recorder import record_held_call
+from graftlab.recordings.recording import Recording
 from graftlab.session import Session, launch
 
 
 def compare(
-    baseline: Callee,
-    target: Callee,
+    baseline: Callable[[], Any] | RecordedSide | str | Path,
+    target: Callable[[], Any],
     inputs: Any = None,
     *,
     backward: bool = False,
@@ -35,7 +44,8 @@ def compare(
 
     ``baseline`` and ``target`` are functions, each called once on its rank, that return a ``torch.nn.Module``, or a
     function of the inputs that calls models. ``inputs`` is a tensor, a tuple or list of positional arguments, a mapping
-    of named ones, or a function that returns one of these on each rank. Before a function is called, and before the
+    of named ones, or a function that returns one of these on each rank. A baseline may also be a recording of such a
+    call, or its folder; then a floor is assumed, and no code is swapped. Before a function is called, and before the
     inputs are made, the random numbers of torch, numpy and Python are seeded alike. Models are called without
     gradients; with ``backward`` a backward pass follows each call, from random gradients of the results. Call
     ``model.eval()`` in the function if dropout is not wanted.
@@ -59,16 +69,32 @@ def compare(
     ('differ', ['*'])
     >>> comparison.session.close()
     """
-    choice = WatchChoice(include, tuple(functions), inside)
+    recording = Recording.open(baseline) if isinstance(baseline, (str, Path)) else baseline
+    recorded = isinstance(recording, RecordedSide)
+    choice = WatchChoice(include, tuple(functions), inside, params=not recorded)
     judging = JudgingChoice(match, output, floor, threshold)
-    session = launch(baseline=1, target=1, device=device, timeout=timeout, folder=folder)
+    side = recording if isinstance(recording, RecordedSide) else 1
+    session = launch(baseline=side, target=1, device=device, timeout=timeout, folder=folder)
     try:
-        work = (partial(load_and_hold, load, inputs, choice, backward) for load in (baseline, target))
-        run = session.run(*work)
-        return judge_held_calls(session, *described(run), judging)
+        theirs = partial(load_and_hold, target, inputs, choice, backward)
+        if isinstance(recording, RecordedSide):
+            held = session.run(target=theirs).target
+            return judge_against_recording(session, recording, held, judging)
+        ours = partial(load_and_hold, recording, inputs, choice, backward)
+        return judge_held_calls(session, *described(session.run(ours, theirs)), judging)
     except BaseException:
         session.close()
         raise
+
+
+def record_reference(load: Callee, inputs: Any, folder: str | Path, *, include: str | None = None) -> None:
+    """Load a model in a process of its own, call it with these inputs, and record its taps in this folder.
+
+    Raises :class:`RecordingError` when the folder has a recording already.
+    """
+    with launch(baseline=1, target=1) as session:
+        session.run(partial(load_and_hold, load, inputs, WatchChoice(include, params=False), False))
+        session.run(partial(record_held_call, str(Path(folder).absolute())))
 
 
 def compare_expression(session: Session, expression: str) -> Comparison:

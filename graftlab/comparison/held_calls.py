@@ -21,6 +21,7 @@ from graftlab.verdict.wording import NOT_CHECKED, Findings
 
 if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
+    from graftlab.recordings.recorded_side import RecordedSide
     from graftlab.session import Session
 
 Answer = Literal["agree", "differ", "inconclusive"]
@@ -102,9 +103,27 @@ def judge_held_calls(
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
+def judge_against_recording(
+    session: Session, baseline: RecordedSide, target: Sequence[CallDescription], choice: JudgingChoice
+) -> Comparison:
+    """Judge the call that the target holds, as its ranks have described it, against a recording of one."""
+    remarks = list(_not_trusted((), target))
+    proposal = None
+    if choice.match or (choice.match is None and not _enough_in_common(set(baseline.frame["name"]), {*target[0].taps})):
+        proposal = session.match(baseline, repeat_call)
+        session.edit(pairs=proposal)
+    verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
+    answer = _answer(verdict.findings, not remarks, False)
+    remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked((), target)]
+    return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
 def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
     """Whether the names of the taps of both sides pair."""
-    ours, theirs = set(baseline.taps), set(target.taps)
+    return _enough_in_common(set(baseline.taps), set(target.taps))
+
+
+def _enough_in_common(ours: set[str], theirs: set[str]) -> bool:
     return len(ours & theirs) >= _ENOUGH * min(len(ours), len(theirs))
 
 

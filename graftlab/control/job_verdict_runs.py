@@ -29,6 +29,7 @@ from graftlab.ranks.messages import (
     SelfGraftResult,
 )
 from graftlab.rows.schema import MEASURED
+from graftlab.verdict.first_step import FirstDifference, first_difference
 from graftlab.verdict.job_remarks import remarks_on_jobs, updates
 from graftlab.verdict.misaligned_steps import (
     ENOUGH_STEPS,
@@ -37,6 +38,7 @@ from graftlab.verdict.misaligned_steps import (
     may_be_misaligned,
 )
 from graftlab.verdict.model_data import without_data
+from graftlab.verdict.unexplained import AccumulatedFloors
 from graftlab.verdict.wording import JobRemarks
 
 if TYPE_CHECKING:
@@ -168,6 +170,10 @@ class StepRuns(VerdictRuns):
         first = self._after_steps("whether one side is ahead", version, runs)
         frame = self._rows_since(before, first, runs * self._steps)
         return find_misaligned_steps(frame[frame["plan_version"] == version])
+
+    def first_difference(self, floors: AccumulatedFloors) -> FirstDifference | None:
+        frame = self._jobs.rows_from(0)
+        return first_difference(frame[frame["run"] == self._jobs.run], floors, self.request.threshold)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks:
         return remarks_on_jobs(

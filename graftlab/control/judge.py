@@ -20,10 +20,12 @@ from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled, named_groups, unseen_of
 from graftlab.verdict.causes import consequences
 from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.first_step import first_difference
 from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_rows
 from graftlab.verdict.misaligned_steps import find_misaligned_steps
 from graftlab.verdict.model_data import RunData, input_names, without_data
+from graftlab.verdict.unexplained import AccumulatedFloors
 from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
@@ -107,6 +109,9 @@ def judge_rows(
         unjudged = frame.assign(label="unmeasured")
         ranks = grafted["rank"].nunique()
         return Verdict(Findings(unjudged, threshold, ranks, inconclusive=[misaligned.sentence], job_remarks=said), 0)
+    earlier = ungrafted[ungrafted["step"] < grafted["step"].min()] if len(grafted) else ungrafted
+    if (first := first_difference(earlier, AccumulatedFloors({}, {}, said.constant), threshold)) is not None:
+        said = replace(said, first=(first.sentence, *said.first))
     named = named_groups(frame, threshold)
     data = data_of_jobs(shown.rows, grafted, threshold)
     evened = GradientScaling() if sizes is None else gradient_scaling(frame, computed, named, *sizes, threshold)

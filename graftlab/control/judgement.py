@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -37,6 +37,7 @@ from graftlab.verdict.added import (
 )
 from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
@@ -145,6 +146,16 @@ class Judgement:
         )
         if misaligned is not None:
             return self._without_conclusion(naming, misaligned.sentence)
+        nowhere: FirstDifference | None = None
+        first = self._attempt(
+            "the search for the first step that differs",
+            lambda: self._runs.first_difference(naming.accumulated),
+            nowhere,
+        )
+        if first is not None and naming.job_remarks is not None:
+            if first.is_update and not self._runs.request.graft_weights:
+                return self._without_conclusion(naming, f"{first.sentence} {NOT_JUDGED_SINCE}")
+            naming.job_remarks = replace(naming.job_remarks, first=(first.sentence, *naming.job_remarks.first))
         outdated = outdated_pairs(evidence.measured, self._before, naming.given)
         if outdated:
             nothing: list[Pair] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from graftlab.base.tags import identity, own_tags
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.world import Side
 from graftlab.control.verdict_runs import RunFilters, TracedRun, VerdictRuns
@@ -43,8 +44,8 @@ class _Traced:
     grafts: list[LineGraft] = field(default_factory=list)
     """The lines that have the baseline's values in the next confirming run."""
     kept: list[LostOperation] = field(default_factory=list)
-    later: list[LostOperation] = field(default_factory=list)
-    """The lost operations that depend on those."""
+    before: LostOnBothSides | None = None
+    """What was lost before any operation had the baseline's value."""
     confirmed: set[int] = field(default_factory=set)
     """Indices of the target's operations."""
     appeared: set[int] = field(default_factory=set)
@@ -144,8 +145,8 @@ class LineSearch:
                 new = [each for each in call.lost.target if not each.is_later and each.operation.index not in known]
                 call.appeared |= {each.operation.index for each in new if known}
                 call.kept += new
-                if not known:
-                    call.later = [each for each in call.lost.target if each.is_later]
+                if call.before is None:
+                    call.before = call.lost
 
     # ---- confirming -------------------------------------------------------------------------------------------------
 
@@ -208,23 +209,24 @@ class LineSearch:
             return None
         first = int(rows["step"].min())
         for row in records(measured[measured["name"] == call.wanted.name]):
-            place = (row["step"] - first, row["occurrence"], row["rank"], kind_of(row["tags"]))
-            wanted = (call.wanted.step, call.wanted.occurrence, call.row["rank"], kind_of(call.wanted.tags))
-            if place == wanted:
+            which = identity({**own_tags(row["tags"]), "name": row["name"]})
+            is_here = row["rank"] == call.row["rank"]
+            if is_here and call.wanted.is_at(which, row["step"] - first, row["occurrence"]):
                 return bool(row["rel_l2"] <= self._threshold * call.row["floor"] and not row["nonfinite_differ"])
         return None
 
     # ---- the report -------------------------------------------------------------------------------------------------
 
     def _found(self, call: _Traced) -> list[DifferingLine]:
-        if call.lost is None:
+        if call.before is None:
             return []
-        # The fault may be in any of them where the first could not be confirmed.
-        ours = sorted(call.kept, key=lambda each: each.operation.index not in call.confirmed)
-        theirs = [each for each in call.lost.baseline if not each.is_later]
+        confirmed = [each for each in call.kept if each.operation.index in call.confirmed]
+        first = [each for each in call.before.target if not each.is_later and each not in confirmed]
+        # The fault may be in any of them where none could be confirmed.
+        later = [] if confirmed else [each for each in call.before.target if each.is_later]
         sides: list[tuple[Side, list[LostOperation]]] = [
-            ("target", ours if call.confirmed else [*ours, *call.later]),
-            ("baseline", theirs),
+            ("target", [*confirmed, *first, *later]),
+            ("baseline", [each for each in call.before.baseline if not each.is_later]),
         ]
         lines = []
         for side, lost in sides:
@@ -244,6 +246,7 @@ class LineSearch:
                     is_confirmed,
                     each.is_suspect,
                     each.lacks_sum,
+                    each.state,
                     call.wanted.name,
                     call.wanted.step,
                     call.wanted.occurrence,

@@ -38,11 +38,12 @@ from graftlab.ranks.remote_functions import (
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.taps.module_inputs import ModuleCall
 from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.first_step import FirstDifference
 from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_steps
 from graftlab.verdict.model_data import without_data
 from graftlab.verdict.origins import WantedInputs
-from graftlab.verdict.unexplained import ReturnedValues, compare_returned
+from graftlab.verdict.unexplained import AccumulatedFloors, ReturnedValues, compare_returned
 from graftlab.verdict.wording import JobRemarks
 
 if TYPE_CHECKING:
@@ -224,6 +225,10 @@ class VerdictRuns:
     def misaligned_steps(self, compared: pd.DataFrame) -> MisalignedSteps | None:
         """By how many steps one side is ahead of the other. ``compared`` are the rows of a run without grafts."""
         return find_misaligned_steps(compared)
+
+    def first_difference(self, floors: AccumulatedFloors) -> FirstDifference | None:
+        """The first of the steps before the verdict in which the sides differ; None for functions."""
+        return None
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         """Remarks on jobs, whose baseline differed from itself at ``moved``, or on a recording; None for functions."""

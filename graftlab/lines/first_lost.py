@@ -36,8 +36,9 @@ class LostOperation:
     ``follows_inputs`` that it depends on the values of taps, and not on constants and parameters alone. ``is_suspect``
     marks one whose result the other side has in another order or with other signs, which may be meant, and ``is_later``
     one that depends on another lost one. ``lacks_sum`` marks one whose results on the ranks would have to be summed to
-    give the other side's. ``partner`` is the index of the other side's lost operation that reads the same and gives the
-    same shape.
+    give the other side's. ``state`` are the names of tensors that existed before, which the operation reads and the
+    other side does not have. ``partner`` is the index of the other side's lost operation that reads the same and gives
+    the same shape.
     """
 
     operation: TracedOperation
@@ -46,6 +47,7 @@ class LostOperation:
     is_suspect: bool = False
     is_later: bool = False
     lacks_sum: bool = False
+    state: tuple[str, ...] = ()
     partner: int | None = None
 
 
@@ -258,15 +260,31 @@ class _Side:
             for root in alone:
                 if root.index in genuine and root.index in _ancestors(each, self.trace):
                     found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
-            for suspect in self._suspects(each):
+            for suspect in (*self._omitting(each, everything, level), *self._suspects(each)):
                 found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
-            found[each.index] = LostOperation(each, self._has_equal_inputs(each), True)
+            found[each.index] = LostOperation(each, self._has_equal_inputs(each), True, state=self._state(each))
         for each in alone:
             found.setdefault(each.index, LostOperation(each, self._has_equal_inputs(each), False))
         for each in tap_dependent:
             # Where the other side does it all in one operation, the fault may be in any of them.
             found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
         return list(found.values())
+
+    def _state(self, operation: TracedOperation) -> tuple[str, ...]:
+        """The names of tensors from before the trace that this reads, also arranged, and that the other side lacks."""
+        sources = self._sources()
+        by_index = {each.index: each for each in self.trace.operations}
+        names: dict[str, None] = {}
+        left = list(operation.inputs)
+        while left:
+            number = left.pop(0)
+            value = self.trace.values[number]
+            if value.path is not None and self.says(number) and not self.level(number):
+                names[value.path] = None
+            for index in sources[number]:
+                if by_index[index].only_arranges:
+                    left += by_index[index].inputs
+        return tuple(names)
 
     def _arranges_known(self, operation: TracedOperation, level: int) -> bool:
         """Whether an operation only arranges what the other side has, or what others arranged so."""
@@ -279,6 +297,24 @@ class _Side:
             or any(self._arranges_known(by_index[index], level) for index in sources[number])
             for number in operation.inputs
         )
+
+    def _omitting(
+        self, operation: TracedOperation, lost: Sequence[TracedOperation], level: int
+    ) -> list[TracedOperation]:
+        """The lost operations that leave out a part of what the other side has, and arrange it for this operation."""
+        by_index = {each.index: each for each in lost if self._arranges_known(each, level)}
+        sources = self._sources()
+        found: dict[int, TracedOperation] = {}
+        left = [index for number in operation.inputs for index in sources[number]]
+        while left:
+            each = by_index.get(left.pop())
+            if each is None or each.index in found:
+                continue
+            sizes = [math.prod(self.trace.values[number].shape) for number in (*each.inputs[:1], *each.outputs[:1])]
+            if len(sizes) == 2 and sizes[1] < sizes[0]:
+                found[each.index] = each
+            left += [index for number in each.inputs for index in sources[number]]
+        return [found[index] for index in sorted(found)]
 
     def _lost(self, level: int) -> list[TracedOperation]:
         """The operations of which the other side has neither the result nor any that depends on it."""

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
 from graftlab.lines.frames import SourceFrame, StackEntry, is_of_model_code, model_entry, stack_entries
+from graftlab.lines.state import path_of
 
 MOST_OPERATIONS = 50_000
 SORT_BUDGET = 1 << 25
@@ -176,6 +177,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = {_address(each) for each in written}
         shared = changed | {_address(each) for each in read}
         outputs = [self._number(each, (index,)) for each in written]
+        for each in written:
+            # Part of a buffer may be written and read only as a part of the whole.
+            self.read(each)
         for each in _tensors(result):
             if _address(each) not in shared:
                 self._lives += 1
@@ -207,8 +211,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if changed:
             self._write(tensor, None)
         number = self._number(tensor, None)
-        old = self.values[number]
-        self.values[number] = TracedValue(number, old.shape, old.dtype, old.sources, tap)
+        self.values[number] = replace(self.values[number], tap=tap)
         return number
 
     def _write(self, tensor: torch.Tensor, index: int | None) -> None:
@@ -237,7 +240,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             wrote = tuple(memory.writers) if sources is None else sources
             dtype = str(tensor.dtype).removeprefix("torch.")
             is_parameter = not wrote and isinstance(tensor, torch.nn.Parameter)
-            self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter))
+            path = None if wrote else path_of(tensor, sys._getframe(1))
+            self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter, path=path))
         return number
 
 

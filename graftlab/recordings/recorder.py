@@ -19,6 +19,7 @@ from graftlab.grafting import active
 from graftlab.grafting.decisions import all_tags
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, Mesh, layout_of_dtensor, parse_layout, rank_layout
+from graftlab.ranks.held_call import repeat_call
 from graftlab.ranks.own_place import own_rank
 from graftlab.recordings.file_format import FORMAT, RankHeader, StoredLayout, rank_folder
 from graftlab.recordings.writer import PendingTap, RecordingWriter
@@ -195,6 +196,12 @@ def record(folder: str | Path, filter: str | None = "True") -> Iterator[None]:
         else:
             active.install_handler(before, here)
         recorder.close()
+
+
+def record_held_call(folder: str) -> None:
+    """Repeat the call that this rank holds, and record its taps without the weights; sent to a rank by its name."""
+    with record(folder, "kind != 'param'"):
+        repeat_call()
 
 
 def own_place() -> Place:

@@ -24,8 +24,9 @@ class DifferingLine:
     ``occurrence`` and the side's ``rank``. ``operation`` is torch's operation with its arguments, tensors by dtype and
     shape. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone; ``is_suspect``
     that a value has another order or other signs from here on, which may be meant; ``lacks_sum`` that the results of
-    the ranks are summands of the baseline's value, and are not summed. ``stack`` are the line itself and
-    then all lines that led to it, innermost first.
+    the ranks are summands of the baseline's value, and are not summed. ``state`` are the names of tensors that the
+    line reads, that existed before, and that the other side does not have: a weight, a buffer, a cache. ``stack`` are
+    the line itself and then all lines that led to it, innermost first.
     """
 
     group: str
@@ -37,6 +38,7 @@ class DifferingLine:
     confirmed: bool
     is_suspect: bool
     lacks_sum: bool
+    state: tuple[str, ...]
     tap: str
     step: int
     occurrence: int
@@ -81,4 +83,8 @@ def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
 def _in_words(line: DifferingLine, place: str) -> str:
     operation = f"  [{line.operation}]" if line.source else line.operation
     said = "  (its results on the ranks sum to the baseline's; no sum over the ranks follows)" if line.lacks_sum else ""
+    if line.state:
+        said += (
+            f"  (reads {', '.join(line.state)}, which the {'target' if line.side == 'baseline' else 'baseline'} lacks)"
+        )
     return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{said}"

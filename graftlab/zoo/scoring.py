@@ -15,9 +15,11 @@ import torch
 from graftlab.errors import GraftWarning
 from graftlab.session import launch
 from graftlab.taps.calls import here
+from graftlab.verdict.lines import DifferingLine
 from graftlab.zoo import benign_programs, model_part_programs, unseen_programs
 from graftlab.zoo.controls import CONTROLS
 from graftlab.zoo.faults import FAULTS, Specimen, math_of, weights_of
+from graftlab.zoo.line_truth import has_line, is_right
 from graftlab.zoo.model import Cache, Config, Math, Model, RankShard, make_weights, shard_weights
 from graftlab.zoo.programs import PROGRAMS, Program, forget_calls
 
@@ -47,6 +49,8 @@ class Scored:
     runs: int
     seconds: float
     text: str
+    lines: Sequence[DifferingLine] = ()
+    """The reported lines of source: for each named group and side up to three, the most telling first."""
 
     @property
     def is_control(self) -> bool:
@@ -111,6 +115,22 @@ class Scored:
         return set(self.labels) - self.specimen.truth - self.specimen.cancels - self._may_be_minor
 
     @property
+    def place_of_line(self) -> int | None:
+        """The place of the mistake's line among the reported ones of a named group and side, from 1; None if absent."""
+        places: dict[tuple[str, str], int] = {}
+        found = []
+        for line in self.lines:
+            place = places[line.group, line.side] = places.get((line.group, line.side), 0) + 1
+            if is_right(self.specimen, line):
+                found.append(place)
+        return min(found, default=None)
+
+    @property
+    def wrongly_confirmed(self) -> list[DifferingLine]:
+        """The confirmed lines that are not the mistake's."""
+        return [line for line in self.lines if line.confirmed and not is_right(self.specimen, line)]
+
+    @property
     def alarm(self) -> bool:
         """Whether a group of a benign variant is blamed, or a difference is reported that no group explains."""
         return self.is_control and (bool(self.blamed) or self.reports_difference)
@@ -150,7 +170,7 @@ def judge_specimen(session: Session, specimen: Specimen | Program, *, explain: b
         kind = "control" if specimen in CONTROLS else "fault"
         verdict = session.verdict(run_specimen, run_specimen, args=(kind, specimen.name), explain=explain)
     labels = {group: verdict.labels[group] for group in verdict.named}
-    return Scored(specimen, labels, verdict.runs, time.perf_counter() - began, verdict.text)
+    return Scored(specimen, labels, verdict.runs, time.perf_counter() - began, verdict.text, verdict.findings.lines)
 
 
 def summary(scored: Iterable[Scored]) -> str:
@@ -167,6 +187,15 @@ def summary(scored: Iterable[Scored]) -> str:
         f"{len(controls)} benign controls: {sum(each.alarm for each in controls)} alarms, "
         f"{sum(not each.exact for each in controls)} with a group named that should not be",
     ]
+    located = [each for each in faults if has_line(each.specimen) and each.labels]
+    places = [each.place_of_line for each in located]
+    confirmed = sum(line.confirmed for each in every for line in each.lines)
+    lines.append(
+        f"{len(located)} named faults at a line of source: {places.count(1)} with the right line first, "
+        f"{sum(place is not None for place in places)} among the first three; {confirmed} lines confirmed, "
+        f"{sum(len(each.wrongly_confirmed) for each in every)} of them wrong; "
+        f"{sum(bool(each.lines) for each in controls)} benign controls with lines"
+    )
     if every:
         lines.append(
             f"{sum(each.runs for each in every)} runs, {sum(each.seconds for each in every):.0f} s "
@@ -230,6 +259,7 @@ def make_tokens(config: Config) -> torch.Tensor:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     areas = sorted({each.area for each in SPECIMENS} | {each.regime for each in SPECIMENS})
     parser.add_argument("--only", metavar="AREA", choices=areas, help=f"one of {', '.join(areas)}")
+    parser.add_argument("--lines", action="store_true", help="also print the place of the mistake's line of source")
     parser.add_argument("--no-explain", action="store_true", help="skip the swaps that find the cause")
 
 
@@ -239,7 +269,7 @@ def run(arguments: argparse.Namespace) -> int:
     warnings.simplefilter("ignore", GraftWarning)
     for each in score(arguments.only, explain=not arguments.no_explain):
         found.append(each)
-        sys.stdout.write(_line(each) + "\n")
+        sys.stdout.write(_line(each) + (_line_of_source(each) if arguments.lines else "") + "\n")
         sys.stdout.flush()
     sys.stdout.write("\n" + summary(found) + "\n")
     return int(any(each.alarm or each.innocents or each.silent for each in found))
@@ -261,3 +291,15 @@ def _line(each: Scored) -> str:
     wanted = sorted(each.specimen.truth) + [f"a sentence with '{' or '.join(each.says)}'"] * bool(each.says)
     truth = "" if each.exact else f"; expected: {', '.join(wanted) or 'nothing'}"
     return f"{mark}  {each.specimen.area}: {each.specimen.name}: {named}{truth}"
+
+
+def _line_of_source(each: Scored) -> str:
+    """What the verdict reported of the mistake's line, as further lines of text."""
+    if each.is_control or not has_line(each.specimen):
+        return "".join(f"\n    reported: {line.stack[0]} {line.source}" for line in each.lines if each.is_control)
+    place = each.place_of_line
+    wrong = "".join(f"\n    WRONGLY CONFIRMED: {line.stack[0]} {line.source}" for line in each.wrongly_confirmed)
+    if place is not None:
+        return f"\n    its line of source: number {place} of those reported{wrong}"
+    shown = "".join(f"\n    reported: {line.side} {line.stack[0]} {line.source}" for line in each.lines)
+    return f"\n    its line of source was not reported{shown}{wrong}"

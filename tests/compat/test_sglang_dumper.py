@@ -328,7 +328,7 @@ def test_engines_with_its_calls_join_by_its_variables_alone(tmp_path: Path) -> N
     assert set(frame.loc[grafted, "transform"]) == {"graftlab.transforms.by_layout"}
 
 
-# ---- dumps that are there already -----------------------------------------------------------------------------------
+# ---- dumps that exist already -----------------------------------------------------------------------------------
 
 
 def dump(folder: Path, value: object, **tags: object) -> Path:

@@ -95,7 +95,7 @@ def test_the_line_is_confirmed_and_stands_below_the_sentence_that_it_explains(se
     assert verdict.lines["operation"].iloc[0] == "mul(f32[2, 2, 6, 6], 0.3)"
     said = verdict.text.splitlines()
     place = next(n for n, line in enumerate(said) if line.startswith("First difference, from equal"))
-    assert said[place - 1].startswith("*.o differs in layer 1")
+    assert said[place - 1].startswith("*.o differs in ")
     assert said[place].endswith("with the baseline's value there the tap agrees:")
     assert said[place + 1].startswith(f"  target    {Path(__file__).name}:")
     assert said[place + 2].startswith(f"  baseline  {Path(__file__).name}:")
@@ -160,3 +160,25 @@ def test_a_call_that_differs_in_some_steps_is_traced_in_such_a_step(session: gl.
     verdict = session.verdict(decode, decode)
     assert set(verdict.lines["step"]) <= {2, 3}
     assert lines(verdict, "baseline")[0][0] == 'state = gl.tap("state", x * 0.5 if late else x * 0.5 + state.cos())'
+
+
+def tagged_calls(wrong: int) -> list[Tensor]:
+    """A tap in each of five calls under tags; the target scales the scores wrongly in one."""
+    is_target = on_target()
+    out = []
+    for t in range(5):
+        with gl.tags(t=t):
+            x = gl.tap("x", torch.randn(4, 8, generator=torch.Generator().manual_seed(t)))
+            scores = x @ x.T
+            if is_target and t == wrong:
+                scores = (scores * 1.5) * 0.9
+            out.append(gl.tap("mixed", scores.softmax(-1) @ x))
+    return out
+
+
+def test_a_line_is_confirmed_by_the_call_that_was_wrong_and_no_other(session: gl.Session) -> None:
+    verdict = session.verdict(tagged_calls, tagged_calls, args=(3,))
+    assert verdict.named == ["mixed"]
+    # The graft of the product alone leaves the other factor, so the tap differs still; in the other calls it never did.
+    assert lines(verdict)
+    assert not any(confirmed for _, confirmed in lines(verdict)), verdict.text

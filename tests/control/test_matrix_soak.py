@@ -70,7 +70,7 @@ def test_a_restart_after_a_kill_during_edits_has_the_newest_plan(label: str, shm
             rows = session.row_count
             run = session.start(step_for_ever, step_for_ever)
             wait_until(lambda rows=rows: session.row_count > rows + 50, "rows")
-            # Many edits, one of which meets the death.
+            # Many edits, and one meets the death.
             for index in itertools.count():
                 if index == 5 + 7 * round_:
                     rank.signal(signal.SIGKILL)

@@ -90,8 +90,10 @@ def test_a_report_has_the_newest_verdict(session: gl.Session, tmp_path: Path) ->
 def test_a_report_has_values_of_tensors_only_on_request(session: gl.Session, tmp_path: Path) -> None:
     session.edit(keep="name == 'h'")
     try:
-        session.run(lambda: gl.tap("h", torch.ones(2, 2)), lambda: gl.tap("h", torch.ones(2, 2)))
-        assert "<img" not in page(session, tmp_path)
+        session.run(lambda: gl.tap("h", torch.ones(2, 2)), lambda: gl.tap("h", torch.ones(2, 2).double()))
+        shown = page(session, tmp_path)
+        assert "<img" not in shown
+        assert "Notes of rows taps note 1 float32 -> float64" in words(shown)
         assert 'alt="h: where the pair differs.' in page(session, tmp_path, tensors=True)
     finally:
         session.edit(keep=None)

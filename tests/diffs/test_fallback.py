@@ -89,3 +89,11 @@ def test_gpu_and_cpu_measure_the_same(dtype: torch.dtype, scale: float, monkeypa
     x, y = (random((70, 50), dtype, seed) * (scale if dtype != torch.int32 else 1) for seed in (0, 1))
     x.view(-1)[1234:1236] = 50
     assert_right(x.cuda(), y.cuda())
+
+
+def test_a_difference_whose_square_is_below_float64_is_measured_beside_large_values() -> None:
+    x = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    y = torch.tensor([1.0, 1e-200], dtype=torch.float64)
+    for stats in (fallback.measure(x, y), measure(x, y)):
+        assert stats.rel_l2 == pytest.approx(1e-200, rel=1e-12, abs=0)
+        assert stats.max_abs == 1e-200

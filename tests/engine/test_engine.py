@@ -364,7 +364,7 @@ def test_taps_tell_prefill_from_decode_and_a_split_model_is_served_alike() -> No
         rows = run.frame
     assert set(rows["status"]) == {"compared"}
     assert rows["rel_l2"].max() < 1e-12
-    # Eight tokens of the prompts and the ninth, then a token of each for as long as both go on.
+    # Eight tokens of the prompts and the ninth, then a token of each for as long as both continue.
     embeds = rows[(rows["name"] == "embed") & (rows["rank"] == 0)].sort_values("order")
     assert embeds["phase"].tolist() == ["prefill", "prefill", "decode", "decode"]
     assert [shape[0] for shape in embeds["shape"]] == [8, 1, 2, 2]

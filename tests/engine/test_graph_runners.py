@@ -426,7 +426,7 @@ def test_metadata_is_made_before_every_replay_whatever_it_was_at_the_capture(kin
     engine.on_step = look
     assert served(engine, workload(12)) == expected(12)
     runner, changing = graphs_of(engine), backend[0]
-    # One for each capture, and one for each replay, of which each used its own.
+    # One for each capture, and a separate one for each replay.
     assert runner.captures == (2 if kind == "breakable" else 1)
     assert len(changing.prepared) == runner.replays + runner.captures
     assert changing.used == changing.prepared
@@ -535,7 +535,7 @@ def test_attention_for_graphs_refuses_more_tokens_than_its_buffers_hold() -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_for_graphs_gives_the_numbers_of_the_eager_one(window: int | None, device: str) -> None:
-    """Prefills in pieces, and decodes, of which both runners write the same into one cache."""
+    """Prefills in pieces, and decodes; both runners write the same into one cache."""
 
     class Both(EagerRunner):
         def __init__(self, model: Transformer, cache: KVCache) -> None:

@@ -57,7 +57,7 @@ def asked_over(connection: http.client.HTTPConnection, *request: str) -> tuple[i
 
 
 def recorded(folder: Path) -> dict[str, RecordedRequest]:
-    """All requests in the files of a folder by their ids, each of which must be there once."""
+    """All requests in the files of a folder by their ids, which must each occur once."""
     requests = [request for path in sorted(folder.glob("*.pkl")) for request in load_dump(path)["requests"]]
     by_id = {request.rid: request for request in requests}
     assert len(by_id) == len(requests)
@@ -69,7 +69,7 @@ def recorded(folder: Path) -> dict[str, RecordedRequest]:
 
 
 class Process:
-    """A server in a process of its own, which is ready."""
+    """A server in a separate process, which is ready."""
 
     def __init__(self, options: Sequence[str], log: Path, made_token: bool, **environment: str) -> None:
         self.log = log
@@ -425,7 +425,7 @@ def test_a_half_sent_request_is_closed(local: Callable[..., Local]) -> None:
     for sent in (b"", b"POST /gen", head + b"{"):
         with socket.create_connection(address, timeout=DEADLINE) as client:
             client.sendall(sent)
-            while client.recv(1000):  # raises TimeoutError where nobody hangs up
+            while client.recv(1000):  # raises TimeoutError where no end hangs up
                 pass
     assert ask(f"{server.url}/health")[0] == 200
 

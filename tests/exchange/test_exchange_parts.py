@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from kit.values import assert_values
 from graftlab.base.world import MAX_RANKS
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.status_page import RankStatus, StatusPage
+from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
 from graftlab.exchange.waiter_threads import _Waiter
 from graftlab.ranks import forkserver
 
@@ -315,6 +316,17 @@ def test_an_unwritten_status_page_reads_starting() -> None:
 )
 def test_rank_status_in_words(look: RankStatus, text: str) -> None:
     assert text in str(look)
+
+
+def test_the_age_of_a_status_goes_by_the_clock_of_the_machine_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr("graftlab.exchange.status_page.time", clock)
+    status = RankStatus("waiting", step=3, since=92.5, tap="q")
+    assert str(status) == "waiting at tap 'q' of step 3 for 7.5 s"
+    sent = WireStatus.of(status)
+    clock.monotonic = lambda: 5000.0
+    assert sent.restore().since == 4992.5
+    assert str(sent.restore()) == "waiting at tap 'q' of step 3 for 7.5 s"
 
 
 class Stopped:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from kit.gpus import LateGpu, Machine, on_gpu
 from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_post
 from kit.support import wait_until
@@ -315,6 +316,42 @@ def test_a_refused_connection_ends_at_once_and_can_be_retried(
     theirs, ours = joined(posts)
     ours.send(b"frame")
     assert heard(theirs, 1) == [b"frame"]
+
+
+def test_connections_differ_in_name_and_their_frames_have_time_to_leave(
+    posts: tuple[RouterSocket, RouterSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ would abort the process at a second connection of one name, so none is made here."""
+    made = Recorded(posts[1]._socket)
+    monkeypatch.setattr(posts[1], "_socket", made)
+    monkeypatch.setattr(posts[1], "_write", lambda *frame: None)
+    first, other = (posts[1].connect(posts[0].name, "127.0.0.1", posts[0].port) for _ in range(2))
+    assert made.names == [first.name, other.name]
+    assert first.name != other.name
+    assert made.getsockopt(zmq.LINGER) == 2000
+    posts[1].forget(first)
+    assert made.getsockopt(zmq.LINGER) == 2000
+
+
+class Recorded:
+    """A socket that notes the names of connections, and makes none."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self.names: list[bytes] = []
+
+    def setsockopt(self, option: int, value: Any) -> None:
+        if option == zmq.CONNECT_ROUTING_ID:
+            self.names.append(value)
+        else:
+            self._socket.setsockopt(option, value)
+
+    def connect(self, endpoint: str) -> None: ...
+
+    def disconnect(self, endpoint: str) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
 
 
 # ---- what a rank on another machine may not send --------------------------------------------------------------------

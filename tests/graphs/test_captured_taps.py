@@ -263,7 +263,7 @@ def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Ses
         assert not run.frame["status"].isin(["missing", "timeout", "failed", "unmatched"]).any()
     each = counts[0]
     captured = [(count - before) // each for before, count in itertools.pairwise(counts)]
-    # What breaks is captured for each choice of broken taps, and is there when somebody comes back to it.
+    # What breaks is captured for each choice of broken taps, and is kept for the next such choice.
     assert captured == ([1, 0, 1, 1, 0, 0, 0, 1] if breaks else [1, 0, 0, 0, 0, 0, 0, 1])
     assert answers == [False, False, True, True, False, False, True, False]
     status = run.target[0][1]
@@ -498,7 +498,7 @@ def odd_taps(x: Tensor) -> Tensor:
     gl.tap("strided", torch.stack((y, -y), dim=1)[:, 0])
     y = y + gl.tap("scalar", y.sum())
     gl.tap("not a tensor", "text")
-    # Its output is its input, of which a hook's graft leaves everybody else's as it is.
+    # Its output is its input; a hook's graft leaves what others have of it as it is.
     module = torch.nn.Identity()
     with gl.watch(module, prefix="identity "):
         y = y - 2 * module(y)

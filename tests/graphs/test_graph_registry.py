@@ -126,7 +126,7 @@ def test_a_slot_that_is_off_has_a_name_and_nothing_else() -> None:
     registry = registry_of(make(enabled=False, post_fill=hook, source_fn=source), make("y"))
     assert registry.has_slot("x")
     assert registry.get_slot("x").buffer is None
-    # As long as it is off, nobody minds what its field is.
+    # As long as it is off, its field may be anything.
     batch = fill(registry, 2, x="no tensor", y=ones(2))
     assert extract(registry, batch).x == "no tensor"
     with pytest.raises(GraphError, match="slot 'x': there is a slot of this name already"):
@@ -279,7 +279,7 @@ SIZES = {"raw_bs": 3, "padded_bs": 6, "raw_num_tokens": 5, "padded_num_tokens": 
 
 
 def refused(match: str, sizes: dict[str, int], **fields: Any) -> None:
-    """Three slots of which the last is at fault: neither resets nor copies nor hooks may have happened."""
+    """Three slots, and the last is at fault: neither resets nor copies nor hooks may have happened."""
     policy: dict[str, Any] = {"padding_policy": PaddingPolicy.FILL_SENTINEL, "pad_value": -1}
     hooked: list[object] = []
     registry = registry_of(

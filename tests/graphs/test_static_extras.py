@@ -135,7 +135,7 @@ def test_equal_values_and_those_that_pickle_alike_are_the_same() -> None:
     for first, then in ((Opaque(3), Opaque(4)), (Unequal(3), Unequal(4)), (np.arange(3), np.arange(4))):
         with pytest.raises(GraphError):
             extras({"a": first}).update(None, {"a": then})
-    # Those of a capture with the same sizes are compared as far as both have them.
+    # Those of a capture with the same sizes are compared where both have them.
     extras({"a": 1, "b": 2}).compare({("a",): 1})
     with pytest.raises(GraphError):
         extras({"a": 1, "b": 2}).compare({("b",): 3})

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
 class Cable:
-    """Forwards TCP connections of its own port to another one."""
+    """Forwards TCP connections from its port to another."""
 
     def __init__(self, port: int) -> None:
         self.far_port = port

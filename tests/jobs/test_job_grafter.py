@@ -107,7 +107,7 @@ def test_a_rank_that_switches_worlds_late_delays_no_other_rank(
     stays = Job(old.baseline)
     stays.grafter.begin_run(run(), PLAN)
     stays.offer(new.baseline, run(1))
-    # Ahead: it resumes at a step of its own.
+    # Ahead: it resumes at another step.
     comes = Job(new.target)
     coming = in_background(lambda: comes.grafter.begin_run(run(1, first_step=3), PLAN))
     stays.grafter.step()

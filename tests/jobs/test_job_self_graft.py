@@ -66,7 +66,7 @@ def test_a_self_graft_takes_the_taps_under_its_plan_only(job: JobGrafter, post: 
     step(job)
     assert len(sent) == 1
     job.run_self_graft(RunSelfGraft(2, ("record", "repeat"), budget=1 << 20))
-    # Ordered, and not yet: the plan is another one.
+    # Ordered, and not yet: the plan differs.
     step(job)
     assert len(sent) == 2
     job.offer_plan(GraftPlan(version=2))
@@ -78,7 +78,7 @@ def test_a_self_graft_takes_the_taps_under_its_plan_only(job: JobGrafter, post: 
     found = job.self_graft_result()
     assert found is not None
     assert found.not_repeated == ["x"]
-    # Nobody asked for more, and the plan is still that one.
+    # No order came since, and the plan is still that one.
     step(job)
     assert len(sent) == 3
     job.offer_plan(GraftPlan(version=3))

@@ -57,7 +57,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     assert verdict.named == ["layers.*.act"]
     assert "layers.*.act is computed differently in layer 1 of 0-2 (added 0.01, " in verdict.text
     assert " x the floor, float32, at layers.1.act)." in verdict.text
-    # Swapped, which needs that a step is repeated: the output is compared with that of another one.
+    # Swapped, which needs that a step is repeated: the output is compared with that of another step.
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
     assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
     labels = {row.name: row.label for row in verdict.frame.itertuples()}
@@ -69,7 +69,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     wait_until(lambda: len(session.adopted(session.plan.version)) == 2, "the plan from before in force")
     assert "layers.*.act is computed differently" in session.report(tmp_path / "report.html").read_text()
 
-    # Runs of several steps, the output of which is the last one's.
+    # Runs of several steps, whose output is the last step's.
     verdict = session.verdict(steps=2)
     assert verdict.named == ["layers.*.act"]
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
@@ -122,7 +122,8 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     verdict = session.verdict()
     assert "\nThe jobs do not repeat a step: from one to the next, the baseline differs at input.x" in verdict.text
     assert "the floor is not measured but assumed for float32 (rel_l2 1e-05), no code was swapped" in verdict.text
-    assert verdict.text.startswith("The weights already differ: ")
+    assert "the weights agree, and the first tap that differs is layers.1.act (by 0.05)." in verdict.text
+    assert "\nThe weights already differ: " in f"\n{verdict.text}"
     assert (
         "layers.*.act is computed differently in layer 1 of 0-2 (added 0.05, 5e+03 x the assumed floor" in verdict.text
     )

@@ -23,7 +23,7 @@ SCRIPT = "repeats_in_parts.py"
 
 
 class Judged:
-    """A session of jobs, each of which computes the same in every step, until the file ``stop`` is there."""
+    """A session of jobs that compute the same in every step, until the file ``stop`` exists."""
 
     def __init__(self, session: gl.Session, folder: Path) -> None:
         self.session = session
@@ -44,7 +44,7 @@ class Judged:
         wait_until(lambda: self.session.status()["step"].min() > begun + 1, "a step with the fault")
 
     def over(self, **how: int) -> tuple[gl.Verdict, set[tuple[str, int]]]:
-        """A verdict, and at which taps of which ranks something is added."""
+        """A verdict, and the taps and ranks at which something is added."""
         verdict = self.session.verdict(**how)
         found = verdict.frame[verdict.frame["ratio"] > 5]
         return verdict, set(zip(found["name"], found["rank"], strict=True))
@@ -86,10 +86,10 @@ def test_a_verdict_names_the_faulty_rank_and_ranks_that_end_meanwhile(
     assert "layers.*.act is computed differently in layer 1 of 0-2 on rank 1 alone (added 0.01, " in verdict.text
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
     assert "\nHint (layers.*.act): at layers.1.act, the target's values are 1.01 times the baseline's" in verdict.text
-    # No rank of a side takes the taps of a step of which another does not.
+    # No rank of a side takes the taps of a step unless all do.
     assert not {"failed", "timeout"} & set(session.frame["status"])
 
-    # One that dies takes those with it that compute with it; the verdict says so, and the baseline goes on.
+    # One that dies takes those with it that compute with it; the verdict reports it, and the baseline continues.
     on_look(session, monkeypatch, lambda: os.kill(one_and_two.jobs[2].pid, signal.SIGKILL))
     assert re.search(r"the verdict was abandoned, .* failed on target\[[01]\]", session.verdict().text)
     assert (session.plan.b2t, session.plan.compare) == (before.b2t, before.compare)
@@ -117,7 +117,7 @@ def test_ranks_connected_by_tcp_are_judged_like_those_that_share_memory(
         told = {"address": address, "token_file": tmp_path / "run" / ".rendezvous" / "token"}
         for side, size in sizes.items():
             for rank in range(size):
-                # Where one would hand another its memory is a folder of its own.
+                # The ranks hand their memory over in a separate folder.
                 own = tmp_path / f"{side}{rank}"
                 own.mkdir(mode=0o700)
                 given = of_rank(side, rank, sizes, tmp_path, run_dir=tmp_path / f"run of {side}{rank}", **told)

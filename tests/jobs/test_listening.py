@@ -48,7 +48,7 @@ def test_a_second_notebook_takes_over_the_jobs_of_the_first(
     assert set(session.frame["status"]) == {"compared"}
     assert set(session.status()["device"]) == {"cpu"}
     assert [tags["name"] for tags in session.taps] == ["hidden", "out"]
-    # Edited while they go on: from one step on, on both.
+    # Edited while they run: from one step on, on both.
     plan = session.edit(b2t="layer == 0", keep="layer == 0")
     wait_until(lambda: len(session.adopted(plan.version)) == 2, "the plan in force")
     assert len(set(session.adopted(plan.version).values())) == 1

@@ -208,7 +208,7 @@ def test_a_rank_killed_on_another_machine_frees_the_others_and_can_rejoin(tmp_pa
         jobs[1].kill()
         # A wait for it would take a minute each.
         more_rows(tmp_path, 10)
-        # It begins with its first step again, whose partner is long past, and comes to where the other one waits.
+        # It begins with its first step again, whose partner is long past, and reaches the step where the other waits.
         given = told(first, tmp_path, t2b_filter="True", compare_filter="", first_step=0)
         own = variables("target", 1, 1, **given, run_dir=tmp_path / "elsewhere")
         jobs.append(second.start(*script("counts.py", tmp_path / "stop", 1.0), **own))

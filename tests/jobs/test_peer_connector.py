@@ -27,7 +27,7 @@ class Ranks:
     def link(self, seen_by: Callable[[int, Contact], Contact] = lambda rank, contact: contact) -> None:
         """Tell each of all others, as ``seen_by`` says that it sees them, and have all work until each has its links.
 
-        Each on a thread of its own, as it is a process of its own otherwise: two that share memory wait for each other.
+        Each on a separate thread, as it is a separate process otherwise: two that share memory wait for each other.
         """
         at_work = [in_background(lambda rank=rank: self._work(rank, seen_by)) for rank in range(len(self.connectors))]  # type: ignore[misc]
         for each in at_work:

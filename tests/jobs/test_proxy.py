@@ -112,7 +112,7 @@ def test_frames_travel_in_bundles_and_a_broken_one_cuts_only_its_connection(
     router: Any = QuietRouter(broken, whole)
     proxy = Proxy(router, lambda far, frame: None)
     ends = []
-    # More than a hundred of them are there before the proxy looks.
+    # More than a hundred of them have arrived before the proxy looks.
     rows = [b"r%d" % number for number in range(1000)]
     for far, said in ((broken, []), (whole, rows)):
         ours, theirs = socket.socketpair()

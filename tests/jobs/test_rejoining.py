@@ -27,7 +27,7 @@ Job = subprocess.Popen[str]
 
 @pytest.fixture
 def jobs() -> Iterator[list[Job]]:
-    """For all that a test starts, none of which ends by itself."""
+    """For all that a test starts, because nothing of it ends by itself."""
     started: list[Job] = []
     yield started
     for job in started:

@@ -56,7 +56,7 @@ def test_one_rank_and_three_join_by_a_folder_and_make_rows(tmp_path: Path) -> No
     assert set(grafted["aligned_by"]) == {"slice dim=1"}
     wrong = measured[(measured["layer"] == 1) & (measured["status"] == "compared")]
     assert wrong["rel_l2"].to_numpy() == pytest.approx(0.05, rel=1e-4)
-    # What only the baseline has is told, once it is known that nobody asks for it.
+    # What only the baseline has is reported, once it is known that no rank asks for it.
     assert frame[frame["name"] == "logits"]["status"].tolist() == ["unmatched"] * 3
     assert gl.plots.divergence(frame) is not None
     log = (tmp_path / "run" / "logs" / "target-2.log").read_text()

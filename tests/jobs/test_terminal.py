@@ -102,7 +102,7 @@ def test_the_token_command_writes_a_file_for_this_user_only(tmp_path: Path, caps
 def test_an_attach_command_that_cannot_run_prints_one_line(
     settings: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It writes what it is told into the environment.
+    # It writes its options into the environment.
     monkeypatch.setattr(os, "environ", {**os.environ})
     assert main(["attach", *(f"--set={each}" for each in settings.split()), "nowhere.py"]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -187,7 +187,7 @@ def test_a_job_with_a_different_token_is_refused(tmp_path: Path, capsys: pytest.
         said = capsys.readouterr().out
         address = said.partition("GRAFTLAB_ADDRESS=")[2].split()[0]
         assert (tmp_path / ".rendezvous" / "token").read_text().strip() in said
-        # The connection itself needs nobody's answer, so the time that passes here may be short.
+        # The connection itself needs no answer, so the time that passes here may be short.
         told = {"address": address, "timeout": 3, "token": new_token()}
         code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, **told)))
         assert (code, out) == (0, "done False\n")

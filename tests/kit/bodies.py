@@ -60,7 +60,7 @@ def _spoilt(draw: st.DrawFn) -> bytes:
         body[place : place + draw(st.integers(0, 2))] = draw(st.binary(max_size=2))
         if not body:
             break
-    # A flip may make a folder or a long generation of another one; those are not what is tried here.
+    # A flip may make a folder or a long generation of another; those are not what is tried here.
     return bytes(body) if b"max_new_tokens" not in body and b"folder" not in body else b"{"
 
 

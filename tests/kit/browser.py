@@ -91,7 +91,7 @@ class Server:
             return json.loads(answer.read() or "null")
 
     def kernel(self) -> str:
-        """The kernel that tests have one after the other: another one where that has ended."""
+        """The kernel that tests have one after the other, or a new one where that has ended."""
         if self.shared_kernel not in self.running():
             self.shared_kernel = self.request("POST", "kernels", name="python3", path="")["id"]
         return self.shared_kernel
@@ -187,10 +187,10 @@ class Lab:
         self.use_theme("JupyterLab Light")
 
     def reload(self) -> None:
-        """Load the page anew, with what was saved of the notebook; the kernel goes on."""
+        """Load the page anew, with what was saved of the notebook; the kernel continues."""
         self.command("docmanager:save")
         name = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
-        # Without the saved layout, which would open the notebook as well, at a time of its own.
+        # Without the saved layout, which would open the notebook as well, some time later.
         self.page.goto(f"{self.server.address}/lab/tree/{name}?token={TOKEN}&reset")
         self.wait_idle()
 

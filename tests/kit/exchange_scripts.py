@@ -184,7 +184,7 @@ def write_without_end(segment: Descriptors, size: int, line: Any) -> None:
 
 
 def receives_what_it_is_told_to(mailbox: Mailbox, line: Any) -> None:
-    """Get the frame of x, and receive x when the test says so."""
+    """Get the frame of x, and receive x when the test asks for it."""
     peer = mailbox.exchange._peers.others[0]  # type: ignore[attr-defined]
 
     def has_come() -> bool:

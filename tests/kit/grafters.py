@@ -1,4 +1,4 @@
-"""Graft worlds made of grafters alone: every rank in this thread, over an exchange in which nobody ever waits.
+"""Graft worlds made of grafters alone: every rank in this thread, over an exchange in which no rank ever waits.
 
 So a test decides who reaches what first: let the side that sends reach its taps, then the side that receives.
 """
@@ -133,7 +133,7 @@ class OneThreadExchange:
         return all(self._post.ended_step[peer.world_rank] >= step for peer in self._peers)
 
     def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
-        """Nobody waits here, but in tests that make somebody wait."""
+        """No rank waits here, but in tests that make one wait."""
         self.shared = (let_go, take_back)
 
     def lost_peers(self) -> str:

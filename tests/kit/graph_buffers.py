@@ -1,4 +1,4 @@
-"""Small registries for tests, and batches of which each request has one token."""
+"""Small registries for tests, and batches whose requests have one token each."""
 
 from __future__ import annotations
 

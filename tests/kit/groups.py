@@ -12,7 +12,7 @@ from kit.deadline import DEADLINE
 
 
 def run_ranks(function: Callable[[int, Path], None], folder: Path, world_size: int) -> None:
-    """Call ``function(rank, folder)`` in so many processes at once, and raise what the first that failed has raised.
+    """Call ``function(rank, folder)`` in this many processes at once, and raise what the first failure raised.
 
     The function is found by its module's name, as multiprocessing does.
     """

@@ -24,7 +24,7 @@ from kit.deadline import DEADLINE
 
 
 class _Process:
-    """As much of a process as a rank's has: it ends when it is told to."""
+    """As much of a process as a rank's has: it ends on request."""
 
     def __init__(self) -> None:
         self.exitcode: int | None = None

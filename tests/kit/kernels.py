@@ -119,7 +119,7 @@ class WarmProvisioner(LocalProvisioner):
 PROVISIONER = "graftlab-warm"
 # A variable of a kernel's environment: more modules that it, and the forkserver of its ranks, have imported before.
 IMPORTS = "GRAFTLAB_TESTS_IMPORTS"
-# Another one: its forkserver starts as anybody's does.
+# A second kernel: its forkserver starts as a user's does.
 COLD = "GRAFTLAB_TESTS_COLD"
 
 
@@ -134,7 +134,7 @@ def start_warm() -> None:
 
 @contextlib.contextmanager
 def kernel(**environment: str) -> Iterator[Kernel]:
-    """A kernel with these variables in its environment, and a folder of its own for its temporary files."""
+    """A kernel with these variables in its environment, and a separate folder for its temporary files."""
     start_warm()
     # Short, because sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="gl-") as folder:

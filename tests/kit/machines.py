@@ -1,7 +1,7 @@
-"""Machines made of network namespaces: each with an address of its own, on a switch of their own.
+"""Machines made of network namespaces: each with an address, on one switch.
 
 Nothing of it touches the network of the host: the switch is a bridge in a namespace too. For what graftlab
-keeps in ``/tmp`` each machine has a folder of its own, so that no socket on the disk leads from one to another.
+keeps in ``/tmp`` each machine has a separate folder, so that no socket on the disk leads from one to another.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Machine:
 
 @contextlib.contextmanager
 def machines(count: int, *, delay: float = 0.0, lost: float = 0.0) -> Iterator[list[Machine]]:
-    """So many machines on one switch, each behind a cable that takes so many seconds and loses this share of packets.
+    """Machines on one switch, each behind a cable that takes these seconds and loses this share of packets.
 
     Skips the test where they cannot be made.
     """

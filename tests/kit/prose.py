@@ -1,9 +1,9 @@
 """Pages of prose with code in them: what their blocks are, and what a reader sees who types them in.
 
-A block of ``python`` is a notebook's cell, with magics or without. One that raises says so after the language, and the
-``text`` block after it is the message; after any other block it is what the cell shows. In such a text ``...`` stands
-for anything, and how it is broken into lines does not count. A block that cannot run where the tests run comes after a
-paragraph that begins with "Not run by the tests", and says why.
+A block of ``python`` is a notebook's cell, with magics or without. One that raises is marked after the language, and
+the ``text`` block after it is the message; after any other block it is what the cell shows. In such a text ``...``
+stands for anything, and how it is broken into lines does not count. A block that cannot run where the tests run comes
+after a paragraph that begins with "Not run by the tests", and says why.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def cells(page: Path) -> list[tuple[Block, str | None]]:
-    """The cells of a page that run, each with what it shows or raises, if the page says so."""
+    """The cells of a page that run, each with what it shows or raises by the page."""
     found = blocks(page)
     return [
         (block, _shown_by(block, following))

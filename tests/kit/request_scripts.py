@@ -27,7 +27,7 @@ class _Planned(Exception):
 
 
 def serve(folder: Path, fate: str, seed: int, tell: int) -> None:
-    """Record until the end comes; the first flush is told, from when on there is something to lose."""
+    """Record until the end comes; the first flush is reported: from then on requests can be lost."""
     chance = random.Random(seed)
     log = os.open(folder / "acknowledged", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     dumper = RequestDumper(folder / "dumps", 20, crash_folder=folder / "crash", catch_crashes=True)

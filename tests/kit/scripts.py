@@ -16,7 +16,7 @@ from kit import warm
 
 @contextlib.contextmanager
 def script(source: str, cwd: Path) -> Iterator[warm.Running]:
-    """A script without a main guard, in a process group of its own; its first line of output is yet to be read."""
+    """A script without a main guard, in a separate process group; its first line of output is yet to be read."""
     path = cwd / "script.py"
     path.write_text(textwrap.dedent(source))
     # The graftlab that is being tested, be it installed or not.

@@ -23,7 +23,7 @@ _HIGH = 1000
 
 
 def prepare() -> None:
-    """Fork; the script goes on, and its first forkserver is the fork."""
+    """Fork; the script continues, and its first forkserver is the fork."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:

@@ -56,7 +56,7 @@ def wait_until(condition: Callable[[], object], what: str, within: float = DEADL
 
 
 def wait_for_file(path: str | Path) -> None:
-    """Go on when another process has made this file."""
+    """Continue when another process has made this file."""
     wait_until(Path(path).exists, f"the file {path}")
 
 
@@ -71,7 +71,7 @@ def own_value() -> float:
 
 
 def shorten_waits(seconds: float) -> None:
-    """Let this rank's taps give up after so many seconds, whatever the session's ``timeout`` is.
+    """Let this rank's taps give up after this many seconds, whatever the session's ``timeout`` is.
 
     A session launched with so short a limit might not even start on a busy machine.
     """

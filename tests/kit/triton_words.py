@@ -1,6 +1,6 @@
 """A stand-in for Triton's language, by torch operations on the CPU: what a kernel computes, without Triton.
 
-It has the words that graftlab's kernel uses and no more. A read or write outside the memory raises.
+It has the words that graftlab's kernel uses, and no others. A read or write outside the memory raises.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 
 def assert_values(*kinds: type) -> None:
-    """Nobody can give a field of these classes another value."""
+    """No code can give a field of these classes another value."""
     for kind in kinds:
         made = object.__new__(kind)
         for field in dataclasses.fields(kind):

@@ -2,7 +2,7 @@
 
 An interpreter takes seconds of the processor to import torch, and tests start hundreds. So each worker of pytest has
 one that does nothing else, and a script runs in a fork of it, as ``__main__``, with a command line, an environment, a
-folder and streams of its own. It is a process like any other: it is killed, watched and waited for as one that was
+folder and streams. It is a process like any other: it is killed, watched and waited for as one that was
 started by its path. What a test promises of how Python starts needs ``subprocess.Popen``.
 """
 
@@ -230,7 +230,7 @@ def next_script(descriptor: int) -> dict[str, Any]:
             if ready in running:
                 pid, tells = running.pop(ready)
                 _, status = os.waitpid(pid, 0)
-                with contextlib.suppress(OSError):  # nobody waits for it any more
+                with contextlib.suppress(OSError):  # no process waits for it any longer
                     os.write(tells, str(os.waitstatus_to_exitcode(status)).encode())
                 poller.unregister(ready)
                 os.close(ready)

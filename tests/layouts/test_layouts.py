@@ -274,6 +274,15 @@ def test_scaling_is_inverted_with_a_caveat_if_that_rounds() -> None:
     assert torch.allclose(Layout((Scale(0.1, 1.0),)).join([whole * 0.1 + 1]).whole, whole, atol=1e-5)
 
 
+def test_scaling_leaves_the_mask_of_known_elements_as_it_is() -> None:
+    held = tensor((3,))
+    own = torch.full((6,), -7.0)
+    relaid = relayout([(Layout((Part(0, (1, 1)),)), [held])], Layout((Scale(2.0, 1.0),)), own=own)
+    assert relaid.known is not None
+    assert relaid.known.tolist() == [True] * 3 + [False] * 3
+    assert relaid.value.tolist() == [*(2 * held + 1).tolist(), -7.0, -7.0, -7.0]
+
+
 def test_partial_sums_are_added_and_a_graft_notes_where_the_value_goes() -> None:
     partial = Layout((Partial("tp"),)).on(2)
     half = torch.full((3,), 0.5)

@@ -33,6 +33,17 @@ def test_filter_expressions_are_taken_unchanged(line: str, expected: dict[str, s
     assert {key: text for key, text in vars(arguments).items() if text is not None} == expected
 
 
+def test_a_rename_without_a_replacement_deletes_what_it_finds() -> None:
+    name, arguments = command_line.parse(r"rename target '^model\.'")
+    assert name == "rename"
+    assert (arguments.side, arguments.pattern, arguments.replacement, arguments.clear) == (
+        "target",
+        r"^model\.",
+        "",
+        False,
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "out", "expression"),
     [

@@ -61,7 +61,7 @@ def named(request: pytest.FixtureRequest) -> tuple[str, Port]:
 
 
 def check_expected(name: str, proposal: Proposal, *, at_least: float = 1.0) -> None:
-    """Of the pairs that names tell a person, so many are there, and none is another."""
+    """How many of the pairs that names tell a person were found; no found pair is wrong."""
     right = total = 0
     for target, baseline in EXPECTED[name].items():
         for n in range(LAYERS[name]):

@@ -48,6 +48,14 @@ def test_cells_show_taps_in_steps_and_rings_their_first_divergent_step() -> None
     assert title(gl.plots.over_steps(frame(values), noise_floor=0.5)) == "no tap is above the floor 0.5 in 3 steps"
 
 
+def test_each_occurrence_of_a_tap_has_its_own_line() -> None:
+    values = np.array([[1e-7, 1e-3]])
+    rows = frame(values).assign(name="q", occurrence=[0, 1])
+    figure = gl.plots.over_steps(rows)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["q", "q #1"]
+    assert cells(figure)[:, 0].tolist() == [pytest.approx(1e-7), pytest.approx(1e-3)]
+
+
 def test_nan_is_neither_blank_nor_exact_and_unmeasured_cells_are_blank() -> None:
     rows = frame(np.array([[1e-7, 0.0, 0.0]]))
     rows.loc[1, "nonfinite_differ"] = 4

@@ -1,4 +1,4 @@
-"""What is done before a signal or an uncaught exception ends the process, in one process that goes on; deaths are in
+"""What is done before a signal or an uncaught exception ends the process, in one process that continues; deaths are in
 test_request_crash.py."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TERM, QUIT = signal.SIGTERM, signal.SIGQUIT
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What happens, in its order. Somebody handles SIGTERM and uncaught exceptions already; SIGQUIT is ignored."""
+    """What happens, in its order. The program handles SIGTERM and uncaught exceptions already; SIGQUIT is ignored."""
     happened: list[Any] = []
     before = {number: signal.getsignal(number) for number in (TERM, QUIT)}
     signal.signal(TERM, lambda number, frame: happened.append(f"handled {number}"))

@@ -235,7 +235,7 @@ assert os.waitpid(child, 0)[1] == 0
     assert sorted(map(str, rids(tmp_path))) == ["child", "parent"]
 
 
-# ---- in nobody's way ------------------------------------------------------------------------------------------------
+# ---- out of the way ------------------------------------------------------------------------------------------------
 
 
 def test_add_does_not_wait_for_the_disk(dumper: RequestDumper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a dumper has accepted is on disk before it says so, and no death of the process takes it away again."""
+"""What a dumper has accepted is on disk before it returns, and no death of the process takes it away again."""
 
 from __future__ import annotations
 

@@ -590,7 +590,7 @@ def test_an_item_that_is_no_record_keeps_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_file_of_any_depth_does_not_end_the_process() -> None:
-    levels = 200_000  # the hash of so many tuples overflows the stack
+    levels = 200_000  # the hash of that many tuples overflows the stack
     deep_list = b"\x80\x04" + b"]" * levels + b"a" * (levels - 1) + b"."
     found = PickleReader().read(deep_list)
     for _ in range(levels - 1):

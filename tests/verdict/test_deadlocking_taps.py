@@ -20,7 +20,7 @@ def test_taps_that_both_sides_reach_in_one_order_are_swapped() -> None:
 
 def test_taps_in_opposite_order_are_left_out_of_the_swap() -> None:
     assert deadlocking_taps({("b", None)}, order("abc"), order("bca")) == {("a", None)}
-    # The other way about nobody waits: the baseline has sent it before it waits itself.
+    # The other way about no side waits: the baseline has sent it before it waits itself.
     assert deadlocking_taps({("b", None)}, order("bca"), order("abc")) == set()
 
 

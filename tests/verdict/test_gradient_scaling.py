@@ -16,7 +16,7 @@ BASELINES = torch.randn(64, generator=torch.Generator().manual_seed(0))
 
 
 def rows_of(grad: list[float], weights: list[float]) -> pd.DataFrame:
-    """Two ranks on which the gradients of ``out`` and of a weight are so many times the baseline's; values differ."""
+    """Two ranks on which the gradients of ``out`` and of a weight are this many times the baseline's; values differ."""
     made = []
     for name, tags, factors in (
         ("act", {}, [1.3, 1.3]),
@@ -65,7 +65,7 @@ def test_the_factor_of_the_numbers_of_ranks_cancels_out(
 @pytest.mark.parametrize(
     ("grad", "weights", "sizes"),
     [
-        # Nobody averages; averaged twice; another scale; on one rank alone.
+        # No side averages; averaged twice; another scale; on one rank alone.
         ([2.0, 2.0], [1.0, 1.0], (1, 2)),
         ([2.0, 2.0], [0.25, 0.25], (1, 2)),
         ([3.0, 3.0], [0.5, 0.5], (1, 2)),

@@ -1,4 +1,4 @@
-"""Hints: each mechanism is told from the pair it made, with its fit, and none is told of noise."""
+"""Hints: each mechanism is recognised from the pair it made, with its fit, and none in noise."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_tokens_and_positions_together_show_a_shift() -> None:
     found = find_misaligned_steps(to_frame(list(rows([("ids", token, ahead(token, 1)), positions]))))
     assert found is not None
     assert (found.ahead, found.by, found.tap, found.taps) == ("target", 1, "ids", 2)
-    # Whole numbers do not round: tokens that differ by one are other tokens.
+    # Whole numbers do not round: tokens that differ by one differ.
     large = [("ids", lambda n: token(n) + 10**6, lambda n: token(n + 1) + 10**6 + 1), positions]
     other = find_misaligned_steps(to_frame(list(rows(large))))
     assert other is None or other.tap != "ids"

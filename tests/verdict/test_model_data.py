@@ -1,4 +1,4 @@
-"""What a model was given is told from what it computed."""
+"""What a model was given is distinguished from what it computed."""
 
 from __future__ import annotations
 

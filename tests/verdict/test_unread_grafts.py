@@ -1,4 +1,4 @@
-"""Grafts into copies, which nothing of the model reads, are told by what comes after them."""
+"""Grafts into copies, which nothing of the model reads, are recognised by what comes after them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frame(*taps: tuple[str, float, float], rank: int = 0) -> pd.DataFrame:
     [
         # The fault is at l.0; the graft of a copy leaves the next taps as they were.
         ([("x", 0, 0), ("l.0", 0.1, 0.1), ("l.1", 0.2, 0.2), ("out", 0.3, 0.3)], ["l.*"]),
-        # The graft is taken: what comes after has no error any more, or another one.
+        # The graft is taken: what comes after has no error any more, or a different one.
         ([("x", 0, 0), ("l.0", 0.1, 0.1), ("l.1", 0.2, 0), ("out", 0.3, 0)], []),
         ([("l.0", 0.1, 0.1), ("l.1", 0.2, 0.15), ("out", 0.3, 0.3)], []),
         # Two branches: what the first is read by comes later.

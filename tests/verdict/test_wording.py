@@ -143,7 +143,7 @@ def test_equal_hints_share_a_line() -> None:
 def test_a_cause_that_neighbouring_values_may_share_is_mentioned() -> None:
     words = "If l.*.q and l.*.k read a tensor that no tap shows, such as a residual stream or positions, one mistake"
     assert words in said(tap("l.0.q", 9.0), tap("l.0.k", 9.0), tap("l.1.q", 1.0), tap("l.1.v", 9.0))
-    # In other layers, in other steps, or of which one alone is a value.
+    # In other layers, in other steps, or where one alone is a value.
     assert "read a tensor" not in said(tap("l.0.q", 9.0), tap("l.1.k", 9.0))
     assert "read a tensor" not in said(tap("q", 9.0), tap("k", 9.0, step=1))
     assert "read a tensor" not in said(tap("q", 9.0), tap("q", 9.0, kind="grad"))

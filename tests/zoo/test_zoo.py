@@ -14,6 +14,7 @@ from kit import warm
 from graftlab.zoo import scoring
 from graftlab.zoo.controls import CONTROLS
 from graftlab.zoo.faults import FAULTS, math_of, weights_of
+from graftlab.zoo.line_truth import LINES, has_line
 from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights
 from graftlab.zoo.programs import PROGRAMS, Program, forget_calls
 
@@ -50,6 +51,13 @@ def test_every_fault_has_a_truth_and_no_control_has_one() -> None:
     assert all(each.truth for each in FAULTS)
     assert not any(each.truth for each in CONTROLS)
     assert [each.name for each in PROGRAMS if bool(each.truth or each.says) == each.is_benign] == []
+
+
+def test_every_right_line_in_the_table_is_a_line_of_the_zoo() -> None:
+    assert LINES.keys() <= {each.name for each in (*FAULTS, *PROGRAMS)}
+    files = [path for path in Path(scoring.__file__).parent.glob("*.py") if path.name != "line_truth.py"]
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
+    assert [part for parts in LINES.values() for part in parts if part not in source] == []
 
 
 def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() -> None:
@@ -152,6 +160,15 @@ def test_no_program_is_cleared_and_no_innocent_is_named() -> None:
         if each.silent or each.innocents or each.alarm or not (each.exact or each.honest)
     }
     assert wrong == {}, scoring.summary(found)
+    _lines_are_right(found)
+
+
+def _lines_are_right(found: list[scoring.Scored]) -> None:
+    located = [each for each in found if each.labels and not each.is_control and has_line(each.specimen)]
+    missed = [each.specimen.name for each in located if each.place_of_line is None]
+    assert len(missed) <= 0.1 * len(located), missed
+    assert {each.specimen.name: each.wrongly_confirmed for each in found if each.wrongly_confirmed} == {}
+    assert [each.specimen.name for each in found if each.is_control and each.lines] == []
 
 
 @pytest.mark.ranks
@@ -172,3 +189,4 @@ def test_the_whole_zoo_is_named_and_no_control_raises_an_alarm() -> None:
     assert {each.specimen.name for each in found} == names
     wrong = {each.specimen.name: each.labels for each in found if not each.exact or each.innocents or each.alarm}
     assert wrong == {}, scoring.summary(found)
+    _lines_are_right(found)

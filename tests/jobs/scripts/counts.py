@@ -1,4 +1,4 @@
-"""A job of either side whose tensors say at which step they were made, until a file is there.
+"""A job of either side whose tensors say at which step they were made, until a file exists.
 
 The baseline's are twice as large, so that a row tells by its difference whether both are of one step.
 """

@@ -1,4 +1,4 @@
-"""A job of either side in which graftlab itself fails at the second step, from a cause that nobody foresaw."""
+"""A job of either side in which graftlab itself fails at the second step, from an unforeseen cause."""
 
 import torch
 

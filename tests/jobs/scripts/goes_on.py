@@ -1,4 +1,4 @@
-"""A job of either side that goes on until a file is there. It scales by what it is given."""
+"""A job of either side that continues until a file exists. It scales by what it is given."""
 
 import signal
 import sys

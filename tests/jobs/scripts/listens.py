@@ -1,4 +1,4 @@
-"""A notebook, as far as a script can be one: listens at an address for jobs on other machines, and steers them."""
+"""A script in the place of a notebook: listens at an address for jobs on other machines, and steers them."""
 
 import json
 import sys

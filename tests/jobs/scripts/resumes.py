@@ -1,7 +1,7 @@
-"""A job of either side whose tensors say which of its own steps they are of, from the one at which it resumes.
+"""A job of either side whose tensors say at which of the job's steps they were made, from the one at which it resumes.
 
 With FALL_AT its last rank kills itself before that step, unless torchrun has restarted it. When the file that PLANT
-names is there, graftlab's own thread fails from then on, whatever it hears; the file is gone when that is so.
+names exists, graftlab's own thread fails from then on, whatever it hears; the file is gone when that is so.
 """
 
 import os

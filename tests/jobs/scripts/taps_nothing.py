@@ -1,4 +1,4 @@
-"""A job that imports graftlab and comes to no tap; nor do the workers of its data loader."""
+"""A job that imports graftlab and reaches no tap; nor do the workers of its data loader."""
 
 from torch.utils.data import DataLoader
 

@@ -1,0 +1,129 @@
+"""The first step in which two jobs differ, from the rows of the steps before a verdict, and what that says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from graftlab.base.tap_groups import is_data, kind_of
+from graftlab.base.text import counted, spans
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import coarser_dtype, ratio, records
+from graftlab.verdict.unexplained import AccumulatedFloors
+
+_GRADIENTS = ("grad", "param_grad")
+_ROUTINE = ("optimizer", "param")
+NOT_JUDGED_SINCE = (
+    "The weights have parted since then, so the code that uses them is not judged; with graft_weights=True the target "
+    "takes the baseline's weights, permanently, and it is."
+)
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first step in which jobs differ. ``sentence`` describes it.
+
+    If ``is_update``, everything agrees up to an optimizer's update, whose results differ: weights that have parted
+    since then are no reason to blame the code that uses them.
+    """
+
+    step: int
+    sentence: str
+    is_update: bool
+
+
+def first_difference(rows: pd.DataFrame, floors: AccumulatedFloors, threshold: float) -> FirstDifference | None:
+    """Find the first step in which a tap differs by more than rounding, before any graft; None if none does.
+
+    None also if the first step with rows differs and its weights
+    do or are not tapped, since nothing is then known of what came before.
+    """
+    before: list[tuple[int, list[dict[str, Any]]]] = []
+    largest = 0.0
+    for step, measured in _steps_without_grafts(rows):
+        ratios = [ratio(row, floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row))) for row in measured]
+        over = [row for row, each in zip(measured, ratios, strict=True) if each > threshold]
+        if not all(map(_is_setting, over)):
+            # Rounding that training amplifies grows slowly, from step to step.
+            is_jump = max(ratios) > _JUMP * largest
+            return _described(step, over, before, measured) if is_jump else None
+        # A setting may differ from the first step on, and shows in the results of the update.
+        largest = max(
+            (each for row, each in zip(measured, ratios, strict=True) if each == each and not _is_setting(row)),
+            default=0.0,
+        )
+        before.append((step, measured))
+    return None
+
+
+_JUMP = 10.0
+
+
+def _is_setting(row: dict[str, Any]) -> bool:
+    return kind_of(row["tags"]) == "optimizer" and is_data(row["tags"])
+
+
+def _steps_without_grafts(rows: pd.DataFrame) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The measured rows of each step before the first graft, which may have changed what followed."""
+    for step, of_step in rows.groupby("step", sort=True):
+        measured = of_step[of_step["status"].isin(MEASURED)]
+        if (measured["status"] == "grafted").any():
+            return
+        if len(measured):
+            yield int(str(step)), records(measured.sort_values("order", kind="stable"))
+
+
+def _described(
+    step: int,
+    over: Sequence[dict[str, Any]],
+    before: Sequence[tuple[int, list[dict[str, Any]]]],
+    measured: Sequence[dict[str, Any]],
+) -> FirstDifference | None:
+    settings = [row for row in over if _is_setting(row)]
+    weights = [row for row in over if kind_of(row["tags"]) == "param" and is_data(row["tags"])]
+    updated = [row for row in over if kind_of(row["tags"]) in _ROUTINE and not is_data(row["tags"])]
+    computed = [row for row in over if kind_of(row["tags"]) not in _ROUTINE]
+    because = f", whose setting {settings[0]['name']} differs" if settings else ""
+    if updated and not (computed or weights):
+        what = _what(measured)
+        sentence = (
+            f"In step {step}, the first in which the jobs differ, {what} agree, and the results of the optimizer's "
+            f"update do not, first {updated[0]['name']} {_by(updated[0])}: it is the update{because}."
+        )
+        return FirstDifference(step, sentence, True)
+    if not before:
+        has_weights = any(kind_of(row["tags"]) == "param" and is_data(row["tags"]) for row in measured)
+        if weights or not computed or not has_weights:
+            return None
+        where = f"{computed[0]['name']} {_by(computed[0])}"
+        sentence = (
+            f"In step {step}, the first that was compared, the weights agree, and the first tap that differs is "
+            f"{where}."
+        )
+        return FirstDifference(step, sentence, False)
+    agreed = f"The jobs agree in step{'s' if len(before) > 1 else ''} {spans([each for each, _ in before])}"
+    last, rows_of_last = before[-1]
+    if weights and last == step - 1:
+        has_gradients = any(kind_of(row["tags"]) in _GRADIENTS for row in rows_of_last)
+        cause = "the update" if has_gradients else "the update, or gradients that no tap shows"
+        sentence = (
+            f"{agreed} ({_what(rows_of_last)}, {counted(len(rows_of_last), 'row')} of step {last}), and part after one "
+            f"update: step {step} begins with another {weights[0]['name']} {_by(weights[0])}. It is {cause}{because}."
+        )
+        return FirstDifference(step, sentence, True)
+    if weights or not computed:
+        return None
+    where = f"{computed[0]['name']} {_by(computed[0])}"
+    return FirstDifference(step, f"{agreed}, and differ from step {step} on, first at {where}.", False)
+
+
+def _by(row: dict[str, Any]) -> str:
+    return "(not finite on one side)" if row["nonfinite_differ"] else f"(by {row['rel_l2']:.2g})"
+
+
+def _what(rows: Sequence[dict[str, Any]]) -> str:
+    kinds = {kind_of(row["tags"]) for row in rows}
+    return "values and gradients" if kinds & {*_GRADIENTS} else "values"

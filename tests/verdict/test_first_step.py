@@ -1,0 +1,98 @@
+"""The first step in which jobs differ, from rows, and whether it is the optimizer's update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from kit.in_process import a_row
+
+from graftlab.diffs.measure import measure
+from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
+from graftlab.verdict.first_step import FirstDifference, first_difference
+from graftlab.verdict.unexplained import AccumulatedFloors
+
+Taps = tuple[tuple[str, Mapping[str, object]], ...]
+WEIGHT = ("w", {"kind": "param"})
+VALUE = ("y", {})
+GRADIENT = ("w", {"kind": "param_grad"})
+UPDATED = ("w", {"kind": "param", "updated": True})
+SETTING = ("optimizer.lr", {"kind": "optimizer"})
+ALL = (WEIGHT, VALUE, GRADIENT, SETTING, UPDATED)
+
+
+def rows(differences: Mapping[int, Mapping[int, float]], taps: Taps) -> Iterator[Row]:
+    """Rows of steps, with the relative difference at some places of ``taps`` in each; elsewhere one of rounding."""
+    x = torch.linspace(1, 2, 64)
+    for step, found in differences.items():
+        for place, (name, tags) in enumerate(taps):
+            stats = measure(x, x * (1 + found.get(place, 1e-7)))
+            known = {field: getattr(stats, field) for field in stats.__dataclass_fields__}
+            yield a_row(name=name, step=step, order=place, tags={"name": name, **tags}, dtype="float32", **known)
+
+
+def found(differences: Mapping[int, Mapping[int, float]], taps: Taps = ALL) -> FirstDifference | None:
+    return first_difference(to_frame(list(rows(differences, taps))), AccumulatedFloors({}, {}, 1e-5), 5.0)
+
+
+def test_an_update_is_found_where_values_and_gradients_of_its_step_agree() -> None:
+    first = found({0: {4: 0.01}, 1: {0: 0.01, 1: 0.02, 2: 0.02, 4: 0.02}})
+    assert first is not None
+    assert (first.step, first.is_update) == (0, True)
+    assert first.sentence == (
+        "In step 0, the first in which the jobs differ, values and gradients agree, and the results of the optimizer's "
+        "update do not, first w (by 0.01): it is the update."
+    )
+
+
+def test_a_setting_that_differs_is_named_as_the_updates_reason() -> None:
+    first = found({0: {3: 0.5, 4: 0.01}})
+    assert first is not None
+    assert first.sentence.endswith("it is the update, whose setting optimizer.lr differs.")
+    # By itself it is no difference yet.
+    later = found({0: {3: 0.5}, 1: {3: 0.5, 4: 0.01}})
+    assert later is not None
+    assert later.step == 1
+
+
+@pytest.mark.parametrize(
+    ("taps", "cause"),
+    [((WEIGHT, VALUE, GRADIENT), "the update"), ((WEIGHT, VALUE), "the update, or gradients that no tap shows")],
+)
+def test_weights_that_part_after_a_step_that_agrees_show_the_update(taps: Taps, cause: str) -> None:
+    first = found({4: {}, 5: {}, 6: {0: 0.1, 1: 0.2}, 7: {0: 0.2, 1: 0.3}}, taps)
+    assert first is not None
+    assert first.is_update
+    assert first.sentence.startswith("The jobs agree in steps 4-5 (values")
+    assert f"and part after one update: step 6 begins with another w (by 0.1). It is {cause}." in first.sentence
+
+
+def test_a_value_that_differs_before_the_weights_is_no_update() -> None:
+    first = found({0: {}, 1: {1: 0.2, 2: 0.2, 4: 0.1}, 2: {0: 0.1, 1: 0.3}})
+    assert first is not None
+    assert not first.is_update
+    assert first.sentence == "The jobs agree in step 0, and differ from step 1 on, first at y (by 0.2)."
+
+
+def test_the_first_tap_that_differs_is_named_where_the_weights_still_agree() -> None:
+    first = found({3: {1: 0.2, 2: 0.2, 4: 0.1}})
+    assert first is not None
+    assert not first.is_update
+    assert first.sentence == (
+        "In step 3, the first that was compared, the weights agree, and the first tap that differs is y (by 0.2)."
+    )
+    assert found({3: {0: 0.2}}, (VALUE, GRADIENT)) is None
+
+
+def test_nothing_is_said_where_the_first_rows_are_late_or_rounding_grows() -> None:
+    assert found({50: {0: 0.1, 1: 0.2}}) is None
+    assert found({step: {0: 1e-5 * (step + 1), 1: 1e-5 * (step + 1)} for step in range(12)}) is None
+    assert found({0: {}, 1: {}}) is None
+
+
+def test_what_follows_a_graft_shows_nothing() -> None:
+    every = list(rows({0: {}, 1: {1: 0.2}, 2: {1: 0.2}}, ALL))
+    frame = to_frame([row._replace(status="grafted") if row.step == 1 else row for row in every])
+    assert first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0) is None
