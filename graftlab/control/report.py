@@ -36,6 +36,7 @@ from graftlab.rows import loading
 from graftlab.rows.rendering import written
 from graftlab.rows.schema import DIFFERENCES, Row
 from graftlab.verdict.conclusion import Conclusion, conclude, newest_run
+from graftlab.verdict.source_view import source_view
 
 _PACKAGES = ("graftlab", "torch", "numpy", "transformers", "triton")
 _WORST = 30
@@ -130,7 +131,9 @@ def _conclusion(found: Conclusion, verdict: Verdict | None) -> str:
     if verdict is None:
         return _section("Conclusion", f"{said}<p>No verdict was computed.</p>")
     words = "".join(f"<p>{html.escape(line)}</p>" for line in verdict.text.split("\n"))
-    return _section("Conclusion", said) + _section("Newest verdict", words)
+    # No links: the page is read elsewhere.
+    sources = source_view(verdict.findings.lines, link=lambda file, text: html.escape(text))
+    return _section("Conclusion", said) + _section("Newest verdict", words + sources)
 
 
 def _worst(found: Conclusion) -> str:

@@ -205,6 +205,15 @@ def _commands() -> dict[str, Command]:
         raw="[EXPR]",
     )
     expression(
+        "lines",
+        "Show the lines of source at which a tap's error arises, from equal values before it.\n\n"
+        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, they\n"
+        "evaluate that of the newest run.",
+        "the lines",
+        more="TAP ",
+        raw="[EXPR]",
+    )
+    expression(
         "compare",
         "Pair the taps of both sides if their names do not, name the computations that differ, and draw the errors.\n\n"
         "Both sides evaluate the expression several times, each time from the same state of the models that it calls.\n"
@@ -333,7 +342,7 @@ COMMANDS = _commands()
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Start and end": ("up", "listen", "restart", "down"),
-    "Compare": ("run", "compare", "verdict", "check", "match", "compiled", "replay"),
+    "Compare": ("run", "compare", "verdict", "lines", "check", "match", "compiled", "replay"),
     "The plan": ("filter", "transform", "rename"),
     "Look": ("ui", "frame", "plot", "report"),
     "The ranks": ("status", "log", "stacks", "interrupt", "debug"),

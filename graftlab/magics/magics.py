@@ -20,7 +20,7 @@ from graftlab.comparison.functions import compare_expression
 from graftlab.control.core import internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
-from graftlab.control.run import Run
+from graftlab.control.run import Run, state_of
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.magics import command_line
 from graftlab.ranks.forkserver import warm_up
@@ -223,6 +223,26 @@ class GraftMagics(Magics):
         verdict = self._open().verdict(judged, judged)
         self._assign(arguments.out, verdict)
         return verdict
+
+    def _lines(self, arguments: argparse.Namespace) -> Any:
+        session = self._open()
+        tap, _, expression = arguments.expression.partition(" ")
+        if not tap:
+            raise UsageError("%graft lines: give the name of a tap, such as `%graft lines layers.3.attn model(x)`")
+        judged = expression.strip() or self._newest_expression(session)
+        lines = session.lines(tap, judged, judged)
+        self._assign(arguments.out, lines)
+        return lines
+
+    @staticmethod
+    def _newest_expression(session: Session) -> str:
+        """Return the newest expression that both sides evaluated."""
+        for run in reversed(session.runs):
+            code = state_of(run).code
+            text = code.get("baseline")
+            if isinstance(text, str) and code.get("target") == text and not text.startswith("#"):
+                return text
+        raise UsageError("%graft lines: no run evaluated an expression on both sides; give one after the tap's name")
 
     def _compare(self, arguments: argparse.Namespace) -> Any:
         compared = compare_expression(self._open(), arguments.expression)
