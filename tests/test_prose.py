@@ -66,7 +66,7 @@ def documented_nodes(tree: ast.Module) -> Iterator[ast.Constant]:
                 yield first.value
 
 
-def tests() -> list[Path]:
+def files_of_tests() -> list[Path]:
     return sorted((ROOT / "tests").rglob("*.py"))
 
 
@@ -75,7 +75,7 @@ def docstrings() -> Iterator[Text]:
 
 
 def docstrings_of_tests() -> Iterator[Text]:
-    yield from docstrings_of(tests())
+    yield from docstrings_of(files_of_tests())
 
 
 def docstrings_of(paths: list[Path]) -> Iterator[Text]:
@@ -100,7 +100,7 @@ def comments() -> Iterator[Text]:
 
 
 def comments_of_tests() -> Iterator[Text]:
-    yield from comments_of(tests())
+    yield from comments_of(files_of_tests())
 
 
 def comments_of(paths: list[Path]) -> Iterator[Text]:

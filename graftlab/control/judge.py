@@ -35,15 +35,17 @@ if TYPE_CHECKING:
 def judge(session: SessionCore, request: VerdictRequest) -> Verdict:
     """See :meth:`graftlab.session.Session.verdict`."""
     if all(rank.takes_work for rank in session.ranks):
-        runs: VerdictRuns = CalledRuns(session, _of_functions(session, request))
+        runs: VerdictRuns = CalledRuns(session, of_functions(session, request))
     else:
         runs = StepRuns(session, _of_jobs(request))
     with runs:
-        return Judgement(runs).verdict()
+        verdict = Judgement(runs).verdict()
+    internals_of(session).verdicts.append(verdict)
+    return verdict
 
 
-def _of_functions(session: SessionCore, request: VerdictRequest) -> VerdictRequest:
-    """The request with each side's default. Raises :class:`SessionError` where its functions cannot be judged."""
+def of_functions(session: SessionCore, request: VerdictRequest) -> VerdictRequest:
+    """Return the request with each side's default. Raises :class:`SessionError` for what cannot be judged."""
     default = internals_of(session).default_callees
     baseline = default.get("baseline") if request.baseline is None else request.baseline
     target = default.get("target") if request.target is None else request.target

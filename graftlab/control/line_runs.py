@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from graftlab.base.tags import identity, own_tags
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.world import Side
 from graftlab.control.verdict_runs import RunFilters, TracedRun, VerdictRuns
@@ -208,9 +209,9 @@ class LineSearch:
             return None
         first = int(rows["step"].min())
         for row in records(measured[measured["name"] == call.wanted.name]):
-            place = (row["step"] - first, row["occurrence"], row["rank"], kind_of(row["tags"]))
-            wanted = (call.wanted.step, call.wanted.occurrence, call.row["rank"], kind_of(call.wanted.tags))
-            if place == wanted:
+            which = identity({**own_tags(row["tags"]), "name": row["name"]})
+            is_here = row["rank"] == call.row["rank"]
+            if is_here and call.wanted.is_at(which, row["step"] - first, row["occurrence"]):
                 return bool(row["rel_l2"] <= self._threshold * call.row["floor"] and not row["nonfinite_differ"])
         return None
 

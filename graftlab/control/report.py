@@ -22,7 +22,7 @@ import torch
 
 from graftlab.base.html import cell, table
 from graftlab.base.tags import RESERVED_TAGS
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run import Run, state_of
 from graftlab.control.session_plots import SessionPlots
 from graftlab.control.verdicts import Verdict
@@ -36,6 +36,7 @@ from graftlab.rows import loading
 from graftlab.rows.rendering import written
 from graftlab.rows.schema import DIFFERENCES, Row
 from graftlab.verdict.conclusion import Conclusion, conclude, newest_run
+from graftlab.verdict.source_view import source_view
 
 _PACKAGES = ("graftlab", "torch", "numpy", "transformers", "triton")
 _WORST = 30
@@ -62,7 +63,7 @@ img { max-width: 100% }
 
 def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None, tensors: bool) -> Path:
     """Write the page; see :meth:`graftlab.Session.report`."""
-    found = conclude(newest_run(session.frame), session.taps)
+    found = conclude(newest_run(session.frame, internals_of(session).set_aside), session.taps)
     parts = [
         f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}</p>",
         _conclusion(found, verdict),
@@ -130,7 +131,9 @@ def _conclusion(found: Conclusion, verdict: Verdict | None) -> str:
     if verdict is None:
         return _section("Conclusion", f"{said}<p>No verdict was computed.</p>")
     words = "".join(f"<p>{html.escape(line)}</p>" for line in verdict.text.split("\n"))
-    return _section("Conclusion", said) + _section("Newest verdict", words)
+    # No links: the page is read elsewhere.
+    sources = source_view(verdict.findings.lines, link=lambda file, text: html.escape(text))
+    return _section("Conclusion", said) + _section("Newest verdict", words + sources)
 
 
 def _worst(found: Conclusion) -> str:

@@ -12,6 +12,7 @@ from graftlab.errors import SessionError
 from graftlab.verdict.added import LABELS
 from graftlab.verdict.lines import INDENT, lines_frame
 from graftlab.verdict.origins import ErrorOrigin
+from graftlab.verdict.source_view import source_view
 from graftlab.verdict.wording import Findings, parts_of, text_of
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Verdict:
             cells += [cell(number(row[column]), "number") for column in ("added", "floor", "ratio", "alone")]
             lines.append(f"<tr>{''.join(cells)}</tr>")
         head = ("group", "label", "added", "floor", "ratio", "alone")
-        return text + (table(head, lines) if lines else "")
+        return text + (table(head, lines) if lines else "") + source_view(self.findings.lines)
 
 
 def _paragraph(line: str) -> str:

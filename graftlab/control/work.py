@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any, Literal
 
 from graftlab.base import shipping
+from graftlab.base.sources import install_source
 from graftlab.base.world import Side
 from graftlab.errors import SessionError, warn
 from graftlab.plan.plan import GraftPlan
@@ -75,7 +76,10 @@ class WorkFactory:
 
     def of_cell(self, source: str) -> Execute:
         """The work of executing a cell. Raises :class:`SessionError` if it is not Python."""
-        return Execute(source, self._named(source, "exec", "the cell"))
+        filename = self._named(source, "exec", "the cell")
+        # Here too, for the lines of source that a verdict shows.
+        install_source(filename, source)
+        return Execute(source, filename)
 
     def _named(self, source: str, mode: Literal["eval", "exec"], what: str) -> str:
         filename = f"<graft cell {next(self._cells)}>"

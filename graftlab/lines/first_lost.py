@@ -260,7 +260,7 @@ class _Side:
             for root in alone:
                 if root.index in genuine and root.index in _ancestors(each, self.trace):
                     found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
-            for suspect in self._suspects(each):
+            for suspect in (*self._omitting(each, everything, level), *self._suspects(each)):
                 found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
             found[each.index] = LostOperation(each, self._has_equal_inputs(each), True, state=self._state(each))
         for each in alone:
@@ -297,6 +297,24 @@ class _Side:
             or any(self._arranges_known(by_index[index], level) for index in sources[number])
             for number in operation.inputs
         )
+
+    def _omitting(
+        self, operation: TracedOperation, lost: Sequence[TracedOperation], level: int
+    ) -> list[TracedOperation]:
+        """The lost operations that leave out a part of what the other side has, and arrange it for this operation."""
+        by_index = {each.index: each for each in lost if self._arranges_known(each, level)}
+        sources = self._sources()
+        found: dict[int, TracedOperation] = {}
+        left = [index for number in operation.inputs for index in sources[number]]
+        while left:
+            each = by_index.get(left.pop())
+            if each is None or each.index in found:
+                continue
+            sizes = [math.prod(self.trace.values[number].shape) for number in (*each.inputs[:1], *each.outputs[:1])]
+            if len(sizes) == 2 and sizes[1] < sizes[0]:
+                found[each.index] = each
+            left += [index for number in each.inputs for index in sources[number]]
+        return [found[index] for index in sorted(found)]
 
     def _lost(self, level: int) -> list[TracedOperation]:
         """The operations of which the other side has neither the result nor any that depends on it."""

@@ -182,6 +182,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = {_address(each) for each in written}
         shared = changed | {_address(each) for each in read}
         outputs = [self._number(each, (index,)) for each in written]
+        for each in written:
+            # Part of a buffer may be written and read only as a part of the whole.
+            self.read(each)
         for each in _tensors(result):
             if _address(each) not in shared:
                 self._lives += 1

@@ -17,13 +17,15 @@ from IPython.display import display
 
 from graftlab.base.world import Side
 from graftlab.comparison.functions import compare_expression
+from graftlab.control.core import internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
-from graftlab.control.run import Run
+from graftlab.control.run import Run, state_of
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.magics import command_line
 from graftlab.ranks.forkserver import warm_up
 from graftlab.session import Session, launch, listen
+from graftlab.verdict.conclusion import newest_run
 
 
 def load(shell: InteractiveShell) -> None:
@@ -55,7 +57,7 @@ class GraftMagics(Magics):
     @no_var_expand
     @line_cell_magic
     def graft(self, line: str, cell: str | None = None) -> Any:
-        """Run two implementations side by side, compare and graft their tensors. `%graft -h` lists the commands."""
+        """Run a line or a cell."""
         try:
             if cell is not None:
                 return self._cell(line.strip(), cell)
@@ -64,6 +66,9 @@ class GraftMagics(Magics):
         except command_line.HelpShown as help_:
             sys.stdout.write(help_.text + "\n")
             return None
+
+    # What `%graft?` shows.
+    graft.__doc__ = f"Run two implementations side by side, and compare them.\n\n{command_line.overview()}"
 
     def open_session(self) -> Session | None:
         """The open session that commands apply to, if any."""
@@ -219,6 +224,26 @@ class GraftMagics(Magics):
         self._assign(arguments.out, verdict)
         return verdict
 
+    def _lines(self, arguments: argparse.Namespace) -> Any:
+        session = self._open()
+        tap, _, expression = arguments.expression.partition(" ")
+        if not tap:
+            raise UsageError("%graft lines: give the name of a tap, such as `%graft lines layers.3.attn model(x)`")
+        judged = expression.strip() or self._newest_expression(session)
+        lines = session.lines(tap, judged, judged)
+        self._assign(arguments.out, lines)
+        return lines
+
+    @staticmethod
+    def _newest_expression(session: Session) -> str:
+        """Return the newest expression that both sides evaluated."""
+        for run in reversed(session.runs):
+            code = state_of(run).code
+            text = code.get("baseline")
+            if isinstance(text, str) and code.get("target") == text and not text.startswith("#"):
+                return text
+        raise UsageError("%graft lines: no run evaluated an expression on both sides; give one after the tap's name")
+
     def _compare(self, arguments: argparse.Namespace) -> Any:
         compared = compare_expression(self._open(), arguments.expression)
         self._assign(arguments.out, compared)
@@ -300,7 +325,7 @@ class GraftMagics(Magics):
         frame = session.frame
         if len(frame) and not arguments.all:
             # Cells are runs too, and most of them have no rows.
-            frame = session.frame_of(int(frame["run"].max()))
+            frame = newest_run(frame, internals_of(session).set_aside)
         self._assign(arguments.out, frame)
         return frame
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.mailboxes import in_background
-from kit.processes import descriptors, still_there, watch
+from kit.processes import descriptors, still_there, stop_process, watch
 from kit.support import run_cell, wait_for_file, wait_until
 
 import graftlab as gl
@@ -244,7 +244,7 @@ def test_a_rank_that_dies_during_a_query_is_reported_with_its_last_tap() -> None
         with pytest.raises(gl.SessionError, match=r"no pair of tensors|killed by SIGKILL"):
             session.tensors("a")
         queries, [rank, _] = session._queries, session.ranks
-        os.kill(rank.pid or 0, signal.SIGSTOP)
+        stop_process(rank.pid or 0)
         asking = in_background(lambda: queries.ask(rank, AskKeptTags(False), KeptTags))
         wait_until(lambda: queries._answers, "the question")
         os.kill(rank.pid or 0, signal.SIGKILL)

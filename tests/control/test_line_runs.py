@@ -160,3 +160,59 @@ def test_a_call_that_differs_in_some_steps_is_traced_in_such_a_step(session: gl.
     verdict = session.verdict(decode, decode)
     assert set(verdict.lines["step"]) <= {2, 3}
     assert lines(verdict, "baseline")[0][0] == 'state = gl.tap("state", x * 0.5 if late else x * 0.5 + state.cos())'
+
+
+def test_the_lines_of_one_tap_need_no_verdict(session: gl.Session) -> None:
+    found = session.lines("1.o", run, run, args=("scale",))
+    assert found.frame["side"].tolist() == ["target", "baseline"]
+    assert found.frame["confirmed"].tolist() == [True, False]
+    assert "mul(f32[2, 2, 6, 6], 0.3)" in found.text
+    assert "<mark>" in found._repr_mimebundle_()["text/html"]
+    # Of the same call: what adds nothing has no lines.
+    right = session.lines("0", run, run, args=("scale",))
+    assert (right.text, len(right.frame)) == (
+        "'0' adds no more than rounding: from equal values before it, both sides compute the same.",
+        0,
+    )
+    with pytest.raises(gl.SessionError, match=r"no tap '1\.vv' was measured .* did you mean '1\.v'"):
+        session.lines("1.vv", run, run, args=("scale",))
+
+
+def test_lines_of_a_cell_are_shown_among_those_around_them(session: gl.Session) -> None:
+    session.execute(
+        """
+        import torch
+        class Scaled(torch.nn.Module):
+            def forward(self, x):
+                by = 2.0 if gl.here().side == "baseline" else 2.5
+                scaled = x * by
+                return scaled.sin()
+        scaled = torch.nn.ModuleDict({"scaled": Scaled()})
+        watched = gl.watch(scaled)
+        """.replace("\n        ", "\n")
+    )
+    page = session.lines("scaled", "scaled.scaled(torch.ones(16))", "scaled.scaled(torch.ones(16))")
+    shown = page._repr_mimebundle_()["text/html"]
+    assert shown.count("<mark>") == shown.count("return scaled.sin()") == 2
+
+
+def tagged_calls(wrong: int) -> list[Tensor]:
+    """A tap in each of five calls under tags; the target scales the scores wrongly in one."""
+    is_target = on_target()
+    out = []
+    for t in range(5):
+        with gl.tags(t=t):
+            x = gl.tap("x", torch.randn(4, 8, generator=torch.Generator().manual_seed(t)))
+            scores = x @ x.T
+            if is_target and t == wrong:
+                scores = (scores * 1.5) * 0.9
+            out.append(gl.tap("mixed", scores.softmax(-1) @ x))
+    return out
+
+
+def test_a_line_is_confirmed_by_the_call_that_was_wrong_and_no_other(session: gl.Session) -> None:
+    verdict = session.verdict(tagged_calls, tagged_calls, args=(3,))
+    assert verdict.named == ["mixed"]
+    # The graft of the product alone leaves the other factor, so the tap differs still; in the other calls it never did.
+    assert lines(verdict)
+    assert not any(confirmed for _, confirmed in lines(verdict)), verdict.text

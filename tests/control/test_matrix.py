@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from kit.processes import stop_process
 from kit.support import wait_until
 
 import graftlab as gl
@@ -132,7 +133,7 @@ def test_a_memory_error_is_an_error_like_others(session: gl.Session) -> None:
 
 def test_a_stopped_rank_is_shown_and_continues(session: gl.Session) -> None:
     rank = session.ranks[1]
-    rank.signal(signal.SIGSTOP)
+    stop_process(rank.pid or 0)
     run = session.start("gl.tap('x', torch.ones(1)).sum().item()", "gl.tap('x', torch.ones(1)).sum().item()")
     with pytest.raises(TimeoutError, match=r"target\[0\]: about to begin"):
         run.wait(0.5)

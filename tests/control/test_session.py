@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from kit.processes import stop_process
 from kit.support import own_value, reset, run_cell, wait_for_file, wait_until
 
 import graftlab as gl
@@ -511,7 +512,7 @@ def test_an_interrupt_during_an_exchange_still_ends_the_code(session: gl.Session
 def test_an_interrupt_also_ends_the_run_on_a_rank_that_has_not_begun_yet(session: gl.Session, tmp_path: Path) -> None:
     (late,) = session.select("target[1]")
     wait_until(lambda: late.status().state == "idle", "the end of what was before")
-    os.kill(late.pid, signal.SIGSTOP)
+    stop_process(late.pid)
     try:
         run = session.start(holds, holds, args=(str(tmp_path),))
         wait_for_file(tmp_path / "target[0] began")

@@ -21,6 +21,7 @@ from kit.exchange_scripts import (
 )
 from kit.implementations import MakeProcesses
 from kit.mailboxes import DEADLINE, MIB, Processes
+from kit.processes import stop_process
 
 pytestmark = pytest.mark.ranks
 
@@ -96,7 +97,7 @@ def test_children_of_a_killed_rank_keep_no_peer_waiting(processes: MakeProcesses
 def test_the_status_of_a_stopped_rank_can_still_be_read(processes: MakeProcesses) -> None:
     with processes(sends_x_then_is_told, receives_x_then_y_in_short) as world:
         assert world.hear(TARGET) == [5.0]
-        os.kill(world.processes[BASELINE].pid, signal.SIGSTOP)
+        stop_process(world.processes[BASELINE].pid)
         world.lines[TARGET].send("continue")
         absent, timed_out = world.hear(TARGET)
         assert timed_out

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from kit.deadline import DEADLINE
+from kit.support import wait_until
 
 
 def family(pid: int) -> set[int]:
@@ -26,6 +28,17 @@ def family(pid: int) -> set[int]:
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
     return found
+
+
+def stop_process(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped: the signal alone returns before that."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def has_stopped() -> bool:
+        states = [entry.read_text().rpartition(")")[2].split()[0] for entry in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return bool(states) and set(states) <= {"T", "t"}
+
+    wait_until(has_stopped, f"the stop of process {pid}")
 
 
 def watch(pids: Iterable[int]) -> dict[int, int]:

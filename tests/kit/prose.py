@@ -2,8 +2,8 @@
 
 A block of ``python`` is a notebook's cell, with magics or without. One that raises is marked after the language, and
 the ``text`` block after it is the message; after any other block it is what the cell shows. In such a text ``...``
-stands for anything, and how it is broken into lines does not count. A block that cannot run where the tests run comes after a
-paragraph that begins with "Not run by the tests", and says why.
+stands for anything, and how it is broken into lines does not count. A block that cannot run where the tests run comes
+after a paragraph that begins with "Not run by the tests", and says why.
 """
 
 from __future__ import annotations

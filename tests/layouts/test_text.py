@@ -90,7 +90,8 @@ FAULTS = [
     ("shard(dim=0) | shart(dim=1)", "there is no step 'shart'", "               ^"),
     ("shard(dim=0) | shard(dum=1)", "unexpected keyword argument 'dum'", "               ^"),
     ("shard(dim=0) | shard(dim=tp)", "only plain values here", "                         ^"),
-    ("a -> a | shard(dim=)", "invalid syntax", "                   ^"),
+    # The words are Python's, and differ between its versions.
+    ("a -> a | shard(dim=)", "", "                   ^"),
     ("shard(dim=0) | nothing", "is neither a rearrangement", "               ^"),
     ("a -> a | partial('tp', op='mul')", "op is 'sum', 'avg', 'max' or 'min'", "         ^"),
     ("a -> a | rearrange('b  b -> b')", "'b' is twice on the left", "                    ^"),

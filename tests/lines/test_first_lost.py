@@ -218,6 +218,39 @@ def test_a_wrong_number_alone_is_found_and_the_right_ones_beside_it_are_not() ->
     assert sources(compared(scaled(2), scaled(3), Q).target)[0] == "whole: Tensor = size * factor"
 
 
+# ---- caches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_row_that_was_not_written_is_lost_where_the_cache_is_read() -> None:
+    def cached(written: Sequence[int]) -> Callable[[Tensor, Tensor], Tensor]:
+        def attend(q: Tensor, k: Tensor) -> Tensor:
+            cache = torch.zeros(8, 8)
+            for row in written:
+                cache[row : row + 1] = k[0, row, :1]
+            return q[0, :, 0] @ cache[:5].T
+
+        return attend
+
+    found = compared(cached(range(5)), cached([0, 1, 3, 4]), Q, K)
+    assert sources(found.target)[0] == "return q[0, :, 0] @ cache[:5].T"
+    assert not any("cache[row" in source for source in sources(found.target))
+
+
+def test_a_part_that_is_left_out_is_a_suspect_before_what_reads_the_rest() -> None:
+    def scored(drop: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def attend(q: Tensor, k: Tensor) -> Tensor:
+            k = k[0, :, 0]
+            if drop:
+                k = k[drop:]
+            return (q[0, :1, 0] @ k.T).softmax(-1) @ k
+
+        return attend
+
+    found = compared(scored(0), scored(1), Q, K)
+    assert sources(found.target)[:2] == ["k = k[drop:]", "return (q[0, :1, 0] @ k.T).softmax(-1) @ k"]
+    assert found.target[0].is_suspect
+
+
 def test_state_that_differs_is_named_by_its_path_at_the_line_that_reads_it() -> None:
     class Paged:
         def __init__(self, scale: float) -> None:

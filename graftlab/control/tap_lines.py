@@ -1,0 +1,92 @@
+"""The lines of source at which one tap differs, without a verdict on the others."""
+
+from __future__ import annotations
+
+import difflib
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from graftlab.base.html import bundle
+from graftlab.control.judge import of_functions
+from graftlab.control.line_runs import LineSearch
+from graftlab.control.verdict_request import VerdictRequest
+from graftlab.control.verdict_runs import CalledRuns, RunFilters
+from graftlab.errors import SessionError
+from graftlab.verdict.added import added_frame, lonely_filter
+from graftlab.verdict.lines import DifferingLine, lines_frame, lines_in_words
+from graftlab.verdict.source_view import source_view
+
+if TYPE_CHECKING:
+    from graftlab.control.core import SessionCore
+
+
+@dataclass(frozen=True)
+class TapLines:
+    """The result of ``session.lines``: where a tap's error arises, from equal values at all taps before it.
+
+    ``added`` is that error, as ``rel_l2`` on the rank where it is largest, ``floor`` the rounding of its dtype.
+
+    >>> session.lines("hidden", forward, forward, args=(x,)).text
+    "'hidden' adds no more than rounding: from equal values before it, both sides compute the same."
+    """
+
+    tap: str
+    added: float
+    floor: float
+    found: Sequence[DifferingLine]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The lines: a row for each, as in :attr:`graftlab.Verdict.lines`."""
+        return lines_frame(self.found)
+
+    @property
+    def text(self) -> str:
+        """How far the tap differs, and the first line of each side."""
+        return "\n".join([self._headline, *lines_in_words(self.found, [self.tap])])
+
+    @property
+    def _headline(self) -> str:
+        if not self.added > 0 or self.floor == 0:
+            return f"{self.tap!r} adds no more than rounding: from equal values before it, both sides compute the same."
+        far = f"{self.tap!r} adds {self.added:.2g}, {self.added / self.floor:.2g} x the rounding of its dtype."
+        return far if self.found else f"{far} No operation was found at which that arises."
+
+    def __repr__(self) -> str:
+        return f"<TapLines of {self.tap}>\n{self.text}"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return bundle(repr(self), f"<p><b>{html.escape(self._headline)}</b></p>{source_view(self.found)}")
+
+
+def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> TapLines:
+    """See :meth:`graftlab.session.Session.lines`."""
+    if not all(rank.takes_work for rank in session.ranks):
+        raise SessionError(
+            "lines: these ranks are jobs that another launcher started, whose operations cannot be traced; "
+            "session.verdict() names the tap"
+        )
+    with CalledRuns(session, of_functions(session, request)) as runs:
+        compared = runs.both("without grafts", RunFilters(compare="True"))
+        grafted = runs.both("what each tap adds", RunFilters(b2t="True"))
+        lonely = lonely_filter(pd.concat([compared, grafted]))
+        frame = added_frame(runs.to_be_grafted(grafted), {})
+        mine = frame["name"] == tap
+        if not mine.any():
+            mine = frame["group"] == tap
+        if not mine.any():
+            names = list(dict.fromkeys([*frame["name"], *frame["group"]]))
+            close = difflib.get_close_matches(tap, names, n=3)
+            said = f"did you mean {', '.join(map(repr, close))}?" if close else f"measured: {', '.join(names[:8])}"
+            raise SessionError(f"lines: no tap {tap!r} was measured on both sides in this call; {said}")
+        frame.loc[mine, "group"] = tap
+        rows = frame[mine]
+        if not (rows["ratio"] > request.threshold).any():
+            return TapLines(tap, 0.0, 0.0, ())
+        worst = rows.iloc[int(rows["ratio"].fillna(0).to_numpy().argmax())]
+        found = LineSearch(runs, frame, request.threshold, lonely).lines([tap])
+        return TapLines(tap, float(worst["added"]), float(worst["floor"]), [replace(each, group=tap) for each in found])

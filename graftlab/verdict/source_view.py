@@ -1,0 +1,71 @@
+"""The source of both sides around the lines that differ, side by side, as HTML."""
+
+from __future__ import annotations
+
+import html
+import linecache
+from collections.abc import Callable, Sequence
+
+from graftlab.base.jupyter import file_link
+from graftlab.verdict.lines import DifferingLine
+
+AROUND = 3
+"""How many lines of source are shown before and after each line."""
+_GRID = "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30em),1fr));gap:0.5em 1.5em;margin:0.6em 0"
+_PRE = "overflow-x:auto;margin:0.2em 0;font-size:12px;line-height:1.45"
+
+
+def source_view(lines: Sequence[DifferingLine], link: Callable[[str, str], str] = file_link) -> str:
+    """Return the lines of each group: the target's beside the baseline's, each in its source, marked.
+
+    ``link`` makes HTML from a file's path and the text that names it.
+    """
+    groups = dict.fromkeys(line.group for line in lines)
+    return "".join(_group(group, [line for line in lines if line.group == group], link) for group in groups)
+
+
+def _group(group: str, lines: Sequence[DifferingLine], link: Callable[[str, str], str]) -> str:
+    columns = []
+    for side in ("target", "baseline"):
+        of_side = [_excerpt(line, link) for line in lines if line.side == side]
+        columns.append(f'<div style="min-width:0">{"".join(of_side)}</div>' if of_side else "")
+    title = f"Where {html.escape(group)} differs, from equal values before it"
+    return (
+        f'<section class="graftlab-lines" aria-label="{title}"><p>{title}:</p>'
+        f'<div style="{_GRID}">{"".join(columns)}</div></section>'
+    )
+
+
+def _excerpt(line: DifferingLine, link: Callable[[str, str], str]) -> str:
+    place = link(line.file, str(line.stack[0]))
+    notes = [
+        "confirmed: with the baseline's value there, the tap agrees" if line.confirmed else "",
+        "another order or other signs, which may be meant" if line.is_suspect else "",
+        f"reads what the other side lacks: {', '.join(line.state)}" if line.state else "",
+        "its results on the ranks sum to the baseline's; no sum over the ranks follows" if line.lacks_sum else "",
+    ]
+    said = html.escape("; ".join(note for note in notes if note))
+    shown = "\n".join(_numbered(number, text, number == line.line) for number, text in _source_around(line))
+    return (
+        f'<div class="graftlab-line"><b>{line.side}</b> {place}{f" ({said})" if said else ""}'
+        f'<pre style="{_PRE}" title="{html.escape(line.file, quote=True)}">{shown}</pre>'
+        f'<div style="font-size:12px;overflow-wrap:anywhere">{html.escape(line.operation)}</div></div>'
+    )
+
+
+def _numbered(number: int, text: str, is_marked: bool) -> str:
+    shown = f"{number:>5}  {html.escape(text)}"
+    # The arrow is for readers to whom the mark's colour says nothing.
+    return f"<mark>▶{shown[1:]}</mark>" if is_marked and shown[0] == " " else shown
+
+
+def _source_around(line: DifferingLine) -> list[tuple[int, str]]:
+    """Return lines of source by their numbers; the line alone where the file here is not the one that ran."""
+    known = [each.rstrip("\n") for each in linecache.getlines(line.file)]
+    if not (0 < line.line <= len(known) and known[line.line - 1].strip() == line.source):
+        return [(line.line, line.source)]
+    first = max(1, line.line - AROUND)
+    around = list(enumerate(known[first - 1 : line.line + AROUND], start=first))
+    # A common indent says nothing.
+    indent = min((len(text) - len(text.lstrip()) for _, text in around if text.strip()), default=0)
+    return [(number, text[indent:]) for number, text in around]
