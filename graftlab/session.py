@@ -304,9 +304,16 @@ class Session(SessionCore):
         request = VerdictRequest(
             baseline, target, output, floor, exact, threshold, explain, args, kwargs, steps, graft_weights
         )
-        verdict = judge(self, request)
-        internals_of(self).verdict = verdict
-        return verdict
+        return judge(self, request)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Every verdict of this session, oldest first, whether a cell, a magic or the dashboard asked for it.
+
+        >>> session.verdicts[-1].named
+        []
+        """
+        return list(internals_of(self).verdicts)
 
     def lines(
         self,
@@ -375,7 +382,7 @@ class Session(SessionCore):
         """
         from graftlab.control.report import write_report
 
-        return write_report(self, path, internals_of(self).verdict, tensors)
+        return write_report(self, path, self.verdicts[-1] if self.verdicts else None, tensors)
 
     def match(
         self,

@@ -87,6 +87,8 @@ class RowStore:
         except BaseException:
             self._log.close()
             raise
+        self.set_aside: set[int] = set()
+        """The numbers of runs that displays of the newest run leave out, such as those that a verdict makes."""
         self._appending = threading.Lock()
         # Held while a thread waits for a frame, and while rows are decoded, for that or ahead of it.
         self._framing, self._reading = threading.Lock(), threading.Lock()
