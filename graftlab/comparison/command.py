@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of two functions: judge a backward pass too, as scripts that train have",
     )
     scripts = parser.add_argument_group("scripts and commands")
-    scripts.add_argument("--calls", type=int, default=3, help="judge at most this many calls of the model (default: 3)")
-    scripts.add_argument("--model", metavar="CLASS", help="hold the calls of the first model of this class")
+    scripts.add_argument("--calls", type=int, default=4, help="judge at most this many calls of models (default: 4)")
+    scripts.add_argument("--model", metavar="CLASS", help="hold the calls of models of this class alone")
     scripts.add_argument(
         "--ranks", metavar="B,T", help="the numbers of ranks of both sides (default: as torchrun says)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from graftlab.control.run import Run, state_of
 from graftlab.control.run_folder import make_run_folder
 from graftlab.jobs.held_script import leave
 from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings, scripts_of, start_scripts
+from graftlab.matching.proposal import Proposal
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.held_call import CallDescription, ScriptEnd, describe_call, release_call
@@ -22,7 +24,7 @@ from graftlab.session import Session, open_session
 from graftlab.verdict.wording import NOT_CHECKED
 
 _HOW = (
-    "Each script waited in the outermost call of its model, which was repeated for each run from the same state; "
+    "Each script waited in the outermost calls of its models, which were repeated for each run from the same state; "
     "nothing else in the scripts was repeated."
 )
 
@@ -43,7 +45,7 @@ class ScriptChoice:
 
     settings: ScriptSettings = field(default_factory=ScriptSettings)
     judging: JudgingChoice = field(default_factory=JudgingChoice)
-    calls: int = 3
+    calls: int = 4
     keep_going: bool = False
     folder: str | Path | None = None
 
@@ -54,7 +56,7 @@ def compare_scripts(
     choice: ScriptChoice,
     on_wait: OnWait = lambda processes, missing: None,
 ) -> Comparison:
-    """Start both commands, hold the first calls of their models one after the other, and judge each until one differs.
+    """Start both commands, hold the calls of their models one after the other, and judge each until one differs.
 
     Raises :class:`LaunchError`, with the last lines of a side's output, if a side ends before it calls a model or does
     not call one in time, and what :meth:`Session.run` raises.
@@ -67,7 +69,7 @@ def compare_scripts(
 
     session = open_session(options, GraftPlan(), make_run_folder(choice.folder), start)
     try:
-        compared = _judge_calls(session, choice)
+        compared = _CallsInTurn(session, choice).judge()
         if choice.keep_going and all(rank.alive for rank in session.ranks):
             for process in scripts_of(session).values():
                 process.keeps_going = True
@@ -78,68 +80,88 @@ def compare_scripts(
         raise
 
 
-def _judge_calls(session: Session, choice: ScriptChoice) -> Comparison:
-    compared = judge_held_calls(session, *described(session.run(describe_call, describe_call)), choice.judging)
-    for number in range(1, choice.calls + 1):
-        if compared.answer != "agree":
-            return _with(compared, _at_call(compared, number))
-        if number == choice.calls:
-            return _with(compared, _of_calls(number, "further calls, if there are any; --calls N judges more of them."))
-        session.run(release_call, release_call)
-        run = session.start(describe_call, describe_call, on_failure="continue")
-        bar = LongWait(f"waiting for call {number + 1} of both models", "", lambda: 0, where=state_of(run).where)
-        # Not Run.wait, which shows the end of a script as a failure.
-        state_of(run).wait_until(lambda: False, bar)
-        if not all(isinstance(result, CallDescription) for result in (*run.baseline, *run.target)):
-            return _ended(session, compared, number, run)
-        compared = judge_held_calls(session, *described(run), choice.judging, compared.match)
-    raise AssertionError("the last call returns")
+class _CallsInTurn:
+    """Judges the held calls of a session's scripts, one after the other, until one differs."""
 
+    def __init__(self, session: Session, choice: ScriptChoice) -> None:
+        self._session, self._choice = session, choice
+        # The models of the calls so far, and the pairs that were found for each two models.
+        self._models: list[str] = []
+        self._proposals: dict[tuple[str, str], Proposal | None] = {}
 
-def _at_call(compared: Comparison, number: int) -> tuple[str, ...]:
-    if number == 1:
-        return ()
-    before = (
-        "The first call of the model agrees." if number == 2 else f"The first {number - 1} calls of the model agree."
-    )
-    if any(line.startswith(_WEIGHTS_DIFFER) for line in compared.findings.data):
-        backward = ", the backward pass" if any("the backward pass" in said for said in compared.remarks) else ""
-        return (
-            f"{before} Before call {number} the weights differ, so the difference arises in the loss{backward} or the "
-            "update: the optimizer, its settings, clipping, a scaler, a reduction over ranks.",
-        )
-    return (f"{before} At call {number}:",)
+    def judge(self) -> Comparison:
+        compared = self._judge_call(self._session.run(describe_call, describe_call))
+        while compared.answer == "agree":
+            if len(self._models) == self._choice.calls:
+                unseen = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
+                return _with(compared, (self._agreed(), unseen))
+            self._session.run(release_call, release_call)
+            run = self._session.start(describe_call, describe_call, on_failure="continue")
+            bar = LongWait(f"waiting for call {len(self._models) + 1}", "", lambda: 0, where=state_of(run).where)
+            # Not Run.wait, which shows the end of a script as a failure.
+            state_of(run).wait_until(lambda: False, bar)
+            if not all(isinstance(result, CallDescription) for result in (*run.baseline, *run.target)):
+                return self._ended(compared, run)
+            compared = self._judge_call(run)
+        if len(self._models) == 1:
+            return _with(compared, ())
+        return _with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
 
+    def _judge_call(self, run: Run) -> Comparison:
+        baseline, target = described(run)
+        models = baseline[0].model, target[0].model
+        known = self._proposals.get(models)
+        if self._proposals and list(self._proposals)[-1] != models:
+            # Pairs of other models are in force.
+            self._session.edit(pairs=known)
+        compared = judge_held_calls(self._session, baseline, target, self._choice.judging, known)
+        self._proposals.pop(models, None)
+        self._proposals[models] = compared.match
+        self._models.append(models[0])
+        return compared
 
-def _of_calls(number: int, unseen: str = "") -> tuple[str, ...]:
-    said = f"The first {number} calls of the model agree." if number > 1 else "The first call of the model agrees."
-    return (said, f"{NOT_CHECKED}{unseen}") if unseen else (said,)
+    def _agreed(self, models: Sequence[str] | None = None) -> str:
+        counts = Counter(self._models if models is None else models)
+        listed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
+        several = sum(counts.values()) > 1
+        return f"{' and '.join(listed)} agree{'' if several else 's'}."
 
+    def _at_last_call(self, compared: Comparison) -> str:
+        number = len(self._models)
+        if any(line.startswith(_WEIGHTS_DIFFER) for line in compared.findings.data):
+            backward = ", the backward pass" if any("the backward pass" in said for said in compared.remarks) else ""
+            return (
+                f"Before call {number} the weights differ, so the difference arises in the loss{backward} or the "
+                "update: the optimizer, its settings, clipping, a scaler, a reduction over ranks."
+            )
+        return f"At call {number}, of {self._models[-1]}:"
 
-def _ended(session: Session, compared: Comparison, number: int, run: Run) -> Comparison:
-    """The comparison after at least one side has ended where the other may have called its model once more."""
-    results: dict[Side, list[object]] = {"baseline": run.baseline, "target": run.target}
-    said = [
-        f"After {counted(number, 'call')} of the model that agreed, the {side} `{process.command.text}` {how}. Its "
-        f"output ends:\n{process.last_lines()}"
-        for side, process in scripts_of(session).items()
-        if (how := _failure(process, results[side])) is not None
-    ]
-    if said:
-        return _with(compared, said, "inconclusive")
-    again = [side for side, each in results.items() if all(isinstance(result, CallDescription) for result in each)]
-    if again:
-        fewer = "target" if again == ["baseline"] else "baseline"
+    def _ended(self, compared: Comparison, run: Run) -> Comparison:
+        """The comparison after at least one side has ended where the other may have called a model once more."""
+        results: dict[Side, list[object]] = {"baseline": run.baseline, "target": run.target}
+        ranks = zip(self._session.ranks, (*run.baseline, *run.target), strict=True)
+        if any(rank.alive and result is None for rank, result in ranks):
+            state_of(run).raise_failures(f"{self._agreed()} Then ")
         said = [
-            f"{_of_calls(number)[0]} Then the {again[0]} calls it again, and the {fewer} ends: their numbers of calls "
-            "differ."
+            f"{self._agreed()} Then the {side} `{process.command.text}` {how}. Its output ends:\n{process.last_lines()}"
+            for side, process in scripts_of(self._session).items()
+            if (how := _failure(process, results[side])) is not None
         ]
-        return _with(compared, said, "differ")
-    return _with(compared, _of_calls(number))
+        if said:
+            return _with(compared, said, "inconclusive")
+        again = [side for side, each in results.items() if all(isinstance(result, CallDescription) for result in each)]
+        if again:
+            fewer = "target" if again == ["baseline"] else "baseline"
+            said = [
+                f"{self._agreed()} Then the {again[0]} calls a model again, and the {fewer} ends: their numbers of "
+                "calls differ."
+            ]
+            return _with(compared, said, "differ")
+        return _with(compared, (self._agreed(),))
 
 
 def _failure(process: ScriptProcess, results: Sequence[object]) -> str | None:
-    """How a script failed; None if it ended as it should, or calls its model again."""
+    """How a script failed; None if it ended as it should, or calls a model again."""
     raised = [result.failure for result in results if isinstance(result, ScriptEnd) and result.failure is not None]
     if raised:
         return f"raised {raised[0]}"

@@ -16,6 +16,7 @@ import pandas as pd
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
+from graftlab.control.masked_values import left_out, without_masked_values
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import Mechanisms
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
@@ -65,6 +66,10 @@ from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+
+# Of all named groups together: with and without their code, the inputs of their modules, lines of source, and hints.
+_RUNS_OF_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ class Judgement:
             outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
             if mended := learned_from_other_code(outdated):
                 return self._without_conclusion(naming, mended)
+        masked = self._unmask(evidence, naming)
         if naming.clears or self._explains(naming):
             # Before nothing is named, the target runs often enough to show whether it differs from itself.
             naming.target_not_repeated = self._attempt(
@@ -167,6 +173,9 @@ class Judgement:
             # A value that the baseline does not repeat either, such as a time, says nothing about the target.
             left = evidence.floors.returned_not_repeated
             naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
+        if self._explains(naming):
+            # Each group alone and all together, where their errors arise, and hints.
+            self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
         unexplained = self._unexplained(evidence, naming)
         mechanisms = Mechanisms(self._runs, evidence.lonely)
         origins = self._origins(evidence, naming, mechanisms)
@@ -175,6 +184,7 @@ class Judgement:
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
+        remarks += masked
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
         may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
@@ -332,6 +342,23 @@ class Judgement:
             not_repeated,
             job_remarks=job_remarks,
         )
+
+    def _unmask(self, evidence: Evidence, naming: Naming) -> list[str]:
+        """Where something differs and nothing is named, judge masked taps by their other values; returns a remark."""
+        if not naming.clears or not naming.differing:
+            return []
+        unchanged: tuple[pd.DataFrame, list[str]] = naming.frame, []
+        frame, names = self._attempt(
+            "the look at values that are not masked",
+            lambda: without_masked_values(self._runs, evidence.measured, naming.frame, evidence.lonely),
+            unchanged,
+        )
+        left = {*naming.following, *naming.scaled}
+        found = [group for group in named_groups(frame, self._threshold) if group not in left]
+        if not found or not names:
+            return []
+        naming.frame, naming.named = frame, found
+        return [left_out(names)]
 
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 

@@ -46,8 +46,8 @@ from graftlab.ranks.worker import Rank
 from graftlab.taps.outermost_calls import OutermostCalls
 
 FOLDER, SIDE, MODEL = "GRAFTLAB_COMPARE_FOLDER", "GRAFTLAB_COMPARE_SIDE", "GRAFTLAB_COMPARE_MODEL"
-"""Environment variables of a script's processes: where they join, as which side, and the class of the model to hold;
-the first model without one."""
+"""Environment variables of a script's processes: where they join, as which side, and the class of the models to hold;
+all models without one."""
 
 
 def package_folder() -> str:
@@ -60,13 +60,12 @@ _ANSWER_LIMIT = 60.0
 
 
 class HeldScript:
-    """Holds the outermost calls of the first model of this process, or of the first one of the class ``wanted``."""
+    """Holds the outermost calls of models in this process, or of those of the class ``wanted``."""
 
     def __init__(self, folder: Path, side: Side, wanted: str | None) -> None:
         self._folder, self._side, self._wanted = folder, side, wanted
         self._calls = OutermostCalls(self._before)
         self._rank: _ScriptRank | None = None
-        self._model: torch.nn.Module | None = None
         self._count = 0
         self._others: Counter[str] = Counter()
 
@@ -81,9 +80,7 @@ class HeldScript:
             self._calls.remove()
             return
         kind = type(module).__name__
-        if self._model is None and self._wanted in (None, kind):
-            self._model = module
-        if module is not self._model:
+        if self._wanted not in (None, kind):
             self._others[kind] += 1
             return
         self._count += 1

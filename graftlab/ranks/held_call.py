@@ -46,7 +46,7 @@ class WatchChoice:
 class CallDescription:
     """What a rank reports of its held call.
 
-    ``number`` counts the calls of this model from 1. ``taps`` are the names of its taps, in execution order. ``plain``
+    ``number`` counts the calls of models from 1. ``taps`` are the names of its taps, in execution order. ``plain``
     are the tensors that the call returns without taps, by their paths, and ``tapped`` those that it returns with them.
     ``not_repeated`` describes the results that a replay without taps does not repeat.
     """
@@ -59,7 +59,7 @@ class CallDescription:
     tapped: dict[str, torch.Tensor]
     not_repeated: tuple[str, ...] = ()
     others: Mapping[str, int] = field(default_factory=dict)
-    """How often other models were called so far, by class."""
+    """How often models of other classes than the chosen one were called so far, by class."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections import deque
@@ -50,6 +51,8 @@ class StateSnapshot:
                 self._keep_tensor(value)
         elif isinstance(value, torch.nn.Module):
             self._keep_module(value, depth)
+        elif (put_back := _generator_state(value)) is not None:
+            self._undo.append(put_back)
         elif depth > _MAX_DEPTH or isinstance(value, type) or callable(value):
             return
         elif isinstance(value, (list, deque)):
@@ -137,6 +140,25 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         if one.dim()
         else bool(torch.equal(one, other) or (one != one and other != other))
     )
+
+
+def _generator_state(value: Any) -> Callable[[], None] | None:
+    """A function that sets a generator of random numbers to its present state; None for another object."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+
+        def set_back() -> None:
+            value.set_state(state)
+
+        return set_back
+    if isinstance(value, random.Random):
+        drawn = value.getstate()
+        return lambda: value.setstate(drawn)
+    bits = getattr(value, "bit_generator", None)
+    if bits is not None and hasattr(bits, "state"):
+        kept = copy.deepcopy(bits.state)
+        return lambda: setattr(bits, "state", kept)
+    return None
 
 
 def _random_states() -> list[Callable[[], None]]:

@@ -20,7 +20,8 @@ from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
 
 COLUMNS = (
-    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "dtype", "cast", "aligned_by"),
+    *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "shape"),
+    *("dtype", "cast", "aligned_by"),
     *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
 )
 LABELS = ("culprit", "minor", "cancels", "rounds differently", "inherited", "clean", "unmeasured")
@@ -70,6 +71,7 @@ def added_frame(
                 "order": row["order"],
                 "group": group,
                 "target_name": row.get("target_name") or row["name"],
+                "shape": row.get("shape"),
                 "dtype": dtype,
                 "cast": row["cast"],
                 "aligned_by": row["aligned_by"],

@@ -120,7 +120,9 @@ def _global_factor(
         left = _left_over(row, own[step])
         if left <= threshold * floor:
             # A smaller error that is over its floor is in few elements, which one factor does not explain.
-            if row["rel_l2"] > threshold * floor:
+            if _is_off_in_few(row, own[step], threshold * floor):
+                others[group] = None
+            elif row["rel_l2"] > threshold * floor:
                 explained[place] = left
             elif over_floor > threshold:
                 others[group] = None
@@ -159,14 +161,29 @@ def _left_over(row: Mapping[str, Any], factor: float) -> float:
     return math.sqrt(max(squared, 0.0)) / factor
 
 
+_PEAK = 3.0
+"""How far rounding may move one element, in units of what it does to a tensor's root mean square."""
+
+
+def _is_off_in_few(row: Mapping[str, Any], factor: float, limit: float) -> bool:
+    """Whether single elements differ by more than the factor and rounding, although the tensor as a whole does not."""
+    before, _ = _norms(row)
+    low, high = row["min_baseline"], row["max_baseline"]
+    peak = max(abs(low), abs(high))
+    allowed = _PEAK * limit * max(before, peak)
+    beyond = row["max_abs"] - abs(1 - factor) * peak
+    ends = abs(row["max_target"] - factor * high), abs(row["min_target"] - factor * low)
+    return bool(max(beyond, *ends) > allowed)
+
+
 def _of_all(count: int, factors: Sequence[float], left: Sequence[str]) -> str:
     low, high = factors[0], factors[-1]
     times = f"{low:.6g}" if f"{low:.6g}" == f"{high:.6g}" else f"{low:.6g} to {high:.6g}"
     names = _listed([group.rpartition("@")[0] for group in left])
     return (
         f"One factor for all, {times}, explains the gradients of {count} groups of weights, as gradient clipping or a "
-        f"scale of the loss would. It is taken out: these are not named. It does not explain {names}. If the gradients "
-        "are clipped, the factor may follow from these."
+        "scale of the loss would. It is taken out: these are not named, and a mistake in single elements of them may "
+        f"not show. It does not explain {names}. If the gradients are clipped, the factor may follow from these."
     )
 
 

@@ -14,6 +14,7 @@ from graftlab.base.text import spans
 # These have words of their own in the sentence, or are the same for each call of a group.
 _NO_CALL = frozenset({"layer", "kind", "updated", COMPILED})
 _SHOWN = 6
+_RARE = 8
 _MODULI = (256, 128, 64, 32, 16, 8, 4, 3, 2)
 
 Call = Mapping[str, Any]
@@ -37,10 +38,31 @@ def which_calls(rows: pd.DataFrame, over: pd.DataFrame) -> str:
         if not bad & good and None not in bad | good:
             deciding[part] = bad, bad | good
     for part, values in deciding.items():
-        if len(deciding) == 1 or _follows_rule(*values):
+        if _follows_rule(*values):
             return _of_part(part, *values)
+    if size := _by_size(rows, over):
+        return size
+    if len(deciding) == 1:
+        ((part, values),) = deciding.items()
+        return _of_part(part, *values)
     shown = [_call_text(call, varying) for call in wrong[:_SHOWN]]
     return f" in {len(wrong)} of {len(every)} calls: {', '.join(shown)}{', ...' if len(wrong) > _SHOWN else ''}"
+
+
+def _by_size(rows: pd.DataFrame, over: pd.DataFrame) -> str:
+    """The calls that are wrong, by the size of one dimension of their tensors, if a rule holds for it; blank if not."""
+    if "shape" not in rows:
+        return ""
+    every, wrong = ([shape for shape in each["shape"] if isinstance(shape, (list, tuple))] for each in (rows, over))
+    if len(wrong) != len(over) or len({len(shape) for shape in every}) != 1:
+        return ""
+    for dim in range(len(every[0])):
+        sizes, bad = ({int(shape[dim]) for shape in each} for each in (every, wrong))
+        right = rows.index.difference(over.index)
+        good = {int(shape[dim]) for shape in rows.loc[right, "shape"] if isinstance(shape, (list, tuple))}
+        if not bad & good and (rule := common_rule(bad, sizes)):
+            return f" in calls whose dim {dim} has {_few(sorted(bad))} of {_few(sorted(sizes))} elements ({rule})"
+    return ""
 
 
 def _calls(rows: pd.DataFrame) -> list[Call]:
@@ -101,17 +123,20 @@ def _few(numbers: Sequence[int]) -> str:
 def common_rule(wrong: set[int], every: set[int]) -> str:
     """The rule that holds for the wrong numbers and for none of the others, ``multiples of 16``; blank without one.
 
-    At least three numbers follow it and two do not, or it would be a coincidence.
+    At least three numbers follow it and two do not, or it would be a coincidence; for multiples of 8 and more, which
+    are rarer, two and three.
 
     >>> common_rule({16, 32, 48}, {8, 16, 24, 32, 40, 48})
     'all multiples of 16 and no others'
     """
-    if len(wrong) < 3 or len(every) - len(wrong) < 2:
+    if len(wrong) < 2 or len(every) - len(wrong) < (2 if len(wrong) > 2 else 3):
         return ""
     rules: list[tuple[str, Callable[[int], bool]]] = [
         *((f"multiples of {n}" if n > 2 else "even numbers", lambda v, n=n: v % n == 0) for n in _MODULI),
         ("odd numbers", lambda v: v % 2 == 1),
     ]
+    if len(wrong) == 2:
+        rules = [each for each, n in zip(rules, _MODULI, strict=False) if n >= _RARE]
     for words, holds in rules:
         if all(holds(value) == (value in wrong) for value in every):
             return f"all {words} and no others"

@@ -17,6 +17,7 @@ from graftlab.__main__ import main
 from graftlab.comparison.command import command_of, ranks_of_command
 from graftlab.comparison.held_calls import names_pair
 from graftlab.errors import ConfigError, SessionError
+from graftlab.jobs import held_script
 from graftlab.ranks.held_call import CallDescription, FunctionInFile, HeldCall, WatchChoice, arguments_of
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
@@ -38,6 +39,7 @@ class Stateful(nn.Module):
         self.linear = nn.Linear(2, 2)
         self.norm = nn.BatchNorm1d(2)
         self.calls, self.cache, self.seen = 0, Cache(), {"keys": [1]}
+        self.generators = [torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)]
         self.register_buffer("total", torch.zeros(2))
 
     def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -49,7 +51,9 @@ class Stateful(nn.Module):
             each.length += 1
         self.seen["keys"].append(2)
         self.new = True
-        drawn = torch.rand(()) + random.random() + float(np.random.rand())
+        mine, plain, numpy = self.generators
+        drawn = torch.rand(()) + torch.rand((), generator=mine)
+        drawn += random.random() + plain.random() + float(np.random.rand()) + float(numpy.random())
         return self.norm(self.linear(x)) + drawn + cache.layers[0].sum() + self.cache.length + len(self.seen["keys"])
 
 
@@ -126,9 +130,11 @@ def test_only_outermost_calls_of_modules_with_parameters_are_seen() -> None:
     model, loss = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss()
     with OutermostCalls(lambda module, args, kwargs: seen.append(module)):
         loss(model(torch.ones(1, 2)), model(torch.ones(1, 2)))
+        kept = model.__call__
         with pytest.raises(RuntimeError):
             model(torch.ones(1, 3))
         model[0](torch.ones(1, 2))
+    kept(torch.ones(1, 2))
     model(torch.ones(1, 2))
     assert [id(each) for each in seen] == [id(model)] * 3 + [id(model[0])]
     assert nn.Module.__call__ is before
@@ -156,6 +162,40 @@ def test_a_function_in_a_file_is_found_by_its_name(tmp_path: Path, monkeypatch: 
     other.write_text("")
     with pytest.raises(SessionError, match="is that of another module"):
         FunctionInFile(str(other), "x")()
+
+
+class Rank:
+    """Takes the calls that a script's process holds."""
+
+    def __init__(self) -> None:
+        self.choice = WatchChoice()
+        self.held: list[CallDescription] = []
+
+    def hold(self, call: HeldCall) -> None:
+        self.held.append(call.describe())
+        call.end()
+
+
+@pytest.mark.parametrize(("wanted", "held"), [(None, ["Sequential", "Linear", "Sequential"]), ("Linear", ["Linear"])])
+def test_the_calls_of_all_models_are_held_or_those_of_one_class(
+    wanted: str | None, held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank()
+    monkeypatch.setattr(held_script, "_joined", lambda *where: rank)
+    encoder, decoder, x = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), nn.Linear(2, 2), torch.ones(1, 2)
+    script = held_script.HeldScript(Path("nowhere"), "target", wanted)
+    torch.manual_seed(3)
+    expected = encoder(x)
+    torch.manual_seed(3)
+    try:
+        assert torch.equal(script.begin(encoder, (x,), {}), expected)
+        decoder(x)
+        encoder(x)
+    finally:
+        script._calls.remove()
+    assert [each.model for each in rank.held] == held
+    assert [each.number for each in rank.held] == list(range(1, len(held) + 1))
+    assert rank.held[0].others == ({"Sequential": 1} if wanted else {})
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
     answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong")
     assert (answer["answer"], answer["exit_code"], answer["named"]) == ("differ", 1, ["layers.*.out"])
     text = str(answer["text"])
-    assert text.startswith("The first call of the model agrees. At call 2:\nlayers.*.out differs in layers 0-1")
+    assert text.startswith("1 call of Model agrees. At call 2, of Model:\nlayers.*.out differs in layers 0-1")
     assert "With the baseline's layers.*.out the output output.logits agrees" in text
     assert "layers.*.out differs in layers 0-1" in Path(str(answer["report"])).read_text()
     # The scripts end with the answer: neither has printed the token of the second call.
@@ -58,7 +58,7 @@ def test_scripts_that_agree_continue_with_the_results_of_their_own_calls(
 ) -> None:
     answer = compared(capsys, tmp_path, DECODES, DECODES, "--calls", "9")
     assert (answer["answer"], answer["exit_code"]) == ("agree", 0)
-    assert str(answer["text"]).startswith("The first 4 calls of the model agree.\nNo tap adds more than rounding")
+    assert str(answer["text"]).startswith("4 calls of Model agree.\nNo tap adds more than rounding")
     # Each call was repeated many times, and has written into its caches once.
     for side in ("baseline", "target"):
         assert (tmp_path / "logs" / f"{side}.log").read_text().splitlines()[-1] == "cached 8 8"
@@ -98,8 +98,7 @@ def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsy
     answer = compared(capsys, tmp_path, TRAINS, f"{TRAINS} rate")
     assert answer["answer"] == "differ"
     assert str(answer["text"]).startswith(
-        "The first call of the model agrees. Before call 2 the weights differ, so the difference arises in the loss or "
-        "the update"
+        "1 call of Model agrees. Before call 2 the weights differ, so the difference arises in the loss or the update"
     )
 
 

@@ -65,6 +65,26 @@ def test_a_target_wrong_in_some_calls_is_not_cleared(session: gl.Session, wrong:
         assert ", and no tap explains it. The first tap that differs is layers.1.act by 0.2 (" in first_line(verdict)
 
 
+# ---- values that both sides mask ------------------------------------------------------------------------------------
+
+
+def masked_attention(factor: float) -> torch.Tensor:
+    """Scores with a mask of -1e9, whose norm hides all others."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (gl.tap(name, torch.randn(4, 8, 16, generator=generator)) for name in "qkv")
+    wrong = gl.here().side == "target"
+    scores = q @ k.mT * (0.25 * factor if wrong else 0.25) + torch.ones(8, 8).triu(1) * -1e9
+    return gl.tap("out", gl.tap("scores", scores).softmax(-1) @ v)
+
+
+def test_masked_values_do_not_hide_a_mistake_in_the_others(session: gl.Session) -> None:
+    verdict = session.verdict(masked_attention, masked_attention, args=(1.05,))
+    assert verdict.named == ["scores"]
+    assert "\nAt scores, values below -10000 on both sides count as masked, and are left out." in verdict.text
+    assert 0.04 < verdict.frame.loc[verdict.frame["name"] == "scores", "added"].item() < 0.06
+    assert session.verdict(masked_attention, masked_attention, args=(1.0,)).named == []
+
+
 # ---- what no tap shows ----------------------------------------------------------------------------------------------
 
 

@@ -101,12 +101,20 @@ def test_the_sentence_states_both_factors() -> None:
     assert said.endswith("not named (out@grad, up.weight@param_grad).")
 
 
-def weights_rows(factors: dict[str, float], wrong: dict[str, float]) -> pd.DataFrame:
-    """A weight's gradient each, that many times the baseline's; those of ``wrong`` differ in another way too."""
+def weights_rows(factors: dict[str, float], wrong: dict[str, float], one_element: str = "") -> pd.DataFrame:
+    """A weight's gradient each, that many times the baseline's; those of ``wrong`` differ in another way too.
+
+    That of ``one_element`` is large, and only one element of it differs.
+    """
     made = []
     noise = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    large = torch.randn(65536, generator=torch.Generator().manual_seed(2))
     for name, factor in factors.items():
         statistics = measure(BASELINES, factor * (BASELINES + wrong.get(name, 0.0) * noise))
+        if name == one_element:
+            changed = large * factor
+            changed[7] += 1e-3
+            statistics = measure(large, changed)
         row = Row(
             run=1,
             step=0,
@@ -127,8 +135,10 @@ def weights_rows(factors: dict[str, float], wrong: dict[str, float]) -> pd.DataF
 WEIGHTS = [*(f"w{n}" for n in range(10)), "blocks.0.router.w", "blocks.1.router.w"]
 
 
-def taken_out(factors: dict[str, float], wrong: dict[str, float]) -> tuple[GradientScaling, pd.DataFrame]:
-    grafted = weights_rows(factors, wrong)
+def taken_out(
+    factors: dict[str, float], wrong: dict[str, float], one_element: str = ""
+) -> tuple[GradientScaling, pd.DataFrame]:
+    grafted = weights_rows(factors, wrong, one_element)
     frame = added_frame(grafted, {}, constant=1e-6)
     found = gradient_scaling(frame, grafted, named_groups(frame, 5.0), 1, 1, 5.0)
     return found, found.taken_out_of(frame)
@@ -142,6 +152,13 @@ def test_a_global_factor_is_taken_out_and_what_is_left_is_named(factor: float) -
     assert "It does not explain blocks.*.router.w." in found.text
     # Nor is the right layer of the wrong group named.
     assert frame.loc[frame["ratio"] > 5, "name"].tolist() == ["blocks.1.router.w"]
+
+
+def test_a_global_factor_does_not_hide_a_mistake_in_one_element() -> None:
+    found, frame = taken_out(dict.fromkeys(WEIGHTS, 1 - 1e-4), {"blocks.1.router.w": 0.1}, one_element="w3")
+    assert "w3@param_grad" not in found.groups
+    assert "It does not explain w3, blocks.*.router.w." in found.text
+    assert frame.loc[frame["ratio"] > 5, "name"].tolist() == ["w3", "blocks.1.router.w"]
 
 
 def test_a_global_factor_without_an_exception_is_itself_named() -> None:

@@ -138,6 +138,22 @@ def test_no_tap_is_named_because_it_casts(cast: str) -> None:
     assert first_divergent(to_frame([row("fp32", rel_l2=5e-3)]))["name"] == "fp32"  # type: ignore[index]
 
 
+def test_the_first_divergent_gradient_is_the_first_of_the_backward_pass() -> None:
+    """Rows in the order of the parameters; the backward pass begins at the head."""
+    names = ["embed.weight", "norm1.weight", "qkv.weight", "router.weight", "norm2.weight", "head.weight"]
+    sizes = [0.5, 0.4, 0.3, 0.2, 1e-7, 0.0]
+    rows = [
+        row(name, order=len(names) - place, rel_l2=size, own={"kind": "param_grad"})
+        for place, (name, size) in enumerate(zip(names, sizes, strict=True))
+    ]
+    found = first_divergent(to_frame(rows))
+    assert found is not None
+    assert found["name"] == "router.weight"
+    # Values come before all gradients, whatever they differ by.
+    value = row("out", order=0, rel_l2=1e-3)
+    assert first_divergent(to_frame([*rows, value]))["name"] == "out"  # type: ignore[index]
+
+
 def test_a_pair_with_only_one_finite_value_always_diverges() -> None:
     frame = to_frame([row("fine", rel_l2=0.0, nonfinite_differ=0), row("odd", order=2, rel_l2=0.0, nonfinite_differ=1)])
     found = first_divergent(frame)

@@ -42,6 +42,19 @@ def test_steps_from_one_on_are_a_range() -> None:
     assert words([{"step": n} for n in range(20)], {3, 4}) == " in steps 3-4 of 0-19"
 
 
+def test_the_size_of_a_dimension_is_named_where_a_rule_holds_for_it() -> None:
+    lengths = [7, 32, 20, 48, 41]
+    frame = pd.DataFrame(
+        [{"step": n, "occurrence": 0, "tags": {}, "shape": [1, length, 8]} for n, length in enumerate(lengths)]
+    )
+    assert which_calls(frame, frame.iloc[[1, 3]]) == (
+        " in calls whose dim 1 has 32, 48 of 7, 20, 32, 41, 48 elements (all multiples of 16 and no others)"
+    )
+    # A right call of the same size is an exception.
+    frame.at[4, "shape"] = [1, 48, 8]
+    assert which_calls(frame, frame.iloc[[1, 3]]) == " in steps 1, 3 of 0-4"
+
+
 def test_calls_without_a_common_part_are_counted_and_the_first_ones_listed() -> None:
     calls = [{"rid": rid, "t": t} for rid in range(4) for t in range(40)]
     wrong = {40 * (n % 3) + n + 3 for n in range(8)}
@@ -60,6 +73,9 @@ def test_calls_without_a_common_part_are_counted_and_the_first_ones_listed() -> 
         ({3, 6}, range(8), ""),
         ({1, 3}, range(6), ""),
         ({1, 3, 5}, {1, 2, 3, 5}, ""),
+        ({32, 48}, {7, 20, 32, 41, 48}, "all multiples of 16 and no others"),
+        ({4, 8}, {1, 4, 7, 8, 9}, ""),
+        ({32, 48}, {20, 32, 41, 48}, ""),
     ],
 )
 def test_a_rule_needs_enough_numbers_and_no_exception(wrong: set[int], every: Any, rule: str) -> None:
