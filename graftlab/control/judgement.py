@@ -199,7 +199,10 @@ class Judgement:
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)
-            lines = self._attempt("the search for lines of source", lambda: search.lines(groups), [])
+            self._attempt("the search for lines of source", lambda: search.trace(groups), None)
+            # Whatever fails here, the lines that were found are kept.
+            self._attempt("the confirmation of lines of source", search.confirm, None)
+            lines = search.lines
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and naming.job_remarks is not None):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})

@@ -78,28 +78,35 @@ class LineSearch:
         self._frame = frame
         self._threshold = threshold
         self._lonely = lonely
+        self._found_calls: list[_Traced] = []
+        self._traced: TracedRun | None = None
         self._grafted = frozenset(
             (name, kind_of(tags)) for name, tags in zip(frame["name"], frame["tags"], strict=True)
         )
 
-    def lines(self, groups: Sequence[str]) -> list[DifferingLine]:
-        """The lines of these groups, in the groups' order; none where the runs cannot be traced."""
-        calls = [each for group in groups[:MOST_GROUPS] for each in self._calls(group)]
-        if not calls:
-            return []
-        traced = self._trace("the operations behind what differs", calls)
-        if traced is None:
-            return []
-        self._compare(calls, traced)
+    def trace(self, groups: Sequence[str]) -> None:
+        """Trace the calls of these groups, and compare the operations of both sides."""
+        self._found_calls = [each for group in groups[:MOST_GROUPS] for each in self._calls(group)]
+        if self._found_calls:
+            self._traced = self._trace("the operations behind what differs", self._found_calls)
+        if self._traced is not None:
+            self._compare(self._found_calls, self._traced)
+
+    def confirm(self) -> None:
+        """Graft single operations, to see whether the taps agree then."""
+        calls, traced = self._found_calls, self._traced
         for _ in range(MOST_CONFIRMING_RUNS):
-            chosen = self._choose(calls, traced)
+            chosen = [] if traced is None else self._choose(calls, traced)
             if not chosen:
                 break
             traced = self._trace("with the baseline's values at single operations", calls)
-            if traced is None:
-                break
-            self._judge(chosen, traced, calls)
-        found = [line for each in calls for line in self._found(each)]
+            if traced is not None:
+                self._judge(chosen, traced, calls)
+
+    @property
+    def lines(self) -> list[DifferingLine]:
+        """The lines that were found, in the groups' order; none where the runs cannot be traced."""
+        found = [line for each in self._found_calls for line in self._found(each)]
         return list({(each.group, each.side, each.file, each.line): each for each in reversed(found)}.values())[::-1]
 
     def _calls(self, group: str) -> list[_Traced]:
@@ -212,7 +219,10 @@ class LineSearch:
             which = identity({**own_tags(row["tags"]), "name": row["name"]})
             is_here = row["rank"] == call.row["rank"]
             if is_here and call.wanted.is_at(which, row["step"] - first, row["occurrence"]):
-                return bool(row["rel_l2"] <= self._threshold * call.row["floor"] and not row["nonfinite_differ"])
+                apart = row["rel_l2"]
+                # Without a number that is finite on both sides, the graft made it worse.
+                finite = apart is not None and not row["nonfinite_differ"]
+                return bool(finite and apart <= self._threshold * call.row["floor"])
         return None
 
     # ---- the report -------------------------------------------------------------------------------------------------

@@ -88,5 +88,8 @@ def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> Tap
         if not (rows["ratio"] > request.threshold).any():
             return TapLines(tap, 0.0, 0.0, ())
         worst = rows.iloc[int(rows["ratio"].fillna(0).to_numpy().argmax())]
-        found = LineSearch(runs, frame, request.threshold, lonely).lines([tap])
-        return TapLines(tap, float(worst["added"]), float(worst["floor"]), [replace(each, group=tap) for each in found])
+        search = LineSearch(runs, frame, request.threshold, lonely)
+        search.trace([tap])
+        search.confirm()
+        found = [replace(each, group=tap) for each in search.lines]
+        return TapLines(tap, float(worst["added"]), float(worst["floor"]), found)
