@@ -53,6 +53,7 @@ def launch(
     append: bool = False,
     buffer_budget: int = limits.BUFFER_BUDGET,
     keep_budget: int = limits.KEEP_BUDGET,
+    keep_rows: int | None = None,
     tap_timeout: float | None = None,
 ) -> Session:
     """Start ``baseline`` + ``target`` ranks and return their :class:`Session`, a context manager.
@@ -66,7 +67,8 @@ def launch(
     the collective in which a peer waits for its rank. ``folder`` is for this session's rows and logs (default: a new
     folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``, see :func:`runs`); one session uses it at a time, and a folder
     with rows needs ``append=True``. ``buffer_budget`` and ``keep_budget`` are bytes per rank, for tensors in transit
-    and for pairs that the plan keeps.
+    and for pairs that the plan keeps. Rows that a frame has read stay in memory for the next frame, unless they are
+    more than ``keep_rows``: then each frame reads them from disk anew.
 
     Raises :class:`LaunchError`, with the log's tail if a rank died.
 
@@ -86,6 +88,7 @@ def launch(
         buffer_budget,
         keep_budget,
         tap_timeout,
+        keep_rows,
     )
     made = make_run_folder(folder)
     if folder is None:
@@ -108,7 +111,7 @@ def open_session(
 ) -> Session:
     """Open a session of the ranks that ``start`` starts, with its rows in this folder. Raises :class:`LaunchError`."""
     try:
-        rows = RowStore(folder, append=append)
+        rows = RowStore(folder, append=append, keep_rows=options.keep_rows)
     except (SessionError, OSError) as error:
         raise LaunchError(str(error)) from error
     try:
@@ -136,6 +139,7 @@ def listen(
     token: str | None = None,
     buffer_budget: int = limits.BUFFER_BUDGET,
     keep_budget: int = limits.KEEP_BUDGET,
+    keep_rows: int | None = None,
     tap_timeout: float | None = None,
 ) -> Session:
     """Listen for jobs that another launcher starts; returns their :class:`Session` and prints how to start them.
@@ -170,6 +174,7 @@ def listen(
         buffer_budget=buffer_budget,
         keep_budget=keep_budget,
         tap_timeout=tap_timeout,
+        keep_rows=keep_rows,
     )
     where = make_run_folder(folder)
     listen_at = None if address is None else (_own_endpoint(address), token or GraftConfig.from_env().join_token())
@@ -299,9 +304,16 @@ class Session(SessionCore):
         request = VerdictRequest(
             baseline, target, output, floor, exact, threshold, explain, args, kwargs, steps, graft_weights
         )
-        verdict = judge(self, request)
-        internals_of(self).verdict = verdict
-        return verdict
+        return judge(self, request)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Every verdict of this session, oldest first, whether a cell, a magic or the dashboard asked for it.
+
+        >>> session.verdicts[-1].named
+        []
+        """
+        return list(internals_of(self).verdicts)
 
     def lines(
         self,
@@ -370,7 +382,7 @@ class Session(SessionCore):
         """
         from graftlab.control.report import write_report
 
-        return write_report(self, path, internals_of(self).verdict, tensors)
+        return write_report(self, path, self.verdicts[-1] if self.verdicts else None, tensors)
 
     def match(
         self,

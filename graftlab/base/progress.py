@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -24,7 +25,8 @@ class LongWait:
     """Shows a count of ``what`` during a wait of more than a second. Use it as a context manager.
 
     ``total`` is the expected count, if it is known. ``where`` describes who waits for what; its text is shown after
-    some seconds without progress.
+    some seconds without progress. Another thread can end the wait: once ``stop`` is set, it raises KeyboardInterrupt,
+    as the stop button does in the notebook's own thread.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class LongWait:
         count: Callable[[], int],
         total: int | None = None,
         where: Callable[[], str] | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
+        self._stop = stop
         self._title, self._what, self._count, self._total = title, what, count, total
         self._where = where
         self._bar: Any = None
@@ -47,6 +51,8 @@ class LongWait:
 
     def next_look(self, remaining: float | None) -> float:
         """Update the bar; returns the seconds to wait before the next call, at most ``remaining``."""
+        if self._stop is not None and self._stop.is_set():
+            raise KeyboardInterrupt
         now = time.monotonic()
         if self._bar is None and now >= self._show_from:
             self._bar = self._made()

@@ -59,10 +59,12 @@ class SessionInternals:
 
     reports: MessageRouter
     jobs: JoinedJobs
+    set_aside: set[int]
+    """The numbers of runs that displays of the newest run leave out."""
     default_callees: Mapping[str, Callee] = field(default_factory=dict)
     """What a side runs where a run gives it nothing: a side that is a recording is replayed."""
-    verdict: Verdict | None = None
-    """The newest verdict, for reports and figures."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """All verdicts of this session, oldest first."""
     close_first: Callable[[], None] = lambda: None
     """Called when the session closes, before its ranks end."""
 
@@ -98,7 +100,7 @@ class SessionCore:
         reports = MessageRouter(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, reports)
         jobs = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock, rows, self._ask)
-        self._internals = SessionInternals(reports, jobs)
+        self._internals = SessionInternals(reports, jobs, rows.set_aside)
         close_at_exit(self)
         self._plans.publish(plan)
         for rank in self._ranks:

@@ -35,13 +35,17 @@ class JobSteps:
     Raises :class:`SessionError` if a rank has left, or if no rank joins for the session's time limit.
     """
 
-    def __init__(self, session: SessionCore, what: str, needs: str, steps: int = 1) -> None:
+    def __init__(
+        self, session: SessionCore, what: str, needs: str, steps: int = 1, stop: threading.Event | None = None
+    ) -> None:
+        """Every wait ends with KeyboardInterrupt once ``stop`` is set."""
+        self._stop = stop
         self._session = session
         self._what = what
         self._needs = needs
         self._steps = steps
         self._jobs = internals_of(session).jobs
-        self._state = state_of(_run_of_jobs(session, what))
+        self._state = state_of(_run_of_jobs(session, what, stop))
 
     @property
     def run(self) -> int:
@@ -88,7 +92,8 @@ class JobSteps:
 
         steps = self._state.steps
         patience = _ProgressTimeout(self._session)
-        bar = LongWait(f"{self._what}, {why}", "steps", lambda: self._state.steps - steps, where=self._state.where)
+        title, where = f"{self._what}, {why}", self._state.where
+        bar = LongWait(title, "steps", lambda: self._state.steps - steps, where=where, stop=self._stop)
         # Jobs skip a plan if a newer one is published before their next step.
         edited = partial(self.is_edited, version)
         self._state.wait_until(lambda: self._has_ended() or there() or edited() or patience.is_over(), bar)
@@ -135,7 +140,7 @@ class _ProgressTimeout:
         return time.monotonic() - self._since > self.seconds
 
 
-def _run_of_jobs(session: SessionCore, what: str) -> Run:
+def _run_of_jobs(session: SessionCore, what: str, stop: threading.Event | None) -> Run:
     """The run of the jobs, after a wait for ranks that have not joined yet.
 
     Raises :class:`SessionError` if a rank has left, or if no rank joins for the session's time limit.
@@ -148,7 +153,7 @@ def _run_of_jobs(session: SessionCore, what: str) -> Run:
     title = f"{what}: waiting for the jobs to join"
     limit, pause = session.options.timeout, threading.Event()
     joined, since = 0, time.monotonic()
-    with LongWait(title, "ranks", lambda: _joined(session), len(session.ranks), where=waits_for) as bar:
+    with LongWait(title, "ranks", lambda: _joined(session), len(session.ranks), waits_for, stop) as bar:
         while True:
             gone = [rank.label for rank in session.ranks if not (rank.alive or rank.is_expected)]
             if session.closed:

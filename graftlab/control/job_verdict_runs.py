@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -59,7 +60,9 @@ class StepRuns(VerdictRuns):
         self.never_grafted = (
             "(kind == 'optimizer' and not updated)" if graft_weights else "(kind == 'param' or kind == 'optimizer')"
         )
-        self._jobs = JobSteps(session, "verdict", "A verdict takes about twenty steps of the jobs", request.steps)
+        self._jobs = JobSteps(
+            session, "verdict", "A verdict takes about twenty steps of the jobs", request.steps, request.stop
+        )
         self._steps = request.steps
         self._graft_weights = graft_weights
         self._weights_grafted = 0
@@ -71,8 +74,10 @@ class StepRuns(VerdictRuns):
         self._jobs.tell(FallbackPlan(to_wire(self.before)))
         return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        super().__exit__(*_)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
         if not self.session.closed:
             self._jobs.tell(FallbackPlan(None, self.session.plan.version))
 
@@ -121,7 +126,7 @@ class StepRuns(VerdictRuns):
 
     def _after_steps(self, why: str, version: int, runs: int) -> int:
         self.count += 1
-        first = self._jobs.after(f"run {self.count}: {why}", version, runs, f"after its run {self.count - 1}")
+        first = self._jobs.after(f"{self.progress()}: {why}", version, runs, f"after its run {self.count - 1}")
         if first is None:
             raise VerdictAbandoned(EDITED)
         return first

@@ -39,7 +39,9 @@ def judge(session: SessionCore, request: VerdictRequest) -> Verdict:
     else:
         runs = StepRuns(session, _of_jobs(request))
     with runs:
-        return Judgement(runs).verdict()
+        verdict = Judgement(runs).verdict()
+    internals_of(session).verdicts.append(verdict)
+    return verdict
 
 
 def of_functions(session: SessionCore, request: VerdictRequest) -> VerdictRequest:

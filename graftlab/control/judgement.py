@@ -68,6 +68,10 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+# Of all named groups together: with and without their code, the inputs of their modules, lines of source, and hints.
+_RUNS_OF_NAMED = 5
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What the runs of a verdict measured.
@@ -169,6 +173,9 @@ class Judgement:
             # A value that the baseline does not repeat either, such as a time, says nothing about the target.
             left = evidence.floors.returned_not_repeated
             naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
+        if self._explains(naming):
+            # Each group alone and all together, where their errors arise, and hints.
+            self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
         unexplained = self._unexplained(evidence, naming)
         mechanisms = Mechanisms(self._runs, evidence.lonely)
         origins = self._origins(evidence, naming, mechanisms)

@@ -22,7 +22,7 @@ import torch
 
 from graftlab.base.html import cell, table
 from graftlab.base.tags import RESERVED_TAGS
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run import Run, state_of
 from graftlab.control.session_plots import SessionPlots
 from graftlab.control.verdicts import Verdict
@@ -63,7 +63,7 @@ img { max-width: 100% }
 
 def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None, tensors: bool) -> Path:
     """Write the page; see :meth:`graftlab.Session.report`."""
-    found = conclude(newest_run(session.frame), session.taps)
+    found = conclude(newest_run(session.frame, internals_of(session).set_aside), session.taps)
     parts = [
         f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}</p>",
         _conclusion(found, verdict),

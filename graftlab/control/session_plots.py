@@ -61,7 +61,7 @@ class SessionPlots:
 
         >>> figure = session.plot.divergence(noise_floor=1e-5)
         """
-        frame = newest_run(self._session.frame)
+        frame = newest_run(self._session.frame, internals_of(self._session).set_aside)
         if not len(frame):
             return plots.divergence(frame, **options)
         run, steps = frame["run"].iloc[0], np.unique(frame["step"])
@@ -86,7 +86,7 @@ class SessionPlots:
 
         >>> figure = session.plot.over_steps()
         """
-        frame = newest_run(self._session.frame)
+        frame = newest_run(self._session.frame, internals_of(self._session).set_aside)
         if steps is not None and len(frame):
             chosen = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
             if not len(chosen):
@@ -125,7 +125,8 @@ class SessionPlots:
         >>> _ = session.verdict(forward, forward, args=(x,))
         >>> figure = session.plot.verdict()
         """
-        verdict = internals_of(self._session).verdict
+        verdicts = internals_of(self._session).verdicts
+        verdict = verdicts[-1] if verdicts else None
         if verdict is None:
             raise SessionError(
                 "session.plot.verdict: nothing was judged yet; session.verdict(f, g) judges two functions"

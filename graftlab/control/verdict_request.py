@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from graftlab.control.work import arguments
 from graftlab.errors import SessionError
 from graftlab.ranks.remote_functions import Callee
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,10 @@ class VerdictRequest:
     kwargs: Mapping[str, Any] | None = None
     steps: int = 1
     graft_weights: bool = False
+    stop: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set by another thread to interrupt the verdict, as the stop button does on the notebook's own."""
+    say: Callable[[str], object] = field(default=_write, compare=False)
+    """Receives a line when the verdict is interrupted."""
 
     def __post_init__(self) -> None:
         if self.floor != "auto" and not _is_positive(self.floor):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -13,7 +15,7 @@ import torch
 from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import DATA
 from graftlab.base.world import Side
-from graftlab.control.core import start_under
+from graftlab.control.core import internals_of, start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.match_runs import match
 from graftlab.control.run import Run
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from graftlab.control.core import SessionCore
+
+# Without grafts, with every tap grafted, and each side against itself.
+_FEWEST_RUNS = 4
 
 EDITED = "the plan was edited during the verdict. Do not edit the filters until it is done"
 
@@ -123,12 +128,26 @@ class VerdictRuns:
         self.before = session.plan
         self.returned: ReturnedValues | None = None
         """What both functions returned in the newest run of both; None for jobs, which return nothing."""
+        self.expected = _FEWEST_RUNS
+        """How many runs there will be, as far as it is known."""
         self._ours: set[int] = set()
+        self._began = time.monotonic()
+
+    def progress(self) -> str:
+        """The number of the current run, and of all, with the seconds that have passed and those of all."""
+        total, done = max(self.expected, self.count), self.count - 1
+        seconds = time.monotonic() - self._began
+        times = f", {seconds:.0f} of about {seconds / done * total:.0f} s" if done else ""
+        return f"run {self.count} of about {total}{times}"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.request.say(f"the verdict was stopped in run {self.count}; the plan from before is in force again\n")
         # A newer plan was published by the user, and stays.
         if not self.session.closed and self.session.plan.version in self._ours:
             before = {name: getattr(self.before, name) for name in FILTERS}
@@ -298,16 +317,29 @@ class CalledRuns(VerdictRuns):
         if changes:
             # Before the edit too, because an interrupt may come between the edit and its result.
             self.expect()
-        run, plan = start_under(self.session, changes or {}, callees, args, kwargs)
+        # After the first run, which is the plain one, so that displays show that again.
+        number, set_aside = self._next_number(), internals_of(self.session).set_aside
+        if self.count > 1:
+            set_aside.add(number)
+        try:
+            run, plan = start_under(self.session, changes or {}, callees, args, kwargs)
+        except BaseException:
+            set_aside.discard(number)
+            raise
         if changes:
             self.expect(plan.version)
-        title = f"verdict, run {self.count}: {why}"
+        title = f"verdict, {self.progress()}: {why}"
+        bar = LongWait(title, "rows", lambda: self.session.row_count - before, stop=self.request.stop)
         try:
-            return run.wait(bar=LongWait(title, "rows", lambda: self.session.row_count - before)), plan.version
+            return run.wait(bar=bar), plan.version
         except KeyboardInterrupt:
             # Without the verdict the run is useless.
             self.session.interrupt()
             raise
+
+    def _next_number(self) -> int:
+        runs = self.session.runs
+        return runs[-1].number + 1 if runs else 0
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
         if self.recorded:

@@ -490,7 +490,7 @@ def open_session_server(
             raise LaunchError(f"{error}; give an address of this machine and a free port") from error
     rows: RowStore | None = None
     try:
-        rows = RowStore(folder, append=append)
+        rows = RowStore(folder, append=append, keep_rows=options.keep_rows)
         describe_session(folder, (options.baseline, options.target), rows.first_run, rendezvous.folder)
         places = Place("baseline", 0, options.baseline, options.target).everyone()
         ranks = [AttachedRankHandle(place, folder) for place in places]

@@ -340,10 +340,23 @@ def _with_completion(command: Command) -> Command:
 COMMANDS = _commands()
 
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Start and end": ("up", "listen", "restart", "down"),
+    "Compare": ("run", "compare", "verdict", "lines", "check", "match", "compiled", "replay"),
+    "The plan": ("filter", "transform", "rename"),
+    "Look": ("ui", "frame", "plot", "report"),
+    "The ranks": ("status", "log", "stacks", "interrupt", "debug"),
+}
+"""The subcommands by what they are for, as the overview lists them."""
+
+
 def overview() -> str:
-    """All subcommands, shown by ``%graft`` alone and after mistakes."""
-    lines = [f"  %graft {name:<10} {command.summary.splitlines()[0]}" for name, command in COMMANDS.items()]
+    """All subcommands in groups, shown by ``%graft`` alone, ``%graft?`` and after mistakes."""
+    lines = []
+    for title, names in GROUPS.items():
+        lines += [f"{title}:", *(f"  %graft {name:<10} {COMMANDS[name].summary.splitlines()[0]}" for name in names)]
     lines += [
+        "Cells:",
         "  %%graft baseline   Run this cell on the baseline's ranks (also: target, both, target[1]).",
         "  %%graft transform  Use this cell as the transform (also: --where EXPR).",
         "`%graft NAME -h` shows the options of one command.",

@@ -17,6 +17,7 @@ from IPython.display import display
 
 from graftlab.base.world import Side
 from graftlab.comparison.functions import compare_expression
+from graftlab.control.core import internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
@@ -24,6 +25,7 @@ from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.magics import command_line
 from graftlab.ranks.forkserver import warm_up
 from graftlab.session import Session, launch, listen
+from graftlab.verdict.conclusion import newest_run
 
 
 def load(shell: InteractiveShell) -> None:
@@ -55,7 +57,7 @@ class GraftMagics(Magics):
     @no_var_expand
     @line_cell_magic
     def graft(self, line: str, cell: str | None = None) -> Any:
-        """Run two implementations side by side, compare and graft their tensors. `%graft -h` lists the commands."""
+        """Run a line or a cell."""
         try:
             if cell is not None:
                 return self._cell(line.strip(), cell)
@@ -64,6 +66,9 @@ class GraftMagics(Magics):
         except command_line.HelpShown as help_:
             sys.stdout.write(help_.text + "\n")
             return None
+
+    # What `%graft?` shows.
+    graft.__doc__ = f"Run two implementations side by side, and compare them.\n\n{command_line.overview()}"
 
     def open_session(self) -> Session | None:
         """The open session that commands apply to, if any."""
@@ -320,7 +325,7 @@ class GraftMagics(Magics):
         frame = session.frame
         if len(frame) and not arguments.all:
             # Cells are runs too, and most of them have no rows.
-            frame = session.frame_of(int(frame["run"].max()))
+            frame = newest_run(frame, internals_of(session).set_aside)
         self._assign(arguments.out, frame)
         return frame
 

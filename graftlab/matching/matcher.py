@@ -7,7 +7,7 @@ partners have the same values, the kind of module, the name and the order decide
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +31,7 @@ from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.row_orders import call_of
 from graftlab.matching.rules import rules_of
-from graftlab.matching.search import ValueMatch, applied, find
+from graftlab.matching.search import KnownStrides, ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
 
 # Bytes of values that are fetched for a comparison and kept for the next.
@@ -85,11 +85,17 @@ class Matcher:
         self.baseline = {tap.name: tap for tap in sorted(baseline, key=lambda tap: tap.order)}
         self.target = {tap.name: tap for tap in sorted(target, key=lambda tap: tap.order)}
         self.fetch = {"baseline": fetch_baseline, "target": fetch_target}
+        self._sizes = {"baseline": _sizes_of(self.baseline), "target": _sizes_of(self.target)}
         self.pairs: list[Pair] = []
         # Baseline taps with a known partner, even if other taps have the same values.
         self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
+        self._known: KnownStrides = {}
+        # With the number of pairs at which they were made. Pairs are only added.
+        self._names: dict[Side, tuple[int, set[str]]] = {}
+        self._alone: dict[Side, tuple[int, set[str]]] = {}
+        self._wholes: dict[tuple[Side, int], tuple[int, list[RecordedTap]]] = {}
 
     def run(self, before: Proposal | None, guesses: bool, trusted: Sequence[Pair] = ()) -> Proposal:
         self.reserved = {pair.baseline: pair.target for pair in trusted}
@@ -142,15 +148,19 @@ class Matcher:
         mine, theirs = _by_size(self.baseline.values()), _by_size(self.target.values())
         found: dict[str, list[ValueMatch]] = {}
         for numel in mine.keys() & theirs.keys():
-            others = mine[numel]
+            # Equal tensors have nearly equal root mean squares: those of about the same are compared.
+            others = sorted(mine[numel], key=lambda other: other.sketch.rms)
+            sizes = np.array([other.sketch.rms for other in others])
             quantiles = np.stack([other.sketch.quantiles for other in others])
             dtypes = {other.dtype for other in others}
             for tap in theirs[numel]:
                 # All sketches at once; values only for the remaining candidates.
-                scale = np.maximum(np.abs(quantiles), tap.sketch.rms)
-                apart = (np.abs(quantiles - tap.sketch.quantiles) / (scale + 1e-30)).max(axis=1)
-                limit = limit_for(tap.dtype, *dtypes) if self.limit is None else self.limit
-                near = [others[place] for place in np.flatnonzero(apart <= min(COARSEST, 3 * limit))]
+                limit = min(COARSEST, 3 * (limit_for(tap.dtype, *dtypes) if self.limit is None else self.limit))
+                size = tap.sketch.rms
+                low, high = np.searchsorted(sizes, [size * (1 - 2 * limit), size * (1 + 2 * limit)])
+                scale = np.maximum(np.abs(quantiles[low:high]), size)
+                apart = (np.abs(quantiles[low:high] - tap.sketch.quantiles) / (scale + 1e-30)).max(axis=1, initial=0.0)
+                near = [others[low + place] for place in np.flatnonzero(apart <= limit)]
                 matching = [each for other in near if (each := self._find(other, tap)) is not None]
                 if matching:
                     found[tap.name] = _ties(matching)
@@ -161,7 +171,7 @@ class Matcher:
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
         try:
-            return find(outer, inner, self._bring, self.limit)
+            return find(outer, inner, self._bring, self.limit, self._known)
         except LayoutError as error:
             # One candidate that does not fit is no partner, and no reason to lose the others.
             tap, other = (inner, outer) if self.target.get(inner.name) is inner else (outer, inner)
@@ -235,13 +245,10 @@ class Matcher:
 
     def match_parts(self) -> None:
         """What is left on one side may be a part of something on the other, or the other repeated."""
-        left = self.left("target")
-        for tap in left:
-            outer = [other for other in self.baseline.values() if other.sketch.numel != tap.sketch.numel]
-            self._best_part(outer, tap, "baseline")
+        for tap in self.left("target"):
+            self._best_part(tap, "baseline")
         for tap in self.left("baseline"):
-            outer = [other for other in self.target.values() if other.sketch.numel > tap.sketch.numel]
-            self._best_part(outer, tap, "target")
+            self._best_part(tap, "target")
         self._fill("target")
         self._fill("baseline")
         for tap in (*self.baseline.values(), *self.target.values()):
@@ -278,15 +285,35 @@ class Matcher:
                     known.append(self.pairs[-1])
                     gap = uncovered((pair.layout for pair in known), outer.shape)
 
-    def _best_part(self, outer: Sequence[RecordedTap], inner: RecordedTap, whole: Side) -> None:
+    def _possible_wholes(self, whole: Side, numel: int) -> tuple[set[str], list[RecordedTap]]:
+        """The taps without a partner of equal size, and those that may contain a tap of this size: the former first."""
+        count, alone = self._alone.get(whole, (-1, set()))
+        if count != len(self.pairs):
+            # A tap without a partner of equal size is more likely to consist of parts.
+            alone = {tap.name for tap in self.left(whole)} | {
+                pair.baseline if whole == "baseline" else pair.target
+                for pair in self.pairs
+                if pair.layout.steps and pair.layout.leaves_out
+            }
+            self._alone[whole] = len(self.pairs), alone
+        count, outer = self._wholes.get((whole, numel), (-1, []))
+        if count != len(self.pairs):
+            taps = self.baseline if whole == "baseline" else self.target
+            outer = [
+                other
+                for other in taps.values()
+                if (other.sketch.numel != numel if whole == "baseline" else other.sketch.numel > numel)
+            ]
+            outer.sort(key=lambda each: (each.name not in alone, each.sketch.numel))
+            self._wholes[whole, numel] = len(self.pairs), outer
+        return alone, outer
+
+    def _best_part(self, inner: RecordedTap, whole: Side) -> None:
         if inner.sketch.constant:
             return
-        # A tap without a partner of equal size is more likely to consist of parts.
-        alone = {tap.name for tap in self.left(whole)} | {
-            pair.baseline if whole == "baseline" else pair.target for pair in self.pairs if pair.layout.leaves_out
-        }
+        alone, outer = self._possible_wholes(whole, inner.sketch.numel)
         found: list[ValueMatch] = []
-        for other in sorted(outer, key=lambda each: (each.name not in alone, each.sketch.numel)):
+        for other in outer:
             each = self._find(other, inner)
             if each is not None:
                 found.append(each)
@@ -363,11 +390,18 @@ class Matcher:
     # ---- what is left -------------------------------------------------------------------------------------------
 
     def _has(self, name: str, side: Side) -> bool:
-        return any(getattr(pair, side) == name for pair in self.pairs)
+        return name in self._paired(side)
+
+    def _paired(self, side: Side) -> set[str]:
+        """The names of a side's taps that have a partner."""
+        count, names = self._names.get(side, (0, set()))
+        names.update(getattr(pair, side) for pair in self.pairs[count:])
+        self._names[side] = len(self.pairs), names
+        return names
 
     def left(self, side: Side) -> list[RecordedTap]:
         taps = self.baseline if side == "baseline" else self.target
-        have = {getattr(pair, side) for pair in self.pairs}
+        have = self._paired(side)
         return [tap for name, tap in taps.items() if name not in have]
 
     def in_order(self, pairs: Iterable[Pair]) -> list[Pair]:
@@ -376,13 +410,12 @@ class Matcher:
     def _reason(self, tap: RecordedTap, side: Side) -> str:
         if tap.name in self.why:
             return self.why[tap.name]
-        others = self.target if side == "baseline" else self.baseline
         other = "target" if side == "baseline" else "baseline"
         if tap.sketch.nonfinite == tap.sketch.numel:
             return "it has no finite value"
         if tap.sketch.constant:
             return "all its values are equal, so they cannot identify a partner"
-        if not any(each.sketch.numel == tap.sketch.numel for each in others.values()):
+        if tap.sketch.numel not in self._sizes[other]:
             return f"no {other} tap has {tap.sketch.numel} elements or contains it"
         twin = next((pair for pair in self.pairs if pair.by_value and self._equal(tap, side, pair)), None)
         if twin is not None:
@@ -407,6 +440,10 @@ def _by_size(taps: Iterable[RecordedTap]) -> dict[int, list[RecordedTap]]:
         if not tap.sketch.constant and len(tap.sketch.quantiles):
             buckets[tap.sketch.numel].append(tap)
     return buckets
+
+
+def _sizes_of(taps: Mapping[str, RecordedTap]) -> set[int]:
+    return {tap.sketch.numel for tap in taps.values()}
 
 
 def _places(found: ValueMatch) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
-from graftlab.matching.row_orders import row_orders
+from graftlab.matching.row_orders import CallKey, call_of, row_orders
 from graftlab.matching.suspects import NOTE, copies, suspects
 
 Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[RecordedTap]]]
@@ -36,7 +37,8 @@ def match_in_rounds(
     No value after a fault matches until the fault is grafted away. A pair by rule whose values then match is
     ``confirmed``; the fault itself stays by rule, with its distance. If no rule helps further, likely partners of the
     first tap without one are tried, one a run, and kept only if more taps match by value with it than without. Matching
-    ends after ``guesses`` failures in a row. The fetches are as in :func:`match_taps`.
+    ends after ``guesses`` failures in a row, or at an interrupt, with what is known by then. The fetches are as in
+    :func:`match_taps`.
     """
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
     baseline, target = record(())
@@ -62,6 +64,8 @@ def match_once(
 
 # Where fewer of the target's taps than this match by value, the rows may be in another order.
 _FEW = 0.9
+# Taps of a call that show whether its rows are in the same order.
+_FIRST = 8
 
 
 def _first(
@@ -74,13 +78,25 @@ def _first(
     proposal = match(baseline, target)
     if _matched(proposal) >= _FEW * len(target):
         return proposal, None
-    orders = row_orders(baseline, target, fetch)
+    orders = row_orders(baseline, _of_unmatched_calls(target, proposal), fetch)
     if not orders:
         return proposal, None
     rows = AlignedTaps(orders, fetch)
     found = match(*rows.of(baseline, target))
     real = {rows.real(pair).target for pair in found.graftable}
     return (found, rows) if len(real) > _matched(proposal) else (proposal, None)
+
+
+def _of_unmatched_calls(target: Sequence[RecordedTap], proposal: Proposal) -> list[RecordedTap]:
+    """The target's taps of calls whose first taps do not match as wholes, so that their rows may be others."""
+    wholes = {pair.target for pair in proposal.graftable if not pair.layout.leaves_out}
+    first: dict[CallKey, list[bool]] = defaultdict(list)
+    for tap in target:
+        # Weights are the same in every batch.
+        if len(tap.shape) > 1 and tap.tags.get("kind") not in ("param", "buffer", "optimizer"):
+            first[call_of(tap.name)].append(tap.name in wholes)
+    same = {call for call, found in first.items() if 2 * sum(found[:_FIRST]) > len(found[:_FIRST])}
+    return [tap for tap in target if call_of(tap.name) not in same]
 
 
 def _names(baseline: Sequence[RecordedTap], target: Sequence[RecordedTap]) -> dict[Side, list[str]]:
@@ -107,29 +123,40 @@ def _in_rounds(
         # Everything matches by value, so no fault hides any tap.
         return proposal
     left, tries = rounds, 0
-    while left:
-        baseline, target = record(_grafts(proposal))
-        following = match(baseline, target, before=proposal, trusted=trusted)
-        if _matched(following) > _matched(proposal) or _more_rules(following, proposal):
+    grafted: set[tuple[str, ...]] | None = None
+    following = proposal
+    try:
+        while left:
+            if grafted != (wanted := {_graft_key(pair) for pair in _grafts(proposal)}):
+                baseline, target = record(_grafts(proposal))
+                following, grafted = match(baseline, target, before=proposal, trusted=trusted), wanted
+            if _matched(following) > _matched(proposal) or _more_rules(following, proposal):
+                proposal = _keep(following, proposal)
+                left -= 1
+                continue
             proposal = _keep(following, proposal)
-            left -= 1
-            continue
-        proposal = _keep(following, proposal)
-        # Taps that the values have not confirmed are tried too.
-        guess = next(suspects(baseline, target, proposal, trusted, in_vain, *fetch), None)
-        if guess is None or tries >= guesses:
-            break
-        baseline, target = record((*_grafts(proposal), guess))
-        with_guess = match(baseline, target, before=proposal, trusted=[*trusted, guess])
-        is_copy = copies(baseline, guess)
-        if _matched(with_guess, is_copy) > _matched(proposal, is_copy):
-            trusted.append(replace(guess, note=NOTE))
-            proposal = _keep(match(baseline, target, before=proposal, trusted=trusted), proposal)
-            left, tries = rounds, 0
-        else:
-            in_vain.add(_key(guess))
-            tries += 1
+            # Taps that the values have not confirmed are tried too.
+            guess = next(suspects(baseline, target, proposal, trusted, in_vain, *fetch), None)
+            if guess is None or tries >= guesses:
+                break
+            ours, theirs = record((*_grafts(proposal), guess))
+            with_guess = match(ours, theirs, before=proposal, trusted=[*trusted, guess])
+            is_copy = copies(ours, guess)
+            if _matched(with_guess, is_copy) > _matched(proposal, is_copy):
+                trusted.append(replace(guess, note=NOTE))
+                proposal = _keep(match(ours, theirs, before=proposal, trusted=trusted), proposal)
+                left, tries = rounds, 0
+            else:
+                in_vain.add(_key(guess))
+                tries += 1
+    except KeyboardInterrupt:
+        stopped = "the match was interrupted, and this is what was known by then: later taps may have partners too"
+        return replace(proposal, notices=(*proposal.notices, stopped))
     return proposal
+
+
+def _graft_key(pair: Pair) -> tuple[str, ...]:
+    return pair.baseline, pair.target, pair.layout.text, pair.whole
 
 
 def _key(pair: Pair) -> tuple[str, str]:

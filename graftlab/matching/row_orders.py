@@ -71,14 +71,16 @@ class RowOrder:
         known = self.index[self.index >= 0]
         total = math.prod(self.of)
         batch = " x ".join(map(str, self.of))
-        own = "rows" if len(self.into) < 2 else f"rows of {' x '.join(map(str, self.into))}"
+        own = "row is" if len(known) == 1 else "rows are"
+        if len(self.into) > 1:
+            own = f"rows of {' x '.join(map(str, self.into))} are"
         order = "" if bool((np.diff(known) > 0).all()) else " in another order"
         if len(known) == total:
-            what = f"{len(known)} {own} are the rows of {batch}{order}"
+            what = f"{len(known)} {own} the rows of {batch}{order}"
         elif len(self.of) > 1:
-            what = f"{len(known)} {own} are the unpadded rows of {batch}{order}"
+            what = f"{len(known)} {own} the unpadded rows of {batch}{order}"
         else:
-            what = f"{len(known)} {own} are {_span(known)} of {total}{order}"
+            what = f"{len(known)} {own} {_span(known)} of {total}{order}"
         mine, theirs = self.found_at
         return f"{what}, found at {mine} and {theirs}"
 
@@ -134,11 +136,10 @@ def _contained(
     """The order of the rows of each call of ``theirs`` in one of ``mine``."""
     found: list[RowOrder] = []
     place = -1
-    for number, (key, taps) in enumerate(theirs.items()):
-        # A call of the same number first.
-        same = list(mine)[number] if len(mine) == len(theirs) else None
+    for key, taps in theirs.items():
         best: tuple[float, RowOrder] | None = None
-        for other in sorted(mine, key=lambda each: each != same):
+        # The call of the same number first.
+        for other in sorted(mine, key=lambda each: each != key):
             each = _order_of((other, mine[other], fetch_mine), (key, taps, fetch_theirs), place)
             if each is not None and (best is None or each[0] > best[0]):
                 best = each
@@ -219,7 +220,7 @@ def _dims(shape: Sequence[int]) -> tuple[int, ...]:
 def aligned(
     outer: npt.NDArray[np.float64], inner: npt.NDArray[np.float64], limit: float, place: int = -1
 ) -> tuple[Index, float]:
-    """The row of ``outer`` that each row of ``inner`` is, or -1, and the share of inner rows that are distinct.
+    """The row of ``outer`` that each row of ``inner`` is, or -1, and how well they are told apart, from 0 to 1.
 
     Rows with equal values, such as those of one token, are told apart by the rows beside them: the longest stretch
     wins, and no row is taken twice. A single one is the row after ``place``, or the last.
@@ -255,8 +256,7 @@ def aligned(
         index[at - back : at + length] = np.arange(start - back, start + length)
         free[start - back : start + length] = False
         at += length
-    known = own[own >= 0]
-    return index, len(np.unique(known)) / max(1, len(own))
+    return index, sum(1 / len(positions[int(each)]) for each in own if each >= 0) / max(1, len(own))
 
 
 def _stretch(classes: Index, own: Index, free: npt.NDArray[np.bool_], start: int, at: int) -> int:

@@ -31,6 +31,8 @@ TRIED = 16
 NEAREST = 8
 # A mean difference, in root mean squares, far above any dtype's rounding.
 FAR = 0.2
+# From this distance on another arrangement may fit better.
+_SURE = 1e-5
 # Fewer elements than this cannot be located in a larger tensor.
 LEAST_OF_A_PART = 16
 
@@ -50,12 +52,21 @@ class ValueMatch:
     sampled: bool = False
 
 
+KnownStrides = dict[tuple[tuple[int, ...], tuple[int, ...]], list[Strides]]
+"""Strides by which tensors of these two shapes have matched, the outer's first. Other layers usually have the same."""
+
+
 def find(
-    outer: RecordedTap, inner: RecordedTap, bring: Bring | None = None, limit: float | None = None
+    outer: RecordedTap,
+    inner: RecordedTap,
+    bring: Bring | None = None,
+    limit: float | None = None,
+    known: KnownStrides | None = None,
 ) -> ValueMatch | None:
     """Find ``inner`` in ``outer``, as all of it or a part; None if it is not in there.
 
-    ``bring`` fetches values that only have a sketch, if the sketches make a match possible.
+    ``bring`` fetches values that only have a sketch, if the sketches make a match possible. ``known`` strides are tried
+    first, and those found are added.
     """
     # A layout moves elements, and cannot separate the two numbers of a complex one.
     if outer.dtype.is_complex != inner.dtype.is_complex:
@@ -72,10 +83,19 @@ def find(
     # The other searches place single numbers, not complex elements.
     if not inner.sketch.telling or inner.dtype.is_complex:
         return None
-    if whole and (found := _by_extremes(outer, inner, limit)) is not None:
-        return found
-    strides = _strides(outer, inner, limit, whole)
-    return None if strides is None else _verified(outer, inner, strides, limit)
+    ways = [] if known is None else known.setdefault((outer.shape, inner.shape), [])
+    for strides in ways:
+        found = _verified(outer, inner, strides, limit)
+        if found is not None and found.rel <= _SURE and not found.sampled:
+            return found
+    best = _by_extremes(outer, inner, limit) if whole else None
+    if best is None:
+        best = _strides(outer, inner, limit, whole)
+    if best is None:
+        return None
+    if best not in ways:
+        ways.append(best)
+    return _verified(outer, inner, best, limit)
 
 
 def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
@@ -101,8 +121,8 @@ def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | 
     return ValueMatch(outer, inner, layout, rel, bool(np.array_equal(outer.flat, inner.flat, equal_nan=True)))
 
 
-def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
-    """The match of all elements, rearranged: the places of the extreme values show it without sorting a tensor."""
+def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> Strides | None:
+    """The strides of all elements, rearranged: the places of the extreme values show it without sorting a tensor."""
     if outer.flat is None or inner.flat is None:
         return None
     scale = max(outer.sketch.rms, 1e-30)
@@ -112,7 +132,7 @@ def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueM
             lookup, outer.sketch.numel, inner.sketch.places, inner.sketch.extremes, inner.shape, tolerance * scale
         )
         if strides is not None:
-            return _verified(outer, inner, strides, limit)
+            return strides
     return None
 
 

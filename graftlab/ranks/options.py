@@ -32,6 +32,7 @@ class LaunchOptions:
     buffer_budget: int = limits.BUFFER_BUDGET
     keep_budget: int = limits.KEEP_BUDGET
     tap_timeout: float | None = None
+    keep_rows: int | None = None
 
     def __post_init__(self) -> None:
         for side, count in (("baseline", self.baseline), ("target", self.target)):
@@ -50,6 +51,9 @@ class LaunchOptions:
         for name, budget in (("buffer_budget", self.buffer_budget), ("keep_budget", self.keep_budget)):
             if not isinstance(budget, int) or budget < 0:
                 raise LaunchError(f"{name}={budget!r}: give whole bytes, such as 256 << 20 for 256 MiB")
+
+        if self.keep_rows is not None and (not isinstance(self.keep_rows, int) or self.keep_rows < 0):
+            raise LaunchError(f"keep_rows={self.keep_rows!r}: give a number of rows, or None for all")
 
     @property
     def tap_limit(self) -> float:

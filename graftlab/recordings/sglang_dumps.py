@@ -5,22 +5,29 @@ Each file has ``{"value": tensor, "meta": {...}}`` and is read by torch's restri
 
 from __future__ import annotations
 
+import math
 import re
 import zipfile
+from collections.abc import Mapping
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from graftlab.base.files import opened
 from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, is_no_tag, plain
 from graftlab.base.tensor_bytes import DTYPE_NAMES
-from graftlab.errors import RecordingError
+from graftlab.errors import LayoutError, RecordingError
+from graftlab.layouts.dims import AXES, parse_dims
 from graftlab.recordings.file_format import MOST_RANKS, IndexEnd, StoredLayout, StoredTensor, TapEntry
 from graftlab.recordings.recorded_side import RecordedSide
 
 _BETWEEN = "___"
 _NUMBER = re.compile("[0-9]{1,18}")
+# Where a dump has the places of its rank in the groups of the engine.
+_PARALLEL_INFO = ("sglang_parallel_info", "megatron_parallel_info")
 # The parts of a file's name that are not tags.
 _OWN = frozenset({"step", "rank", "dump_index", "name", "recompute_status"})
 
@@ -67,6 +74,7 @@ def _entries(folder: Path) -> tuple[dict[int, tuple[list[TapEntry], list[str]]],
         named = _tags_in(path)
         files.append((int(named["rank"]), int(named["dump_index"]), path, named))
     files.sort(key=lambda file: file[:2])
+    places: dict[int, dict[str, tuple[int, int]]] = {}
     first = min(int(named["step"]) for *_, named in files)
     found: dict[int, tuple[list[TapEntry], list[str]]] = {}
     size = 1
@@ -75,12 +83,54 @@ def _entries(folder: Path) -> tuple[dict[int, tuple[list[TapEntry], list[str]]],
         content = _read(path)
         stated = content["meta"].get("world_size")
         size = max(size, stated if isinstance(stated, int) else 1)
+        places.setdefault(rank, _place_of(content["meta"]))
         entry = _entry(path, content, named, first)
         if isinstance(entry, str):
             left_out.append(entry)
         else:
             entries.append(entry)
+    for entries, _ in found.values():
+        entries[:] = [_with_mesh(entry, places) for entry in entries]
     return found, size
+
+
+def _place_of(meta: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return a rank's place and the number of ranks along each axis, as its engine stated them."""
+    stated = {key: value for info in _PARALLEL_INFO for key, value in _plain_dict(meta.get(info)).items()}
+    found = {}
+    for axis in AXES:
+        rank, size = (stated.get(f"{axis}_{what}") for what in ("rank", "size"))
+        if isinstance(rank, int) and isinstance(size, int) and size > 1:
+            found[axis] = rank, size
+    return found
+
+
+def _plain_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _with_mesh(entry: TapEntry, places: Mapping[int, Mapping[str, tuple[int, int]]]) -> TapEntry:
+    """Add the sizes of the axes that a tap's layout names, if they split all ranks in row-major order."""
+    if entry.layout is None:
+        return entry
+    try:
+        named = parse_dims(entry.layout.text).layout().mesh_names
+    except LayoutError:
+        # It is refused where the tap is compared.
+        return entry
+    first = places.get(0, {})
+    sizes = {axis: first[axis][1] for axis in named if axis in first}
+    # A file may state anything, so the number of places is looked at before they are listed.
+    if len(sizes) < 2 or math.prod(sizes.values()) != len(places) or max(places) != len(places) - 1:
+        return entry
+    for order in permutations(sizes):
+        coordinates = product(*(range(sizes[axis]) for axis in order))
+        held = [tuple(place.get(axis, (0, 1))[0] for axis in order) for _, place in sorted(places.items())]
+        if held == list(coordinates):
+            layout = StoredLayout(entry.layout.text, [(axis, sizes[axis]) for axis in order])
+            placed: TapEntry = msgspec.structs.replace(entry, layout=layout)
+            return placed
+    return entry
 
 
 def _entry(path: Path, content: dict[str, Any], named: dict[str, str], first: int) -> TapEntry | str:

@@ -54,6 +54,8 @@ class LiveTaps:
     def _read(self, start: int, stop: int) -> None:
         for index, row in enumerate(self._store.rows(start, stop), start):
             key = (identity(row.tags), row.side, row.rank)
+            if row.run in self._store.set_aside:
+                continue
             known = self._newest.get(key)
             if known is None or known[0] < index:
                 self._newest[key] = (index, row)

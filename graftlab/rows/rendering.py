@@ -86,10 +86,13 @@ def _html(frame: pd.DataFrame) -> str:
     several_steps = frame["step"].nunique() > 1 if "step" in frame.columns else False
     tags = _tags(shown)
     differences = ["rel_l2", *in_tables()]
-    head = [*(["step"] if several_steps else []), "order", "name", *tags, *differences, "status", "rank", "note"]
-    lines = [_line(row, tags, several_steps) for row in shown.to_dict("records")]  # type: ignore[arg-type]
-    below = f"<p>{which}; <code>.full()</code> shows all columns</p>{_folded(frame, {*head, 'side', 'tags', 'error'})}"
-    return table(tuple(html.escape(str(title)) for title in head), lines, in_tables()) + below
+    way = ["direction"] if (shown["status"] == "grafted").any() and "direction" in frame.columns else []
+    before = [*(["step"] if several_steps else []), "order", "name", *tags]
+    head = [*before, *differences, "status", *way, "rank", "note"]
+    lines = [_line(row, tags, several_steps, bool(way)) for row in shown.to_dict("records")]  # type: ignore[arg-type]
+    above = f"<p>{which}; <code>.full()</code> shows all</p>"
+    folded = _folded(frame, {*head, "side", "tags", "error"})
+    return above + table(tuple(html.escape(str(title)) for title in head), lines, in_tables()) + folded
 
 
 def _badness(frame: pd.DataFrame) -> np.ndarray[Any, Any]:
@@ -109,7 +112,7 @@ def _tags(frame: pd.DataFrame) -> list[str]:
     return list(names)
 
 
-def _line(row: dict[str, Any], tags: list[str], with_step: bool) -> str:
+def _line(row: dict[str, Any], tags: list[str], with_step: bool, with_direction: bool) -> str:
     own = row["tags"] if isinstance(row["tags"], Mapping) else {}
     note = next((text for text in (row.get("error"), row.get("note"), row.get("aligned_by")) if _is_there(text)), "")
     differ = row["nonfinite_differ"]
@@ -121,6 +124,7 @@ def _line(row: dict[str, Any], tags: list[str], with_step: bool) -> str:
         cell(f"not finite ({int(differ)})", "number") if _is_there(differ) and differ > 0 else _bar(row["rel_l2"]),
         *(cell(written(name, _float(row[name])), "number") for name in in_tables()),
         cell(row["status"]),
+        *([cell(row["direction"])] if with_direction else []),
         cell(f"{row['side']}[{row['rank']}]"),
         cell(str(note).partition("\n")[0][:_WORDS]),
     ]

@@ -68,9 +68,12 @@ class RowStore:
     numbers from 0 on in their session.
     """
 
-    def __init__(self, folder: Path, *, append: bool = False) -> None:
-        """Raises :class:`SessionError` for a folder that an open session uses; without ``append`` for one with rows."""
-        self._folder = folder
+    def __init__(self, folder: Path, *, append: bool = False, keep_rows: int | None = None) -> None:
+        """Raises :class:`SessionError` for a folder that an open session uses; without ``append`` for one with rows.
+
+        The rows that a frame has read stay in memory for the next one, unless they are more than ``keep_rows``.
+        """
+        self._folder, self._keep_rows = folder, keep_rows
         self._log = RowLog(folder)
         try:
             self.first_run, self.first_step = self._move_earlier_rows(append)
@@ -84,13 +87,13 @@ class RowStore:
         except BaseException:
             self._log.close()
             raise
+        self.set_aside: set[int] = set()
+        """The numbers of runs that displays of the newest run leave out, such as those that a verdict makes."""
         self._appending = threading.Lock()
         # Held while a thread waits for a frame, and while rows are decoded, for that or ahead of it.
         self._framing, self._reading = threading.Lock(), threading.Lock()
         self._tail = _DecodedTail((), *self._log.end)
-        self._columns = Columns(grows=True)
-        self._frame = GrowingFrame(self._columns)
-        self._framed = _FrameBlock(self._columns.empty(), self._earlier)
+        self._forget_frames()
         self._mover = RowMover(self._decode_ahead, self._move, self._undecoded, lambda: self._log.size)
 
     def _move_earlier_rows(self, append: bool) -> tuple[int, int]:
@@ -150,15 +153,25 @@ class RowStore:
         """
         with self._framing, self._reading:
             self._read_until(self._log.count)
-            block = self._framed.block
-            if run is not None:
-                chosen: Any = np.flatnonzero(block["run"] == run)
-                if len(chosen) and chosen[-1] - chosen[0] == len(chosen) - 1:
-                    # Usually, because steps count on over runs.
-                    chosen = slice(chosen[0], chosen[-1] + 1)
-                    return frame_of(self._columns, {name: column[chosen].copy() for name, column in block.items()})
-                return frame_of(self._columns, {name: column[chosen] for name, column in block.items()})
+            frame = self._frame_of(self._framed.block, run)
+            if self._keep_rows is not None and self._framed.upto - self._earlier > self._keep_rows:
+                self._forget_frames()
+            return frame
+
+    def _frame_of(self, block: Block, run: int | None) -> pd.DataFrame:
+        if run is None:
             return self._frame.of(block)
+        chosen: Any = np.flatnonzero(block["run"] == run)
+        if len(chosen) and chosen[-1] - chosen[0] == len(chosen) - 1:
+            # Usually, because steps count on over runs.
+            chosen = slice(chosen[0], chosen[-1] + 1)
+            return frame_of(self._columns, {name: column[chosen].copy() for name, column in block.items()})
+        return frame_of(self._columns, {name: column[chosen] for name, column in block.items()})
+
+    def _forget_frames(self) -> None:
+        self._columns = Columns(grows=True)
+        self._frame = GrowingFrame(self._columns)
+        self._framed = _FrameBlock(self._columns.empty(), self._earlier)
 
     def _let_readers_go_first(self) -> None:
         """Return when no frame is being made: for threads whose work is less urgent."""

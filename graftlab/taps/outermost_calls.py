@@ -20,7 +20,7 @@ class OutermostCalls:
     def __init__(self, before: OnCall) -> None:
         self._before = before
         self._original: Callable[..., Any] = torch.nn.Module.__call__
-        self._is_installed = False
+        self._is_installed = self._is_inside = False
 
     def install(self) -> None:
         """See outermost calls from now on."""
@@ -42,14 +42,18 @@ class OutermostCalls:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module, and ``before`` it."""
-        if torch.compiler.is_compiling() or next(module.parameters(), None) is None:
+        # Code may have kept `model.__call__` from a time when this was installed, so that alone is no sign of it.
+        is_outermost = self._is_installed and not self._is_inside
+        if not is_outermost or torch.compiler.is_compiling() or next(module.parameters(), None) is None:
             return self._original(module, *args, **kwargs)
         # A global pre-hook would not get the named arguments, and would run for each module inside.
         self._set(self._original)
+        self._is_inside = True
         try:
             self._before(module, args, kwargs)
             return self._original(module, *args, **kwargs)
         finally:
+            self._is_inside = False
             if self._is_installed:
                 self._patch()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,9 +221,10 @@ class LiveConclusion:
         return True
 
 
-def newest_run(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the newest run in a frame."""
-    is_newest = frame["run"] == frame["run"].max()
+def newest_run(frame: pd.DataFrame, set_aside: Collection[int] = ()) -> pd.DataFrame:
+    """The rows of the newest run in a frame, if possible of one that is not ``set_aside``."""
+    runs = [run for run in frame["run"].unique() if run not in set_aside] or frame["run"]
+    is_newest = frame["run"] == max(runs, default=0)
     return frame if is_newest.all() else frame[is_newest].reset_index(drop=True)
 
 

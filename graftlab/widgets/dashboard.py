@@ -6,6 +6,7 @@ It shows the newest state at a bounded cost: each tick reads a limited number of
 from __future__ import annotations
 
 import html
+import threading
 from functools import partial
 
 import ipywidgets as widgets
@@ -81,7 +82,7 @@ class Dashboard(Panel):
         session = self.session
         ranks = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
         taps = tap_explorer.static_html(self._taps.found, with_figures)
-        return f"{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
+        return f"{self._judged.static_html()}{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 
     def _graft(self, text: str) -> None:
         """Add a tap to the b2t filter as if it had been typed there, so that a person can still change their mind."""
@@ -127,13 +128,25 @@ class VerdictView(Panel):
         # At the click the browser may still hold back the expression on the screen, so it is fetched first.
         ask = partial(self._expression.fetch, "judge", self.guarded(self._judge))
         self._button = self.button("Judge", "judge", tooltip, self._judge_jobs if self._of_jobs else ask)
-        self._open([row(self._expression, self._button), self._result])
+        self._stop: threading.Event | None = None
+        self._stop_button = self.button("■ Stop", "stop", "Stop the verdict, and restore the plan", self._press_stop)
+        self._open([row(self._expression, self._button, self._stop_button), self._result])
 
     def _show(self) -> None:
         # The message line is the parent's.
         closed = self.session.closed
         update(self._expression, disabled=closed or self._of_jobs)
         update(self._button, disabled=closed)
+        update(self._stop_button, disabled=closed or self._stop is None)
+
+    def static_html(self, with_figures: bool = False) -> str:
+        """The result that the page shows, for a saved notebook."""
+        result: str = self._result.value
+        return f'<div class="graftlab-verdict-text">{result}</div>' if result else ""
+
+    def _press_stop(self) -> None:
+        if self._stop is not None:
+            self._stop.set()
 
     def _judge_jobs(self) -> None:
         update(self._result, value="judging the jobs …")
@@ -149,10 +162,20 @@ class VerdictView(Panel):
         self.in_background(self._judge_now, expression)
 
     def _judge_now(self, expression: str | None) -> None:
+        stop = self._stop = threading.Event()
+        update(self._stop_button, disabled=False)
+        request = VerdictRequest(expression, expression, stop=stop, say=lambda text: self.say(text.strip()))
         try:
-            shown = judge(self.session, VerdictRequest(expression, expression))._repr_mimebundle_()["text/html"]
+            shown = judge(self.session, request)._repr_mimebundle_()["text/html"]
+        except KeyboardInterrupt:
+            # The message says that the plan is restored.
+            update(self._result, value="")
+            return
         except BaseException:
             # The panel's message shows why.
             update(self._result, value="")
             raise
+        finally:
+            self._stop = None
+            update(self._stop_button, disabled=True)
         update(self._result, value=shown)

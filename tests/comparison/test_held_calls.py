@@ -130,9 +130,11 @@ def test_only_outermost_calls_of_modules_with_parameters_are_seen() -> None:
     model, loss = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss()
     with OutermostCalls(lambda module, args, kwargs: seen.append(module)):
         loss(model(torch.ones(1, 2)), model(torch.ones(1, 2)))
+        kept = model.__call__
         with pytest.raises(RuntimeError):
             model(torch.ones(1, 3))
         model[0](torch.ones(1, 2))
+    kept(torch.ones(1, 2))
     model(torch.ones(1, 2))
     assert [id(each) for each in seen] == [id(model)] * 3 + [id(model[0])]
     assert nn.Module.__call__ is before

@@ -361,6 +361,18 @@ def test_a_dump_is_a_recording_in_its_own_order(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(recording)).world_size == 2
 
 
+def test_a_dump_knows_how_its_ranks_were_arranged(tmp_path: Path) -> None:
+    for rank in range(4):
+        info = {"tp_rank": rank % 2, "tp_size": 2, "cp_rank": rank // 2, "cp_size": 2, "pp_rank": 0, "pp_size": 1}
+        for index, dims in enumerate(("s[cp] b h[tp]", "s b h[tp]", "s[cp:backwards] h[tp]"), 1):
+            named = {"step": 0, "rank": rank, "dump_index": index, "name": f"x{index}"}
+            path = tmp_path / ("___".join(f"{key}={value}" for key, value in named.items()) + ".pt")
+            meta = {**named, "world_size": 4, "dims": dims, "megatron_parallel_info": info}
+            torch.save({"value": torch.ones(1, 1, 2), "meta": meta}, path)
+    layouts = [entry.layout for entry, _, _ in gl.Recording.open(tmp_path).taps(3)]
+    assert [None if each is None else each.mesh for each in layouts] == [[("cp", 2), ("tp", 2)], None, None]
+
+
 def test_parameters_of_a_dump_pair_with_tapped_ones(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     model(torch.ones(2)).backward()

@@ -119,8 +119,10 @@ def test_a_verdict_waits_for_jobs_that_have_not_joined(
     class Looks(LongWait):
         """Lets a rank join at each look: first the baseline's, then the target's, and then their run begins."""
 
-        def __init__(self, title: str, what: str, count: Any, total: int | None = None, where: Any = None) -> None:
-            super().__init__(title, what, count, total, where)
+        def __init__(
+            self, title: str, what: str, count: Any, total: int | None = None, where: Any = None, stop: Any = None
+        ) -> None:
+            super().__init__(title, what, count, total, where, stop)
             self.look = (total, where)
 
         def next_look(self, remaining: float | None) -> float:

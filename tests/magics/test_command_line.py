@@ -10,6 +10,7 @@ from IPython.core.error import UsageError
 from graftlab.control.session_plots import SessionPlots
 from graftlab.magics import command_line
 from graftlab.magics.command_line import COMMANDS, PLOT_KINDS
+from graftlab.magics.magics import GraftMagics
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -89,7 +90,8 @@ def test_every_option_may_stand_before_an_expression(name: str) -> None:
 
 def test_every_figure_of_a_session_is_a_kind_of_plot() -> None:
     figures = {name for name, value in vars(SessionPlots).items() if callable(value) and name[0] != "_"}
-    assert figures == set(PLOT_KINDS)
+    # That of a verdict has an option, --verdict.
+    assert figures == {*PLOT_KINDS, "verdict"}
 
 
 @pytest.mark.parametrize("document", ["magics.md", "plots.md"])
@@ -131,3 +133,12 @@ def test_a_kind_of_plot_refuses_arguments_that_it_does_not_take(kind: str, argum
 def test_a_noise_floor_for_one_tap_is_refused() -> None:
     with pytest.raises(UsageError, match="--noise-floor goes with the kinds divergence, over_steps, not with history"):
         command_line.parse("plot hidden --noise-floor 1e-5")
+
+
+def test_the_overview_and_the_magics_help_list_each_command_once_in_its_group() -> None:
+    overview = command_line.overview()
+    assert sorted(name for names in command_line.GROUPS.values() for name in names) == sorted(command_line.COMMANDS)
+    for name in command_line.COMMANDS:
+        assert overview.count(f"  %graft {name} ") == 1
+    assert overview.index("Compare:") < overview.index("%graft verdict") < overview.index("The plan:")
+    assert overview in (GraftMagics.graft.__doc__ or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -441,11 +442,40 @@ def test_behind_a_fault_grafts_bring_the_values_back(fault: str, llama: Port) ->
     assert len(doubtful) <= 5
 
 
+def test_an_interrupted_match_keeps_what_is_known(llama: Port) -> None:
+    wrong = copy.deepcopy(llama.target)
+    FAULTS["a wrong norm"](wrong)
+    runs, record = 0, grafting_runs(llama, wrong)
+
+    def stopped(grafts: tuple[Pair, ...]) -> tuple[Sequence[RecordedTap], Sequence[RecordedTap]]:
+        nonlocal runs
+        runs += 1
+        if runs == 2:
+            raise KeyboardInterrupt
+        return record(grafts)
+
+    proposal = match_in_rounds(stopped)
+    assert proposal.pairs == match_taps(*record(())).pairs
+    (notice,) = proposal.notices
+    assert notice.startswith("the match was interrupted, and this is what was known by then")
+    assert notice in repr(proposal)
+
+
 @pytest.mark.slow
 def test_a_fault_in_every_layer_is_paired_and_notes_how(llama: Port) -> None:
     wrong = copy.deepcopy(llama.target)
     in_every_layer(wrong)
-    proposal = match_in_rounds(grafting_runs(llama, wrong))
+    runs: list[set[tuple[str, str]]] = []
+    record = grafting_runs(llama, wrong)
+
+    def counted(grafts: tuple[Pair, ...]) -> tuple[Sequence[RecordedTap], Sequence[RecordedTap]]:
+        runs.append({(pair.baseline, pair.target) for pair in grafts})
+        return record(grafts)
+
+    proposal = match_in_rounds(counted)
+    # Nothing is run twice.
+    assert all(one != other for one, other in itertools.combinations(runs, 2))
+    assert len(runs) <= 10
     for n in range(LAYERS["llama"]):
         (pair,) = proposal.of_target(f"blocks.{n}.attention.o_proj")
         assert (pair.baseline, pair.sureness) == (f"model.layers.{n}.self_attn.o_proj", "rule")

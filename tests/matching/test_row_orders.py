@@ -222,7 +222,7 @@ def test_a_prefill_and_decode_steps_are_matched_with_one_pass_over_all_tokens() 
             for mine, theirs in (("q", "q"), ("attn", "out"), ("ffn", "mlp")):
                 call = f"#{step}" if step else ""
                 assert partners(proposal, f"layers.{n}.{mine}{call}") == {f"h.{n}.{theirs}"}, (step, n, mine)
-    assert "row 88 of 90" in proposal.notices[2]
+    assert proposal.notices[2].startswith("1 row is row 88 of 90, found at ")
 
 
 def test_a_decode_loop_is_matched_with_full_forwards_of_growing_length() -> None:

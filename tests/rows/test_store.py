@@ -606,6 +606,24 @@ def test_rows_are_decoded_while_the_mover_waits_for_a_pause_of_the_stream(
     assert store.frame()["order"].tolist() == list(range(90))
 
 
+def test_a_store_that_keeps_few_rows_makes_the_same_frames_and_holds_none(tmp_path: Path) -> None:
+    folders = tmp_path / "all", tmp_path / "few"
+    for folder in folders:
+        folder.mkdir()
+    store, few = RowStore(folders[0]), RowStore(folders[1], keep_rows=10)
+    for end in (8, 30, 60):
+        lines = [encode(row(order=order, run=order // 40)) for order in range(len(store), end)]
+        for each in (store, few):
+            each.append(lines)
+        held = few.frame()
+        same(held, store.frame())
+        same(few.frame(run=0), store.frame(run=0))
+        assert len(few._framed.block["step"]) == (8 if end == 8 else 0)
+        assert len(held) == end
+    store.close()
+    few.close()
+
+
 def test_rows_that_come_later_change_no_frame_that_is_shown(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     even = [row(order=order, note=str(order)) for order in range(0, 40, 2)]

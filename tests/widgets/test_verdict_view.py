@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from kit.deadline import DEADLINE
 from kit.pages import Browser, Screen
-from kit.support import reset
+from kit.support import reset, wait_until
 
 import graftlab as gl
+from graftlab.control.core import internals_of
+from graftlab.verdict.conclusion import newest_run
 from graftlab.widgets.dashboard import Dashboard
 
 pytestmark = pytest.mark.ranks
@@ -19,7 +22,9 @@ def session() -> Iterator[gl.Session]:
     with gl.launch(1, 1) as launched:
         launched.execute(
             "import torch, graftlab as gl\n"
-            "def f(): gl.tap('x', torch.ones(4) * (2 if gl.here().side == 'target' else 1))"
+            "def f(): gl.tap('x', torch.ones(4) * (2 if gl.here().side == 'target' else 1))\n"
+            "def endless():\n"
+            "    while True: gl.step()"
         )
         yield launched
 
@@ -62,3 +67,37 @@ def test_an_expression_that_cannot_be_judged_is_reported_in_the_panel(
     assert why in screen.message
     assert "x is computed differently" in judge(screen, "f()")
     assert screen.message == "", "what was wrong with the expression before"
+
+
+def test_a_verdict_of_the_panel_is_kept_in_the_saved_notebook_and_the_session(screen: Screen) -> None:
+    session, before = screen.panel.session, len(screen.panel.session.verdicts)
+    judge(screen, "f()")
+    assert "x is computed differently" in screen.panel.static_html()
+    [verdict] = session.verdicts[before:]
+    assert verdict.named == ["x"]
+    assert "x is computed differently" in session.report(session.folder / "report.html").read_text()
+
+
+def test_after_a_verdict_the_figure_and_the_frame_show_its_plain_run(screen: Screen) -> None:
+    judge(screen, "f()")
+    screen.panel.refresh()
+    session = screen.panel.session
+    assert session.runs[-1].number > min(internals_of(session).set_aside)
+    shown = newest_run(session.frame, internals_of(session).set_aside)
+    assert set(shown["status"]) == {"compared"}
+    assert "grafted" not in screen.shown("verdict")
+    assert "first divergent: x" in screen.shown("verdict")
+
+
+def test_the_stop_button_ends_a_verdict_and_restores_the_plan(screen: Screen) -> None:
+    session = screen.panel.session
+    runs, before = len(session.runs), session.plan
+    # The page's messages are read once nothing is busy, so the view is told directly.
+    screen.panel._judged._judge("endless()")
+    wait_until(lambda: len(session.runs) > runs and session.runs[-1].steps > 0, "its first run")
+    screen.click("stop")
+    screen.settle()
+    assert screen.message == "the verdict was stopped in run 1; the plan from before is in force again"
+    assert session.runs[-1].wait_steps(10**9, timeout=DEADLINE).done
+    assert (session.plan.b2t, session.plan.compare) == (before.b2t, before.compare)
+    assert "x is computed differently" in judge(screen, "f()")

@@ -40,10 +40,16 @@ class _TorchWatcher:
 def _prepare(base: Any) -> None:
     """Pass the first call of a module with parameters to graftlab."""
     call = base.__call__
+    has_begun = False
 
     def first_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal has_begun
+        if has_begun:
+            # Code that kept `model.__call__` from before, as generate() does.
+            return base.__call__(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
+        has_begun = True
         base.__call__ = call
         return _graftlab().begin_from_environment(module, args, kwargs)
 

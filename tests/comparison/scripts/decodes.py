@@ -49,9 +49,11 @@ class Model(nn.Module):
 
 
 model, seen = Model(), []
+# As generate() of transformers does, from before the first call.
+call = model.__call__
 ids = torch.randint(0, 50, (1, 5))
 with torch.inference_mode():
     for _ in range(4):
-        ids = model(ids, seen=seen)["logits"][:, -1:].argmax(-1)
+        ids = call(ids, seen=seen)["logits"][:, -1:].argmax(-1)
         print("token", ids.item())
 print("cached", model.layers[0].length, len(seen))
