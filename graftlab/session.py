@@ -406,7 +406,8 @@ class Session(SessionCore):
         anyway, and each round is another step, in which a plan of the match's own grafts. Those grafts make rows, and
         the target's job continues with the grafted values, except for weights and states of optimizers.
 
-        The :class:`Proposal` shows the pairs, how sure each is, and the taps without a partner with the reason. To
+        The :class:`Proposal` shows the pairs, how sure each is, and the taps without a partner with the reason; its
+        ``notices`` name rows that one side has in another order. After an interrupt it has what was known by then. To
         apply it: ``session.edit(pairs=proposal)``. Raises what :meth:`run` raises.
 
         >>> def mine(x):

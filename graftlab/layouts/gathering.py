@@ -65,17 +65,17 @@ class Gather:
             ]
         )
 
-    @property
+    @cached_property
     def leaves_out(self) -> str | None:
         left = math.prod(self.of) - len({row for row in self.rows.tolist() if row >= 0})
         return f"{left} of {math.prod(self.of)} rows" if left else None
 
-    @property
+    @cached_property
     def lacks(self) -> bool:
         """Whether some of the places have no row of the whole."""
         return any(first < 0 for first, _ in self.runs)
 
-    @property
+    @cached_property
     def text(self) -> str:
         return call("gather", of=list(self.of), runs=[list(run) for run in self.runs], into=list(self.into))
 

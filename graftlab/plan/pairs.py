@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from graftlab.base.sources import parse_expression
@@ -60,7 +60,7 @@ class PairRule:
                 f"pairs: {self.baseline!r} and {self.target!r} must have the same numbers in braces, such as {{n}}"
             )
         try:
-            layout = parse_layout(self.layout)
+            layout = _parsed(self.layout) if isinstance(self.layout, str) else parse_layout(self.layout)
             f"{self.baseline}{self.target}".encode()
         except (LayoutError, UnicodeEncodeError) as error:
             raise PlanError(f"pairs: {self.baseline!r} and {self.target!r}: {error}") from error
@@ -68,7 +68,7 @@ class PairRule:
 
     @cached_property
     def parsed(self) -> Layout:
-        return parse_layout(self.layout)
+        return _parsed(self.layout)
 
     @cached_property
     def is_pattern(self) -> bool:
@@ -89,6 +89,12 @@ class PairRule:
             return None
         both = _filled(self.baseline, numbers), _filled(self.target, numbers)
         return None if both[0] is None or both[1] is None else (both[0], both[1])
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Layout:
+    """The layout of a text. Many pairs share one, which may list the rows of a whole batch."""
+    return parse_layout(text)
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -38,16 +38,25 @@ def by_layout(graft_input: GraftTransformInput) -> Outcome:
     tensor([0., 1., 2., 3.])
     """
     given, note = _usable(graft_input)
+    try:
+        return _noted(_outcome(given), note)
+    except TransformError as error:
+        if note is None:
+            raise
+        # Often the reason: without its names, a tensor may fit no shape.
+        raise TransformError(f"{error}; {note}") from error
+
+
+def _outcome(given: GraftTransformInput) -> Outcome:
     if given.layout is None and given.pair is None and not any(given.received_layouts):
         outcome = default_transform(given)
-        outcome = replace(outcome, layout=INFERRED) if outcome.aligned_by else outcome
-        return _noted(outcome, note)
+        return replace(outcome, layout=INFERRED) if outcome.aligned_by else outcome
     try:
-        return _noted(_by_layout(given), note)
+        return _by_layout(given)
     except LayoutError as error:
         raise TransformError(
-            f"{error} (from {[list(t.shape) for t in graft_input.received_list]} of senders {graft_input.senders} to "
-            f"{list(graft_input.target.shape)} on rank {graft_input.recv_rank}); if the layout is wrong, declare it "
+            f"{error} (from {[list(t.shape) for t in given.received_list]} of senders {given.senders} to "
+            f"{list(given.target.shape)} on rank {given.recv_rank}); if the layout is wrong, declare it "
             f"with gl.tap(layout=...) or the plan's pairs, or give the plan a transform: `{SIGNATURE}`"
         ) from error
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graftlab.errors import LayoutError
+from graftlab.errors import LayoutError, TransformError
 from graftlab.layouts import Layout, Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
 from graftlab.transforms import GraftTransformInput
@@ -418,3 +418,9 @@ def test_names_that_cannot_be_used_are_left_out_with_a_note() -> None:
     assert torch.equal(found.value, WHOLE)
     assert (found.aligned_by, found.layout) == ("concat dim=0", INFERRED)
     assert "the names of dimensions were not used: s[cp] b h[tp]: it is unknown how 2 ranks" in (found.note or "")
+    with pytest.raises(
+        TransformError, match=r"cannot make a tensor of shape .*; the names of dimensions were not used"
+    ):
+        by_layout(
+            dataclasses.replace(given, target=WHOLE[:3, :1] * 0, received_layouts=[rank_layout(WHOLE, text, 2)] * 2)
+        )
