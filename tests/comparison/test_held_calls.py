@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -237,6 +238,7 @@ def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:
         (["python a.py", "python b.py", "--inputs", "d.py:x"], "--inputs is for two functions"),
         (["python a.py", "python b.py", "--ranks", "2"], "give two numbers"),
         (["python a.py", "python b.py", "--calls", "0"], "give at least 1"),
+        (["a.py:f", "a.py:g", "--compiled"], "leave TARGET out"),
         (["python 'a.py", "python b.py"], "is no command"),
     ],
 )
@@ -289,6 +291,25 @@ def test_models_without_a_name_in_common_are_matched_and_judged() -> None:
         assert comparison.match is not None
         assert "in layer 1 of 0-2" in comparison.text
         assert len(comparison.named) == 1
+
+
+@pytest.mark.ranks
+def test_a_function_is_compared_with_its_compiled_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "compiled_in_test.py"
+    path.write_text(
+        "import torch\nx = torch.ones(2, 4)\n"
+        "def load():\n    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.GELU())\n"
+        "def wrong(x):\n    return x * (2.0 if torch.compiler.is_compiling() else 1.0)\n"
+    )
+    answers = []
+    for name in ("load", "wrong"):
+        words = [f"{path}:{name}", "--compiled", "--backend", "eager", "--inputs", f"{path}:x"]
+        code = main(["compare", *words, "--json", "--folder", str(tmp_path / name)])
+        answers.append((code, json.loads(capsys.readouterr().out)))
+    (right, found), (differs, other) = answers
+    assert (right, found["answer"]) == (0, "agree")
+    assert "Compiled, its result is equal to the eager one" in found["text"]
+    assert (differs, other["answer"]) == (1, "differ")
 
 
 def fused() -> nn.Module:
