@@ -31,6 +31,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -179,6 +181,43 @@ class RunError(SessionError):
     def __init__(self, message: str, failures: dict[str, str] | None = None) -> None:
         super().__init__(message)
         self.failures = failures or {}
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the message in IPython without torch's frames; a notebook shows the whole one behind a line."""
+        text = f"{type(self).__name__}: {self}"
+        shown, hidden = without_torch(text)
+        if hidden:
+            _show_folded(f"the whole traceback, with {hidden} frames of torch", text)
+        return [shown]
+
+
+# A frame of a formatted traceback: its first line, and its source with marks below it.
+_OF_TORCH = re.compile(
+    r'(?:^ *File "[^"\n]*[/\\]site-packages[/\\]torch[/\\][^"\n]*", line .*\n(?:^ {4,}(?!File ").*\n)*)+', re.MULTILINE
+)
+
+
+def without_torch(traceback: str) -> tuple[str, int]:
+    """A formatted traceback with a line instead of torch's frames one after the other, and how many those are."""
+    hidden = 0
+
+    def line(found: re.Match[str]) -> str:
+        nonlocal hidden
+        frames = len(re.findall(r'^ *File "', found[0], re.MULTILINE))
+        hidden += frames
+        return f"  ... {frames} {'frame' if frames == 1 else 'frames'} of torch\n"
+
+    return _OF_TORCH.sub(line, traceback), hidden
+
+
+def _show_folded(title: str, text: str) -> None:
+    """Show a text in a notebook behind a line that expands; do nothing elsewhere."""
+    ipython = sys.modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython is not None else None
+    if getattr(shell, "kernel", None) is None:
+        return
+    folded = f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
+    shell.display_pub.publish({"text/html": folded, "text/plain": title})
 
 
 class WaitInterrupted(KeyboardInterrupt):

@@ -115,7 +115,7 @@ class LineSearch:
             _Traced(
                 group,
                 {str(name): value for name, value in row.items()},
-                WantedCall(row["name"], row["tags"], int(row["step"]), int(row["occurrence"])),
+                WantedCall(row["name"], row["tags"], int(row["step"]), int(row["occurrence"]), int(row["order"])),
                 row is worst,
             )
             for row in chosen

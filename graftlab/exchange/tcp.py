@@ -336,7 +336,9 @@ class RouterSocket:
             else:
                 self._to_close.add(descriptor)
                 if event["event"] == zmq.EVENT_ACCEPTED:
-                    self._strangers.add(descriptor)
+                    # Not where its first frame was read before this event.
+                    if descriptor not in self._by_descriptor:
+                        self._strangers.add(descriptor)
                 elif event["event"] == zmq.EVENT_CONNECTED:
                     self._note_reached(event["endpoint"].decode(), descriptor)
         return ended

@@ -44,7 +44,9 @@ def recompute_status() -> RecomputeStatus:
     return "recompute" if is_backward() and torch.is_grad_enabled() else "original"
 
 
-_CHECKPOINTING = re.compile(r"(torch/utils/checkpoint|megatron/core/tensor_parallel/random|/checkpointing)\.py$")
+_CHECKPOINTING = re.compile(
+    r"/(torch/utils/checkpoint|megatron/core/tensor_parallel/random|activation_checkpointing/checkpointing)\.py$"
+)
 
 
 def is_checkpointed() -> bool:

@@ -37,8 +37,8 @@ class LostOperation:
     marks one whose result the other side has in another order or with other signs, which may be meant, and ``is_later``
     one that depends on another lost one. ``lacks_sum`` marks one whose results on the ranks would have to be summed to
     give the other side's. ``state`` are the names of tensors that existed before, which the operation reads and the
-    other side does not have. ``partner`` is the index of the other side's lost operation that reads the same and gives
-    the same shape.
+    other side does not have. ``partner`` is the index of the other side's operation that reads the same and gives the
+    same shape.
     """
 
     operation: TracedOperation
@@ -445,9 +445,22 @@ def _with_partners(
             and _reads_the_same(each.operation, found.operation, trace, other, tolerance)
         ]
         same = [found for found in alike if found.operation.name == each.operation.name] or alike
-        candidates[each.operation.index] = tuple(sorted(found.operation.index for found in same))
+        # An operation that changes nothing on its side is not lost there.
+        found_by_name = (
+            []
+            if same or each.is_later
+            else [
+                found.index
+                for found in other.operations
+                if found.name == each.operation.name
+                and not found.only_arranges
+                and _shape_of(found, other) == shape
+                and _reads_the_same(each.operation, found, trace, other, tolerance)
+            ]
+        )
+        candidates[each.operation.index] = tuple(sorted([*(o.operation.index for o in same), *found_by_name]))
     partners: dict[int, int] = {}
-    for found in set(candidates.values()):
+    for found in {each for each in candidates.values() if each}:
         # A line may run several times on the same values, as for queries and keys: in the same order on both sides.
         own = sorted(index for index, same in candidates.items() if same == found)
         if len(own) == len(found):

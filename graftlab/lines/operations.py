@@ -15,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
 from graftlab.lines.frames import SourceFrame, StackEntry, is_of_model_code, model_entry, stack_entries
 from graftlab.lines.state import path_of
+from graftlab.taps.untraced import outside_compiled_code
 
 MOST_OPERATIONS = 50_000
 SORT_BUDGET = 1 << 25
 """The elements that one recording sorts for fingerprints: a few seconds of one processor core."""
+LARGE = 1 << 16
+"""A tensor of more elements is large; see :class:`OperationRecorder`."""
 NUMBER_BUDGET = 1 << 29
 """The elements that one recording reads for fingerprints at all."""
 
@@ -101,9 +104,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of this thread while it is entered and not paused.
 
     Only fingerprints are kept, of each tensor that is read, so memory does not grow with their size. ``only`` limits
-    fingerprints to these values, by number. While ``is_open`` is False, operations pass unrecorded. ``replaced`` are
-    functions by the index of an operation: each receives the operation's first result, and returns the one to continue
-    with.
+    fingerprints to these values, by number; while ``takes_large`` is False, large tensors have none. While ``is_open``
+    is False, operations pass unrecorded. ``replaced`` are functions by the index of an operation: each receives the
+    operation's first result, and returns the one to continue with.
 
     >>> from graftlab.lines.operations import OperationRecorder
     >>> with OperationRecorder() as recorder:
@@ -120,6 +123,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.over_budget: set[int] = set()
         """The values whose fingerprints exceeded the budget."""
         self.is_open = True
+        self.takes_large = True
         self.is_cut_short = False
         """Whether there were too many operations to record them all."""
         self.replaced: dict[int, Any] = {}
@@ -144,6 +148,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Or torch imports its compiler, which takes seconds, to keep it from compiling the next method.
         return False
 
+    @outside_compiled_code
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -197,7 +202,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._number(tensor, None)
         if number not in self.fingerprints and (self._only is None or number in self._only):
             size = tensor.numel()
-            if size > self._numbers:
+            left_out = size > LARGE and not self.takes_large and self._only is None
+            if size > self._numbers or left_out:
                 self.over_budget.add(number)
             elif _is_plain(tensor):
                 self._numbers -= size

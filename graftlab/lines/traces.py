@@ -14,12 +14,16 @@ from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
 
 @dataclass(frozen=True)
 class WantedCall:
-    """One call of a tap: by the name and the tags of its pair, the step from the run's first, and the occurrence."""
+    """One call of a tap: by the name and the tags of its pair, the step from the run's first, and the occurrence.
+
+    ``order`` is about how many taps the step has reached by then.
+    """
 
     name: str
     tags: Mapping[str, Any]
     step: int
     occurrence: int
+    order: int = 0
 
     def is_at(self, which: TapIdentity, step: int, occurrence: int) -> bool:
         """Return whether a tap's call is this one."""

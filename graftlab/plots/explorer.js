@@ -576,6 +576,12 @@ export default {
     const view = mount(el, (what, value) => model.send({ what, value }));
     const show = () => view.show({ ...model.get("taps"), ...model.get("figures") });
     model.on("change:figures", show);
+    // The pair is a widget of its own, below a table that may fill the screen.
+    model.on("msg:custom", ({ what }) => {
+      if (what !== "opened") return;
+      const around = el.closest(".graftlab-dashboard") ?? el.getRootNode();
+      requestAnimationFrame(() => around.querySelector(".graftlab-pair")?.scrollIntoView({ block: "nearest" }));
+    });
     show();
   },
 };

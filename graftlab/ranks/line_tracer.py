@@ -22,6 +22,8 @@ from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import ambient, here
 from graftlab.taps.routing import handled_by
 
+_TAPS_BEFORE = 40
+
 LINE_TAP = "graftlab.line"
 """The beginning of the names of taps at operations, which confirm a line."""
 
@@ -60,6 +62,7 @@ class _LineTracer:
 
     def __init__(self, request: TraceRequest) -> None:
         self.recorder = OperationRecorder(request.only)
+        self.recorder.takes_large = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
         self._request = request
         me = here()
@@ -71,6 +74,7 @@ class _LineTracer:
         self._first_step = grafter.next_step - 1
         self._step = 0
         self._reached: Counter[TapIdentity] = Counter()
+        self._taps = 0
         self._last = max((each.step for each in request.wanted), default=-1)
         for index, name in request.shown.items():
             self.recorder.replaced[index] = lambda result, name=name: self._show(name, result)
@@ -99,8 +103,13 @@ class _LineTracer:
         moment = self._grafter.moment
         step = 0 if moment is None else moment[1] - self._first_step
         if step != self._step:
-            self._step = step
+            self._step, self._taps = step, 0
             self._reached.clear()
+        self._taps += 1
+        # Of a large model, few tensors lead to a tap. Where one further back does, another run takes its fingerprint.
+        self.recorder.takes_large = any(
+            each.step == self._step and each.order - _TAPS_BEFORE <= self._taps for each in self._request.wanted
+        )
 
     def _note(self, name: str, tags: Mapping[str, Any], own: torch.Tensor) -> None:
         """Keep the operations before this call if it is a wanted one."""

@@ -228,6 +228,9 @@ class InsideTaps:
             for inner in module.modules():
                 scopes.setdefault(inner, None)
         self._scopes = scopes
+        # One for all modules, so that a compiled model has one warning.
+        first = f"{next(iter(chosen), '') or 'model.'}*"
+        self._label = first if len(chosen) < 2 else f"{first} and those of {len(chosen) - 1} more modules"
         self._handles = [
             handle
             for module in scopes
@@ -254,8 +257,8 @@ class InsideTaps:
             if scope is not None:
                 torch.ops.graftlab.skip_(
                     compiled.clock,
-                    f"{scope.path}*",
-                    "compiled code has no lines of source; for taps inside this module, run it without torch.compile",
+                    self._label,
+                    "compiled code has no lines of source; for taps inside a module, run it without torch.compile",
                 )
             return
         if scope is not None and not taps.may_take(scope.path):

@@ -113,7 +113,16 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
                 plan = session.edit(keep=wanted)
                 self._panel.say(f"Plan {plan.version} keeps {line.name}; tensors arrive with the next step.", "good")
         elif what == "open":
+            where = f"{line.row.side}[{line.row.rank}]"
+            self._show_pair(
+                f'<div role="status">Waiting for {where}, which keeps the newest pair of {_name(line)} …</div>'
+            )
             self._panel.in_background(self._open, line)
+
+    def _show_pair(self, shown: str) -> None:
+        """Show this where the person looks: the browser scrolls to it."""
+        update(self._pair, value=shown)
+        self.view.send({"what": "opened"})
 
     def _open(self, line: TapSummary) -> None:
         """Show a kept pair, or explain how to keep one."""
@@ -126,10 +135,10 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
                 "values and differences": plot.histogram(option.name, **chosen),
             }
         except GraftError as error:
-            update(self._pair, value=f'<div class="bad">{html.escape(str(error))}</div>{_KEEP_IT}')
+            self._show_pair(f'<div class="bad">{html.escape(str(error))}</div>{_KEEP_IT}')
             return
         shown = [to_html(figure, f"{line.name}: {what}. {in_words(figure)}") for what, figure in pictures.items()]
-        update(self._pair, value=STYLE + self._step_note(option, line) + "".join(shown))
+        self._show_pair(STYLE + self._step_note(option, line) + "".join(shown))
 
     def _step_note(self, option: TapOption, line: TapSummary) -> str:
         """A warning if the newest kept pair is older than the row in the table."""
@@ -143,6 +152,10 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
             return ""
         note = f"This pair is from step {max(steps)}. The table shows step {line.row.step}, but no pair of it is kept."
         return f'<div class="bad">{note}</div>'
+
+
+def _name(line: TapSummary) -> str:
+    return html.escape(line.name)
 
 
 _KEEP_IT = '<div class="quiet">“Keep this tap” keeps its tensors from the next step on.</div>'

@@ -113,3 +113,16 @@ def test_few_large_values_do_not_hide_differences_in_the_others() -> None:
     other = x * 1.001
     other[3] = 1e7
     assert agreement(fingerprint(x), fingerprint(other), 1e-5) == DIFFERENT
+
+
+def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() -> None:
+    x = drawn(300, 300)
+    far = OperationRecorder()
+    far.takes_large = False
+    with far:
+        (x * 2).sum()
+    assert far.over_budget == {0, 1}
+    again = OperationRecorder(only=frozenset({1}))
+    with again:
+        (x * 2).sum()
+    assert set(again.fingerprints) == {1}

@@ -1,7 +1,8 @@
-"""Faults planted in copies of transformers' source: the truth is the edited line, and a verdict is to find it."""
+"""Faults planted in copies of public models' source: the truth is the edited line, and a verdict is to find it."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import sys
@@ -14,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from kit import public_ports
 
 import graftlab as gl
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.soak, pytest.mark.timeout(900)]
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -30,7 +32,7 @@ SIZES = {
     "initializer_range": 0.3,
     "pad_token_id": 0,
 }
-MORE = {
+MORE: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "gpt2": {},
     "bert": {},
@@ -106,26 +108,47 @@ FAULTS = [
     ),
     Planted("gemma2", "output = output * (1.0 + self.weight.float())", "output = output * self.weight.float()"),
     Planted("gemma2", "attn_weights = torch.tanh(attn_weights)", "attn_weights = torch.sigmoid(attn_weights)"),
+    Planted("litgpt", "roped = (x * cos) + (rotated * sin)", "roped = (x * cos) - (rotated * sin)"),
+    Planted("litgpt", "scale = scale * self.mscale * self.mscale", "scale = scale * 1.3"),
+    Planted("litgpt", "x = self.transformer.wte(idx)", "x = self.transformer.wte(idx).bfloat16().float()"),
+    Planted("timm", "x = x + pos_embed", "x = x + pos_embed.flip(1)", "original timm"),
+    Planted("timm", "x = x + self.drop_path2(", "x = x + 0.95 * self.drop_path2("),
+    Planted("timm", "x = x.mean(dim=1)", "x = x.amax(dim=1)"),
 ]
+EFFECTS = {"scale = scale * 1.3": "y = F.scaled_dot_product_attention("}
+"""For a number that Python computes: the line at which it takes effect."""
+
+
+def module_of(family: str) -> str:
+    return {"timm": "timm.models.vision_transformer", "litgpt": "litgpt.model"}.get(
+        family, f"transformers.models.{family}.modeling_{family}"
+    )
 
 
 def source_of(family: str) -> str:
     """The family's file as a module outside its package."""
-    found = importlib.util.find_spec(f"transformers.models.{family}.modeling_{family}")
+    name = module_of(family)
+    try:
+        public_ports.declare_vision_operators()
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed: pip install 'graftlab[pairs]'")
     assert found is not None
     assert found.origin is not None
     text = Path(found.origin).read_text(encoding="utf-8")
     text = re.sub(r"^from \.\.\.(\S*)", lambda m: f"from transformers.{m[1]}".rstrip("."), text, flags=re.MULTILINE)
-    return re.sub(r"^from \.(?=\w)", f"from transformers.models.{family}.", text, flags=re.MULTILINE)
+    return re.sub(r"^from \.(?=\w)", f"from {name.rpartition('.')[0]}.", text, flags=re.MULTILINE)
 
 
 def planted(fault: Planted, folder: Path) -> tuple[Path, int]:
     """Write the edited copy; returns it and the number of its wrong line."""
     text = source_of(fault.family)
     begin = text.index(fault.old, text.index(fault.after) if fault.after else 0)
-    path = folder / f"modeling_{fault.family}.py"
-    path.write_text(text[:begin] + fault.new + text[begin + len(fault.old) :], encoding="utf-8")
-    return path, text.count("\n", 0, begin) + 1
+    text = text[:begin] + fault.new + text[begin + len(fault.old) :]
+    path = folder / f"{module_of(fault.family).rpartition('.')[2]}.py"
+    path.write_text(text, encoding="utf-8")
+    effect = EFFECTS.get(fault.new)
+    return path, text.count("\n", 0, begin if effect is None else text.index(effect, begin)) + 1
 
 
 def loaded(path: str) -> ModuleType:
@@ -139,20 +162,42 @@ def loaded(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def run(family: str, path: str, attention: str) -> Any:
-    """The right model on the baseline, that of the copy on the target, with the same weights."""
-    import transformers
-
-    warnings.simplefilter("ignore")
-    me = gl.here()
-    is_target = me is not None and me.side == "target"
-    name = CLASSES[family]
-    sizes = {**SIZES, **MORE[family]}
+def made(family: str, module: Any, attention: str) -> torch.nn.Module:
+    """A small model of a family, from the classes of this module."""
+    if family == "timm":
+        model: torch.nn.Module = module.VisionTransformer(
+            img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=4, num_classes=7, global_pool="avg"
+        )
+        return model
+    if family == "litgpt":
+        sizes = {"n_layer": 3, "n_head": 4, "n_query_groups": 2, "n_embd": 48, "intermediate_size": 80}
+        config = importlib.import_module("litgpt").Config(
+            block_size=64,
+            padded_vocab_size=96,
+            mlp_class_name="LLaMAMLP",
+            norm_class_name="RMSNorm",
+            rotary_percentage=1.0,
+            **sizes,
+        )
+        model = module.GPT(config)
+        return model
+    sizes = SIZES | MORE[family]
     if family == "gpt2":
         sizes |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-    config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation="eager" if is_target else attention)
+    name = CLASSES[family]
+    config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation=attention)
+    model = getattr(module, f"{name}Model")(config)
+    return model
+
+
+def run(family: str, path: str, attention: str) -> Any:
+    """The right model on the baseline, that of the copy on the target, with the same weights."""
+    warnings.simplefilter("ignore")
+    public_ports.declare_vision_operators()
+    me = gl.here()
+    is_target = me is not None and me.side == "target"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}Model")(config).eval()
+    model = made(family, importlib.import_module(module_of(family)), attention).eval()
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         if weight.ndim == 1:
@@ -160,11 +205,15 @@ def run(family: str, path: str, attention: str) -> Any:
         elif not weight.any():
             weight.data = 0.5 * torch.randn(weight.shape, generator=generator)
     if is_target:
-        right, model = model, getattr(loaded(path), f"{name}Model")(config).eval()
+        right, model = model, made(family, loaded(path), "eager").eval()
         model.load_state_dict(right.state_dict())
-    ids = torch.randint(1, 96, (2, 12), generator=generator)
+    given = torch.randint(1, 96, (2, 12), generator=generator)
+    if family == "timm":
+        given = torch.randn(2, 3, 32, 32, generator=generator)
+    more = {"use_cache": False} if family in CLASSES and family != "bert" else {}
     with torch.no_grad(), gl.watch(model):
-        return model(ids, use_cache=False)[0] if family != "bert" else model(ids)[0]
+        found = model(given, **more)
+        return found if isinstance(found, torch.Tensor) else found[0]
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +238,9 @@ def test_the_edited_line_is_among_the_first_three(fault: Planted, session: gl.Se
     assert set(zip(confirmed["file"], confirmed["line"], strict=True)) <= {(str(path), line)}, verdict
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("family", [*CLASSES, "litgpt", "timm"])
 def test_an_unedited_copy_with_another_attention_has_no_lines(family: str, session: gl.Session, tmp_path: Path) -> None:
-    path = tmp_path / f"modeling_{family}.py"
+    path = tmp_path / f"{module_of(family).rpartition('.')[2]}.py"
     path.write_text(source_of(family), encoding="utf-8")
     attention = "eager" if family == "gemma2" else "sdpa"
     verdict = session.verdict(run, run, args=(family, str(path), attention))

@@ -251,6 +251,7 @@ def test_the_figure_names_selects_opens_keeps_and_grafts_a_tap(screen: Screen) -
     expect(board.locator(".gle .chosen b")).to_have_text("hidden layer=1")
     board.locator(".gle button.open").click()
     expect(board.locator(".graftlab-pair .graftlab-on-light")).to_have_count(2)
+    expect(board.locator(".graftlab-pair .graftlab-on-light").first).to_be_in_viewport()
     screen.lab.screenshot("dashboard-divergence", of=board)
 
     canvas.focus()
