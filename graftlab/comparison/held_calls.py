@@ -96,8 +96,10 @@ def judge_held_calls(
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
     if answer == "agree" and without_taps:
         answer = "differ"
-    if answer == "inconclusive" and trusted and not results.compared and not len(verdict.frame):
-        remarks.append("Neither a tap nor a result of the two calls could be compared.")
+    if answer == "inconclusive" and trusted and not results.compared:
+        remarks.append(
+            "The results of the two calls could not be compared, so the taps that agree do not clear the target."
+        )
     remarks += without_taps
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -16,12 +17,13 @@ from torch import nn
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison.command import command_of, ranks_of_command
-from graftlab.comparison.held_calls import names_pair
+from graftlab.comparison.held_calls import answer_of, names_pair
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs import held_script
 from graftlab.ranks.held_call import CallDescription, FunctionInFile, HeldCall, WatchChoice, arguments_of
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
+from graftlab.verdict.wording import Findings
 
 # ---- state ----------------------------------------------------------------------------------------------------------
 
@@ -199,6 +201,11 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
     assert rank.held[0].others == ({"Sequential": 1} if wanted else {})
 
 
+def taps_of(name: str, label: str = "clean") -> pd.DataFrame:
+    """The frame of a verdict with one tap."""
+    return pd.DataFrame({"name": [name], "group": [name], "label": [label], "ratio": [0.5]})
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +264,31 @@ def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> No
 
     assert names_pair(call("a", "b", "c"), call("a", "b", "c", "d"))
     assert not names_pair(call("a", "b", "c"), call("a", "x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("found", "trusted", "results_compared", "answer"),
+    [
+        ({}, True, True, "agree"),
+        ({"frame": taps_of("output.logits")}, True, False, "agree"),
+        # Taps in the middle clear nothing.
+        ({}, True, False, "inconclusive"),
+        ({"frame": taps_of("a").iloc[:0]}, True, True, "inconclusive"),
+        ({"failed": ["A stage failed."]}, True, True, "inconclusive"),
+        ({"not_repeated": ["a"]}, True, True, "inconclusive"),
+        ({"target_not_repeated": ["a"]}, True, True, "inconclusive"),
+        ({}, False, True, "inconclusive"),
+        ({"frame": taps_of("a", label="culprit")}, True, True, "differ"),
+        ({"unexplained": ["The returned value differs."]}, True, True, "differ"),
+        ({"data": ["The weights already differ."]}, True, True, "differ"),
+        ({"frame": taps_of("a", label="culprit")}, False, True, "inconclusive"),
+    ],
+)
+def test_only_what_was_compared_to_its_end_agrees(
+    found: dict[str, Any], trusted: bool, results_compared: bool, answer: str
+) -> None:
+    findings = Findings(**{"frame": taps_of("a"), "threshold": 5.0, "target_ranks": 1, **found})
+    assert answer_of(findings, trusted=trusted, results_compared=results_compared) == answer
 
 
 # ---- functions on ranks ---------------------------------------------------------------------------------------------
