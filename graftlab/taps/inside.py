@@ -88,8 +88,9 @@ class _OperationTapMode(TorchFunctionMode):
             return result
         caller = sys._getframe(1)
         found = scope.names.of(func, caller)
-        # An unnamed view shows the numbers of the tap before it once more.
-        if found is None or (not found.is_plain and written is None and _is_view(value, args)):
+        # A summand of a sum over ranks is no value of the other side, and a graft would be summed. An unnamed view
+        # shows the numbers of the tap before it once more.
+        if found is None or found.is_summand or (not found.is_plain and written is None and _is_view(value, args)):
             return result
         if (why := _hidden_by(caller, scope)) is not None:
             _warn_of_hidden(scope, why)
@@ -228,6 +229,9 @@ class InsideTaps:
             for inner in module.modules():
                 scopes.setdefault(inner, None)
         self._scopes = scopes
+        # One for all modules, so that a compiled model has one warning.
+        first = f"{next(iter(chosen), '') or 'model.'}*"
+        self._label = first if len(chosen) < 2 else f"{first} and those of {len(chosen) - 1} more modules"
         self._handles = [
             handle
             for module in scopes
@@ -254,8 +258,8 @@ class InsideTaps:
             if scope is not None:
                 torch.ops.graftlab.skip_(
                     compiled.clock,
-                    f"{scope.path}*",
-                    "compiled code has no lines of source; for taps inside this module, run it without torch.compile",
+                    self._label,
+                    "compiled code has no lines of source; for taps inside a module, run it without torch.compile",
                 )
             return
         if scope is not None and not taps.may_take(scope.path):

@@ -81,10 +81,17 @@ def test_a_report_has_failed_transforms_with_their_tracebacks(session: gl.Sessio
 
 def test_a_report_has_the_newest_verdict(session: gl.Session, tmp_path: Path) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
-        return gl.tap("out", gl.tap("hidden", x * 2).sum())
+        by = 2 if gl.here().side == "baseline" else 3
+        return gl.tap("out", gl.tap("hidden", x * by).sum())
 
-    verdict = session.verdict(f, f, args=(torch.ones(4),))
-    assert verdict.text.split("\n")[0] in words(page(session, tmp_path))
+    verdict = session.verdict(f, f, args=(torch.arange(16.0),))
+    written = page(session, tmp_path)
+    assert verdict.text.split("\n")[0] in words(written)
+    # The source of both sides, and no link: the page is read elsewhere.
+    marked = [html.unescape(each) for each in re.findall("<mark>(.*?)</mark>", written)]
+    number = f.__code__.co_firstlineno + 2
+    assert marked == [f'▶ {number:>3}          return gl.tap("out", gl.tap("hidden", x * by).sum())'] * 2
+    assert "commandlinker" not in written
 
 
 def test_a_report_has_values_of_tensors_only_on_request(session: gl.Session, tmp_path: Path) -> None:
