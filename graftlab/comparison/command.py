@@ -40,7 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.error = lambda message: _refuse(parser, message)  # type: ignore[method-assign]
     side = "a script, a command in quotes, or FILE.py:FUNCTION, a function that returns a model"
     parser.add_argument("baseline", metavar="BASELINE", help=f"the side that you trust: {side}")
-    parser.add_argument("target", metavar="TARGET", help="the other side, likewise")
+    parser.add_argument("target", metavar="TARGET", nargs="?", help="the other side, likewise")
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="compare BASELINE, a function or what it returns, with the code that torch.compile makes of it",
+    )
+    parser.add_argument("--backend", metavar="NAME", help="of torch.compile, with --compiled (default: inductor)")
     parser.add_argument(
         "--inputs", metavar="FILE.py:NAME", help="of two functions: the function that returns the models' inputs"
     )
@@ -85,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print the answer, write the report; returns the exit code."""
     try:
+        if arguments.compiled:
+            return _run_compiled(arguments)
         compared = _compared(arguments)
     except ConfigError as error:
         sys.stderr.write(f"graftlab compare: {error}\n")
@@ -110,6 +118,34 @@ def run(arguments: argparse.Namespace) -> int:
     return _EXIT_CODES[compared.answer]
 
 
+def _run_compiled(arguments: argparse.Namespace) -> int:
+    from graftlab.comparison.functions import compare_with_compiled
+    from graftlab.control.report import write_report
+
+    if arguments.target is not None:
+        raise ConfigError("--compiled takes one function, which is compared with its compiled form; leave TARGET out")
+    session, found, answer = compare_with_compiled(
+        _function(arguments.baseline),
+        None if arguments.inputs is None else _function(arguments.inputs),
+        {} if arguments.backend is None else {"backend": arguments.backend},
+        include=arguments.include,
+        threshold=arguments.threshold,
+        device=arguments.device,
+        timeout=arguments.timeout,
+        folder=arguments.folder,
+    )
+    with session:
+        page = write_report(session, arguments.report or session.folder / "report.html", found.verdict, False)
+        told = {"answer": answer, "exit_code": _EXIT_CODES[answer], "named": found.verdict.named, "text": found.text}
+        if arguments.json:
+            _write_json({**told, "report": str(page), "folder": str(session.folder)})
+        else:
+            sys.stdout.write(f"{found.text}\n\nThe report is {page}\n")
+        if arguments.open:
+            webbrowser.open(page.resolve().as_uri())
+    return _EXIT_CODES[answer]
+
+
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     parser.print_usage(sys.stderr)
     parser.exit(_USAGE, f"{parser.prog}: {message}\n")
@@ -122,6 +158,8 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     from graftlab.jobs.script_launcher import ScriptSettings
     from graftlab.ranks.held_call import WatchChoice
 
+    if arguments.target is None:
+        raise ConfigError("the following argument is required: TARGET, or --compiled")
     sides = [_FUNCTION.fullmatch(side) for side in (arguments.baseline, arguments.target)]
     judging = JudgingChoice(
         arguments.match, arguments.output, "auto" if arguments.floor is None else arguments.floor, arguments.threshold

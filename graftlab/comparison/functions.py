@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from graftlab.base import limits
 from graftlab.comparison.held_calls import (
+    Answer,
     Comparison,
     JudgingChoice,
+    answer_of,
     described,
     judge_against_recording,
     judge_held_calls,
 )
-from graftlab.ranks.held_call import WatchChoice, hold_callee, load_and_hold, release_call
+from graftlab.control.compiled_comparison import CompiledComparison
+from graftlab.ranks.held_call import (
+    CALL,
+    FunctionInFile,
+    WatchChoice,
+    define_call,
+    hold_callee,
+    load_and_hold,
+    release_call,
+)
 from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.recorder import record_held_call
@@ -85,6 +97,35 @@ def compare(
     except BaseException:
         session.close()
         raise
+
+
+def compare_with_compiled(
+    function: FunctionInFile,
+    inputs: Any,
+    options: Mapping[str, Any],
+    *,
+    include: str | None = None,
+    threshold: float = 5.0,
+    device: str | None = None,
+    timeout: float = limits.TIMEOUT,
+    folder: str | Path | None = None,
+) -> tuple[Session, CompiledComparison, Answer]:
+    """Judge the code that ``torch.compile`` makes of a function in a file; see :meth:`Session.compare_compiled`.
+
+    ``options`` are those of ``torch.compile``. Returns the session too, which stays open, and the answer.
+    """
+    session = launch(baseline=1, target=1, device=device, timeout=timeout, folder=folder)
+    try:
+        work = partial(define_call, function, inputs, include)
+        session.run(work, work)
+        found = session.compare_compiled(CALL, threshold=threshold, **options)
+    except BaseException:
+        session.close()
+        raise
+    answer = answer_of(found.verdict.findings, trusted=True, results_compared=not math.isnan(found.untapped))
+    if answer == "agree" and found.untapped > threshold * found.floor:
+        answer = "differ"
+    return session, found, answer
 
 
 def record_reference(load: Callee, inputs: Any, folder: str | Path, *, include: str | None = None) -> None:

@@ -92,12 +92,14 @@ def judge_held_calls(
     )
     trusted = not remarks
     results = compare_returned([each.plain for each in baseline], [each.plain for each in target])
-    answer = _answer(verdict.findings, trusted, results.compared)
+    answer = answer_of(verdict.findings, trusted, results.compared)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
     if answer == "agree" and without_taps:
         answer = "differ"
-    if answer == "inconclusive" and trusted and not results.compared and not len(verdict.frame):
-        remarks.append("Neither a tap nor a result of the two calls could be compared.")
+    if answer == "inconclusive" and trusted and not results.compared:
+        remarks.append(
+            "The results of the two calls could not be compared, so the taps that agree do not clear the target."
+        )
     remarks += without_taps
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
@@ -113,7 +115,7 @@ def judge_against_recording(
         proposal = session.match(baseline, repeat_call)
         session.edit(pairs=proposal)
     verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
-    answer = _answer(verdict.findings, not remarks, False)
+    answer = answer_of(verdict.findings, not remarks, False)
     remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked((), target)]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
@@ -140,7 +142,8 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
     return said
 
 
-def _answer(findings: Findings, trusted: bool, results_compared: bool) -> Answer:
+def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answer:
+    """The answer that the findings of a verdict give; none of a call that cannot be repeated is ``trusted``."""
     if not trusted or findings.not_repeated or findings.target_not_repeated:
         return "inconclusive"
     if findings.named or findings.unexplained or findings.data or findings.following:

@@ -89,7 +89,7 @@ class MeasuredFloors:
         """Floors by key; ``exact`` are distances of the baseline in higher precision, which add to them."""
         floors, distances = (
             pool(
-                (key(name, each), each.rel_l2, each.rel_max, each.squares)
+                (key(name, each), each.rel_l2, each.rel_max, each.squares, each.typical)
                 for each in rows
                 for name in self.paired(each)
             )

@@ -42,6 +42,8 @@ class AddedRounding(NamedTuple):
     squares: float
     """The sum of the record's squares, which is the tap's weight in its group."""
     dtype: str
+    typical: float | None = None
+    """The relative difference of the median row, where few rows have most of the difference; None elsewhere."""
 
 
 @dataclass
@@ -385,7 +387,27 @@ def _added(recorded: TapRecord, own: torch.Tensor) -> AddedRounding:
     dtype = str(recorded.value.dtype).removeprefix("torch.")
     squares = mean_square * stats.numel if mean_square > 0 else 0.0
     tags = {tag: plain(value) for tag, value in recorded.tags.items()}
-    return AddedRounding(name, tags, occurrence, stats.rel_l2, rel_max, squares, dtype)
+    typical = None
+    if stats.mean_abs < _CONCENTRATED * stats.rel_l2 * rms and recorded.value.dim() > 1:
+        typical = _of_median_row(recorded.value, own)
+    return AddedRounding(name, tags, occurrence, stats.rel_l2, rel_max, squares, dtype, typical)
+
+
+_CONCENTRATED = 0.5
+"""The ratio of a difference's mean to its root mean square below which few rows have most of it."""
+
+
+def _of_median_row(recorded: torch.Tensor, own: torch.Tensor) -> float | None:
+    """The difference of the median row over the root mean square of all rows, as of a router's tokens that kept their
+    expert; None for values without a number.
+    """
+    if recorded.is_complex() or recorded.shape != own.shape:
+        return None
+    rows = recorded.detach().float().flatten(0, -2)
+    off = (own.detach().float().flatten(0, -2) - rows).square().mean(-1)
+    whole = float(rows.square().mean())
+    found = math.sqrt(float(off.median()) / whole) if whole else math.nan
+    return found if math.isfinite(found) else None
 
 
 _LARGEST_OVER_NORM = 10.0

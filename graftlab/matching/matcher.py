@@ -161,6 +161,7 @@ class Matcher:
                 scale = np.maximum(np.abs(quantiles[low:high]), size)
                 apart = (np.abs(quantiles[low:high] - tap.sketch.quantiles) / (scale + 1e-30)).max(axis=1, initial=0.0)
                 near = [others[low + place] for place in np.flatnonzero(apart <= limit)]
+                near.sort(key=lambda other: other.order)
                 matching = [each for other in near if (each := self._find(other, tap)) is not None]
                 if matching:
                     found[tap.name] = _ties(matching)

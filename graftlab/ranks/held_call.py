@@ -7,6 +7,7 @@ returned. The notebook sends the functions of this module to ranks by their name
 from __future__ import annotations
 
 import importlib
+import inspect
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.ranks.state_snapshot import StateSnapshot
-from graftlab.taps.calls import tap_handler
+from graftlab.taps.calls import here, tap_handler
 from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import Watch, watch, weights_of
@@ -245,6 +246,11 @@ class FunctionInFile:
     name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.find()
+        return found(*args, **kwargs) if callable(found) and not isinstance(found, torch.nn.Module) else found
+
+    def find(self) -> Any:
+        """Import the file, and return what has this name."""
         path = Path(self.path).resolve()
         folder = str(path.parent)
         if folder not in sys.path:
@@ -258,7 +264,7 @@ class FunctionInFile:
             if not hasattr(found, part):
                 raise SessionError(f"compare: {path} has no {self.name!r}")
             found = getattr(found, part)
-        return found(*args, **kwargs) if callable(found) and not isinstance(found, torch.nn.Module) else found
+        return found
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -333,6 +339,38 @@ def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], c
         models = _models_called(call, (args, kwargs), names.reached)
     hold(HeldCall(call, {} if names.reached else models, (models, args, kwargs), choice))
     return held_call().describe()
+
+
+CALL = "graftlab_call(*graftlab_args, **graftlab_kwargs)"
+"""The expression of the call that :func:`define_call` defines."""
+
+
+def define_call(function: FunctionInFile, inputs: Any, include: str | None) -> None:
+    """Define what :data:`CALL` calls, and tap its models: a function that takes arguments, or what one without returns.
+
+    That is a model, or a function of the inputs; a function whose result is neither is called itself.
+    """
+    _seed()
+    found: Any = function.find()
+    is_model = isinstance(found, torch.nn.Module)
+    if not is_model and not _required(found):
+        made = found()
+        found, is_model = (made, isinstance(made, torch.nn.Module)) if callable(made) else (found, False)
+    _seed()
+    args, kwargs = arguments_of(inputs)
+    models = {"": found} if is_model else _models_called(partial(found, *args, **kwargs), (args, kwargs), {"": None})
+    for prefix, model in models.items():
+        watch(model, prefix, include)
+    me = here()
+    assert me is not None
+    me.vars.update(graftlab_call=found, graftlab_args=args, graftlab_kwargs=kwargs)
+
+
+def _required(function: Callable[..., Any]) -> bool:
+    """Whether the function has a parameter without a default."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.default is each.empty and each.kind not in variable for each in parameters)
 
 
 def _without_gradients(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -88,8 +88,9 @@ class _OperationTapMode(TorchFunctionMode):
             return result
         caller = sys._getframe(1)
         found = scope.names.of(func, caller)
-        # An unnamed view shows the numbers of the tap before it once more.
-        if found is None or (not found.is_plain and written is None and _is_view(value, args)):
+        # A summand of a sum over ranks is no value of the other side, and a graft would be summed. An unnamed view
+        # shows the numbers of the tap before it once more.
+        if found is None or found.is_summand or (not found.is_plain and written is None and _is_view(value, args)):
             return result
         if (why := _hidden_by(caller, scope)) is not None:
             _warn_of_hidden(scope, why)

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ _MOST_CALLERS = 8
 # Where torch passes a call on to a mode; the operation is still the one that the calling line names.
 _PASSED_ON = ("_device.py", "overrides.py", "_tensor.py", "_jit_internal.py", "_ops.py", "functional.py")
 CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
+# What libraries call it: all_reduce, tensor_model_parallel_all_reduce, reduce_from_tensor_model_parallel_region.
+_REDUCTION = re.compile(r"all_?reduce|reduce_?scatter|reduce_from")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Key = tuple[CodeType, int, str, bool]
 
@@ -28,7 +31,8 @@ class OperationName(NamedTuple):
     """The name of an operation's result inside its module.
 
     ``is_plain`` is whether it is a variable's. ``items`` names the tensors of a result that a line unpacks.
-    ``operation`` is the function, ``line`` such as ``L12`` the line of the call in ``file``.
+    ``operation`` is the function, ``line`` such as ``L12`` the line of the call in ``file``. ``is_summand`` is whether
+    the source passes it on to be summed over ranks: each rank then has a part of a value that no side shows.
     """
 
     name: str
@@ -37,6 +41,7 @@ class OperationName(NamedTuple):
     line: str
     file: str
     items: tuple[str, ...] = ()
+    is_summand: bool = False
 
 
 class _Site(NamedTuple):
@@ -49,6 +54,7 @@ class _Site(NamedTuple):
     variables: tuple[str, ...] = ()
     is_returned: bool = False
     place: int | None = None
+    is_summand: bool = False
 
 
 class NamesInside:
@@ -85,6 +91,8 @@ class NamesInside:
         found = self._known.get(key)
         if found is None:
             found = self._named(frame, operation, is_direct)
+            if is_direct and self._is_summand(frame):
+                found = found._replace(is_summand=True)
             # A helper's result has the name that its caller gives it, which is not always the same.
             if not (is_direct and self._site(frame).is_returned):
                 self._known[key] = found
@@ -117,6 +125,18 @@ class NamesInside:
         ordinal = own.ordinal if is_direct else ""
         return OperationName(f"{own.function}L{own.line}.{operation}{ordinal}", False, *what)
 
+    def _is_summand(self, frame: FrameType) -> bool:
+        """Whether the value of this place is summed over ranks, here or where a helper's result goes."""
+        site, place = self._site(frame), frame
+        for _ in range(_MOST_CALLERS):
+            caller = place.f_back
+            if site.is_summand or not site.is_returned or caller is None:
+                break
+            if not is_of_model_code(caller.f_code.co_filename):
+                break
+            site, place = self._site(caller), caller
+        return site.is_summand
+
     def _site(self, frame: FrameType) -> _Site:
         key = (frame.f_code, frame.f_lasti)
         found = self._sites.get(key)
@@ -136,7 +156,7 @@ class NamesInside:
         )
         function = "" if is_forward else f"{getattr(inside, 'name', 'lambda')}."
         site = _Site(function, line, _ordinal(node, inside))
-        return _assigned(site, node, inside)
+        return _assigned(site, node, inside)._replace(is_summand=_is_summed(node, inside))
 
 
 def name_of(function: Any) -> str:
@@ -226,6 +246,22 @@ def _assigned(site: _Site, node: Any, inside: ast.AST) -> _Site:
             return site._replace(variables=tuple(name for name in names if name is not None))
         return site._replace(variable=names[index]) if len(names) == len(statement.value.elts) else site  # type: ignore[union-attr]
     return site if index is not None else site._replace(variable=_variable(target, inside))
+
+
+def _is_summed(node: Any, inside: ast.AST) -> bool:
+    """Whether a value is an argument of a reduction over ranks, by itself or as a variable that one line assigns."""
+    statement = getattr(node, "parent", None)
+    if _is_reduction(statement):
+        return True
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is node else None
+    name = _plain(target) if isinstance(target, (ast.Name, ast.Attribute)) else None
+    later = (each for each in _own_nodes(inside) if _is_reduction(each) and (_line(each) or 0) > (_line(node) or 0))
+    return name is not None and any(_plain(argument) == name for call in later for argument in call.args)  # type: ignore[attr-defined]
+
+
+def _is_reduction(node: object) -> bool:
+    called = getattr(node, "func", None) if isinstance(node, ast.Call) else None
+    return _REDUCTION.search(str(getattr(called, "attr", getattr(called, "id", "")))) is not None
 
 
 def _variable(target: ast.AST, inside: ast.AST) -> str | None:

@@ -102,9 +102,12 @@ def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
     Pooling averages out the luck of single taps, such as routers whose choices rounding may flip. Such a difference is
     in few rows of the tensor, and keeps the pooled floor.
     """
-    if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2 or (row["numel"] or 0) < _FEWEST_NUMBERS:
+    if (row["numel"] or 0) < _FEWEST_NUMBERS or not (row["rel_l2"] and is_spread(row)):
         return group
-    return own if row["rel_l2"] and is_spread(row) else group
+    # What is in most of the rows is not explained by a choice in few of them.
+    if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2:
+        return group.of_spread()
+    return own.of_spread()
 
 
 def is_spread(row: Mapping[str, Any]) -> bool:

@@ -10,10 +10,14 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Floor:
-    """The difference that rounding adds at a group's taps: ``rel_l2``, and the largest over the root mean square."""
+    """The difference that rounding adds at a group's taps: ``rel_l2``, and the largest over the root mean square.
+
+    ``typical`` is the ``rel_l2`` without the few rows in which rounding turned a choice, such as a router's.
+    """
 
     rel_l2: float
     rel_max: float
+    typical: float | None = None
 
     def at_least(self, roundoff: float) -> Floor:
         """This floor, but at least one rounding of the value itself.
@@ -25,22 +29,39 @@ class Floor:
 
     def with_distance(self, other: Floor) -> Floor:
         """Both floors combined: their squares add up."""
-        return Floor(math.hypot(self.rel_l2, other.rel_l2), math.hypot(self.rel_max, other.rel_max))
+        typical = None if self.typical is None else math.hypot(self.typical, other.rel_l2)
+        return Floor(math.hypot(self.rel_l2, other.rel_l2), math.hypot(self.rel_max, other.rel_max), typical)
+
+    def of_spread(self) -> Floor:
+        """The floor of a difference that is in most rows, which a choice in a few does not explain."""
+        return self if self.typical is None else Floor(min(self.typical, self.rel_l2), self.rel_max)
 
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-def pool(rows: Iterable[tuple[Key, float, float, float]]) -> dict[Key, Floor]:
-    """The floor of each key, such as a group, from (key, rel_l2, rel_max, sum of squares) of its taps.
+def pool(rows: Iterable[tuple[Key, float, float, float, float | None]]) -> dict[Key, Floor]:
+    """The floor of each key, such as a group, from (key, rel_l2, rel_max, sum of squares, typical) of its taps.
 
     Squares of differences and of values are summed over the taps, so that a single tap at which rounding had a large
-    effect, for example where a router chose a different expert, does not set a floor by itself.
+    effect, for example where a router chose a different expert, does not set a floor by itself. ``typical`` is the
+    ``rel_l2`` of a tap without such rows, and None where it is the same.
     """
-    sums: dict[Key, tuple[float, float, float]] = {}
-    for group, rel_l2, rel_max, squares in rows:
+    sums: dict[Key, tuple[float, float, float, float]] = {}
+    with_typical: set[Key] = set()
+    for group, rel_l2, rel_max, squares, typical in rows:
         if not (math.isfinite(rel_l2) and math.isfinite(rel_max)):
             continue
-        off, whole, top = sums.get(group, (0.0, 0.0, 0.0))
-        sums[group] = (off + rel_l2**2 * squares, whole + squares, max(top, rel_max))
-    return {group: Floor(math.sqrt(off / whole) if whole else 0.0, top) for group, (off, whole, top) in sums.items()}
+        if typical is not None:
+            with_typical.add(group)
+        off, usual, whole, top = sums.get(group, (0.0, 0.0, 0.0, 0.0))
+        usual += (rel_l2 if typical is None else typical) ** 2 * squares
+        sums[group] = (off + rel_l2**2 * squares, usual, whole + squares, max(top, rel_max))
+    return {
+        group: Floor(
+            math.sqrt(off / whole) if whole else 0.0,
+            top,
+            math.sqrt(usual / whole) if whole and group in with_typical else None,
+        )
+        for group, (off, usual, whole, top) in sums.items()
+    }

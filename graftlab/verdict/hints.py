@@ -53,7 +53,7 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
             return found
         where, places = _confined(x, y, _at_few, _from_some, _at_every_nth)
     if not where:
-        return next(_changes(x, y, _FITTED), None)
+        return _in_few_rows(x, y, baseline.dtype) or next(_changes(x, y, _FITTED), None)
     for dim, chosen in places.items():
         x, y = x.index_select(dim, chosen), y.index_select(dim, chosen)
     found = next(_changes(x, y, (*_WHOLE, *_FITTED)), None)
@@ -129,6 +129,29 @@ def _at_every_nth(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str |
         return None
     which = {2: "second", 3: "third", 4: "fourth"}.get(step, f"{step}th")
     return f"every {which} index of dim {dim}, from {first}"
+
+
+def _in_few_rows(x: Tensor, y: Tensor, dtype: torch.dtype) -> Hint | None:
+    """In low precision, the number of rows that are further apart than rounding, if they are few.
+
+    A router chooses by values that may be as close as one rounding. Then a token's row is off entirely.
+    """
+    if dtype.itemsize != 2 or x.dim() < 2:
+        return None
+    off = (y - x).square().mean(-1).flatten() / x.square().mean()
+    rounding = torch.finfo(dtype).eps ** 2
+    far = int((off > _FAR_ROW**2 * rounding).sum())
+    if not 0 < far <= len(off) // _FEWEST_ROWS or float(off.median()) > _NEAR_ROW**2 * rounding:
+        return None
+    return Hint(
+        f"only {far} of {len(off)} rows (last dim) are further apart than rounding: if a router chooses for each row, "
+        "it chose otherwise there, which rounding may do",
+        1.0,
+    )
+
+
+_FAR_ROW, _NEAR_ROW = 8.0, 2.0
+"""How many roundings of its values a row is off entirely, and how many roundings explain the median row."""
 
 
 def _any(mask: Tensor, dims: list[int]) -> Tensor:

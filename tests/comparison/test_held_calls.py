@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -15,12 +17,13 @@ from torch import nn
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison.command import command_of, ranks_of_command
-from graftlab.comparison.held_calls import names_pair
+from graftlab.comparison.held_calls import answer_of, names_pair
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs import held_script
 from graftlab.ranks.held_call import CallDescription, FunctionInFile, HeldCall, WatchChoice, arguments_of
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
+from graftlab.verdict.wording import Findings
 
 # ---- state ----------------------------------------------------------------------------------------------------------
 
@@ -198,6 +201,11 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
     assert rank.held[0].others == ({"Sequential": 1} if wanted else {})
 
 
+def taps_of(name: str, label: str = "clean") -> pd.DataFrame:
+    """The frame of a verdict with one tap."""
+    return pd.DataFrame({"name": [name], "group": [name], "label": [label], "ratio": [0.5]})
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +245,7 @@ def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:
         (["python a.py", "python b.py", "--inputs", "d.py:x"], "--inputs is for two functions"),
         (["python a.py", "python b.py", "--ranks", "2"], "give two numbers"),
         (["python a.py", "python b.py", "--calls", "0"], "give at least 1"),
+        (["a.py:f", "a.py:g", "--compiled"], "leave TARGET out"),
         (["python 'a.py", "python b.py"], "is no command"),
     ],
 )
@@ -255,6 +264,31 @@ def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> No
 
     assert names_pair(call("a", "b", "c"), call("a", "b", "c", "d"))
     assert not names_pair(call("a", "b", "c"), call("a", "x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("found", "trusted", "results_compared", "answer"),
+    [
+        ({}, True, True, "agree"),
+        ({"frame": taps_of("output.logits")}, True, False, "agree"),
+        # Taps in the middle clear nothing.
+        ({}, True, False, "inconclusive"),
+        ({"frame": taps_of("a").iloc[:0]}, True, True, "inconclusive"),
+        ({"failed": ["A stage failed."]}, True, True, "inconclusive"),
+        ({"not_repeated": ["a"]}, True, True, "inconclusive"),
+        ({"target_not_repeated": ["a"]}, True, True, "inconclusive"),
+        ({}, False, True, "inconclusive"),
+        ({"frame": taps_of("a", label="culprit")}, True, True, "differ"),
+        ({"unexplained": ["The returned value differs."]}, True, True, "differ"),
+        ({"data": ["The weights already differ."]}, True, True, "differ"),
+        ({"frame": taps_of("a", label="culprit")}, False, True, "inconclusive"),
+    ],
+)
+def test_only_what_was_compared_to_its_end_agrees(
+    found: dict[str, Any], trusted: bool, results_compared: bool, answer: str
+) -> None:
+    findings = Findings(**{"frame": taps_of("a"), "threshold": 5.0, "target_ranks": 1, **found})
+    assert answer_of(findings, trusted=trusted, results_compared=results_compared) == answer
 
 
 # ---- functions on ranks ---------------------------------------------------------------------------------------------
@@ -289,6 +323,25 @@ def test_models_without_a_name_in_common_are_matched_and_judged() -> None:
         assert comparison.match is not None
         assert "in layer 1 of 0-2" in comparison.text
         assert len(comparison.named) == 1
+
+
+@pytest.mark.ranks
+def test_a_function_is_compared_with_its_compiled_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "compiled_in_test.py"
+    path.write_text(
+        "import torch\nx = torch.ones(2, 4)\n"
+        "def load():\n    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.GELU())\n"
+        "def wrong(x):\n    return x * (2.0 if torch.compiler.is_compiling() else 1.0)\n"
+    )
+    answers = []
+    for name in ("load", "wrong"):
+        words = [f"{path}:{name}", "--compiled", "--backend", "eager", "--inputs", f"{path}:x"]
+        code = main(["compare", *words, "--json", "--folder", str(tmp_path / name)])
+        answers.append((code, json.loads(capsys.readouterr().out)))
+    (right, found), (differs, other) = answers
+    assert (right, found["answer"]) == (0, "agree")
+    assert "Compiled, its result is equal to the eager one" in found["text"]
+    assert (differs, other["answer"]) == (1, "differ")
 
 
 def fused() -> nn.Module:

@@ -104,10 +104,10 @@ def found(verdict: Any) -> list[tuple[str, bool, dict[str, str]]]:
 def test_a_projection_is_right_where_the_scores_before_it_are_wrong(session: gl.Session) -> None:
     verdict = session.verdict(decode, decode, args=("scale",))
     assert verdict.named == ["layers.*.attn.o"]
-    assert verdict.text.splitlines()[1] == (
-        "layers.*.attn.o is right: from equal inputs it agrees. Something between q, k, v and o that no tap shows "
-        "differs, in layers.*.attn.forward."
-    )
+    assert (
+        "\nlayers.*.attn.o is right: from equal inputs it agrees. Something between q, k, v and o that no tap shows "
+        "differs, in layers.*.attn.forward.\n"
+    ) in verdict.text
     assert verdict.text.startswith("layers.*.attn.o differs in layers 0-2 (added 0.0")
     (origin,) = verdict.origins
     layer = origin.tap.removesuffix(".o")

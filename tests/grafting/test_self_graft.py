@@ -221,3 +221,19 @@ def test_a_twins_distance_is_measured_from_the_record() -> None:
 def test_the_last_record_of_a_group_is_returned() -> None:
     found = graft(chain, keep=["layers.*.x"])
     assert torch.equal(found.last["layers.*.x"], torch.linspace(0.5, 2.0, 1000) * 3)
+
+
+def routed() -> torch.Tensor:
+    """Of 64 tokens 8 have two equal scores, so that one unit in the last place decides their expert."""
+    scores = torch.stack([torch.ones(64), torch.where(torch.arange(64) % 8 == 0, 1.0, 2.0)], -1)
+    chosen = gl.tap("scores", scores).argmax(-1)
+    experts = torch.stack([torch.linspace(1, 2, 32), torch.linspace(-3, 3, 32)])
+    return gl.tap("out", experts[chosen] * gl.tap("x", torch.full((64, 1), 1.5)))
+
+
+def test_the_typical_difference_leaves_out_rows_whose_choice_rounding_turned() -> None:
+    added = by_name(graft(routed).added)
+    assert added["out"].rel_l2 > 0.1
+    assert added["out"].typical is not None
+    assert added["out"].typical < 1e-6
+    assert added["x"].typical is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,6 +238,25 @@ def test_what_is_assigned_in_other_ways_has_plain_names_too(recorder: Recorder) 
     assert names == [name if name.startswith("pair") else f"function.{name}" for name in function_names]
 
 
+def test_what_is_summed_over_ranks_is_left_out_until_it_is_summed(recorder: Recorder) -> None:
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        before = x + 1
+        part = before @ x.mT
+        other = doubled(x)
+        all_reduce(part)
+        all_reduce(other)
+        whole = all_reduce(before @ x.mT) + part
+        return whole
+
+    assert names_of(recorder, Calls(function), X) == ["function.before", "function.whole"]
+
+
 def test_code_of_a_notebook_cell_has_names(recorder: Recorder) -> None:
     cell = run_cell(
         """
@@ -258,15 +279,21 @@ def test_code_without_a_source_has_its_lines(recorder: Recorder) -> None:
     assert names_of(recorder, namespace["Lost"](), X) == ["L3.mul", "L4.add"]
 
 
-def test_an_installed_helper_is_passed_over_for_the_line_that_calls_it(recorder: Recorder) -> None:
-    einops = pytest.importorskip("einops")
+def test_an_installed_helper_is_passed_over_for_the_line_that_calls_it(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "split_heads.py").write_text("def split(x):\n    y = x * 1\n    return y + 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    split = importlib.import_module("split_heads").split
 
-    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
-        heads = einops.rearrange(x, "b s (h d) -> b h d s", h=2)
-        return heads.contiguous()
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = split(x)
+            return heads.exp()
 
-    names = names_of(recorder, Calls(function), X)
-    assert names[-1] == f"function.{line_of('return heads.contiguous')}.contiguous"
+    line, end = line_of("heads = split(x)"), line_of("return heads.exp()")
+    assert names_of(recorder, Model(), X) == [f"{line}.mul", f"{line}.add", f"{end}.exp"]
 
 
 def test_other_modes_are_no_code_of_the_model(recorder: Recorder) -> None:

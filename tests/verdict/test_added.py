@@ -34,14 +34,30 @@ def frame_of(*rows: Row) -> pd.DataFrame:
 
 
 def test_a_floor_is_pooled_over_a_groups_taps_by_the_root_of_summed_squares() -> None:
-    floors = pool([("q", 3e-6, 1e-5, 1.0), ("q", 4e-6, 2e-5, 1.0), ("k", 1e-7, 1e-7, 9.0)])
+    floors = pool([("q", 3e-6, 1e-5, 1.0, None), ("q", 4e-6, 2e-5, 1.0, None), ("k", 1e-7, 1e-7, 9.0, None)])
     assert floors["q"].rel_l2 == pytest.approx(5e-6 / math.sqrt(2))
     assert floors["q"].rel_max == 2e-5
     assert floors["k"] == Floor(pytest.approx(1e-7), 1e-7)
 
 
+def test_a_difference_in_most_rows_is_not_excused_by_choices_in_few() -> None:
+    """Rounding turned a router's choice at one of two taps, whose other rows are as close as those of the other."""
+    floor = pool([("mlp", 0.2, 4.0, 1.0, 0.003), ("mlp", 0.003, 0.01, 1.0, None)])["mlp"]
+    assert floor.typical == pytest.approx(0.003)
+    known = {"dtype": "bfloat16", "numel": 4096, "mean_baseline": 0.0, "std_baseline": 1.0, "max_abs": 0.8}
+    spread = added_frame(frame_of(row("mlp", 0.25, mean_abs=0.2, **known)), {"mlp": floor})
+    assert spread["ratio"].item() > 50
+    in_few_rows = added_frame(frame_of(row("mlp", 0.25, mean_abs=0.03, **known)), {"mlp": floor})
+    assert in_few_rows["ratio"].item() < 5
+
+
 def test_a_non_finite_tap_does_not_affect_a_floor() -> None:
-    assert pool([("q", 1e-6, 1e-6, 1.0), ("q", math.nan, math.nan, 1.0), ("q", math.inf, 1.0, 1.0)])["q"].rel_l2 == 1e-6
+    assert (
+        pool([("q", 1e-6, 1e-6, 1.0, None), ("q", math.nan, math.nan, 1.0, None), ("q", math.inf, 1.0, 1.0, None)])[
+            "q"
+        ].rel_l2
+        == 1e-6
+    )
 
 
 def test_a_group_is_named_if_a_tap_adds_more_than_the_threshold() -> None:

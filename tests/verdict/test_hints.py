@@ -113,3 +113,15 @@ def test_tensors_of_any_shape_are_accepted(shape: tuple[int, ...]) -> None:
     values = torch.linspace(-1, 2, max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape)
     for other in (values.cos(), values.flip(0) if shape else values * 2):
         hint_of(values, other)
+
+
+def test_few_rows_in_low_precision_may_be_a_routers_choice() -> None:
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    y = (x.float() * (1 + 2e-3 * noise(x))).bfloat16()
+    assert "rows" not in str(hint_of(x, y))
+    y[[5, 17, 40]] = y[[6, 18, 41]]
+    assert "only 3 of 64 rows (last dim) are further apart than rounding: if a router" in str(hint_of(x, y))
+    # In float32 there are no such coincidences.
+    z = x.float() * (1 + 1e-6 * noise(x))
+    z[[5, 17, 40]] = z[[6, 18, 41]]
+    assert "router" not in str(hint_of(x.float(), z))
