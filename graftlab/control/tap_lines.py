@@ -85,6 +85,11 @@ def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> Tap
             raise SessionError(f"lines: no tap {tap!r} was measured on both sides in this call; {said}")
         frame.loc[mine, "group"] = tap
         rows = frame[mine]
+        if rows["ratio"].isna().any():
+            raise SessionError(
+                f"lines: {tap!r} has no pair of finite numbers in some call, so how far it differs is unknown; "
+                "session.lines of the first tap with a number that is not finite may tell why"
+            )
         if not (rows["ratio"] > request.threshold).any():
             return TapLines(tap, 0.0, 0.0, ())
         worst = rows.iloc[int(rows["ratio"].fillna(0).to_numpy().argmax())]

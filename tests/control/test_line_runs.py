@@ -174,6 +174,12 @@ def test_the_lines_of_one_tap_need_no_verdict(session: gl.Session) -> None:
         "'0' adds no more than rounding: from equal values before it, both sides compute the same.",
         0,
     )
+
+    def nothing() -> Tensor:
+        return gl.tap("h", torch.full((8,), math.nan))
+
+    with pytest.raises(gl.SessionError, match="'h' has no pair of finite numbers"):
+        session.lines("h", nothing, nothing)
     with pytest.raises(gl.SessionError, match=r"no tap '1\.vv' was measured .* did you mean '1\.v'"):
         session.lines("1.vv", run, run, args=("scale",))
 
