@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graftlab.comparison.held_calls import Comparison
     from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess
     from graftlab.ranks.held_call import FunctionInFile
+    from graftlab.recordings.recorded_side import RecordedSide
 
 _AGREE, _DIFFER, _INCONCLUSIVE, _USAGE = 0, 1, 2, 64
 _EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
@@ -39,7 +40,9 @@ _SHOWN = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.error = lambda message: _refuse(parser, message)  # type: ignore[method-assign]
     side = "a script, a command in quotes, or FILE.py:FUNCTION, a function that returns a model"
-    parser.add_argument("baseline", metavar="BASELINE", help=f"the side that you trust: {side}")
+    parser.add_argument(
+        "baseline", metavar="BASELINE", help=f"the side that you trust: {side}; or a folder of its arrays"
+    )
     parser.add_argument("target", metavar="TARGET", nargs="?", help="the other side, likewise")
     parser.add_argument(
         "--compiled",
@@ -49,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="NAME", help="of torch.compile, with --compiled (default: inductor)")
     parser.add_argument(
         "--inputs", metavar="FILE.py:NAME", help="of two functions: the function that returns the models' inputs"
+    )
+    parser.add_argument(
+        "--pattern",
+        metavar="TEXT",
+        help="of a folder of arrays: its files' names without suffix, such as {index}_{name} or step{step}.{name}",
     )
     parser.add_argument(
         "--backward",
@@ -165,10 +173,11 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         arguments.match, arguments.output, "auto" if arguments.floor is None else arguments.floor, arguments.threshold
     )
     functions = tuple(name.strip() for name in arguments.functions.split(",") if name.strip())
-    if all(sides):
+    recorded = _recorded_side(arguments)
+    if recorded is not None or all(sides):
         inputs = None if arguments.inputs is None else _function(arguments.inputs)
         return compare(
-            _function(arguments.baseline),
+            _function(arguments.baseline) if recorded is None else recorded,
             _function(arguments.target),
             inputs,
             backward=arguments.backward,
@@ -205,6 +214,30 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     )
     choice = ScriptChoice(settings, judging, arguments.calls, arguments.keep_going, arguments.folder)
     return compare_scripts(baseline, target, choice, _Progress())
+
+
+def _recorded_side(arguments: argparse.Namespace) -> RecordedSide | None:
+    """The baseline, if it is a folder. Raises :class:`ConfigError` for what cannot be compared with one."""
+    from graftlab.recordings.recording import Recording
+
+    if Path(arguments.target).is_dir():
+        raise ConfigError(
+            f"TARGET {arguments.target} is a folder; a recording computes nothing, so give it as BASELINE"
+        )
+    if not Path(arguments.baseline).is_dir():
+        if arguments.pattern is not None:
+            raise ConfigError("--pattern is for a BASELINE that is a folder of arrays")
+        return None
+    if not _FUNCTION.fullmatch(arguments.target):
+        raise ConfigError(
+            f"BASELINE {arguments.baseline} is a folder of recorded values, and a script may call its model with other "
+            "inputs; give TARGET as FILE.py:FUNCTION, a function that returns the model, with --inputs"
+        )
+    if arguments.backward:
+        raise ConfigError("--backward is for two functions; a folder of recorded values computes no backward pass")
+    if arguments.pattern is None:
+        return Recording.open(arguments.baseline)
+    return Recording.from_files(arguments.baseline, pattern=arguments.pattern)
 
 
 def _function(text: str) -> FunctionInFile:

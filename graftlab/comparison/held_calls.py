@@ -149,7 +149,7 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
     if findings.named or findings.unexplained or findings.data or findings.following:
         return "differ"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else False
-    if findings.failed or not measured or not (results_compared or _shows_output(findings)):
+    if findings.failed or findings.without_output or not measured or not (results_compared or _shows_output(findings)):
         return "inconclusive"
     return "agree"
 

@@ -176,7 +176,7 @@ class Judgement:
         if self._explains(naming):
             # Each group alone and all together, where their errors arise, and hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
-        unexplained = self._unexplained(evidence, naming)
+        unexplained, without_output = self._unexplained(evidence, naming)
         mechanisms = Mechanisms(self._runs, evidence.lonely)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
@@ -226,6 +226,7 @@ class Judgement:
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
                 job_remarks=naming.job_remarks,
                 unexplained=unexplained,
+                without_output=without_output,
                 failed=self._failed,
                 pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
                 rounding=rounding,
@@ -365,9 +366,10 @@ class Judgement:
 
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 
-    def _unexplained(self, evidence: Evidence, naming: Naming) -> list[str]:
+    def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str]]:
+        """Sentences on differences that nothing explains, and on an output that was not compared."""
         if naming.not_repeated:
-            return []
+            return [], []
         differences = UnexplainedDifferences(
             evidence.compared,
             naming.differing,
@@ -395,8 +397,8 @@ class Judgement:
                 )
                 if again is not None:
                     said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
-            said += differences.without_partner(evidence.floors.last_tap())
-        return said
+            return said, differences.without_partner(evidence.floors.last_tap())
+        return said, []
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 

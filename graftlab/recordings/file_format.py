@@ -112,3 +112,7 @@ def rank_folder(folder: Path, rank: int) -> Path:
 
 
 MOST_RANKS = 1 << 16
+# Steps without a tap: a replay makes each of them.
+LONGEST_GAP = 1_000_000
+# What gl.tap takes by name, beside tags.
+TAP_ARGUMENTS = frozenset({"extras", "layout", "grad"})

@@ -14,12 +14,15 @@ from graftlab.base.files import opened, read_all
 from graftlab.base.tensor_bytes import as_bytes, dtype_named
 from graftlab.base.text import counted
 from graftlab.errors import RecordingError
+from graftlab.recordings.array_files import ArrayFolder, array_files_in
 from graftlab.recordings.file_format import (
     FORMAT,
     INDEX_FILE,
+    LONGEST_GAP,
     MOST_RANKS,
     OLD_FORMAT,
     RANK_FILE,
+    TAP_ARGUMENTS,
     ChecksumChain,
     IndexEnd,
     IndexLine,
@@ -35,10 +38,6 @@ _line = msgspec.json.Decoder(IndexLine)
 _header = msgspec.json.Decoder(RankHeader)
 # What decoding raises for bytes that were not recorded.
 _DAMAGE = (msgspec.DecodeError, ValueError, RecursionError, MemoryError)
-# Steps without a tap: a replay makes each of them.
-_LONGEST_GAP = 1_000_000
-# What gl.tap takes by name, beside tags.
-_ARGUMENTS = frozenset({"extras", "layout", "grad"})
 
 
 class Recording(RecordedSide):
@@ -78,9 +77,10 @@ class Recording(RecordedSide):
 
     @classmethod
     def open(cls, folder: str | Path, *, partial: bool = False) -> RecordedSide:
-        """Open a recording, or a folder that SGLang's dumper wrote: ``.pt`` files with a tap's tags in their names.
+        """Open a recording, or a folder of array files: of SGLang's dumper, or as :meth:`from_files` takes them.
 
-        Such files are read without running any code in them, and can be a side too. Their ``dims`` are the layouts.
+        Files of that dumper are ``.pt`` files with a tap's tags in their names. They are read without running any code
+        in them. Their ``dims`` are the layouts.
 
         >>> with gl.record(session.folder / "opened"):
         ...     x = gl.tap("hidden", torch.ones(4))
@@ -88,14 +88,44 @@ class Recording(RecordedSide):
         1
         """
         path = Path(folder).expanduser().absolute()
-        if not (rank_folder(path, 0) / RANK_FILE).exists() and not any(path.glob("*.pt")):
-            inside = sorted({each.parent.name for each in path.glob("*/*.pt")})
-            if inside:
-                # The dumper makes a new folder for each of its runs, within the one that it is given.
-                raise RecordingError(f"{path} has dumps of several runs, in {', '.join(inside)}; pass one of these")
-        if (rank_folder(path, 0) / RANK_FILE).exists() or not any(path.glob("*.pt")):
+        if (rank_folder(path, 0) / RANK_FILE).exists() or not path.is_dir():
             return cls(path, partial=partial)
-        return SglangDump(path, partial=partial)
+        if any(path.glob("*dump_index=*.pt")):
+            return SglangDump(path, partial=partial)
+        if array_files_in(path):
+            return cls.from_files(path)
+        inside = sorted({each.parent.name for each in path.glob("*/*.pt")})
+        if inside:
+            # The dumper makes a new folder for each of its runs, within the one that it is given.
+            raise RecordingError(f"{path} has dumps of several runs, in {', '.join(inside)}; pass one of these")
+        return cls(path, partial=partial)
+
+    @staticmethod
+    def from_files(folder: str | Path, *, pattern: str | None = None) -> RecordedSide:
+        """Open a folder of arrays that any program wrote: ``.npy``, ``.npz``, ``.safetensors``, ``.pt`` and ``.pth``.
+
+        ``pattern`` says what the files' names are without their suffixes. Of its fields in braces ``{name}`` is the
+        tap's name, ``{step}`` its step, counted from the first, ``{call}`` numbers the calls of that tap in one step,
+        ``{index}`` orders the files, and ``{rank}`` is the rank; any other field is a tag, such as ``{layer}``. In a
+        file of several arrays, their own names follow the file's. Without a pattern a tap's name is the file's, or
+        the array's own in a file of several. Without ``{index}`` files are in the order of their steps, calls and
+        names.
+
+        The arrays need not be named as the taps of the other side, nor be laid out like them: :meth:`Session.match`
+        pairs them by value. Values that torch does not have as arrays are in ``left_out``.
+
+        Only regular files of the folder itself are read, and nothing in them is run. Raises :class:`RecordingError`
+        that names the file for one that is damaged, does not fit the pattern, or has the same tap and call as a file
+        before.
+
+        >>> folder = session.folder / "arrays"
+        >>> folder.mkdir()
+        >>> np.save(folder / "000_hidden.npy", np.ones(4))
+        >>> recording = gl.Recording.from_files(folder, pattern="{index}_{name}")
+        >>> recording.tensor("hidden")
+        tensor([1., 1., 1., 1.], dtype=torch.float64)
+        """
+        return ArrayFolder(folder, pattern)
 
     def _read_header(self, rank: int) -> RankHeader:
         path = rank_folder(self.folder, rank) / RANK_FILE
@@ -185,9 +215,9 @@ class Recording(RecordedSide):
 
 def _impossible(entry: TapEntry, before: int) -> str:
     """In words, why no recording has this tap after one of the step ``before``; blank if it may have."""
-    if not before <= entry.step <= before + _LONGEST_GAP:
+    if not before <= entry.step <= before + LONGEST_GAP:
         return f"it is of step {entry.step}, after one of step {before}"
-    if not _ARGUMENTS.isdisjoint(entry.tags):
+    if not TAP_ARGUMENTS.isdisjoint(entry.tags):
         return "its tags have a name that no tag has"
     if entry.extra_tensors and not isinstance(entry.extras, dict | None):
         return "its extras are tensors and no dict"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import zipfile
 from collections.abc import Mapping
 from itertools import permutations, product
 from pathlib import Path
@@ -21,6 +20,7 @@ from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, is_no_tag, plain
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.errors import LayoutError, RecordingError
 from graftlab.layouts.dims import AXES, parse_dims
+from graftlab.recordings.array_files import torch_content
 from graftlab.recordings.file_format import MOST_RANKS, IndexEnd, StoredLayout, StoredTensor, TapEntry
 from graftlab.recordings.recorded_side import RecordedSide
 
@@ -172,13 +172,7 @@ def _tags_in(path: Path) -> dict[str, str]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with opened(path.parent, path.name) as file:
-            if zipfile.is_zipfile(file):
-                # torch compresses nothing, and a compressed file may be much larger in memory.
-                with zipfile.ZipFile(file) as archive:
-                    if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-                        raise ValueError("it is compressed, which no dump is")
-            file.seek(0)
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            content = torch_content(file)
     except Exception as error:  # damage has many kinds
         reason = str(error).partition("\n")[0]
         raise RecordingError(

@@ -84,6 +84,8 @@ class Findings:
     """Set for jobs, which a verdict cannot call again."""
     unexplained: Sequence[str] = ()
     """Sentences on differences that no named group explains."""
+    without_output: Sequence[str] = ()
+    """A sentence where nothing is named and the output was not compared."""
     failed: Sequence[str] = ()
     """Sentences on stages of the verdict that failed."""
     rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
@@ -113,7 +115,7 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.inconclusive, *findings.unexplained, *findings.extra_calls]
+    before = [*findings.inconclusive, *findings.unexplained, *findings.without_output, *findings.extra_calls]
     after = [*_hints(findings.hints), *findings.remarks]
     # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
     (after if findings.named else before).extend(findings.failed)
@@ -236,7 +238,8 @@ def _nothing_named(findings: Findings) -> str:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Nothing that was checked adds more than {most} ({measured})."
     repeats = not (findings.not_repeated or findings.target_not_repeated)
-    if findings.unexplained or findings.failed or findings.unseen or findings.data or not repeats:
+    doubtful = findings.unexplained or findings.without_output or findings.failed
+    if doubtful or findings.unseen or findings.data or not repeats:
         return f"Nothing that was checked adds more than rounding ({measured})."
     return f"No tap adds more than rounding ({measured})."
 
