@@ -465,7 +465,7 @@ class Judgement:
             return {}, [_changed(changed)]
         alone = self._without_dependents(causes)
         causes = {group: each.with_unknown(alone) for group, each in causes.items()}
-        return causes, _not_measured(named, causes, swaps.not_swapped) + _outputs_themselves(alone)
+        return causes, _not_measured(named, causes, swaps) + _outputs_themselves(alone)
 
     def _without_dependents(self, causes: Mapping[str, Causes]) -> list[str]:
         """The minor groups of values that nothing else depends on: they are outputs themselves."""
@@ -522,14 +522,20 @@ def _is_same_layer(tags: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     return all(tags.get(tag) == others.get(tag) for tag in ("layer", "kind"))
 
 
-def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], not_swapped: Mapping[str, None]) -> list[str]:
+def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], swaps: Swaps) -> list[str]:
     """Remarks on groups whose effect is unknown."""
     # An optimizer's update does not affect the output of this step.
     left = [g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
     said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
-    if not_swapped:
-        taps = ", ".join(list(not_swapped)[:4])
+    if swaps.not_swapped:
+        taps = ", ".join(list(swaps.not_swapped)[:4])
         said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
+    if swaps.unlike_ranks:
+        taps = ", ".join(list(swaps.unlike_ranks)[:4])
+        said.append(
+            f"How far the target's {taps} is off could not be measured in every swap: its ranks have different values "
+            "there, and should have equal ones."
+        )
     return said
 
 

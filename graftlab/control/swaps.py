@@ -17,6 +17,7 @@ from graftlab.control.verdict_runs import RunFilters, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.transforms.default import NO_REPLICAS
 from graftlab.verdict.added import coarser_dtype, records, times
 from graftlab.verdict.causes import MOST_SWAPS, Causes, Order, OutputFloor, deadlocking_taps, distance, find_causes
 
@@ -89,6 +90,8 @@ class Swaps:
         self._left = MOST_SWAPS
         self.not_swapped: dict[str, None] = {}
         """The taps at which each side waited for the other."""
+        self.unlike_ranks: dict[str, None] = {}
+        """The taps at which the target's ranks have different values, of which none is the output."""
 
     def causes(
         self,
@@ -140,6 +143,12 @@ class Swaps:
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
                 self.not_swapped.update(dict.fromkeys(waited["name"]))
+                return math.nan
+            refused = frame[
+                (frame["status"] == "failed") & frame["name"].isin({each for each, _ in self._names[output.group]})
+            ]
+            if refused["error"].astype(str).str.contains(NO_REPLICAS, regex=False).any():
+                self.unlike_ranks.update(dict.fromkeys(refused["name"]))
                 return math.nan
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
             side = 0 if output.group in groups and output.group not in kept else 1

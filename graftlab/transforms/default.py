@@ -75,6 +75,10 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     )
 
 
+NO_REPLICAS = "the senders are not replicas"
+"""In a note, or in an error where it would have been grafted."""
+
+
 def _one_of(received: Sequence[Tensor], senders: Sequence[int], partner: int, outcome: Outcome) -> Outcome:
     """Add a note to an outcome that is one sender's tensor, if the senders are not replicas."""
     chosen = _comparable(received[senders.index(partner)])
@@ -87,7 +91,7 @@ def _one_of(received: Sequence[Tensor], senders: Sequence[int], partner: int, ou
     if not found:
         return outcome
     differ = "; ".join(map(str, found))
-    note = f"sender {partner}'s tensor was taken, but the senders are not replicas ({differ})"
+    note = f"sender {partner}'s tensor was taken, but {NO_REPLICAS} ({differ})"
     if all(nearly_equal(tensor, chosen) for _, tensor in others):
         return replace(outcome, note=note)
     advice = "if these are partial sums or shards, declare it with gl.tap(layout=...)"

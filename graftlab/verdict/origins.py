@@ -62,6 +62,8 @@ class ErrorOrigin:
     function: str | None = None
     is_method: bool = False
     not_compared: tuple[str, ...] = ()
+    not_compared_of: Side = "target"
+    """The side whose module has those arguments."""
     input_tap: str = ""
     """The tap of the wrong input, as filters know it."""
     input_occurrence: int = 0
@@ -252,6 +254,7 @@ class _Search:
             function=given.call.function,
             is_method=around is not None and given.call.is_method and given.call.within[0] == around.call.module,
             not_compared=() if around is None else self._left_out(around),
+            not_compared_of="target" if around is None else self._side_left_out(around),
             input_tap=wrong["name"].iloc[0],
             input_occurrence=int(wrong["occurrence"].iloc[0]),
             tensors=frozenset(() if given.call.tensor is None else (given.call.tensor,)),
@@ -263,13 +266,21 @@ class _Search:
         return {"baseline": next(known, name), "target": given.call.module}
 
     def _left_out(self, given: _Given) -> tuple[str, ...]:
-        """The arguments of this module that were not compared, by their names on the target."""
+        """The arguments of this module that were not compared, by their names on one side; see `_side_left_out`."""
+        return tuple(self._left_out_by_side(given)[self._side_left_out(given)])
+
+    def _side_left_out(self, given: _Given) -> Side:
+        """The side by whose names the arguments that were not compared are called: the target, if it has some."""
+        of_side = self._left_out_by_side(given)
+        return "baseline" if of_side["baseline"] and not of_side["target"] else "target"
+
+    def _left_out_by_side(self, given: _Given) -> dict[Side, list[str]]:
         names = {f"{given.tap}{SUFFIX}", str(given.rows["baseline_name"].iloc[0])}
-        of_side: dict[str, dict[str, None]] = {"target": {}, "baseline": {}}
+        of_side: dict[Side, dict[str, None]] = {"target": {}, "baseline": {}}
         for row in _dicts(self._not_compared):
             if names & {row["baseline_name"], row["target_name"], row["name"]}:
                 of_side[row["side"]][row["tags"]["argument"]] = None
-        return tuple(of_side["target"] or of_side["baseline"])
+        return {side: list(found) for side, found in of_side.items()}
 
     def _taps_before(self, given: _Given, around: _Given | None) -> tuple[str, ...]:
         """The last taps that the module around computes before the wrong input, without those inside other modules."""
@@ -361,7 +372,7 @@ def _what_differs(alike: Sequence[ErrorOrigin]) -> str:
     first = min(alike, key=lambda each: len(each.before))
     around = _module_of(first)
     place = _place_in_code(first)
-    left = f", or in {_listed(first.not_compared)}, which {_shown(around)} is given too" if first.not_compared else ""
+    left = _not_compared_text(first)
     given_to = list(dict.fromkeys(_relative(group_of(each.given_to), around) for each in alike))
     if FIRST not in first.arguments:
         named = _listed(list(first.arguments))
@@ -376,6 +387,19 @@ def _what_differs(alike: Sequence[ErrorOrigin]) -> str:
     else:
         between = f"between the inputs of {_shown(around)} and {to}" if around else f"before {to}"
     return f"Something {between} that no tap shows differs{place}{left}."
+
+
+def _not_compared_text(origin: ErrorOrigin) -> str:
+    """The arguments that may be at fault too, because the other side's module has no partner of theirs."""
+    if not origin.not_compared:
+        return ""
+    module = _shown(group_of(origin.modules[origin.not_compared_of]))
+    whose = f"the baseline's {module}" if origin.not_compared_of == "baseline" else module
+    return f", or in {_listed(origin.not_compared)}, which {whose} is given and which {_was(origin)} not compared"
+
+
+def _was(origin: ErrorOrigin) -> str:
+    return "was" if len(origin.not_compared) == 1 else "were"
 
 
 def _place_in_code(origin: ErrorOrigin) -> str:

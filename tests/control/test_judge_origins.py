@@ -159,7 +159,7 @@ def test_modules_with_other_names_and_arguments_are_compared_by_their_pairs(sess
     # The mask has another name on the target, so nothing says that it is equal.
     assert (
         "layers.*.attn.o is right: from equal inputs it agrees. Something between wq, wk, wv and wo that no tap shows "
-        "differs, in layers.*.attn.forward, or in bias, which layers.*.attn is given too."
+        "differs, in layers.*.attn.forward, or in bias, which layers.*.attn is given and which was not compared."
     ) in verdict.text
 
 
