@@ -17,6 +17,7 @@ import torch
 
 import graftlab as gl
 from graftlab.__main__ import main
+from graftlab.recordings import array_files
 
 VALUES = torch.arange(6.0).view(2, 3)
 
@@ -275,6 +276,7 @@ def test_a_damaged_or_hostile_file_is_refused_by_its_name(
     tmp_path: Path, fill: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(array_files, "_MOST_VALUES", 10_000)
     write(tmp_path / "a.npy", {"": VALUES})
     bad = fill(tmp_path)
     with pytest.raises(gl.RecordingError, match=rf"{bad} is damaged, or has more than arrays and plain data: \S"):
