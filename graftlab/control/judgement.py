@@ -203,6 +203,7 @@ class Judgement:
             # Whatever fails here, the lines that were found are kept.
             self._attempt("the confirmation of lines of source", search.confirm, None)
             lines = search.lines
+            remarks += search.remarks
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and naming.job_remarks is not None):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})

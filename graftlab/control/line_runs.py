@@ -32,7 +32,7 @@ LineGraft = dict[int, int]
 """The baseline's operation for each of the target's that one line ran."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Traced:
     """One call of a named group: the measured row, and what was found about it."""
 
@@ -90,7 +90,22 @@ class LineSearch:
         if self._found_calls:
             self._traced = self._trace("the operations behind what differs", self._found_calls)
         if self._traced is not None:
-            self._compare(self._found_calls, self._traced)
+            for call in self._found_calls:
+                # What differs only in a compiled or fused run has no operation to blame, and a graft would confirm any.
+                call.is_settled = bool(self._agrees(call, self._traced.rows))
+            self._compare([call for call in self._found_calls if not call.is_settled], self._traced)
+
+    @property
+    def remarks(self) -> list[str]:
+        """A sentence on the groups that agree when their operations run one by one."""
+        vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
+        if not vanished:
+            return []
+        agree = "agree" if len(vanished) > 1 else "agrees"
+        return [
+            f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: what compiles the target's code "
+            "makes the difference, and no line of source is at fault."
+        ]
 
     def confirm(self) -> None:
         """Graft single operations, to see whether the taps agree then."""
@@ -141,8 +156,9 @@ class LineSearch:
         # Fingerprints had a budget, and were taken of what is not needed, too.
         return self._runs.traced(f"{why}, again", filters, wanted, self._grafted, shown, traced.needed)
 
-    def _compare(self, calls: Sequence[_Traced], traced: TracedRun, first: int = 0) -> None:
-        for place, call in enumerate(calls, start=first):
+    def _compare(self, calls: Sequence[_Traced], traced: TracedRun) -> None:
+        for call in calls:
+            place = self._found_calls.index(call)
             baseline = [each[place] for each in traced.baseline]
             target = [each[place] for each in traced.target]
             found, others = _all(baseline), _all(target)
@@ -206,7 +222,7 @@ class LineSearch:
                 call.is_to_leave_out = not call.is_settled
             else:
                 # What is lost now is lost for another reason.
-                self._compare([call], traced, calls.index(call))
+                self._compare([call], traced)
 
     def _agrees(self, call: _Traced, rows: pd.DataFrame) -> bool | None:
         """Whether the tap agrees now; None where an operation could not be grafted."""

@@ -52,7 +52,9 @@ def trace_callee(
     backward = any(kind_of(each.tags) is not None for each in request.wanted)
     # Autograd then keeps the lines of each operation for its backward pass.
     lines = torch.autograd.set_detect_anomaly(True, check_nan=False) if backward else contextlib.nullcontext()
-    with handled_by(tracer), tracer.recorder, lines:
+    # Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well.
+    eager = torch.compiler.set_stance("force_eager")
+    with handled_by(tracer), eager, tracer.recorder, lines:
         bind_callee(callee, args, kwargs)()
     return [tracer.found.get(place) for place in range(len(request.wanted))]
 

@@ -70,6 +70,9 @@ def test_a_faithful_compilation_is_reported_as_equal(how: str, session: gl.Sessi
 def test_a_mistake_of_the_compiler_is_named_by_the_verdict(session: gl.Session) -> None:
     compared = session.compare_compiled(model, args=(X,), backend=faulty)
     assert compared.verdict.named == ["out"]
+    # The search for lines runs the code eagerly, and leaves it compiled afterwards: `tapped` is of a later run.
+    assert "Run eagerly, operation by operation, out agrees: what compiles the target's code" in compared.verdict.text
+    assert not len(compared.verdict.lines)
     assert compared.fused is None
     assert compared.untapped > 0.1
 

@@ -340,15 +340,19 @@ def test_tensors_returns_the_newest_pair_unless_a_step_is_given(session: gl.Sess
 
 @pytest.mark.ranks
 def test_tensors_returns_the_newest_pair_of_both_sides(session: gl.Session) -> None:
+    def tap_y(shift: float) -> None:
+        # Equal on the target's ranks, or none of them would be grafted.
+        gl.tap("y", torch.full((2,), own_value() // 10 * 10 + shift))
+
     session.edit(keep="True")
-    session.run(tap_x, tap_x, kwargs={"shift": 1.0})
+    session.run(tap_y, tap_y, kwargs={"shift": 1.0})
     session.edit(t2b="True")
-    session.run(tap_x, tap_x, kwargs={"shift": 2.0})
+    session.run(tap_y, tap_y, kwargs={"shift": 2.0})
     # Received by the baseline; what the target holds is older.
-    assert [tensor[0].item() for tensor in session.tensors("x")] == [12.0, 22.0]
+    assert [tensor[0].item() for tensor in session.tensors("y")] == [12.0, 22.0]
     session.edit(t2b=None)
-    session.run(tap_x, tap_x, kwargs={"shift": 3.0})
-    assert [tensor[0].item() for tensor in session.tensors("x")] == [13.0, 23.0]
+    session.run(tap_y, tap_y, kwargs={"shift": 3.0})
+    assert [tensor[0].item() for tensor in session.tensors("y")] == [13.0, 23.0]
 
 
 @pytest.mark.ranks
@@ -366,7 +370,8 @@ def test_kept_pairs_with_unpicklable_tags_are_found(session: gl.Session) -> None
 @pytest.mark.ranks
 def test_t2b_pairs_are_kept_on_the_baseline_in_the_same_order(session: gl.Session) -> None:
     def other_name() -> None:
-        gl.tap("other way", torch.full((2,), own_value()))
+        # Equal on the target's ranks, or none of them would be grafted.
+        gl.tap("other way", torch.full((2,), own_value() // 10 * 10))
 
     session.edit(t2b="name == 'other way'", keep="True")
     session.run(other_name, other_name)

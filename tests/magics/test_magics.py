@@ -32,6 +32,7 @@ SUBCOMMANDS = (
     "plot",
     "ui",
     "verdict",
+    "lines",
     "compare",
     "match",
     "check",
