@@ -24,6 +24,17 @@ def dtype_named(name: str) -> torch.dtype:
         raise ValueError(f"torch has no dtype {name!r}") from None
 
 
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor's memory, which its views share; None if it has none that could be compared.
+
+    Sparse, empty and meta tensors have none, nor have those of ``torch.func``'s transforms.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the same memory in a dtype that torch can copy, select and compare."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graftlab.base.tensor_bytes import memory_of
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
 from graftlab.lines.frames import SourceFrame, StackEntry, is_of_model_code, model_entry, stack_entries
 from graftlab.lines.state import path_of
@@ -284,11 +285,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _address(tensor: torch.Tensor) -> int:
     """What identifies a tensor's memory while it lives."""
     inner = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return int(inner.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        # A sparse tensor has no storage.
-        return id(inner)
+    return memory_of(inner) or id(inner)
 
 
 def _with_first(result: Any, replace: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graftlab.base.tensor_bytes import memory_of
 from graftlab.lines.frames import model_frame
 
 _DEEPEST = 4
@@ -24,7 +25,7 @@ def path_of(tensor: torch.Tensor, frame: FrameType) -> str | None:
     running = model_frame(frame)
     if running is None:
         return None
-    memory = _memory_of(tensor)
+    memory = memory_of(tensor)
     left: deque[tuple[str, Any, int]] = deque((name, value, 0) for name, value in running.f_locals.items())
     seen: set[int] = set()
     part: str | None = None
@@ -36,7 +37,7 @@ def path_of(tensor: torch.Tensor, frame: FrameType) -> str | None:
         if isinstance(value, torch.Tensor):
             if value is tensor:
                 return path
-            if part is None and memory is not None and _memory_of(value) == memory:
+            if part is None and memory is not None and memory_of(value) == memory:
                 part = path if value.shape == tensor.shape else f"{path}[...]"
         elif depth < _DEEPEST:
             left.extend((path + step, inner, depth + 1) for step, inner in _inside(value))
@@ -57,10 +58,3 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".{name}", inner) for name, inner in each.items())
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
         yield from ((f".{name}", inner) for name, inner in list(vars(value).items())[:_MOST_ITEMS])
-
-
-def _memory_of(tensor: torch.Tensor) -> int | None:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None

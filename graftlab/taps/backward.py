@@ -10,6 +10,8 @@ from types import FrameType
 import torch
 from torch.utils.module_tracker import ModuleTracker
 
+from graftlab.base.tensor_bytes import memory_of
+
 # Only queried. It would install hooks when entered, which never happens.
 _tracker = ModuleTracker()
 
@@ -32,8 +34,8 @@ def is_passed_by_autograd(gradient: torch.Tensor) -> bool:
     """
     if not is_backward() or (gradient.is_leaf and gradient.requires_grad):
         return False
-    memory = _memory(gradient)
-    return memory is not None and any(_memory(each) == memory for each in _passed(_called_by_engine()))
+    memory = memory_of(gradient)
+    return memory is not None and any(memory_of(each) == memory for each in _passed(_called_by_engine()))
 
 
 def _called_by_engine() -> FrameType:
@@ -52,10 +54,3 @@ def _passed(frame: FrameType) -> Iterator[torch.Tensor]:
         yield from (
             each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)
         )
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return None  # sparse, or a wrapper without memory

@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
+from graftlab.base.tensor_bytes import memory_of
 from graftlab.errors import warn
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
@@ -168,13 +169,7 @@ def _is_view(value: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other:
-        return True
-    try:
-        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        # Tensors of torch.func's transforms, and some subclasses, have no memory to compare.
-        return False
+    return one is other or ((memory := memory_of(one)) is not None and memory == memory_of(other))
 
 
 def _hidden_by(caller: FrameType, scope: _Scope) -> str | None:
