@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import re
 import shlex
 import subprocess
@@ -15,6 +17,7 @@ from kit import prose
 from kit.kernels import Kernel, kernel
 
 import graftlab as gl
+from graftlab import __main__ as command
 from graftlab import errors
 from graftlab.magics import command_line
 
@@ -120,8 +123,9 @@ def test_commands_of_the_pages_exist() -> None:
                 assert option in helps[module], f"{where}: {module} has no option {option}"
         elif words[:2] == ["graftlab", "compare"]:
             if words[1] not in helps:
-                asked = [sys.executable, "-m", "graftlab", "compare", "-h"]
-                helps[words[1]] = subprocess.run(asked, capture_output=True, text=True, cwd=ROOT).stdout
+                with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit):
+                    command.main(["compare", "-h"])
+                helps[words[1]] = said.getvalue()
             for option in re.findall(r"(?<= )(--[a-z-]+)", re.sub(r'"[^"]*"', "", line)):
                 assert option in helps[words[1]], f"{where}: compare has no option {option}"
         else:
@@ -166,10 +170,10 @@ def test_every_column_of_a_frame_is_explained(tmp_path: Path) -> None:
 
 def test_every_magic_is_explained_with_its_options() -> None:
     text = (DOCS / "magics.md").read_text(encoding="utf-8")
-    for name, command in command_line.COMMANDS.items():
+    for name, each in command_line.COMMANDS.items():
         (row,) = re.findall(rf"^\| `%graft {name}\b.*$", text, re.MULTILINE)
         explained = set(re.findall(r"`(--?[a-z0-9-]+)`", row))
-        assert explained == set(command.options) - {"-h", "--help"}, name
+        assert explained == set(each.options) - {"-h", "--help"}, name
     assert all(f"`{target}`" in text or f"%%graft {target}" in text for target in command_line.CELL_TARGETS)
 
 
