@@ -96,6 +96,11 @@ def judge_held_calls(
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
     if answer == "agree" and without_taps:
         answer = "differ"
+    if answer == "inconclusive" and trusted and verdict.findings.inconclusive:
+        far = [each for each in results.differences if _is_beyond_rounding(each, choice.threshold)]
+        if far:
+            answer = "differ"
+            remarks.append(f"The results of the two calls differ by {max(each.rel_l2 for each in far):.2g}.")
     if answer == "inconclusive" and trusted and not results.compared:
         remarks.append(
             "The results of the two calls could not be compared, so the taps that agree do not clear the target."
@@ -148,6 +153,9 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
         return "inconclusive"
     if findings.named or findings.unexplained or findings.data or findings.following:
         return "differ"
+    if findings.inconclusive:
+        # Nothing was judged, so nothing named clears nothing.
+        return "inconclusive"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else False
     if findings.failed or findings.without_output or not measured or not (results_compared or _shows_output(findings)):
         return "inconclusive"
@@ -160,6 +168,10 @@ def _shows_output(findings: Findings) -> bool:
     return bool(names.str.match(r"(.*\.)?output\b").any())
 
 
+def _is_beyond_rounding(difference: ResultDifference, threshold: float) -> bool:
+    return difference.rel_l2 > threshold * assumed_floor(difference.dtypes)[0]
+
+
 def _without_taps(
     baseline: Sequence[CallDescription],
     target: Sequence[CallDescription],
@@ -170,7 +182,7 @@ def _without_taps(
     beyond = [
         each
         for each in differences
-        if each.rel_l2 > threshold * assumed_floor(each.dtypes)[0] and each.rel_l2 > _moved_by_taps(baseline, target)
+        if _is_beyond_rounding(each, threshold) and each.rel_l2 > _moved_by_taps(baseline, target)
     ]
     with_taps = compare_returned([each.tapped for each in baseline], [each.tapped for each in target]).differences
     largest = max((each.rel_l2 for each in with_taps if not math.isnan(each.rel_l2)), default=0.0)

@@ -282,6 +282,7 @@ def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> No
         ({"without_output": ["The output was not compared."]}, True, False, "inconclusive"),
         ({"not_repeated": ["a"]}, True, True, "inconclusive"),
         ({"target_not_repeated": ["a"]}, True, True, "inconclusive"),
+        ({"inconclusive": ["The target is ahead by 1 call."]}, True, True, "inconclusive"),
         ({}, False, True, "inconclusive"),
         ({"frame": taps_of("a", label="culprit")}, True, True, "differ"),
         ({"unexplained": ["The returned value differs."]}, True, True, "differ"),
@@ -407,3 +408,28 @@ def test_a_mistake_that_taps_switch_off_is_not_cleared() -> None:
             "Without taps the results differ by 0.5, and with taps by 0: the difference arises in code"
             in comparison.text
         )
+
+
+def decoder(late: bool) -> nn.Module:
+    """Reads its tokens one by one, or each one call late."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.out = nn.Embedding(64, 16), nn.Linear(16, 8)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            tokens = torch.roll(tokens, 1) if late else tokens
+            return torch.cat([self.out(self.embed(tokens[t : t + 1])) for t in range(10)])
+
+    return Decoder().eval()
+
+
+@pytest.mark.ranks
+def test_sides_in_different_calls_of_one_model_do_not_agree() -> None:
+    comparison = gl.compare(lambda: decoder(late=False), lambda: decoder(late=True), torch.arange(10) * 3)
+    with comparison.session:
+        assert "no computation is judged" in comparison.text
+        assert comparison.answer == "differ"
+        assert "The results of the two calls differ by 1" in comparison.text
