@@ -91,7 +91,7 @@ class Swaps:
         self.not_swapped: dict[str, None] = {}
         """The taps at which each side waited for the other."""
         self.unlike_ranks: dict[str, None] = {}
-        """The taps at which the target's ranks have different values, of which none is the output."""
+        """The taps at which the target's ranks have different values, so that no single value is the output."""
 
     def causes(
         self,
