@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ class Normed(torch.autograd.Function):
 
 
 def residual_stream(fault: str) -> None:
-    """Two blocks around a stream that is tapped only beside them, so gradients have two ways; the target has a fault."""
+    """Two blocks around a stream that is tapped only beside them, so gradients have two ways; on the target a fault."""
     wrong = fault if on_target() else ""
     weight = torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(3)) / 4)
     x = gl.tap("x", torch.randn(4, 16, generator=torch.Generator().manual_seed(4)).requires_grad_(), grad=True)
@@ -172,10 +173,8 @@ def residual_stream(fault: str) -> None:
         attended = gl.tap(f"{layer}.attended", x @ weight, grad=True)
         x = x + attended
         normed = Normed.apply(x, "wrong" if wrong == "saves" else "right")  # type: ignore[no-untyped-call]
-        if wrong == "clamps":
-            normed = normed.clamp(-1, 1)
-        else:
-            normed = normed + (normed.clamp(-1, 1) - normed).detach()
+        clamped = normed.clamp(-1, 1)
+        normed = clamped if wrong == "clamps" else normed + (clamped - normed).detach()
         if wrong == "halves":
             normed.register_hook(lambda gradient: gradient * 0.5)
         x = x + gl.tap(f"{layer}.mixed", normed @ weight, grad=True)
@@ -189,8 +188,8 @@ def residual_stream(fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "source"),
     [
-        ("clamps", "normed = normed.clamp(-1, 1)"),
-        ("halves", "normed = normed + (normed.clamp(-1, 1) - normed).detach()"),
+        ("clamps", "clamped = normed.clamp(-1, 1)"),
+        ("halves", 'normed = clamped if wrong == "clamps" else normed + (clamped - normed).detach()'),
         ("saves", 'kept = by * 1.25 if keeps == "wrong" else by'),
         ("twice", "loss.backward()"),
     ],
