@@ -36,6 +36,7 @@ ROOMS = [
     "recordings",
     "control",
     "jobs",
+    "remote",
     "engine",
     "widgets",
     "session",

@@ -6,6 +6,7 @@ than 64 bits, and text with lone surrogates, which UTF-8 cannot express.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -15,6 +16,14 @@ from graftlab.errors import MessageError
 _INTEGER, _TEXT = 1, 2
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def graftlab_version() -> str:
+    """Return the version of graftlab; only equal versions understand each other."""
+    try:
+        return version("graftlab")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def encode(value: object) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import struct
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -189,14 +188,6 @@ _decoder = wire.Decoder(
     | HoldRequest
     | HoldAccepted
 )
-
-
-def graftlab_version() -> str:
-    """Return the version of graftlab; only equal versions understand each other."""
-    try:
-        return version("graftlab")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 def pack_handshake(message: HandshakeMessage) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from graftlab.base.wire import graftlab_version
 from graftlab.base.world import Place, Side
 from graftlab.errors import ConfigError, GraftError
 from graftlab.exchange.channel import SocketChannel
@@ -29,7 +30,6 @@ from graftlab.jobs.handshake import (
     HoldAccepted,
     HoldRequest,
     RequestRefused,
-    graftlab_version,
     receive_handshake,
     send_handshake,
 )
@@ -41,7 +41,7 @@ from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice, held_call
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.own_place import own_backend, own_device, own_rank
-from graftlab.ranks.process_setup import die_with_notebook
+from graftlab.ranks.process_end import die_with_notebook
 from graftlab.ranks.worker import Rank
 from graftlab.taps.outermost_calls import OutermostCalls
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from graftlab.base.wire import graftlab_version
 from graftlab.base.world import Place, Side
 from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError, LaunchError
@@ -24,7 +25,6 @@ from graftlab.jobs.handshake import (
     HoldAccepted,
     HoldRequest,
     RequestRefused,
-    graftlab_version,
     receive_handshake,
     send_handshake,
 )
@@ -37,7 +37,7 @@ from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.held_call import WatchChoice
 from graftlab.ranks.options import LaunchOptions
-from graftlab.ranks.process_setup import end_programs_of
+from graftlab.ranks.process_end import end_programs_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from graftlab.base.wire import graftlab_version
 from graftlab.base.world import Place
 from graftlab.config import Endpoint, GraftConfig
 from graftlab.errors import ConfigError, SessionError
@@ -23,7 +24,6 @@ from graftlab.jobs.handshake import (
     RequestRefused,
     WorldShare,
     WorldShareRequest,
-    graftlab_version,
     receive_handshake,
     send_handshake,
 )

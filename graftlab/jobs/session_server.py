@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from graftlab.base.wire import graftlab_version
 from graftlab.base.world import Place, Side
 from graftlab.config import Endpoint
 from graftlab.control.core import SessionCore, internals_of
@@ -30,7 +31,6 @@ from graftlab.jobs.handshake import (
     StatusQuery,
     WorldShare,
     WorldShareRequest,
-    graftlab_version,
     pack_handshake,
     receive_handshake,
     send_handshake,
