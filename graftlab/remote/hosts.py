@@ -1,4 +1,4 @@
-"""What a launch asks of a scheduler: room for all ranks, and one supervised process for each."""
+"""What a launch asks of a cluster: room for all ranks, and one supervised process for each."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class RankHosts(Protocol):
         """End every process and give the machines back. Never raises for what is gone already."""
 
 
-class Scheduler(Protocol):
-    """Reserves machines: all that a session needs, or none."""
+class Cluster(Protocol):
+    """Reserves machines: all that a session needs, or none; a :class:`graftlab.Ray` is one."""
 
     def reserve(self, options: LaunchOptions) -> RankHosts:
         """Wait until every rank of both sides has a place. Raises :class:`LaunchError` that says what is lacking."""

@@ -1,6 +1,6 @@
 """Launch a session's ranks on other machines, from the notebook.
 
-A scheduler finds the machines and starts a supervised process for each rank. The ranks connect to the notebook and to
+A cluster finds the machines and starts a supervised process for each rank. The ranks connect to the notebook and to
 each other as those of jobs do, and are then ranks like any other: they run what the notebook sends.
 """
 
@@ -49,7 +49,7 @@ from graftlab.ranks.messages import (
     unpack_from_rank,
 )
 from graftlab.ranks.options import LaunchOptions
-from graftlab.remote.hosts import RankHosts, Scheduler
+from graftlab.remote.hosts import Cluster, RankHosts
 from graftlab.remote.rank_supervisor import HostFacts
 from graftlab.remote.remote_rank import WORLD, RemoteRankSpec, pack_spec
 from graftlab.remote.remote_rank_handle import RemoteRankHandle
@@ -61,13 +61,13 @@ _LOOK = 0.5
 
 
 def launch_remote_ranks(
-    options: LaunchOptions, folder: Path, plan: GraftPlan, scheduler: Scheduler
+    options: LaunchOptions, folder: Path, plan: GraftPlan, cluster: Cluster
 ) -> Sequence[RankHandle]:
-    """Start every rank under this plan where the scheduler places it, and wait until each is ready.
+    """Start every rank under this plan where the cluster places it, and wait until each is ready.
 
     Raises :class:`LaunchError`, with the end of the log if a rank died; then nothing is left of the launch.
     """
-    hosts = scheduler.reserve(options)
+    hosts = cluster.reserve(options)
     try:
         launch = _RemoteLaunch(options, folder, plan, hosts)
     except BaseException:

@@ -1,4 +1,4 @@
-"""A scheduler for tests: each rank has its supervisor in this process, and reaches the notebook over TCP."""
+"""A cluster for tests: each rank has its supervisor in this process, and reaches the notebook over TCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that a session launches over TCP are ranks like any other. What starts them is tested with Ray itself (soak)."""
+"""Ranks that a session launches over TCP are ranks like any other. Ray, which starts them, has a soak test."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_port_that_is_taken_is_an_error_and_frees_the_machines() -> None:
     hosts = LocalHosts()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         hosts.port = taken.getsockname()[1]
-        with pytest.raises(gl.LaunchError, match="the notebook cannot listen at 127.0.0.1, port"):
+        with pytest.raises(gl.LaunchError, match="the notebook cannot listen at 127"):
             gl.launch(on=hosts)
     assert hosts.released == 1
 

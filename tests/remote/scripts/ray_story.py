@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import ray
 import torch
 
@@ -68,7 +69,7 @@ def serve() -> torch.Tensor:
     return model(1.0, steps=100_000, rest=0.01)
 
 
-def wait_until(condition: Callable[[], object], what: str, within: float = 90.0) -> float:
+def wait_until(condition: Callable[[], object], what: str, within: float = 300.0) -> float:
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > within:
@@ -85,18 +86,28 @@ class Node:
     """A Ray node of this machine, at an address of the loopback interface."""
 
     def __init__(self, folder: Path, address: str, *arguments: str) -> None:
-        self.folder, self.address = folder, address
-        log = open(folder / f"{address}.log", "wb")  # noqa: SIM115
+        self._log = folder / f"{address}.log"
+        self._command = [f"{Path(sys.executable).parent}/ray", "start", "--block", f"--node-ip-address={address}"]
+        self._command += ["--disable-usage-stats", *arguments]
+        # Ray gives its processes 30 seconds to start, which is too short on a machine that does other work.
+        for _ in range(5):
+            self._start()
+            wait_until(lambda: self._has_started() or self.process.poll() is not None, "the start of a node")
+            if self._has_started():
+                return
+            note(f"the node at {address} did not start in Ray's time")
+        raise TimeoutError(self._log.read_text())
+
+    def _start(self) -> None:
         # Unbuffered, because its output says when it has started.
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_raylet_start_wait_time_s": "120"}
-        command = [f"{Path(sys.executable).parent}/ray", "start", "--block", f"--node-ip-address={address}"]
-        self.process = subprocess.Popen(
-            [*command, "--disable-usage-stats", *arguments],
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with open(self._log, "wb") as log:
+            self.process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def _has_started(self) -> bool:
+        return "Ray runtime started" in self._log.read_text()
 
     def kill(self) -> None:
         """Kill all of its processes at once, as if its machine had lost its power."""
@@ -122,7 +133,6 @@ def cluster(folder: Path) -> Iterator[list[Node]]:
     )  # fmt: skip
     nodes = [head]
     try:
-        wait_until(lambda: "Ray runtime started" in (folder / "127.0.0.1.log").read_text(), "the head's start")
         nodes += [worker(folder, 2), worker(folder, 3)]
         yield nodes
     finally:
@@ -211,7 +221,7 @@ def main(folder: Path) -> None:
             token_is_secret(session, folder)
             pid = session.ranks[3].pid or 0
             said = dies_with(session, "a rank", lambda: os.kill(pid, signal.SIGKILL))
-            assert "target[1]" in said and "SIGKILL" in said, said
+            assert re.search(r"target\[1\].*killed by SIGKILL", said), said
             session.restart()
             works(session)
             note("a rank")
@@ -265,11 +275,8 @@ def restart_says_what_lacks(session: gl.Session) -> None:
     wait_until(lambda: ray.cluster_resources().get("CPU") == 3.0, "the news of the node's death")
     object.__setattr__(session.options, "timeout", 5.0)
     try:
-        session.restart()
-    except gl.LaunchError as error:
-        assert "6 CPU of 3 in the cluster" in str(error), error
-    else:
-        raise AssertionError("six ranks started on three CPUs")
+        with pytest.raises(gl.LaunchError, match="6 CPU of 3 in the cluster"):
+            session.restart()
     finally:
         object.__setattr__(session.options, "timeout", 240.0)
 
