@@ -13,13 +13,18 @@ import msgspec
 
 from graftlab.errors import MessageError
 
+WIRE_VERSION = 1
+"""What two processes must have in common to understand each other: the messages of the handshake, of the ranks and of
+the exchange, and the functions that are sent to ranks by their names. A change of any of these is another version.
+"""
+
 _INTEGER, _TEXT = 1, 2
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def graftlab_version() -> str:
-    """Return the version of graftlab; only equal versions understand each other."""
+def graftlab_release() -> str:
+    """Return the release of this copy of graftlab."""
     try:
         return version("graftlab")
     except PackageNotFoundError:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from graftlab.base.wire import graftlab_version
 from graftlab.base.world import Place, Side
 from graftlab.errors import ConfigError, GraftError
 from graftlab.exchange.channel import SocketChannel
@@ -202,9 +201,7 @@ def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
         raise ConfigError(f"the comparison in {folder} is over")
     with connection:
         connection.settimeout(_ANSWER_LIMIT)
-        request = HoldRequest(
-            graftlab_version(), package_folder(), side, rank, size, os.getpid(), str(device), own_backend()
-        )
+        request = HoldRequest(side, rank, size, os.getpid(), str(device), own_backend())
         send_handshake(connection, request)
         answer = receive_handshake(connection)
         if isinstance(answer, RequestRefused):

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from graftlab.base.wire import graftlab_version
 from graftlab.base.world import Place
 from graftlab.config import Endpoint, GraftConfig
 from graftlab.errors import ConfigError, SessionError
@@ -259,7 +258,6 @@ class SessionClient:
 
     def _request(self, state: RejoinState | None) -> JoinRequest:
         return JoinRequest(
-            version=graftlab_version(),
             side=self._place.side,
             rank=self._place.rank,
             world_size=self._place.world_size,

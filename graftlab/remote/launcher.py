@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from graftlab.base.wire import graftlab_version
+from graftlab.base.wire import WIRE_VERSION, graftlab_release
 from graftlab.base.world import Place, Side
 from graftlab.config import Endpoint
 from graftlab.errors import LaunchError, MessageError
@@ -238,10 +238,10 @@ def _describe_death(rank: RemoteRankHandle) -> str:
 def _require_fit(places: Sequence[Place], facts: Sequence[HostFacts]) -> None:
     """Refuse machines on which functions and messages of this notebook could not be read."""
     for place, fact in zip(places, facts, strict=True):
-        if fact.version != graftlab_version():
+        if fact.wire_version != WIRE_VERSION:
             raise LaunchError(
-                f"{place.label}: {fact.node} has graftlab {fact.version}, and the notebook {graftlab_version()}; "
-                f"install the notebook's version there"
+                f"{place.label}: {fact.node} has graftlab {fact.release}, of wire version {fact.wire_version}, and the "
+                f"notebook {graftlab_release()}, of {WIRE_VERSION}; install the notebook's release there"
             )
         # Functions travel as byte code, which differs between minor versions of Python.
         if fact.python.split(".")[:2] != platform.python_version().split(".")[:2]:

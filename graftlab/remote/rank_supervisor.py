@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass
 from subprocess import PIPE
 
-from graftlab.base.wire import graftlab_version
+from graftlab.base.wire import WIRE_VERSION, graftlab_release
 from graftlab.ranks.process_end import end_programs_of
 
 _KEPT = 1 << 20
@@ -33,9 +33,10 @@ _BEGIN = (
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the notebook has to know of a rank's machine: its name, and the versions of graftlab and Python there."""
+    """What the notebook has to know of a rank's machine: its name, and its graftlab and Python."""
 
-    version: str
+    wire_version: int
+    release: str
     python: str
     node: str
 
@@ -58,7 +59,7 @@ class RankSupervisor:
 
     def facts(self) -> HostFacts:
         """Describe this machine."""
-        return HostFacts(graftlab_version(), platform.python_version(), platform.node())
+        return HostFacts(WIRE_VERSION, graftlab_release(), platform.python_version(), platform.node())
 
     def run(self, spec: bytes) -> RankEnd:
         """Run the rank with this packed :class:`graftlab.remote.remote_rank.RemoteRankSpec` to its end.

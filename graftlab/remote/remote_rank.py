@@ -148,7 +148,6 @@ def _joined(spec: RemoteRankSpec) -> tuple[ControlConnection, Proxy]:
     place, endpoint = spec.place, Endpoint(spec.host, spec.port)
     client = TcpSessionClient(endpoint, spec.token)
     request = JoinRequest(
-        version=wire.graftlab_version(),
         side=place.side,
         rank=place.rank,
         world_size=place.world_size,

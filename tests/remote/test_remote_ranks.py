@@ -115,8 +115,8 @@ def test_a_killed_rank_is_named_and_nothing_stays_behind(session: gl.Session, ho
 
 def test_a_machine_with_another_graftlab_or_python_is_refused() -> None:
     facts = RankSupervisor().facts()
-    hosts = LocalHosts(replace(facts, version="0.0.1"))
-    with pytest.raises(gl.LaunchError, match=r"baseline\[0\]: .* has graftlab 0\.0\.1, .*install the notebook's"):
+    hosts = LocalHosts(replace(facts, wire_version=0, release="0.0.1"))
+    with pytest.raises(gl.LaunchError, match=r"baseline\[0\]: .* has graftlab 0\.0\.1, of wire version 0.*install"):
         gl.launch(on=hosts)
     assert hosts.released == 1
     with pytest.raises(
