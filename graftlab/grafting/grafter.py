@@ -18,6 +18,7 @@ import torch
 
 from graftlab.base import limits
 from graftlab.base.tags import TagItems, TapKey
+from graftlab.base.tap_groups import is_data
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, LayoutError, ShippingError, warn
@@ -38,6 +39,7 @@ from graftlab.grafting.decisions import (
     sends,
 )
 from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.overwrite import OverwrittenTensors
 from graftlab.grafting.receive_pipeline import PendingRow, ReceivePipeline, TapCall, TapResult, row_of
 from graftlab.grafting.tensors import SentExtras, plain_tensor, summed_partial
 from graftlab.layouts import RankLayout, rank_layout
@@ -123,6 +125,8 @@ class Grafter:
         self._addresses = Addresses(self._step, self._warn_once)
         self._batch_rows = BatchRows()
         self._warned: set[tuple[str, str]] = set()
+        # Set while grafted weights and settings are to be put back afterwards.
+        self._overwritten_data: OverwrittenTensors | None = None
         self._use(exchange)
 
     def _use(self, exchange: Exchange[PendingRow]) -> None:
@@ -290,6 +294,16 @@ class Grafter:
             self._write_page("idle")
 
     @contextmanager
+    def restoring_data(self) -> Iterator[None]:
+        """Put weights and settings that are grafted within the block back at its end."""
+        self._overwritten_data = OverwrittenTensors()
+        try:
+            yield
+        finally:
+            self._overwritten_data.restore()
+            self._overwritten_data = None
+
+    @contextmanager
     def patiently(self) -> Iterator[None]:
         """Ignore the time limit inside the block: for a side that computes nothing itself."""
         before, self._exchange.timeout = self._exchange.timeout, limits.LONGEST
@@ -452,6 +466,8 @@ class Grafter:
             else:
                 # A DTensor can only be overwritten through its local shard, in place.
                 replaced = shown if replace and not hasattr(shown, "to_local") else None
+                if self._overwritten_data is not None and each.action.graft and is_data(call.tags):
+                    self._overwritten_data.remember(own)
                 result = self._receive(key, call, own, shown, extras, sent_extras, replaced, began)
                 if result is not None and result is not own and (own is value or replaced is not None):
                     value = shown = own = result
