@@ -13,6 +13,7 @@ LAB_ARGS ?=
 BENCH_ARGS ?=
 MATRIX_ARGS ?=
 MUTANTS_ARGS ?=
+COVERAGE_ARGS ?=
 # How many times the examples of the suite, and from which seed: the one of a run that failed repeats it.
 FUZZ ?= 20
 FUZZ_SEED ?= $(shell date +%s)
@@ -26,7 +27,7 @@ test_ready := $(VENV)/.graftlab-test
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-fast lint docs soak fuzz mutants bench matrix dist clean
+.PHONY: help demo lab test test-fast lint docs soak fuzz mutants coverage bench matrix dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,9 +61,13 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 	GRAFTLAB_FUZZ=$(FUZZ) $(run) -m pytest -m "hypothesis and not browser and not soak" --timeout 0 \
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no fast test notices
+mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no test notices
 	$(install) -q 'cosmic-ray>=8.7,<9' 'coverage>=7.6'
 	$(run) tests/mutants.py $(MUTANTS_ARGS)
+
+coverage: $(test_ready) ## run all tests under coverage.py; print lines and branches by room (COVERAGE_ARGS="--again --lines rows")
+	$(install) -q 'coverage>=7.11'
+	$(run) tests/coverage_by_room.py -n $(PYTEST_WORKERS) --dist worksteal $(COVERAGE_ARGS)
 
 bench: $(demo_ready) ## measure speed beside the published protocol; about five minutes (BENCH_ARGS="--only grafts")
 	$(run) -m benchmarks $(BENCH_ARGS)
