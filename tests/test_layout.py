@@ -37,6 +37,7 @@ ROOMS = [
     "recordings",
     "control",
     "jobs",
+    "remote",
     "engine",
     "widgets",
     "session",
