@@ -29,7 +29,6 @@ from graftlab.jobs.handshake import (
     HoldAccepted,
     HoldRequest,
     RequestRefused,
-    graftlab_version,
     receive_handshake,
     send_handshake,
 )
@@ -41,7 +40,7 @@ from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice, held_call
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.own_place import own_backend, own_device, own_rank
-from graftlab.ranks.process_setup import die_with_notebook
+from graftlab.ranks.process_end import die_with_notebook
 from graftlab.ranks.worker import Rank
 from graftlab.taps.outermost_calls import OutermostCalls
 
@@ -202,9 +201,7 @@ def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
         raise ConfigError(f"the comparison in {folder} is over")
     with connection:
         connection.settimeout(_ANSWER_LIMIT)
-        request = HoldRequest(
-            graftlab_version(), package_folder(), side, rank, size, os.getpid(), str(device), own_backend()
-        )
+        request = HoldRequest(side, rank, size, os.getpid(), str(device), own_backend())
         send_handshake(connection, request)
         answer = receive_handshake(connection)
         if isinstance(answer, RequestRefused):
