@@ -146,12 +146,13 @@ def _common_factor(lines: Sequence[_Line]) -> tuple[float, int]:
 
 def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> list[str]:
     """Sentences on weights that have a gradient on one side alone, or that one side does not train."""
-    known = {*paired, *paired.values()}
+    partner = {**paired, **{theirs: ours for ours, theirs in paired.items()}}
     said = []
     sides = (("baseline", baseline, target), ("target", target, baseline))
     for (side, own, other), (opposite, _, _) in zip(sides, reversed(sides), strict=True):
-        frozen = [n for n in own.frozen if n not in known and n in other.gradients]
-        none = [n for n in own.without_gradient if n not in known and n in other.gradients]
+        trained = {name for name in other.dtypes if name not in other.frozen}
+        frozen = [n for n in own.frozen if partner.get(n, n) in trained]
+        none = [n for n in own.without_gradient if partner.get(n, n) in other.gradients]
         for names, why in ((frozen, "does not train"), (none, "has no gradient for")):
             if names:
                 said.append(f"The {side} {why} {listed(names)}, and the {opposite} does.")
@@ -237,9 +238,10 @@ def _in_words(over: Sequence[_Line], named: Sequence[str], factor: float) -> str
 def _of_factor(factor: float, alike: int, named: Sequence[str]) -> str:
     if not named:
         return f"All gradients that the optimizer reads are {factor:.4g} times the baseline's."
+    others = counted(alike, "other weight")
     return (
-        f"The gradients of the {counted(alike, 'other weight')} are {factor:.4g} times the baseline's, which clipping by the norm "
-        "of all gradients may follow from; this factor is taken out of the above."
+        f"The gradients of the {others} are {factor:.4g} times the baseline's, as where clipping by the norm of all "
+        "gradients follows from these; the factor is taken out of the above."
     )
 
 
@@ -257,8 +259,8 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
         if factor is not None and abs(factor - 1) > limit:
             said.append(
-                f"The loss gives the model's results gradients that are {factor:.4g} times the baseline's: it is a mean on one "
-                "side and a sum on the other, or has another scale or number of micro-batches."
+                f"The loss gives the model's results gradients that are {factor:.4g} times the baseline's: it is a "
+                "mean on one side and a sum on the other, or has another scale or number of micro-batches."
             )
         elif factor is None and _distance(one.values, other.values) > limit:
             said.append(

@@ -50,7 +50,8 @@ def judge_held_updates(
         session.edit(**before)
     rows = records(given[given["status"].isin(MEASURED)])
     gradients = judge_gradients(rows, baseline, target, known)
-    verdict = session.verdict(repeat_call, repeat_call, floor=choice.floor, threshold=choice.threshold)
+    # Swaps and lines of source show where a model's values arise; an update is the code of one optimizer.
+    verdict = session.verdict(repeat_call, repeat_call, floor=choice.floor, threshold=choice.threshold, explain=False)
     moved = [
         f"The {side}'s step of {each[0].optimizer} cannot be replayed: from the same weights, gradients and state it "
         "gives something else. Do not rely on anything below."

@@ -15,12 +15,14 @@ import socket
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from graftlab.base.world import Place, Side
 from graftlab.diffs.results import named_tensors
@@ -78,18 +80,27 @@ class HeldScript:
         self._updates = self._calls_in_step = 0
         self._updating: torch.optim.Optimizer | None = None
         self._is_held = False
+        self._hooks: list[RemovableHandle] = []
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take over this call, the first one of a model in this process, and all later ones; returns its result."""
         self._calls.install()
-        register_optimizer_step_pre_hook(self._before_update)
-        register_optimizer_step_post_hook(self._after_update)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
         return self._calls.call(module, args, kwargs)
+
+    def remove(self) -> None:
+        """Hold nothing from now on."""
+        self._calls.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A data loader's worker is no rank.
         if torch.utils.data.get_worker_info() is not None:
-            self._calls.remove()
+            self.remove()
             return
         kind = type(module).__name__
         if module not in self._models.values():
@@ -102,21 +113,21 @@ class HeldScript:
         self._count += 1
         self._calls_in_step += 1
         if self._rank is None:
-            self._rank = _joined(self._folder, self._side, self._calls)
+            self._rank = _joined(self._folder, self._side, self.remove)
         call = partial(module, *args, **kwargs)
         self._rank.hold(
             HeldCall(call, {"": module}, (args, kwargs), self._rank.choice, number=self._count, others=self._others)
         )
 
     def _after(self, module: torch.nn.Module, result: Any) -> None:
-        if self._rank is None or self._rank.has_left or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         self._gradients.add_weights(module)
         place = f"call {self._calls_in_step}"
         self._gradients.add_results({f"{place}{path}": each for path, each in named_tensors(result).items()})
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._rank is None or self._rank.has_left or self._updating is not None:
+        if self._rank is None or self._updating is not None:
             # The optimizer may be part of another one, whose step is held.
             return
         self._updating = optimizer
@@ -154,17 +165,12 @@ class _ScriptRank(Rank):
     _has_begun = False
     _is_over = False
 
-    def __init__(self, calls: OutermostCalls, death_pipe: int, *given: Any) -> None:
-        self._calls = calls
+    def __init__(self, hold_nothing: Callable[[], None], death_pipe: int, *given: Any) -> None:
+        self._hold_nothing = hold_nothing
         self._death_pipe = death_pipe
         self._runs = 0
         super().__init__(*given)
         atexit.register(self._report_end, os.getpid())
-
-    @property
-    def has_left(self) -> bool:
-        """Whether the script continues without graftlab."""
-        return self._is_over
 
     def hold(self, call: HeldCall | HeldUpdate) -> None:
         """Repeat this call or update as the notebook asks, until it is released."""
@@ -206,7 +212,7 @@ class _ScriptRank(Rank):
     def leave(self) -> None:
         """Let the script continue without graftlab, also when the notebook ends."""
         self._is_over = True
-        self._calls.remove()
+        self._hold_nothing()
         release_call()
         fcntl.fcntl(self._death_pipe, fcntl.F_SETFL, fcntl.fcntl(self._death_pipe, fcntl.F_GETFL) & ~os.O_ASYNC)
 
@@ -240,11 +246,11 @@ def leave() -> None:
     _rank.leave()
 
 
-def _joined(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
+def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank:
     """Become a rank, or end the process with the reason why it cannot."""
     global _rank
     try:
-        _rank = _join(folder, side, calls)
+        _rank = _join(folder, side, hold_nothing)
     except (GraftError, OSError, EOFError) as error:
         sys.stderr.write(f"graftlab compare: {error}\n")
         sys.stderr.flush()
@@ -253,7 +259,7 @@ def _joined(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
     return _rank
 
 
-def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
+def _join(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank:
     rank, size, _ = own_rank()
     device = own_device()
     with Rendezvous(folder) as rendezvous:
@@ -278,7 +284,7 @@ def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
         place, shared, answer.segment_size, budget=answer.buffer_budget, timeout=answer.tap_timeout
     )
     joined = _ScriptRank(
-        calls,
+        hold_nothing,
         death_pipe,
         place,
         device,
