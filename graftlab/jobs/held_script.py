@@ -33,7 +33,6 @@ from graftlab.jobs.handshake import (
     HoldAccepted,
     HoldRequest,
     RequestRefused,
-    graftlab_version,
     receive_handshake,
     send_handshake,
 )
@@ -268,9 +267,7 @@ def _join(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _Script
         raise ConfigError(f"the comparison in {folder} is over")
     with connection:
         connection.settimeout(_ANSWER_LIMIT)
-        request = HoldRequest(
-            graftlab_version(), package_folder(), side, rank, size, os.getpid(), str(device), own_backend()
-        )
+        request = HoldRequest(side, rank, size, os.getpid(), str(device), own_backend())
         send_handshake(connection, request)
         answer = receive_handshake(connection)
         if isinstance(answer, RequestRefused):
