@@ -12,7 +12,7 @@ import torch
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted, spans
 from graftlab.diffs.rounding import assumed_floor, roundoff
-from graftlab.ranks.held_update import Sample, UpdateDescription
+from graftlab.ranks.held_update import TensorSample, UpdateDescription
 from graftlab.verdict.added import coarser_dtype
 from graftlab.verdict.gradient_scaling import best_factor, left_over, norms_of
 
@@ -209,7 +209,7 @@ def _sum_of_steps(
     return None
 
 
-def _accumulated(description: UpdateDescription, name: str) -> Sample | None:
+def _accumulated(description: UpdateDescription, name: str) -> TensorSample | None:
     return description.accumulated.get(name) or description.gradients.get(name)
 
 
@@ -300,7 +300,7 @@ def _changed_afterwards(description: UpdateDescription) -> float | None:
     return sorted(known)[len(known) // 2]
 
 
-def _factor(one: Sample, other: Sample) -> float | None:
+def _factor(one: TensorSample, other: TensorSample) -> float | None:
     """The factor between two samples that have the same direction; None for others."""
     if one.values.shape != other.values.shape or not one.norm or not other.norm:
         return None

@@ -41,7 +41,7 @@ from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
 from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice, hold, release_call
-from graftlab.ranks.held_update import GradientWatch, HeldUpdate, Sample
+from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.own_place import own_backend, own_device, own_rank
@@ -75,7 +75,7 @@ class HeldScript:
         # The models that were called, by name, with what is known of the training step in progress.
         self._models: dict[str, torch.nn.Module] = {}
         self._gradients = GradientWatch()
-        self._previous: dict[str, Sample] = {}
+        self._previous: dict[str, TensorSample] = {}
         self._updates = self._calls_in_step = 0
         self._updating: torch.optim.Optimizer | None = None
         self._is_held = False

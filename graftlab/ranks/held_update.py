@@ -23,7 +23,7 @@ _MOST_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)
-class Sample:
+class TensorSample:
     """Elements of a tensor at fixed places, in float64, with the norm, the shape and the dtype of the whole."""
 
     values: torch.Tensor
@@ -32,7 +32,7 @@ class Sample:
     dtype: str
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Sample:
+    def of(cls, tensor: torch.Tensor) -> TensorSample:
         """Draw the sample. A DTensor's is of the whole tensor, so all of its ranks must call this."""
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         flat = whole.detach().reshape(-1)
@@ -57,10 +57,10 @@ class UpdateDescription:
     number: int
     calls: int
     settings: Mapping[str, Mapping[str, Any]]
-    gradients: Mapping[str, Sample]
-    accumulated: Mapping[str, Sample]
-    previous: Mapping[str, Sample]
-    of_results: Mapping[str, Sample]
+    gradients: Mapping[str, TensorSample]
+    accumulated: Mapping[str, TensorSample]
+    previous: Mapping[str, TensorSample]
+    of_results: Mapping[str, TensorSample]
     dtypes: Mapping[str, str]
     frozen: tuple[str, ...]
     without_gradient: tuple[str, ...]
@@ -71,8 +71,8 @@ class GradientWatch:
     """Samples of the gradients of weights and of results, taken while a script's own backward passes run."""
 
     def __init__(self) -> None:
-        self.accumulated: dict[int, Sample] = {}
-        self.of_results: dict[str, Sample] = {}
+        self.accumulated: dict[int, TensorSample] = {}
+        self.of_results: dict[str, TensorSample] = {}
         self._hooked: dict[int, torch.Tensor] = {}
 
     def add_weights(self, model: torch.nn.Module) -> None:
@@ -96,11 +96,11 @@ class GradientWatch:
 
     def _note(self, weight: torch.Tensor) -> None:
         if weight.grad is not None and weight.grad.layout == torch.strided:
-            self.accumulated[id(weight)] = Sample.of(weight.grad)
+            self.accumulated[id(weight)] = TensorSample.of(weight.grad)
 
     def _note_result(self, path: str, gradient: torch.Tensor) -> None:
         if gradient.layout == torch.strided:
-            self.of_results[path] = Sample.of(gradient)
+            self.of_results[path] = TensorSample.of(gradient)
 
 
 _WHOLE = (torch.nn.Parameter, torch.Tensor)
@@ -118,7 +118,7 @@ class HeldUpdate:
         optimizer: torch.optim.Optimizer,
         models: Mapping[str, torch.nn.Module],
         gradients: GradientWatch,
-        previous: Mapping[str, Sample],
+        previous: Mapping[str, TensorSample],
         *,
         number: int,
         calls: int,
@@ -127,7 +127,7 @@ class HeldUpdate:
         self._step, self._optimizer, self._gradients = step, optimizer, gradients
         self._model = _named(models, optimizer)
         self._previous, self._number, self._calls = previous, number, calls
-        self.gradients: dict[str, Sample] = {}
+        self.gradients: dict[str, TensorSample] = {}
         """The gradients that the optimizer reads, once they are described."""
         self._watched: Watch | None = None
         self._first = self._base = StateSnapshot([optimizer], weights=True)
@@ -144,7 +144,7 @@ class HeldUpdate:
         weights = self._weights()
         held_by_optimizer = {id(w) for group in self._optimizer.param_groups for w in group["params"]}
         self.gradients = {
-            name: Sample.of(w.grad)
+            name: TensorSample.of(w.grad)
             for name, w in weights.items()
             if w.grad is not None and w.grad.layout == torch.strided
         }

@@ -15,7 +15,7 @@ from graftlab.comparison.gradients import judge_gradients
 from graftlab.comparison.held_calls import Comparison, JudgingChoice
 from graftlab.comparison.held_updates import judge_held_updates
 from graftlab.ranks.held_call import describe_call, hold
-from graftlab.ranks.held_update import GradientWatch, HeldUpdate, Sample, UpdateDescription
+from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample, UpdateDescription
 
 
 def model_of_test() -> nn.Sequential:
@@ -32,7 +32,7 @@ def hold_update(fault: str) -> None:
     settings.update({"decay": {"weight_decay": 0.2}, "eps": {"eps": 1e-6}}.get(wrong, {}))
     kind = torch.optim.Adam if wrong == "Adam" else torch.optim.AdamW
     optimizer = kind([p for n, p in model.named_parameters() if wrong != "left out" or n != "2.weight"], **settings)
-    previous: dict[str, Sample] = {}
+    previous: dict[str, TensorSample] = {}
     last = 2 if fault == "left over" else 1
     for number in range(1, last + 1):
         draw = torch.Generator().manual_seed(number)
@@ -163,7 +163,7 @@ def test_an_optimizer_of_two_models_and_a_loose_weight_has_names_for_all() -> No
 
 
 def description(gradients: dict[str, torch.Tensor]) -> UpdateDescription:
-    samples = {name: Sample.of(gradient) for name, gradient in gradients.items()}
+    samples = {name: TensorSample.of(gradient) for name, gradient in gradients.items()}
     dtypes = dict.fromkeys(gradients, "float32")
     return UpdateDescription("SGD", 1, 1, {}, samples, samples, {}, {}, dtypes, (), (), False)
 
@@ -211,7 +211,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     assert found.unseen == ("the gradients of b, which are zero but for rounding.",)
 
 
-def test_gradients_agree_as_far_as_those_of_a_call_that_agrees() -> None:
+def test_gradients_are_held_to_what_an_agreeing_call_showed() -> None:
     draw = torch.Generator().manual_seed(0)
     whole = torch.randn(64, generator=draw)
     moved = whole + 1e-3 * torch.randn(64, generator=draw)
