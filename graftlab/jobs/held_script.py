@@ -45,7 +45,7 @@ from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.own_place import own_backend, own_device, own_rank
-from graftlab.ranks.process_setup import die_with_notebook
+from graftlab.ranks.process_end import die_with_notebook
 from graftlab.ranks.worker import Rank
 from graftlab.taps.outermost_calls import OutermostCalls
 

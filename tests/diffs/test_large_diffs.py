@@ -148,24 +148,24 @@ def test_the_index_is_that_of_the_largest_difference(shape: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("size", [1000, STRIPE, 2 * STRIPE])
-@pytest.mark.parametrize("shift", [0.1, 0.3, 1.1])
-def test_a_constant_difference_is_not_lost_in_roundings_that_point_one_way(size: int, shift: float) -> None:
+def test_a_constant_difference_is_not_lost_in_roundings_that_point_one_way(size: int) -> None:
     x = random((size,), torch.float32, 0)
-    y = x + shift
-    exact = (y.double() - x.double()).norm() / x.double().norm()
-    assert measure(x, y).rel_l2 == pytest.approx(exact.item(), rel=1e-6)
+    for shift in (0.1, 0.3, 1.1):
+        y = x + shift
+        exact = (y.double() - x.double()).norm() / x.double().norm()
+        assert measure(x, y).rel_l2 == pytest.approx(exact.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("size", [1000, 70_000, STRIPE])
-def test_one_magnitude_all_over_is_not_lost_in_roundings_either(size: int, dtype: torch.dtype) -> None:
+def test_one_magnitude_all_over_is_not_lost_in_roundings_either(size: int) -> None:
     signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    x, y = (0.3 * signs).to(dtype), (1.1 * signs.flip(0)).to(dtype)
-    wide_x, wide_y = x.double(), y.double()
-    found = measure(x, y)
-    assert found.rel_l2 == pytest.approx(((wide_x - wide_y).norm() / wide_x.norm()).item(), rel=1e-6)
-    assert found.std_baseline == pytest.approx(wide_x.std(correction=0).item(), rel=1e-6)
-    assert found.std_target == pytest.approx(wide_y.std(correction=0).item(), rel=1e-6)
+    for dtype in FLOATS:
+        x, y = (0.3 * signs).to(dtype), (1.1 * signs.flip(0)).to(dtype)
+        wide_x, wide_y = x.double(), y.double()
+        found = measure(x, y)
+        assert found.rel_l2 == pytest.approx(((wide_x - wide_y).norm() / wide_x.norm()).item(), rel=1e-6)
+        assert found.std_baseline == pytest.approx(wide_x.std(correction=0).item(), rel=1e-6)
+        assert found.std_target == pytest.approx(wide_y.std(correction=0).item(), rel=1e-6)
 
 
 @pytest.mark.slow
