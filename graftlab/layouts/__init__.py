@@ -10,7 +10,7 @@ from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.on_ranks import RankLayout, layout_of_dtensor, rank_layout
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
-from graftlab.layouts.sketching import Sketch
+from graftlab.layouts.sketching import SignedSums
 from graftlab.layouts.steps import Disagreement, Pack, Pad, Part, Scale, Step, Strided, Unpack, Window
 from graftlab.layouts.text import parse_layout
 
@@ -33,7 +33,7 @@ __all__ = [
     "Rows",
     "Scale",
     "Shard",
-    "Sketch",
+    "SignedSums",
     "Step",
     "Strided",
     "Unpack",

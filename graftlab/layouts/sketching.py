@@ -15,7 +15,7 @@ from graftlab.layouts.steps import StepContext, call, check_count
 
 
 @dataclass(frozen=True)
-class Sketch:
+class SignedSums:
     """``size`` sums that stand for a tensor of shape ``of``: element ``i`` is in sum ``i % size``, under a random sign.
 
     The difference of two sketches is about as large, relative to them, as that of the two tensors, whichever elements

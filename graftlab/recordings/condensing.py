@@ -8,7 +8,7 @@ import torch
 
 from graftlab.base.text import counted
 from graftlab.errors import RecordingError
-from graftlab.layouts import Layout, Sketch
+from graftlab.layouts import Layout, SignedSums
 from graftlab.recordings.file_format import FORMAT, RankHeader, StoredLayout, TapEntry, rank_folder
 from graftlab.recordings.recording import Recording
 from graftlab.recordings.writer import PendingTap, RecordingWriter, tensor_digest
@@ -46,7 +46,7 @@ def condense(folder: Path, into: Path, limit: int) -> list[str]:
     for entry, digest in zip(entries, digests, strict=True):
         value, layout = values[digest], entry.layout
         if digest not in whole:
-            sketch = Sketch(size, tuple(value.shape))
+            sketch = SignedSums(size, tuple(value.shape))
             value, layout = Layout((sketch,)).local(value), StoredLayout(sketch.text)
             sketched[entry.name] = None
         writer.put(PendingTap(entry.step, entry.name, entry.tags, value, layout=layout))

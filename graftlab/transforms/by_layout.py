@@ -15,7 +15,7 @@ from graftlab.layouts import (
     Mesh,
     RankLayout,
     Rows,
-    Sketch,
+    SignedSums,
     join_parts,
     layouts_of_pair,
     parse_dims,
@@ -52,7 +52,7 @@ def by_layout(graft_input: GraftTransformInput) -> Outcome:
 
 def _outcome(given: GraftTransformInput) -> Outcome:
     sketch = next((step for each in given.received_layouts if each for step in each.layout.steps), None)
-    if isinstance(sketch, Sketch):
+    if isinstance(sketch, SignedSums):
         return _sketched(given, sketch)
     if given.layout is None and given.pair is None and not any(given.received_layouts):
         outcome = default_transform(given)
@@ -67,7 +67,7 @@ def _outcome(given: GraftTransformInput) -> Outcome:
         ) from error
 
 
-def _sketched(given: GraftTransformInput, sketch: Sketch) -> Outcome:
+def _sketched(given: GraftTransformInput, sketch: SignedSums) -> Outcome:
     """Compare a recorded sketch with that of the receiver's tensor."""
     if given.pair is not None or given.layout is not None or len(given.received_list) > 1:
         raise TransformError(

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.layouts import Layout, RankLayout, Sketch, parse_layout
+from graftlab.layouts import Layout, RankLayout, SignedSums, parse_layout
 from graftlab.transforms import compare, run_transform
 
 SHAPE = (40, 50)
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    first, second = (Sketch(256, SHAPE).get(each, None).double() for each in (one, other))  # type: ignore[arg-type]
+    first, second = (SignedSums(256, SHAPE).get(each, None).double() for each in (one, other))  # type: ignore[arg-type]
     return float((first - second).norm() / first.norm())
 
 
@@ -33,7 +33,7 @@ def test_two_sketches_are_as_far_apart_as_their_tensors(where: str) -> None:
 
 def test_a_sketch_is_compared_where_the_plan_grafts_and_never_grafted() -> None:
     value = torch.randn(SHAPE)
-    sketch = Sketch(64, SHAPE)
+    sketch = SignedSums(64, SHAPE)
     layout = Layout((sketch,))
     given = gl.GraftTransformInput(
         {"name": "x"}, [layout.local(value)], [None], target=value * 1.5, received_layouts=[RankLayout(layout)]
@@ -46,7 +46,7 @@ def test_a_sketch_is_compared_where_the_plan_grafts_and_never_grafted() -> None:
 
 
 def test_a_tensor_of_another_shape_is_not_compared_with_a_sketch() -> None:
-    layout = Layout((Sketch(64, SHAPE),))
+    layout = Layout((SignedSums(64, SHAPE),))
     sent = layout.local(torch.ones(SHAPE))
     layouts: list[RankLayout | None] = [RankLayout(layout)]
     given = gl.GraftTransformInput({"name": "x"}, [sent], [None], target=torch.ones(64), received_layouts=layouts)
