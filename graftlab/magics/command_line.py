@@ -75,6 +75,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _add_keep_rows(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--keep-rows",
+        type=_count,
+        metavar="N",
+        help="rows of a frame that stay in memory for the next; of more, each frame is read from disk (default all)",
+    )
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -142,6 +151,7 @@ def _commands() -> dict[str, Command]:
         default="session",
         help="assign the session to this (default session)",
     )
+    _add_keep_rows(up)
     up.add_argument("--replace", action="store_true", help="close the open session first, and lose its ranks")
 
     listen = command("listen", "Wait for jobs that another launcher starts, and show how they join.")
@@ -161,6 +171,7 @@ def _commands() -> dict[str, Command]:
         default=limits.TIMEOUT,
         help=f"twice the time limit of each wait in a tap (default {limits.TIMEOUT:g})",
     )
+    _add_keep_rows(listen)
     listen.add_argument(
         "-o",
         "--out",

@@ -45,7 +45,7 @@ def load(shell: InteractiveShell) -> None:
 
 
 # The options by which `%graft up` compares the open session with the requested one.
-_OPTIONS_OF_UP = ("baseline", "target", "device", "backend", "timeout", "start_method")
+_OPTIONS_OF_UP = ("baseline", "target", "device", "backend", "timeout", "start_method", "keep_rows")
 
 
 @magics_class
@@ -121,6 +121,7 @@ class GraftMagics(Magics):
             backend=arguments.backend,
             timeout=arguments.timeout,
             start_method=arguments.start_method,
+            keep_rows=arguments.keep_rows,
         )
         self._assign(arguments.out, self.session)
         return self.session
@@ -138,6 +139,7 @@ class GraftMagics(Magics):
             folder=arguments.folder,
             append=arguments.append,
             address=arguments.address,
+            keep_rows=arguments.keep_rows,
         )
         self._assign(arguments.out, self.session)
         return self.session
