@@ -18,11 +18,13 @@ import torch
 
 from graftlab.base import limits
 from graftlab.base.tags import TagItems, TapKey
+from graftlab.base.tap_groups import is_data
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, LayoutError, ShippingError, warn
 from graftlab.exchange.contract import Exchange
 from graftlab.exchange.status_page import StatusPage
+from graftlab.grafting.batch_rows import BatchRows
 from graftlab.grafting.decisions import (
     Addresses,
     Decision,
@@ -37,6 +39,7 @@ from graftlab.grafting.decisions import (
     sends,
 )
 from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.overwrite import OverwrittenTensors
 from graftlab.grafting.receive_pipeline import PendingRow, ReceivePipeline, TapCall, TapResult, row_of
 from graftlab.grafting.tensors import SentExtras, plain_tensor, summed_partial
 from graftlab.layouts import RankLayout, rank_layout
@@ -120,7 +123,10 @@ class Grafter:
         # None outside a run of both sides; then a tap does nothing, without using the plan.
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step, self._warn_once)
+        self._batch_rows = BatchRows()
         self._warned: set[tuple[str, str]] = set()
+        # Set while grafted weights and settings are to be put back afterwards.
+        self._overwritten_data: OverwrittenTensors | None = None
         self._use(exchange)
 
     def _use(self, exchange: Exchange[PendingRow]) -> None:
@@ -288,6 +294,16 @@ class Grafter:
             self._write_page("idle")
 
     @contextmanager
+    def restoring_data(self) -> Iterator[None]:
+        """Put weights and settings that are grafted within the block back at its end."""
+        self._overwritten_data = OverwrittenTensors()
+        try:
+            yield
+        finally:
+            self._overwritten_data.restore()
+            self._overwritten_data = None
+
+    @contextmanager
     def patiently(self) -> Iterator[None]:
         """Ignore the time limit inside the block: for a side that computes nothing itself."""
         before, self._exchange.timeout = self._exchange.timeout, limits.LONGEST
@@ -330,6 +346,7 @@ class Grafter:
         else:
             decisions.step = self._step
         self._addresses = Addresses(self._step, self._warn_once)
+        self._batch_rows = BatchRows()
         self._write_page("running")
 
     def _end_step(self) -> None:
@@ -414,7 +431,7 @@ class Grafter:
                 pairs.append((each, key))
             elif key is not None:
                 self._decline_for_other_ranks(key)
-        if not pairs:
+        if not pairs and not decision.shows_rows:
             return value
         self._last_tap = name
         shown = self._computed(value) if callable(value) and not isinstance(value, torch.Tensor) else value
@@ -424,6 +441,8 @@ class Grafter:
                 if key is not None:
                     self._exchange.decline(key)
             return value
+        if decision.shows_rows:
+            self._batch_rows.show(name, own, self._ambient.get())
         receives = any(each.action.graft and not each.sends for each, _ in pairs)
         if receives and not replace and shown is value and is_passed_by_autograd(own):
             self._warn_once(name, IN_A_HOOK)
@@ -447,6 +466,8 @@ class Grafter:
             else:
                 # A DTensor can only be overwritten through its local shard, in place.
                 replaced = shown if replace and not hasattr(shown, "to_local") else None
+                if self._overwritten_data is not None and each.action.graft and is_data(call.tags):
+                    self._overwritten_data.remember(own)
                 result = self._receive(key, call, own, shown, extras, sent_extras, replaced, began)
                 if result is not None and result is not own and (own is value or replaced is not None):
                     value = shown = own = result
@@ -499,6 +520,7 @@ class Grafter:
     def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor, order: int) -> TapCall:
         run = self._run
         assert run is not None
+        rule = None if decision.pairing is None else decision.pairing.rule
         return TapCall(
             run.run,
             self._step,
@@ -510,6 +532,7 @@ class Grafter:
             0 if key is None else key.occurrence,
             own,
             decision.pairing,
+            None if rule is None else self._batch_rows.of(rule, rule.whole == self.place.side, self._ambient.get()),
         )
 
     def _decline_for_other_ranks(self, key: TapKey) -> None:
@@ -522,8 +545,10 @@ class Grafter:
         assert own is not None
         # The row must not keep the model's tensor alive.
         memo = PendingRow(
-            call._replace(tensor=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began
+            call._replace(tensor=None, rows=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began
         )
+        if call.rows is not None:
+            sent_extras = dataclasses.replace(sent_extras or SentExtras(None), rows=call.rows)
         sent = extras if sent_extras is None else dataclasses.replace(sent_extras, extras=extras)
         try:
             self._exchange.publish(key, own.detach() if own.requires_grad else own, sent, memo)
