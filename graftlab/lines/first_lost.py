@@ -67,6 +67,17 @@ def first_lost(
 
     The baseline's side is that of the same rank, if it has as many ranks as the target, and of rank 0 otherwise.
     """
+    found = _first_lost(baseline, target, rank, tolerance)
+    if not (found.baseline or found.target) and any(trace.others for trace in (*baseline, *target)):
+        # Right values in the wrong places, as gradients that were exchanged.
+        alone = [[replace(trace, others=()) for trace in traces] for traces in (baseline, target)]
+        found = _first_lost(alone[0], alone[1], rank, tolerance)
+    return found
+
+
+def _first_lost(
+    baseline: Sequence[SliceTrace], target: Sequence[SliceTrace], rank: int, tolerance: float
+) -> LostOnBothSides:
     ours = rank if len(baseline) == len(target) else 0
     # A step that both sides take as a whole must not be judged by a part of it.
     theirs_by_rank, ours_by_rank = _every_value(target), _every_value(baseline)
@@ -107,7 +118,7 @@ def _result(trace: SliceTrace) -> Fingerprint | None:
 
 def _every_value(traces: Sequence[SliceTrace]) -> list[Fingerprint]:
     """All fingerprints of a side, with those of tensors that its ranks hold in shards."""
-    found = [each for trace in traces for each in (*trace.fingerprints.values(), *trace.of_forward)]
+    found = [each for trace in traces for each in (*trace.fingerprints.values(), *trace.others)]
     return [*found, *map(joined, _shards(traces).values())]
 
 
