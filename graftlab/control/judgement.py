@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -53,6 +54,7 @@ from graftlab.verdict.model_data import (
     differing_weights,
     input_names,
 )
+from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, SettingsDifference, settings_difference
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
     learned_from_other_code,
@@ -100,6 +102,7 @@ class Evidence:
     floors: MeasuredFloors
     lonely: str | None
     """A filter for the taps of one side alone, which a swap must not wait for."""
+    settings: SettingsDifference
 
     @property
     def measured(self) -> pd.DataFrame:
@@ -287,8 +290,13 @@ class Judgement:
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
 
     def _measure(self) -> Evidence:
-        compared = self._runs.both("without grafts", RunFilters(compare="True"))
+        compared = self._runs.both("without grafts", RunFilters(compare="True", keep=SETTINGS))
         returned = self._runs.returned
+        settings = self._attempt(
+            "the values of the optimizer's settings",
+            partial(settings_difference, compared, self._runs.pair),
+            NO_SETTINGS,
+        )
         self._weights = LentWeights.of(self._runs, compared, self._threshold)
         if self._weights.compared is not None:
             compared, returned = self._weights.compared, self._runs.returned
@@ -317,6 +325,7 @@ class Judgement:
             selves,
             MeasuredFloors(selves, self._before),
             lonely_filter(pd.concat([compared, grafted])),
+            settings,
         )
 
     # ---- what is computed differently ---------------------------------------------------------------------------
@@ -342,7 +351,9 @@ class Judgement:
             data += data_of_jobs(compared, grafted, self._threshold)
         else:
             of_weights = WITH_THE_BASELINES if self._weights else BELOW
-            data += differing_data(compared, self._threshold, grafted, of_weights=of_weights)
+            data += differing_data(
+                compared, self._threshold, grafted, of_weights=of_weights, settings=evidence.settings
+            )
         if constant is None and not evidence.selves:
             constant, _ = assumed_floor(compared["dtype"].dropna())
         frame = added_frame(grafted, floors.of_groups(), compared=compared, constant=constant, own=floors.of_taps())

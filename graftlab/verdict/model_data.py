@@ -15,6 +15,7 @@ from graftlab.base.text import spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.optimizer_settings import NO_SETTINGS, SettingsDifference
 
 BEGINNINGS = {
     "input": "The inputs already differ",
@@ -92,20 +93,29 @@ AGREES_WITH_THE_BASELINES = "With the baseline's weights the target agrees."
 
 
 def differing_data(
-    compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None = None, *, of_weights: str = BELOW
+    compared: pd.DataFrame,
+    threshold: float,
+    grafted: pd.DataFrame | None = None,
+    *,
+    of_weights: str = BELOW,
+    settings: SettingsDifference = NO_SETTINGS,
 ) -> list[str]:
     """A sentence for each kind of data that differs between the sides, in a run without grafts.
 
     Weights of different dtypes may be rounded: they differ above ``threshold`` times one rounding. ``of_weights``
-    follows the sentence on weights.
+    follows the sentence on weights. ``settings`` has how those of the optimizer differ.
 
     Inputs of later steps may be computed, as a decode's tokens are. They count only if they also differ in ``grafted``,
     the rows of a run in which every tap had the baseline's values.
     """
-    return [
-        f"{BEGINNINGS[kind]}: {_listed(groups)}. {of_weights if kind == 'param' else BELOW}"
-        for kind, groups in _differing(compared, threshold, grafted).items()
-    ]
+    said = list(settings.lacking)
+    for kind, groups in _differing(compared, threshold, grafted).items():
+        # What only the weights that one side lacks make differ was said.
+        shown = {group: rows for group, rows in groups.items() if settings.values.get(group) != ""}
+        if shown:
+            ending = of_weights if kind == "param" else BELOW
+            said.append(f"{BEGINNINGS[kind]}: {_listed(shown, settings.values)}. {ending}")
+    return said
 
 
 def differing_weights(compared: pd.DataFrame, threshold: float) -> dict[str, str]:
@@ -143,9 +153,10 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
     first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
     inputs = first[first["name"].isin(names) & ~first.index.isin(data_rows(compared).index)]
     later = [] if grafted is None else _later_inputs(grafted, names)
+    settings = [] if grafted is None else _later_settings(compared, grafted, threshold)
     rows = [
         *(("input", row) for row in (*records(inputs), *later)),
-        *((_kind(row), row) for row in records(data_rows(compared))),
+        *((_kind(row), row) for row in (*records(data_rows(compared)), *settings)),
     ]
     differing: _RowsByKind = {}
     for kind, row in rows:
@@ -166,6 +177,24 @@ def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]
     ]
 
 
+def _later_settings(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> list[dict[str, Any]]:
+    """An optimizer's settings after the first step, with their step as ``later``, as far as no value made them so.
+
+    A schedule may follow the loss, so only those that differ in both runs count, in their first such step.
+    """
+
+    def later(frame: pd.DataFrame) -> dict[tuple[str, int, int], dict[str, Any]]:
+        if not len(frame):
+            return {}
+        first = frame["step"].min()
+        rows = records(frame[_is_data(frame) & (frame["step"] > first) & frame["status"].isin(MEASURED)])
+        chosen = [row for row in rows if _kind(row) == "optimizer" and _differs(row, threshold)]
+        return {(row["name"], row["rank"], row["step"]): {**row, "later": int(row["step"] - first)} for row in chosen}
+
+    both = later(grafted).keys() & later(compared).keys()
+    return [row for key, row in later(compared).items() if key in both]
+
+
 def _kind(row: Mapping[str, Any]) -> str:
     return str(row["tags"]["kind"])
 
@@ -177,8 +206,11 @@ def _differs(row: Mapping[str, Any], threshold: float) -> bool:
     return distance is not None and distance > threshold * roundoff(coarser_dtype(row))
 
 
-def _listed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    parts = [_in_words(group, rows) for group, rows in list(groups.items())[:_MOST_SHOWN]]
+def _listed(groups: Mapping[str, Sequence[Mapping[str, Any]]], values: Mapping[str, str]) -> str:
+    parts = [
+        f"{group} ({values[group]})" if group in values else _in_words(group, rows)
+        for group, rows in list(groups.items())[:_MOST_SHOWN]
+    ]
     left = len(groups) - _MOST_SHOWN
     return ", ".join(parts) + (f" and {left} more" if left > 0 else "")
 
