@@ -11,6 +11,8 @@ from graftlab.lines.fingerprints import Fingerprint
 from graftlab.lines.frames import SourceFrame
 from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
 
+MOST_ELSEWHERE = 4096
+
 
 @dataclass(frozen=True)
 class WantedCall:
@@ -65,7 +67,8 @@ class SliceTrace:
     """The operations that lead to one value on one rank, in execution order.
 
     ``values`` are what they read and wrote, by number, and ``fingerprints`` those that were taken. ``result`` is the
-    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice.
+    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``elsewhere`` are
+    fingerprints, without quantiles, of what was computed before and did not lead to the value.
     """
 
     operations: tuple[TracedOperation, ...]
@@ -74,6 +77,7 @@ class SliceTrace:
     result: int
     without_fingerprint: tuple[int, ...]
     is_cut_short: bool
+    elsewhere: tuple[Fingerprint, ...] = ()
 
 
 def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
@@ -86,7 +90,7 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
     left = [result]
     while left:
         value = recorder.values[left.pop()]
-        if value.tap is not None:
+        if value.tap is not None or value.is_parameter:
             continue
         for index in value.sources:
             if index in operations:
@@ -106,4 +110,7 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
         result,
         tuple(sorted(read & recorder.over_budget)),
         recorder.is_cut_short,
+        tuple(recorder.without_quantiles(number) for number in recorder.fingerprints if number not in values)[
+            -MOST_ELSEWHERE:
+        ],
     )
