@@ -450,9 +450,10 @@ class Session(SessionCore):
         What is compiled depends on whether gradients are computed: ``grad_mode`` is ``"grad"``, ``"no_grad"`` or
         ``"inference_mode"``; by default the call decides. If it computes gradients that it does not use, it is tried
         without them too, judged where the compiled result is wrong, and the text says which was judged. If torch
-        cannot compile the call as a whole, the modules that it calls are compiled. If inductor's result is wrong, its
-        switches (``torch._inductor.config.pattern_matcher`` and others) are tried, and the one that makes it right is
-        named.
+        cannot compile the call as a whole, the modules that it calls are compiled. If the compiled result is wrong,
+        ever smaller parts of the call are compiled, and the lines of source whose compiled code is wrong are named
+        (``lines``). If it is inductor's, its switches (``torch._inductor.config.pattern_matcher`` and others) are
+        tried, and the fewest that together make it right are named.
 
         Raises what :meth:`verdict` raises.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
+
+import pandas as pd
 
 from graftlab.base import shipping
 from graftlab.base.html import bundle
@@ -23,21 +25,25 @@ from graftlab.diffs.results import ResultFloor, Results, distance, tensors_of, u
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import RoundedResults
 from graftlab.plan.plan import PlanEdit
+from graftlab.ranks.compiled_pieces import MiscompiledLine, PieceSearch
 from graftlab.ranks.compiled_runs import (
     CallInMode,
-    SwitchSearch,
+    CompilerSearch,
     runs_without_gradients,
-    search_switches,
+    search_compiler,
     what_is_compiled,
 )
 from graftlab.ranks.remote_functions import Callee, call_in_float64, round_callee
 from graftlab.taps.compiled_calls import CompiledCall, GradMode
+from graftlab.verdict.lines import INDENT
 
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 # A result farther off than this many times rounding is a different computation; a nearer one is rounded differently.
 _PARTED = 5.0
+_MOST_AT_AN_END = 3
+"""How many miscompiled lines the text has from the beginning and from the end of them."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,10 @@ class CompiledComparison:
     ``grad_mode`` is the mode that was judged: None for the caller's own. ``other_mode`` is the distance of the compiled
     result from the eager one in the mode that was tried too and not judged (without gradients, if the caller's own was
     judged); None if one mode was tried. ``not_whole`` is why the call could not be compiled as a whole, so that the
-    modules that it calls were compiled. ``switches`` are the settings of ``torch._inductor.config`` that make the
-    result right, by name.
+    modules that it calls were compiled. ``switches`` are the settings of ``torch._inductor.config`` that together make
+    the result right, by name. ``stage`` is the most complete backend of torch that is right where no switch makes
+    inductor right. ``pieces`` has the lines of source whose compiled code is wrong, see :attr:`lines`; None where the
+    result is right.
 
     >>> session.compare_compiled(forward, args=(x,), backend="eager").fused is None
     True
@@ -74,6 +82,19 @@ class CompiledComparison:
     other_mode: float | None = None
     not_whole: str | None = None
     switches: Mapping[str, object] = field(default_factory=dict)
+    stage: str | None = None
+    pieces: PieceSearch | None = None
+
+    @property
+    def lines(self) -> pd.DataFrame:
+        """The lines of source whose compiled code is wrong: a row for each, in the order of execution.
+
+        Columns: ``file``, ``line``, ``source``, ``operations`` (those of the captured graph that come from it, by name)
+        and ``stack`` (the line and those that led to it, innermost first).
+        """
+        found = () if self.pieces is None else self.pieces.lines
+        names = [each.name for each in fields(MiscompiledLine)]
+        return pd.DataFrame([[getattr(each, name) for name in names] for each in found], columns=names)
 
     @property
     def text(self) -> str:
@@ -114,8 +135,43 @@ class CompiledComparison:
             said.append(f"Judged under {self.grad_mode}, as grad_mode says.")
         if self.switches:
             named = " and ".join(f"torch._inductor.config.{name} = {value}" for name, value in self.switches.items())
-            said.append(f"With {named} the compiled result is right: the mistake is in what that switches off.")
-        return said
+            together = ", together but not one alone," if len(self.switches) > 1 else ""
+            said.append(
+                f"With {named}{together} the compiled result is right: the mistake is in what that switches off."
+            )
+        elif self.stage is not None:
+            said.append(
+                f"No switch of inductor makes the compiled result right; backend={self.stage!r} does, which does less."
+            )
+        return [*said, *self._of_lines()]
+
+    def _of_lines(self) -> list[str]:
+        """Return the lines of source whose compiled code is wrong."""
+        if self.pieces is None:
+            return []
+        if not self.pieces.is_right_uncompiled:
+            return [
+                "The graphs that torch captures give a wrong result even where nothing of them is compiled: the code "
+                "computes something else while it is captured, as where it asks torch.compiler.is_compiling()."
+            ]
+        if not (lines := self.pieces.lines):
+            return []
+        places = [str(each.stack[0]) for each in lines]
+        width = max(map(len, places))
+        listed = [
+            f"{INDENT}{place.ljust(width)}  {each.source}  [{', '.join(each.operations)}]"
+            for place, each in zip(places, lines, strict=True)
+        ]
+        if len(listed) > 2 * _MOST_AT_AN_END:
+            between = f"{INDENT}... {len(listed) - 2 * _MOST_AT_AN_END} more in comparison.lines"
+            listed = [*listed[:_MOST_AT_AN_END], between, *listed[-_MOST_AT_AN_END:]]
+        head = (
+            "Only this line's compiled code is wrong; with all else run uncompiled, the result is as wrong:"
+            if len(lines) == 1
+            else "The compiled code of these lines is wrong, though all else runs uncompiled; without the first or the "
+            "last of their operations it is right:"
+        )
+        return [head, *listed]
 
     def _of_rounding(self) -> str:
         limit, floor = _PARTED * self.floor, f"rounding alone changes the eager result by {self.floor:.1e}"
@@ -160,7 +216,9 @@ class CompiledComparison:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         first = f"<p><b>{html.escape(self._of_results())}</b></p>"
-        first += "".join(f"<p>{html.escape(each)}</p>" for each in self._of_call())
+        for each in self._of_call():
+            style = ' style="font-family: monospace; white-space: pre-wrap"' if each.startswith(INDENT) else ""
+            first += f"<p{style}>{html.escape(each)}</p>"
         return bundle(repr(self), first + self.verdict._repr_mimebundle_()["text/html"])
 
 
@@ -208,7 +266,7 @@ def compare_compiled(
     fused = None
     if untapped > _PARTED * max(tapped, floor.rel_l2):
         fused = compiled.first_that_mends(names, untapped, tapped)
-    switches = compiled.switches() if untapped > _PARTED * floor.rel_l2 else {}
+    mistake = compiled.search() if untapped > _PARTED * floor.rel_l2 else None
     return CompiledComparison(
         verdict,
         untapped,
@@ -221,7 +279,9 @@ def compare_compiled(
         compiled.call.mode,
         other_mode,
         compiled.not_whole,
-        switches,
+        {} if mistake is None else mistake.settings,
+        None if mistake is None else mistake.stage,
+        None if mistake is None else mistake.pieces,
     )
 
 
@@ -269,16 +329,16 @@ class _CompiledRuns:
         ask = partial(runs_without_gradients, self._plain, self._args, self._kwargs)
         return all(self._run("whether the call computes gradients", ask, None).baseline)
 
-    def switches(self) -> Mapping[str, object]:
-        """Return the switches of inductor that make the result right on each rank; none for another backend."""
-        backend = self.call.options.get("backend", "inductor")
-        if isinstance(backend, str) and backend != "inductor":
-            return {}
+    def search(self) -> CompilerSearch:
+        """Find the step of the compiler and the lines of source that are wrong."""
         limit = _PARTED * self.floor.rel_l2
-        search = partial(search_switches, self._plain, self.call, limit, self._args, self._kwargs)
-        found: list[SwitchSearch] = list(self._run("which of inductor's switches matters", None, search).target)
+        search = partial(search_compiler, self._plain, self.call, limit, self._args, self._kwargs)
+        found: list[CompilerSearch] = list(
+            self._run("which step of the compiler is wrong, and where", None, search).target
+        )
         self.graphs += max(each.compilations for each in found)
-        return found[0].settings if all(each.settings == found[0].settings for each in found) else {}
+        alike = all(each.settings == found[0].settings for each in found)
+        return found[0] if alike else replace(found[0], settings={})
 
     @property
     def floor(self) -> ResultFloor:

@@ -18,7 +18,7 @@ from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
 from graftlab.control.masked_values import left_out, without_masked_values
 from graftlab.control.measured_floors import MeasuredFloors
-from graftlab.control.mechanisms import Mechanisms
+from graftlab.control.mechanisms import LentWeights, Mechanisms
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
@@ -43,7 +43,16 @@ from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.lines import DifferingLine
-from graftlab.verdict.model_data import data_rows, differing_data, differing_weights, input_names
+from graftlab.verdict.model_data import (
+    AGREES_WITH_THE_BASELINES,
+    BEGINNINGS,
+    BELOW,
+    WITH_THE_BASELINES,
+    data_rows,
+    differing_data,
+    differing_weights,
+    input_names,
+)
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
     learned_from_other_code,
@@ -118,6 +127,8 @@ class Naming:
     """Whether inputs, weights, settings or a factor differ, which may explain what no tap does."""
     unseen: list[str]
     not_repeated: list[str]
+    maybe_explained: list[str] = field(default_factory=list)
+    """Sentences on differences for which the data may be the reason."""
     target_not_repeated: list[str] = field(default_factory=list)
     job_remarks: JobRemarks | None = None
 
@@ -136,6 +147,7 @@ class Judgement:
         self._before = runs.before
         self._threshold = runs.request.threshold
         self._failed: list[str] = []
+        self._weights = LentWeights()
         self._is_abandoned = False
 
     def verdict(self) -> Verdict:
@@ -181,6 +193,9 @@ class Judgement:
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
         causes, remarks = self._causes(evidence, naming, swaps)
+        # Inputs are grafted with everything else, so their effect is known where swaps were possible.
+        if not (causes and all(each.restored <= each.limit for each in causes.values())):
+            naming.data += naming.maybe_explained
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
@@ -217,12 +232,14 @@ class Judgement:
                 may_be_inherited=may_be_inherited,
                 not_repeated=naming.not_repeated if of_functions else (),
                 causes=causes,
-                hints=hints,
+                hints={**self._weights.hints, **hints},
                 remarks=remarks,
                 data=naming.data,
                 inputs=naming.inputs,
                 # Jobs are not known to have begun with equal weights, so theirs come first.
-                weights=differing_weights(evidence.compared, self._threshold) if of_functions else {},
+                weights=differing_weights(evidence.compared, self._threshold)
+                if of_functions and not self._weights
+                else {},
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
                 job_remarks=naming.job_remarks,
@@ -236,7 +253,7 @@ class Judgement:
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
                 origins=origins,
-                maps=mechanisms.maps,
+                maps={**self._weights.maps, **mechanisms.maps},
             ),
             self._runs.count,
         )
@@ -271,6 +288,9 @@ class Judgement:
     def _measure(self) -> Evidence:
         compared = self._runs.both("without grafts", RunFilters(compare="True"))
         returned = self._runs.returned
+        self._weights = LentWeights.of(self._runs, compared, self._threshold)
+        if self._weights.compared is not None:
+            compared, returned = self._weights.compared, self._runs.returned
         grafted = self._attempt(
             "the run in which every tap was grafted",
             lambda: self._runs.both("what each tap adds", RunFilters(b2t="True")),
@@ -305,6 +325,8 @@ class Judgement:
         unseen = _not_in_twin(evidence.selves, self._runs.has_twin)
         to_be_grafted = self._runs.to_be_grafted(compared if len(grafted) else compared.iloc[:0])
         unseen += _unseen(compared, to_be_grafted, grafted, evidence.selves)
+        if self._weights.failure is not None:
+            unseen.append(f"the target's code with the baseline's weights: {self._weights.failure}")
         given = {*input_names(compared), *input_names(grafted)}
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = floors.not_repeated
@@ -318,13 +340,18 @@ class Judgement:
             unseen += job_remarks.unseen
             data += data_of_jobs(compared, grafted, self._threshold)
         else:
-            data += differing_data(compared, self._threshold, grafted)
+            of_weights = WITH_THE_BASELINES if self._weights else BELOW
+            data += differing_data(compared, self._threshold, grafted, of_weights=of_weights)
         if constant is None and not evidence.selves:
             constant, _ = assumed_floor(compared["dtype"].dropna())
         frame = added_frame(grafted, floors.of_groups(), compared=compared, constant=constant, own=floors.of_taps())
         named = named_groups(frame, self._threshold)
         accumulated = floors.accumulated(constant)
         differing = [] if not_repeated else differing_taps(compared, accumulated, self._threshold, leave=given)
+        if self._weights and not (named or not_repeated or differing):
+            returned = evidence.returned
+            if returned is None or not returned.beyond(accumulated, self._threshold, floors.returned_not_repeated):
+                data = [line.replace(WITH_THE_BASELINES, AGREES_WITH_THE_BASELINES) for line in data]
         sizes = self.session.options.baseline, self.session.options.target
         scaling = gradient_scaling(frame, grafted, named, *sizes, self._threshold)
         if scaling.groups:
@@ -342,7 +369,7 @@ class Judgement:
             given,
             [*inputs, *scaling.groups],
             [*contradictions, *data],
-            bool(data),
+            any(not line.startswith(BEGINNINGS["param"]) for line in data) or bool(data and not self._weights),
             unseen,
             not_repeated,
             job_remarks=job_remarks,
@@ -387,7 +414,7 @@ class Judgement:
             found = differences.no_tap_explains()
             if naming.data_differs:
                 # Data come first, and the difference is still stated.
-                naming.data += [f"{line} What is listed above may explain it." for line in found]
+                naming.maybe_explained = [f"{line} What is listed above may explain it." for line in found]
                 found = []
             said += found
             if found and not naming.target_not_repeated and evidence.returned is not None:

@@ -24,7 +24,9 @@ from graftlab.verdict.order import numbers
 
 MOST_GROUPS = 6
 """How many named groups are traced."""
-MOST_CONFIRMING_RUNS = 5
+MOST_GRAFTS = 3
+"""How many lines of one call have the baseline's values in one run."""
+MOST_CONFIRMING_RUNS = 6
 _SMALLEST_TOLERANCE = 3e-7
 
 
@@ -222,7 +224,8 @@ class LineSearch:
                 continue
             # The most telling line, or none: what follows one that cannot be confirmed may be its consequence.
             graft = _next_graft(call)
-            tries_remedy = bool(call.untried) and not (graft and call.prefers_graft and not call.grafts)
+            graft = graft if len(call.grafts) < MOST_GRAFTS else {}
+            tries_remedy = bool(call.untried) and not (graft and call.prefers_graft)
             if not graft and not tries_remedy:
                 continue
             touched = call.untried[0].touched if tries_remedy else frozenset(graft)

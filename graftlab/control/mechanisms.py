@@ -2,28 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 import torch
 
-from graftlab.base.tap_groups import filter_of, kind_of
-from graftlab.control.verdict_runs import RunFilters, VerdictRuns
+from graftlab.base.tap_groups import filter_of, group_of, kind_of
+from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.diffs.maps import difference_map
-from graftlab.errors import SessionError
+from graftlab.diffs.rounding import assumed_floor
+from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.kept import OCCURRENCE
 from graftlab.plan.pairs import PairRule
+from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import NOT_NAMED
+from graftlab.verdict.added import NOT_NAMED, records
 from graftlab.verdict.hints import hint_of
+from graftlab.verdict.model_data import weights_to_lend, with_data_of, without_data
 from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
 from graftlab.verdict.stale_rows import stale_rows
+from graftlab.verdict.unexplained import ReturnedValues
 from graftlab.verdict.wording import ShownMap
 
 _MOST_MAPS = 24
 """Each map has at most 2 MiB."""
+_WEIGHTS_LOOKED_AT = 8
+"""Groups of differing weights whose pairs are kept."""
+
+_FARTHER = 2.0
+"""Results that the baseline's weights bring this many times farther apart belong to another arrangement of weights."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LentWeights:
+    """What a run showed in which the target had the baseline's weights where they differ; false if there was none.
+
+    ``compared`` are its rows, and of the weights those of a run with each side's own. ``hints`` and ``maps`` are of
+    the weights, by group. ``failure`` is the reason if weights differ and could not be lent.
+    """
+
+    compared: pd.DataFrame | None = None
+    hints: Mapping[str, str] = field(default_factory=dict)
+    maps: Mapping[str, ShownMap] = field(default_factory=dict)
+    failure: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.compared is not None
+
+    @classmethod
+    def of(cls, runs: VerdictRuns, plain: pd.DataFrame, threshold: float) -> LentWeights:
+        """Lend weights from now on, if they differ in ``plain``, the rows of a run without grafts."""
+        rows = weights_to_lend(plain, threshold) if runs.can_lend_weights else []
+        distance = _distance(plain, runs.returned)
+        if not rows or not distance > threshold:
+            # Weights that are folded into each other, or permuted together, compute the same: each side needs its own.
+            return cls()
+        looked_at = rows[:_WEIGHTS_LOOKED_AT]
+        try:
+            compared = runs.lend_weights([row["name"] for row in rows], [row["name"] for row in looked_at])
+        except GraftError as error:
+            if isinstance(error, VerdictAbandoned) or runs.session.closed:
+                raise
+            _log.debug("verdict: weights could not be lent", exc_info=True)
+            return cls(failure=str(error).partition("\n")[0])
+        if _distance(compared, runs.returned) > _FARTHER * distance:
+            runs.return_weights()
+            return cls()
+        hints, maps = {}, {}
+        for row in looked_at:
+            name, group = row["name"], group_of(row["name"])
+            try:
+                pair = runs.pair(name, int(row["rank"]), 0, {"kind": "param"})
+            except SessionError:
+                # Without room for the pair there is no hint.
+                continue
+            if pair[0].shape == pair[1].shape:
+                maps[group] = ShownMap(name, difference_map(*pair))
+            if (hint := hint_of(*pair)) is not None:
+                hints[group] = f"at {name}, {hint}"
+        return cls(with_data_of(compared, plain), hints, maps)
+
+
+def _distance(rows: pd.DataFrame, returned: ReturnedValues | None) -> float:
+    """How far the results of a run are apart, or its last tap, over what is assumed of rounding; NaN if unknown."""
+    found = [
+        each.rel_l2 / assumed_floor(each.dtypes)[0]
+        for each in (returned.differences if returned is not None else ())
+        if not math.isnan(each.rel_l2)
+    ]
+    if not found:
+        last = max(records(without_data(rows[rows["status"].isin(MEASURED)])), key=_place, default=None)
+        found = [] if last is None else [last["rel_l2"] / assumed_floor([last["dtype"]])[0]]
+    return max(found, default=math.nan)
+
+
+def _place(row: Mapping[str, Any]) -> tuple[bool, int, int]:
+    return kind_of(row["tags"]) is None, row["step"], row["order"]
 
 
 class Mechanisms:

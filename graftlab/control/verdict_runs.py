@@ -14,7 +14,7 @@ import torch
 
 from graftlab.base.progress import LongWait
 from graftlab.base.tags import TapIdentity
-from graftlab.base.tap_groups import DATA
+from graftlab.base.tap_groups import DATA, filter_of
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
@@ -31,6 +31,7 @@ from graftlab.plan.plan import FILTERS, PlanEdit
 from graftlab.ranks.line_tracer import OperationChanges, TraceRequest, trace_callee
 from graftlab.ranks.remote_functions import (
     Callee,
+    call_with_lent_weights,
     call_with_module_inputs,
     find_without_dependents,
     graft_baseline_into_itself,
@@ -42,7 +43,7 @@ from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.first_step import FirstDifference
 from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_steps
-from graftlab.verdict.model_data import without_data
+from graftlab.verdict.model_data import data_rows, without_data
 from graftlab.verdict.origins import WantedInputs
 from graftlab.verdict.unexplained import AccumulatedFloors, ReturnedValues, compare_returned
 from graftlab.verdict.wording import JobRemarks
@@ -119,6 +120,9 @@ class VerdictRuns:
     shows_module_inputs = False
     """Whether the inputs of watched modules can be compared."""
 
+    can_lend_weights = False
+    """Whether weights can be grafted and put back after each run."""
+
     has_twin = False
     """Whether the request has a twin of the baseline in higher precision."""
 
@@ -131,6 +135,8 @@ class VerdictRuns:
         """What both functions returned in the newest run of both; None for jobs, which return nothing."""
         self.expected = _FEWEST_RUNS
         """How many runs there will be, as far as it is known."""
+        self._lent: str | None = None
+        """A filter for the weights that are the baseline's in each run."""
         self._ours: set[int] = set()
         self._began = time.monotonic()
 
@@ -158,6 +164,8 @@ class VerdictRuns:
         """The edit that turns the earlier plan into the plan of a run with these filters."""
         left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
+        if self._lent is not None:
+            b2t = f"({b2t}) or {self._lent}" if b2t else self._lent
         # A verdict grafts every tap, so a transform for grafted taps applies at each tap, in all of its runs.
         transforms = [replace(spec, where=spec.where or "True") for spec in self.before.transforms]
         return {
@@ -176,6 +184,18 @@ class VerdictRuns:
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         """The rows of both sides under these filters."""
         raise NotImplementedError
+
+    def lend_weights(self, names: Sequence[str], keep: Sequence[str]) -> pd.DataFrame:
+        """Give the target the baseline's weights of these groups in each run from now on, and its own in between.
+
+        Returns the rows of such a run, otherwise without grafts, in which the pairs of the weights ``keep`` are kept.
+        Raises :class:`SessionError` if a weight cannot be grafted.
+        """
+        raise NotImplementedError
+
+    def return_weights(self) -> None:
+        """Let the target keep its own weights again."""
+        self._lent = None
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
         """Run the baseline against its own record. ``rows`` are of the run in which every tap was grafted."""
@@ -249,16 +269,37 @@ class CalledRuns(VerdictRuns):
         self._baseline: Callee = request.baseline
         self._target: Callee = request.target
         self.recorded = isinstance(request.baseline, RecordedSide)
-        self.shows_module_inputs = not self.recorded
+        self.shows_module_inputs = self.can_lend_weights = not self.recorded
         self._zero = 0
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
-        callees: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
-        run, version = self._run(why, callees, *self.request.arguments, self.changes(wanted))
+        run, version = self._run(why, self._callees(), *self.request.arguments, self.changes(wanted))
         frame = self._rows_under(version, run)
         self.returned = compare_returned(run.baseline, run.target)
-        return frame
+        return frame if self._lent is None else without_data(frame)
+
+    def _callees(self) -> dict[Side, Callee]:
+        target = self._target if self._lent is None else partial(call_with_lent_weights, self._target)
+        return {"baseline": self._baseline, "target": target}
+
+    def lend_weights(self, names: Sequence[str], keep: Sequence[str]) -> pd.DataFrame:
+        self._lent, kept = (filter_of((name, "param") for name in each) for each in (names, keep))
+        try:
+            changes = self.changes(RunFilters(compare="True", keep=kept))
+            run, version = self._run("with the baseline's weights", self._callees(), *self.request.arguments, changes)
+            frame = self._rows_under(version, run)
+            self.returned = compare_returned(run.baseline, run.target)
+            weights = data_rows(frame)
+            weights = weights[weights["name"].isin([*names]) & (weights["side"] == "target")]
+            failed = weights[weights["status"] != "grafted"]
+            if len(failed) or not len(weights):
+                reason = failed["error"].iloc[0] if len(failed) else "none of them was reached"
+                raise SessionError(f"the differing weights could not be grafted: {reason}")
+        except BaseException:
+            self._lent = None
+            raise
+        return without_data(frame)
 
     def traced(
         self,
@@ -273,12 +314,11 @@ class CalledRuns(VerdictRuns):
             # A recording has no operations.
             return None
         args, kwargs = self.request.arguments
-        sides: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
         callees: dict[Side, Callee] = {
             side: partial(
                 trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, self.before, changes[side], only)
             )
-            for side, callee in sides.items()
+            for side, callee in self._callees().items()
         }
         run, version = self._run(why, callees, (), {}, self.changes(filters))
         return TracedRun(self._rows_under(version, run), list(run.baseline), list(run.target))
@@ -287,10 +327,9 @@ class CalledRuns(VerdictRuns):
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
     ) -> tuple[pd.DataFrame, Mapping[Side, Sequence[Mapping[str, ModuleCall]]]]:
         args, kwargs = self.request.arguments
-        sides: dict[Side, Callee] = {"baseline": self._baseline, "target": self._target}
         callees: dict[Side, Callee] = {
             side: partial(call_with_module_inputs, callee, args, kwargs, wanted[side].wanted, wanted[side].known)
-            for side, callee in sides.items()
+            for side, callee in self._callees().items()
         }
         run, version = self._run("whether modules are right themselves", callees, changes=self.changes(filters))
         return self._rows_under(version, run), {"baseline": list(run.baseline), "target": list(run.target)}

@@ -18,6 +18,7 @@ import torch
 
 from graftlab.base import limits
 from graftlab.base.tags import TagItems, TapKey
+from graftlab.base.tap_groups import is_data
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, LayoutError, ShippingError, warn
@@ -37,6 +38,7 @@ from graftlab.grafting.decisions import (
     sends,
 )
 from graftlab.grafting.kept import KeptPairs
+from graftlab.grafting.overwrite import OverwrittenTensors
 from graftlab.grafting.receive_pipeline import PendingRow, ReceivePipeline, TapCall, TapResult, row_of
 from graftlab.grafting.tensors import SentExtras, plain_tensor, summed_partial
 from graftlab.layouts import RankLayout, rank_layout
@@ -121,6 +123,8 @@ class Grafter:
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step, self._warn_once)
         self._warned: set[tuple[str, str]] = set()
+        # Set while grafted weights and settings are to be put back afterwards.
+        self._overwritten_data: OverwrittenTensors | None = None
         self._use(exchange)
 
     def _use(self, exchange: Exchange[PendingRow]) -> None:
@@ -288,6 +292,16 @@ class Grafter:
             self._write_page("idle")
 
     @contextmanager
+    def restoring_data(self) -> Iterator[None]:
+        """Put weights and settings that are grafted within the block back at its end."""
+        self._overwritten_data = OverwrittenTensors()
+        try:
+            yield
+        finally:
+            self._overwritten_data.restore()
+            self._overwritten_data = None
+
+    @contextmanager
     def patiently(self) -> Iterator[None]:
         """Ignore the time limit inside the block: for a side that computes nothing itself."""
         before, self._exchange.timeout = self._exchange.timeout, limits.LONGEST
@@ -447,6 +461,8 @@ class Grafter:
             else:
                 # A DTensor can only be overwritten through its local shard, in place.
                 replaced = shown if replace and not hasattr(shown, "to_local") else None
+                if self._overwritten_data is not None and each.action.graft and is_data(call.tags):
+                    self._overwritten_data.remember(own)
                 result = self._receive(key, call, own, shown, extras, sent_extras, replaced, began)
                 if result is not None and result is not own and (own is value or replaced is not None):
                     value = shown = own = result

@@ -92,3 +92,22 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 def _all_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     # A NaN in the same place counts as equal.
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+class OverwrittenTensors:
+    """Remembers tensors as they were before they were overwritten, and puts them back."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def remember(self, own: torch.Tensor) -> None:
+        """Copy the tensor, unless it is remembered already."""
+        place = own.data_ptr(), own.shape, own.stride()
+        if place not in self._before:
+            self._before[place] = own, own.data.clone()
+
+    def restore(self) -> None:
+        """Write the values from before into the same memory, those that were overwritten last first."""
+        for own, before in reversed(self._before.values()):
+            overwrite(own, before)
+        self._before.clear()

@@ -1,6 +1,8 @@
 """The handshake between a job and a session server: one request and one answer.
 
-Messages are plain data, checked on arrival. Descriptors that belong to a message follow it.
+Each message begins with the wire version of its sender and the release that it is of, so that two copies of graftlab
+that would not understand each other find that out, and can name both. The rest is plain data, checked on arrival.
+Descriptors that belong to a message follow it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,18 @@ import msgspec
 
 from graftlab.base import wire
 from graftlab.base.world import RunInfo, Side
-from graftlab.errors import MessageError
+from graftlab.errors import MessageError, SessionError
 from graftlab.plan.wire import WirePlan
 
+WIRE_VERSION = 1
+"""What two processes must have in common to understand each other: the messages of the handshake, of the ranks and of
+the exchange, and the functions that are sent to ranks by their names. A change of any of these is another version.
+"""
+
 _LENGTH = struct.Struct("<I")
+# Before each message: a mark, the wire version, and the length of the release's name, which follows.
+_HEAD = struct.Struct("<4sHB")
+_MARK = b"gl\x00h"
 # A plan's transform may be a function, sent with everything that it captures.
 _LARGEST = 256 << 20
 
@@ -47,7 +57,6 @@ class JoinRequest(HandshakeMessage, frozen=True):
     follows, unless it is ``linked``.
     """
 
-    version: str
     side: Side
     rank: int
     world_size: int
@@ -99,13 +108,8 @@ class JoinAccepted(HandshakeMessage, frozen=True):
 
 
 class HoldRequest(HandshakeMessage, frozen=True):
-    """A script's process has reached a call of its model, and asks to be the rank that holds it.
+    """A script's process has reached a call of its model, and asks to be the rank that holds it."""
 
-    ``package`` is the folder of its graftlab: the same folder is the same version, installed or not.
-    """
-
-    version: str
-    package: str
     side: Side
     rank: int
     world_size: int
@@ -191,30 +195,46 @@ _decoder = wire.Decoder(
 )
 
 
-def graftlab_version() -> str:
-    """Return the version of graftlab; only equal versions understand each other."""
+def pack_handshake(message: HandshakeMessage) -> bytes:
+    release = _release().encode()[:255]
+    return _HEAD.pack(_MARK, WIRE_VERSION, len(release)) + release + wire.encode(message)
+
+
+def unpack_handshake(data: bytes) -> Any:
+    """Invert :func:`pack_handshake`.
+
+    Raises :class:`SessionError` for another wire version, and :class:`MessageError` for other bytes.
+    """
+    if len(data) < _HEAD.size:
+        raise MessageError(f"{len(data)} bytes are not a handshake of graftlab")
+    mark, theirs, length = _HEAD.unpack_from(data)
+    if mark != _MARK:
+        raise MessageError(f"a message that begins with {data[:4]!r} is not a handshake of graftlab")
+    start = _HEAD.size + length
+    if theirs != WIRE_VERSION:
+        release = data[_HEAD.size : start].decode(errors="replace")
+        raise SessionError(
+            f"the other process has graftlab {release!r:.80}, of wire version {theirs}, and this one graftlab "
+            f"{_release()!r}, of wire version {WIRE_VERSION}, which do not understand each other: install one release "
+            "of graftlab in the environments of both. Python, torch and all other packages may differ"
+        )
+    return _decoder.decode(data[start:])
+
+
+def _release() -> str:
     try:
         return version("graftlab")
     except PackageNotFoundError:
         return "0+unknown"
 
 
-def pack_handshake(message: HandshakeMessage) -> bytes:
-    return wire.encode(message)
-
-
-def unpack_handshake(data: bytes) -> Any:
-    """Invert :func:`pack_handshake`. Raises :class:`MessageError`."""
-    return _decoder.decode(data)
-
-
 def send_handshake(connection: socket.socket, message: HandshakeMessage) -> None:
-    data = wire.encode(message)
+    data = pack_handshake(message)
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive_handshake(connection: socket.socket) -> Any:
-    """Return the next message; None if the other end is gone. Raises :class:`MessageError`, and TimeoutError."""
+    """Return the next message; None if the other end is gone. Raises as :func:`unpack_handshake`, and TimeoutError."""
     head = _exactly(connection, _LENGTH.size)
     if head is None:
         return None
@@ -222,7 +242,7 @@ def receive_handshake(connection: socket.socket) -> Any:
     if length > _LARGEST:
         raise MessageError(f"it claims {length:,} bytes; the limit is {_LARGEST:,}")
     data = _exactly(connection, length)
-    return None if data is None else _decoder.decode(data)
+    return None if data is None else unpack_handshake(data)
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes | None:

@@ -29,7 +29,6 @@ from graftlab.jobs.handshake import (
     HoldAccepted,
     HoldRequest,
     RequestRefused,
-    graftlab_version,
     receive_handshake,
     send_handshake,
 )
@@ -202,9 +201,7 @@ def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
         raise ConfigError(f"the comparison in {folder} is over")
     with connection:
         connection.settimeout(_ANSWER_LIMIT)
-        request = HoldRequest(
-            graftlab_version(), package_folder(), side, rank, size, os.getpid(), str(device), own_backend()
-        )
+        request = HoldRequest(side, rank, size, os.getpid(), str(device), own_backend())
         send_handshake(connection, request)
         answer = receive_handshake(connection)
         if isinstance(answer, RequestRefused):

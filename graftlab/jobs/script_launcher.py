@@ -24,7 +24,6 @@ from graftlab.jobs.handshake import (
     HoldAccepted,
     HoldRequest,
     RequestRefused,
-    graftlab_version,
     receive_handshake,
     send_handshake,
 )
@@ -354,12 +353,6 @@ class _Admission:
                 send_handshake(connection, RequestRefused(f"its request could not be read: {error}", settings=False))
 
     def _objection(self, request: HoldRequest) -> str:
-        here = graftlab_version()
-        if request.package != package_folder() and request.version != here:
-            return (
-                f"graftlab {request.version} is installed for the {request.side} and graftlab {here} compares; install "
-                f"the same version there, or give --inject in an environment without graftlab"
-            )
         expected = self._options.baseline if request.side == "baseline" else self._options.target
         if request.world_size != expected:
             return (

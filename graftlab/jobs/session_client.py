@@ -23,7 +23,6 @@ from graftlab.jobs.handshake import (
     RequestRefused,
     WorldShare,
     WorldShareRequest,
-    graftlab_version,
     receive_handshake,
     send_handshake,
 )
@@ -259,7 +258,6 @@ class SessionClient:
 
     def _request(self, state: RejoinState | None) -> JoinRequest:
         return JoinRequest(
-            version=graftlab_version(),
             side=self._place.side,
             rank=self._place.rank,
             world_size=self._place.world_size,

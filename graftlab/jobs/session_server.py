@@ -30,7 +30,6 @@ from graftlab.jobs.handshake import (
     StatusQuery,
     WorldShare,
     WorldShareRequest,
-    graftlab_version,
     pack_handshake,
     receive_handshake,
     send_handshake,
@@ -211,7 +210,7 @@ class SessionServer:
             raise SessionError(f"it belongs to user {uid}, not {os.getuid()}")
         try:
             join = receive_handshake(connection)
-        except MessageError as error:
+        except (MessageError, SessionError) as error:
             send_handshake(connection, RequestRefused(f"the handshake could not be read: {error}", settings=False))
             raise
         if join is None:
@@ -268,7 +267,7 @@ class SessionServer:
         """Handle the first frame of a process on another machine, which has proved that it knows the token."""
         try:
             join = unpack_handshake(frame)
-        except MessageError as error:
+        except (MessageError, SessionError) as error:
             far.send(pack_handshake(RequestRefused(f"the handshake could not be read: {error}", settings=False)))
             raise
         if not isinstance(join, JoinRequest):
@@ -297,8 +296,6 @@ class SessionServer:
     def _objection(self, join: JoinRequest) -> tuple[str, bool, bool]:
         """Return why this process cannot be that rank, or ``""``; if its settings are at fault; if it may ask again."""
         options = self._session.options
-        if join.version != graftlab_version():
-            return f"it runs graftlab {join.version}, and the session graftlab {graftlab_version()}", False, False
         mine, others = options.baseline, options.target
         if join.side == "target":
             mine, others = others, mine

@@ -143,6 +143,24 @@ def calling_line(frame: FrameType | None = None) -> SourceFrame | None:
     return None if entry is None else entry.read()
 
 
+_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?:[ \t]+(?P<source>\S.*))?')
+
+
+def frames_of_traceback(text: str) -> tuple[SourceFrame, ...]:
+    """Return the lines of a printed stack, innermost first, without those of torch, graftlab and Python.
+
+    >>> from graftlab.lines.frames import frames_of_traceback
+    >>> frames_of_traceback('  File "/home/me/model.py", line 3, in forward\\n    return x * 2\\n')[0].source
+    'return x * 2'
+    """
+    found = [
+        SourceFrame(each["file"], int(each["line"]), each["function"], (each["source"] or "").strip())
+        for each in _LINE.finditer(text)
+        if is_of_model_code(each["file"])
+    ]
+    return tuple(reversed(found))
+
+
 def is_of_model_code(file: str) -> bool:
     """Return whether a file is neither part of torch, nor of graftlab, nor of Python."""
     return _origin(file) != _INTERNAL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.base.tensor_bytes import memory_of
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
-from graftlab.lines.frames import SourceFrame, StackEntry, is_of_model_code, model_entry, stack_entries
+from graftlab.lines.frames import SourceFrame, StackEntry, frames_of_traceback, model_entry, stack_entries
 from graftlab.lines.state import path_of
 from graftlab.taps.untraced import outside_compiled_code
 
@@ -394,9 +393,6 @@ def _value_in_words(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, str)) else type(value).__name__
 
 
-_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<source>.*)')
-
-
 def _forward_lines() -> tuple[SourceFrame, ...]:
     """The user's lines of the forward operation whose gradient is being computed, innermost first.
 
@@ -406,9 +402,4 @@ def _forward_lines() -> tuple[SourceFrame, ...]:
     node = None if current is None else current()
     if node is None:
         return ()
-    found = []
-    for text in reversed(node.metadata.get("traceback_", ())):
-        match = _LINE.search(text)
-        if match is not None and is_of_model_code(match["file"]):
-            found.append(SourceFrame(match["file"], int(match["line"]), match["function"], match["source"].strip()))
-    return tuple(found)
+    return frames_of_traceback("".join(node.metadata.get("traceback_", ())))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from graftlab.base.world import Side
 from graftlab.lines.fingerprints import ANY_ORDER, IN_ORDER, Fingerprint, agreement
+from graftlab.lines.frames import SourceFrame
 from graftlab.lines.traces import SliceTrace, TracedOperation
 
 _DEEPEST = 4
 """How many lines of a stack are tried: an operation's own, and those that call it."""
-MOST_REMEDIES = 4
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,27 @@ class _Region:
 
 def remedies(baseline: LostPart, target: LostPart, tolerance: float) -> list[Remedy]:
     """Return what could be changed, the most likely first."""
-    tried = [
-        *_without_added(baseline, target, tolerance, alone=True),
-        *_with_lacking(baseline, target, tolerance),
-        *_with_whole_line(baseline, target, tolerance),
-        *_without_added(baseline, target, tolerance, alone=False),
-    ]
-    if (certain := next((each for _, each in tried if each.is_certain), None)) is not None:
-        return [certain]
+    kinds = (
+        (2, _without_added(baseline, target, tolerance, alone=True)),
+        (2, _with_lacking(baseline, target, tolerance)),
+        (1, _with_whole_line(baseline, target, tolerance)),
+        (1, _without_added(baseline, target, tolerance, alone=False)),
+    )
     found: dict[object, Remedy] = {}
-    for _, each in sorted(tried, key=lambda pair: not pair[0]):
-        key = tuple(tuple(sorted(change.items())) for change in (each.passed, each.fed, each.grafted))
-        found.setdefault((key, each.partner), each)
-    return list(found.values())[:MOST_REMEDIES]
+    for most, tried in kinds:
+        # Where the other side's next operation reads the same, that is more likely.
+        likely = sorted(tried, key=lambda pair: not pair[0])
+        if (certain := next((each for _, each in likely if each.is_certain), None)) is not None:
+            return [certain]
+        new = {_key(each): each for _, each in reversed(likely) if _key(each) not in found}
+        found |= dict(list(new.items())[: -most - 1 : -1])
+    return list(found.values())
+
+
+def _key(remedy: Remedy) -> object:
+    """What a remedy changes."""
+    changes = (remedy.passed, remedy.fed, remedy.grafted)
+    return remedy.partner, tuple(tuple(sorted(each.items())) for each in changes)
 
 
 def _without_added(
@@ -127,16 +135,28 @@ def _with_whole_line(baseline: LostPart, target: LostPart, tolerance: float) -> 
 
 def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterator[_Region]:
     """From each first lost operation: it alone, or the lost operations of its line, and of the lines that call it."""
+    lost = {each.index for each in part.lost}
+    right = {(each.frames[0], each.call) for each in part.trace.operations if each.index not in lost and each.frames}
+
+    def ran_right(operations: Sequence[TracedOperation], frame: SourceFrame | None) -> bool:
+        """Whether the same was done on the lines of these operations, except this one, with right results."""
+        computing = [each for each in operations if not each.only_arranges and each.frames[0] != frame]
+        return all((each.frames[0], each.call) in right for each in computing)
+
     for first in part.first:
-        chosen = (
-            [([first], first)]
-            if alone
-            else [
-                ([each for each in part.lost if frame in each.frames], replace(first, frames=first.frames[depth:]))
-                for depth, frame in enumerate(first.frames[:deepest])
-            ]
-        )
+        if alone:
+            chosen = [([first], first)]
+        else:
+            chosen = []
+            for depth, frame in enumerate(first.frames[:deepest]):
+                of_line = [each for each in part.lost if frame in each.frames]
+                # Of a line that calls others, those must be right elsewhere, or one of them is at fault.
+                if depth == 0 or ran_right(of_line, frame):
+                    chosen.append((of_line, replace(first, frames=first.frames[depth:])))
         for operations, named in chosen:
+            # What is right elsewhere is applied wrongly here: the line that calls it is at fault.
+            if len(named.frames) > 1 and ran_right(operations, None) and deepest > 1:
+                named = replace(named, frames=named.frames[1:])
             if (region := _region(operations, named, part.trace)) is not None:
                 yield region
 
@@ -162,9 +182,19 @@ def _of_same_shape(region: _Region, part: LostPart) -> list[int]:
     """The values that a region reads, that the other side has, and that could stand in place of its result."""
     values = part.trace.values
     made = values[region.made]
+    by_index = {each.index: each for each in part.trace.operations}
+    read = dict.fromkeys(region.inputs)
+    left = list(read)
+    while left:
+        # A part of a value may be read, or the value in another arrangement.
+        value = values[left.pop()]
+        for index in value.sources if value.tap is None else ():
+            if index in by_index and by_index[index].only_arranges and index not in region.indices:
+                left += [number for number in by_index[index].inputs if number not in read]
+                read |= dict.fromkeys(by_index[index].inputs)
     return [
         number
-        for number in region.inputs
+        for number in read
         if (values[number].shape, values[number].dtype) == (made.shape, made.dtype)
         and not values[number].is_parameter
         and part.is_known(number)

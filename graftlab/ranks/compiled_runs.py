@@ -1,14 +1,18 @@
-"""What a comparison with compiled code runs on ranks: a call in a grad mode, a search of the compiler's switches."""
+"""What a comparison with compiled code runs on ranks: a call in a grad mode, a search for the compiler's mistake."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from graftlab.diffs.results import distance, tensors_of
 from graftlab.errors import GraphError
+from graftlab.ranks.compiled_pieces import PieceSearch, search_pieces
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.compiled_calls import CompiledCall, GradMode, in_mode
 
@@ -95,55 +99,99 @@ def what_is_compiled(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str
 
 
 @dataclass(frozen=True)
-class SwitchSearch:
-    """Which of inductor's switches make a compiled result right: ``{"pattern_matcher": False}``, all of them together.
+class CompilerSearch:
+    """Where a compiler goes wrong.
 
-    Empty if no switch does. ``compilations`` is the number of compilations that it took.
+    ``settings`` are the switches of inductor that make the result right, the fewest of them together
+    (``{"pattern_matcher": False}``); empty if no switch does. ``stage`` is the most complete backend of torch whose
+    result is right, where no switch of inductor makes it so. ``pieces`` has the lines of source whose compiled code is
+    wrong. ``compilations`` is the number of compilations that it took.
     """
 
     settings: Mapping[str, object]
+    stage: str | None
+    pieces: PieceSearch
     compilations: int
 
 
-def search_switches(
+_STAGES = ("aot_eager_decomp_partition", "aot_eager", "eager")
+"""What inductor does, with ever less of it: without code of its own, without decompositions, captured alone."""
+
+
+def search_compiler(
     callee: Callee, call: CompiledCall, limit: float, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> SwitchSearch:
-    """Compile the callee with ever fewer of inductor's steps switched off, as long as its result is right.
+) -> CompilerSearch:
+    """Compile the callee in other ways, to see which step of the compiler and which lines of source are wrong.
 
     ``call`` compiles it, without taps; a result is right if its rel_l2 from the eager one is at most ``limit``.
     """
     expected = [tensors_of(CallInMode(callee, call.mode)(*args, **kwargs))]
-    config = _inductor_config()
-    usable = {name: value for name, value in _SWITCHES.items() if _setting(config, name) not in (value, _ABSENT)}
     compilations = 0
 
-    def is_right(names: Sequence[str]) -> bool:
+    def is_right(attempt: CompiledCall) -> bool | None:
         nonlocal compilations
         compilations += 1
+        try:
+            found = attempt.called_anew(args, kwargs)
+        except Exception:  # the compiler raises errors of any class
+            return _on_all_ranks(None)
+        apart = distance(expected, [tensors_of(found)])
+        return _on_all_ranks(not math.isnan(apart) and apart <= limit)
+
+    backend = call.options.get("backend", "inductor")
+    settings: Mapping[str, object] = {}
+    stage = None
+    if not isinstance(backend, str) or backend == "inductor":
+        settings = _search_switches(call, is_right)
+    if backend == "inductor" and not settings:
+        kept = {name: value for name, value in call.options.items() if name not in ("mode", "options")}
+        ways = (replace(call, options={**kept, "backend": stage}) for stage in _STAGES)
+        stage = next((str(way.options["backend"]) for way in ways if is_right(way)), None)
+    pieces = search_pieces(call, is_right)
+    return CompilerSearch(settings, stage, pieces, compilations)
+
+
+def _on_all_ranks(answer: bool | None) -> bool | None:
+    """Whether this is true on all ranks of the side, which must compile the same next, or a collective hangs.
+
+    None if any rank has no answer.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return answer
+    answers: list[bool | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, answer)
+    return None if None in answers else all(answers)
+
+
+def _search_switches(call: CompiledCall, is_right: Callable[[CompiledCall], bool | None]) -> Mapping[str, object]:
+    """Return the fewest switches that together make the result right."""
+    config = _inductor_config()
+    usable = {name: value for name, value in _SWITCHES.items() if _setting(config, name) not in (value, _ABSENT)}
+
+    def is_right_with(names: Sequence[str]) -> bool:
         patch = {name: usable[name] for name in names}
         if hasattr(config, "force_disable_caches"):
             patch["force_disable_caches"] = True
-        with config.patch(patch):
-            try:
-                found = call.called_anew(args, kwargs)
-            except Exception:  # what this combination of switches cannot compile is not right
-                return False
-        apart = distance(expected, [tensors_of(found)])
-        return not math.isnan(apart) and apart <= limit
+        with config.patch(patch), warnings.catch_warnings():
+            # That profiles are not cached either is meant.
+            warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
+            return bool(is_right(call))
 
-    names = list(usable)
-    if not names or is_right(()) or not is_right(names):
-        return SwitchSearch({}, compilations)
-    while len(names) > 1:
-        half = len(names) // 2
-        for part in (names[:half], names[half:]):
-            if is_right(part):
-                names = part
-                break
-        else:
-            # It takes several of them together.
+    left = list(usable)
+    if not left or is_right_with(()) or not is_right_with(left):
+        return {}
+    needed: list[str] = []
+    while not needed or not is_right_with(needed):
+        # The shortest beginning of the list that is enough is not enough without its last: that one is needed.
+        wrong, right = 0, len(left)
+        while right - wrong > 1:
+            middle = (wrong + right) // 2
+            wrong, right = (wrong, middle) if is_right_with([*needed, *left[:middle]]) else (middle, right)
+        needed.append(left[right - 1])
+        left = left[: right - 1]
+        if not left:
             break
-    return SwitchSearch({name: usable[name] for name in names}, compilations)
+    return {name: usable[name] for name in usable if name in needed}
 
 
 _ABSENT = object()

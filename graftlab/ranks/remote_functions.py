@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from graftlab.errors import RequestError
+from graftlab.grafting import active
 from graftlab.grafting.in_float64 import in_float64
 from graftlab.grafting.self_graft import (
     RoundedResults,
@@ -84,6 +85,14 @@ def call_with_module_inputs(
     with ModuleInputs(wanted, known) as inputs:
         bind_callee(callee, args, kwargs)()
     return inputs.calls
+
+
+def call_with_lent_weights(callee: Callee, *args: Any, **kwargs: Any) -> Any:
+    """Run the callee; weights that are grafted meanwhile are put back afterwards."""
+    grafter = active.grafter()
+    assert grafter is not None
+    with grafter.restoring_data():
+        return bind_callee(callee, args, kwargs)()
 
 
 def find_without_dependents(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,16 +85,25 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     return list(found)
 
 
-def differing_data(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None = None) -> list[str]:
+BELOW = "The code that uses them is judged below."
+WITH_THE_BASELINES = "All that follows was measured with the baseline's weights."
+AGREES_WITH_THE_BASELINES = "With the baseline's weights the target agrees."
+"""What follows a sentence on weights: where each side kept its own, and where the target had the baseline's."""
+
+
+def differing_data(
+    compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None = None, *, of_weights: str = BELOW
+) -> list[str]:
     """A sentence for each kind of data that differs between the sides, in a run without grafts.
 
-    Weights of different dtypes may be rounded: they differ above ``threshold`` times one rounding.
+    Weights of different dtypes may be rounded: they differ above ``threshold`` times one rounding. ``of_weights``
+    follows the sentence on weights.
 
     Inputs of later steps may be computed, as a decode's tokens are. They count only if they also differ in ``grafted``,
     the rows of a run in which every tap had the baseline's values.
     """
     return [
-        f"{BEGINNINGS[kind]}: {_listed(groups)}. The code that uses them is judged below."
+        f"{BEGINNINGS[kind]}: {_listed(groups)}. {of_weights if kind == 'param' else BELOW}"
         for kind, groups in _differing(compared, threshold, grafted).items()
     ]
 
@@ -102,6 +112,26 @@ def differing_weights(compared: pd.DataFrame, threshold: float) -> dict[str, str
     """The groups of weights that differ between the sides, each with its name, layers and difference in words."""
     groups = _differing(compared, threshold, None).get("param", {})
     return {group: _in_words(group, rows) for group, rows in groups.items()}
+
+
+def weights_to_lend(compared: pd.DataFrame, threshold: float) -> list[dict[str, Any]]:
+    """The row of each group of weights that differ which differs the most; none where a run may change weights itself.
+
+    The latter is possible in a run with gradients of weights, updates or more than one step.
+    """
+    changing = [kind_of(tags) in ("param_grad", "optimizer") or "updated" in tags for tags in compared["tags"]]
+    if any(changing) or compared["step"].nunique() > 1:
+        return []
+    found = []
+    for rows in _differing(compared, threshold, None).get("param", {}).values():
+        worst = max(rows, key=lambda row: math.inf if row["nonfinite_differ"] else row["rel_l2"])
+        found.append(worst)
+    return found
+
+
+def with_data_of(compared: pd.DataFrame, plain: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a run with lent weights, and of ``plain``, in which each side had its own, those of the weights."""
+    return pd.concat([data_rows(plain).assign(step=compared["step"].min()), compared])
 
 
 _RowsByKind = dict[str, dict[str, list[dict[str, Any]]]]

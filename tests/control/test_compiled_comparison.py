@@ -13,6 +13,7 @@ from torch import Tensor
 
 import graftlab as gl
 from graftlab.base import shipping
+from graftlab.control.compiled_comparison import CompiledComparison
 from graftlab.taps.compiled_calls import CompiledCall
 
 pytestmark = pytest.mark.ranks
@@ -55,6 +56,11 @@ def faulty_where_fused(module: Any, inputs: Any) -> Callable[..., Any]:
     return module.forward
 
 
+def miscompiled(compared: CompiledComparison) -> dict[str, tuple[str, ...]]:
+    """The operations of each line whose compiled code is wrong."""
+    return dict(zip(compared.lines["source"], compared.lines["operations"], strict=True))
+
+
 @pytest.mark.parametrize("how", ["function", "expression"])
 def test_a_faithful_compilation_is_reported_as_equal(how: str, session: gl.Session) -> None:
     if how == "function":
@@ -75,6 +81,8 @@ def test_a_mistake_of_the_compiler_is_named_by_the_verdict(session: gl.Session) 
     assert not len(compared.verdict.lines)
     assert compared.fused is None
     assert compared.untapped > 0.1
+    assert miscompiled(compared) == {'return gl.tap("out", x.sin().sum(-1))': ("sin",)}
+    assert "Only this line's compiled code is wrong; with all else run uncompiled" in compared.text
 
 
 def test_a_difference_only_without_a_tap_names_that_tap(session: gl.Session) -> None:
@@ -84,6 +92,11 @@ def test_a_difference_only_without_a_tap_names_that_tap(session: gl.Session) -> 
     assert compared.untapped > 0.1
     assert compared.fused == "second"
     assert "They differ only without the tap 'second' in the graph" in compared.text
+    # Neither line is wrong alone.
+    assert miscompiled(compared) == {
+        'x = gl.tap("second", x * 3)': ("mul",),
+        'x = gl.tap("third", x + 2)': ("add",),
+    }
     # The taps left out for it are restored.
     run = session.run(model, model, args=(X,))
     assert run.frame["name"].tolist() == ["first", "second", "third", "out"]
@@ -325,3 +338,50 @@ def test_the_switch_that_makes_the_result_right_is_named(session: gl.Session) ->
     assert compared.switches == {"pattern_matcher": False}
     assert "With torch._inductor.config.pattern_matcher = False the compiled result is right" in compared.text
     assert session.compare_compiled(model, args=(X,), backend=faulty).switches == {}
+
+
+def faulty_by_two_steps(module: Any, inputs: Any) -> Callable[..., Any]:
+    """A backend as inductor, in which either of two steps makes the mistake."""
+    import torch._inductor.config as config
+
+    is_wrong = config.epilogue_fusion or config.split_cat_fx_passes
+    return faulty(module, inputs) if is_wrong else module.forward
+
+
+def test_switches_that_only_together_make_the_result_right_are_named(session: gl.Session) -> None:
+    compared = session.compare_compiled(model, args=(X,), backend=faulty_by_two_steps)
+    assert compared.switches == {"epilogue_fusion": False, "split_cat_fx_passes": False}
+    assert "epilogue_fusion = False, together but not one alone, the compiled result is right" in compared.text
+
+
+def test_code_that_computes_something_else_while_it_is_captured_is_reported(session: gl.Session) -> None:
+    def asks(x: Tensor) -> Tensor:
+        return gl.tap("out", x.cos() if torch.compiler.is_compiling() else x.sin())
+
+    compared = session.compare_compiled(asks, args=(X,), backend="eager")
+    assert not len(compared.lines)
+    assert "The graphs that torch captures give a wrong result even where nothing of them is compiled" in compared.text
+
+
+def attend(x: Tensor) -> Tensor:
+    """Attention with as many heads as tokens, which a pattern of inductor takes for another one."""
+    q, k, v = gl.tap("x", x * 2).unbind(0)
+    q, v = q.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)
+    turned = k.permute(0, 2, 3, 1)
+    shares = (q @ turned).mul(0.35).softmax(-1)
+    return gl.tap("out", (shares @ v).cos())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=NEEDS_A_COMPILER)])
+def test_inductors_mistake_has_its_lines_and_its_switch(mark: None, session: gl.Session) -> None:
+    x = torch.randn(3, 2, 4, 4, 8, generator=torch.Generator().manual_seed(0))
+    if torch.compile(attend)(x).allclose(attend(x), atol=1e-4):
+        pytest.skip("this release of torch compiles it right")
+    compared = session.compare_compiled(attend, args=(x,))
+    assert compared.switches == {"pattern_matcher": False}
+    assert list(miscompiled(compared)) == [
+        "turned = k.permute(0, 2, 3, 1)",
+        "shares = (q @ turned).mul(0.35).softmax(-1)",
+        'return gl.tap("out", (shares @ v).cos())',
+    ]

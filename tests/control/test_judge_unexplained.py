@@ -402,9 +402,15 @@ def other_inputs() -> torch.Tensor:
     return gl.tap("out", torch.linspace(-1, 1, 32)[ids].tanh())
 
 
-def test_a_difference_beside_differing_inputs_is_stated(session: gl.Session) -> None:
+def test_a_difference_that_inputs_explain_is_stated_with_them(session: gl.Session) -> None:
     verdict = session.verdict(other_inputs, other_inputs)
-    lines = verdict.text.splitlines()
+    assert verdict.text.startswith("The inputs already differ: ids")
+    assert "With the baseline's ids the output out agrees (0 x its floor; " in verdict.text
+    assert "no tap explains it" not in verdict.text
+
+
+def test_a_difference_beside_differing_inputs_is_stated(session: gl.Session) -> None:
+    lines = session.verdict(other_inputs, other_inputs, explain=False).text.splitlines()
     assert lines[0].startswith("The inputs already differ: ids")
     assert lines[1].startswith("The returned value differs by 0.")
     assert lines[1].endswith("What is listed above may explain it.")

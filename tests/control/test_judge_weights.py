@@ -1,0 +1,112 @@
+"""Verdicts where weights differ: the code is judged with the baseline's weights, and the target keeps its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kit.support import reset
+from torch import nn
+
+import graftlab as gl
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    return reset(one_and_one)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 16)
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * (x + torch.tanh(self.up(self.norm(x))))
+
+
+NETS: dict[str, nn.Module] = {}
+
+
+def call(fault: str) -> torch.Tensor:
+    """Call a net, which is made once on each rank; on the target with a fault."""
+    if fault not in NETS:
+        torch.manual_seed(0)
+        net = NETS[fault] = nn.Sequential(*(Block() for _ in range(3)))
+        with torch.no_grad():
+            for each in net:
+                each.norm.weight.uniform_(0.5, 1.5)
+            if gl.here().side == "target":
+                plant(fault, net)
+        gl.watch(net, prefix="layers.", params=True)
+    with torch.no_grad():
+        result: torch.Tensor = NETS[fault](torch.linspace(-1, 1, 64).view(4, 16))
+    return result
+
+
+def plant(fault: str, net: nn.Sequential) -> None:
+    if "scaled" in fault:
+        net[1].up.weight.mul_(1.1)
+    if "code" in fault:
+        net[2].norm.eps = 0.1
+    if "folded" in fault:
+        for each in net:
+            each.up.weight.mul_(each.norm.weight)
+            each.norm = nn.LayerNorm(16, elementwise_affine=False)
+    if "factor" in fault:
+        net[2].factor = 1.001
+
+
+def weights(fault: str) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in NETS[fault].parameters()]
+
+
+def test_weights_that_explain_everything_are_reported_as_the_cause(session: gl.Session) -> None:
+    verdict = session.verdict(call, call, args=("scaled",))
+    first, *_, last = verdict.text.splitlines()
+    assert first.startswith("The weights already differ: layers.*.up.weight in layer 1 (rel_l2 0.1). ")
+    assert first.endswith(" With the baseline's weights the target agrees.")
+    assert "culprit" not in verdict.labels.values()
+    assert last.startswith("Hint (layers.*.up.weight): at layers.1.up.weight, the target's values are 1.1 times")
+
+
+def test_code_is_judged_with_the_weights_of_the_baseline(session: gl.Session) -> None:
+    verdict = session.verdict(call, call, args=("scaled and code",))
+    first, second, *_ = verdict.text.splitlines()
+    assert first.endswith("(rel_l2 0.1). All that follows was measured with the baseline's weights.")
+    assert second.startswith("layers.*.norm is computed differently in layer 2 ")
+    assert verdict.labels["layers.*.norm"] == "culprit"
+    assert "With the baseline's layers.*.norm the output layers.output agrees (0 x its floor; " in verdict.text
+
+
+def test_the_target_has_its_own_weights_again_after_a_verdict(session: gl.Session) -> None:
+    session.run(call, call, args=("scaled",))
+    before = session.run(weights, weights, args=("scaled",))
+    session.verdict(call, call, args=("scaled",))
+    after = session.run(weights, weights, args=("scaled",))
+    assert not torch.equal(before.target[0][6], before.baseline[0][6])
+    assert all(torch.equal(*each) for each in zip(before.target[0], after.target[0], strict=True))
+
+
+def test_folded_weights_are_judged_as_each_side_has_them(session: gl.Session) -> None:
+    verdict = session.verdict(call, call, args=("folded",))
+    assert "with weights that already differ: layers.*.up.weight in layers 0-2" in verdict.text
+    assert "layers.*.norm, layers.*.up cancel each other." in verdict.text
+    assert "the baseline's weights" not in verdict.text
+
+
+def test_weights_of_another_arrangement_are_not_exchanged(session: gl.Session) -> None:
+    verdict = session.verdict(call, call, args=("folded and factor",))
+    assert "measured with the baseline's weights" not in verdict.text
+    assert verdict.labels["layers.*"] == "culprit"

@@ -1,0 +1,133 @@
+"""Two copies of graftlab that would not understand each other name both, whatever their packages are."""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from kit.deadline import DEADLINE
+
+import graftlab as gl
+from graftlab.base.world import Place
+from graftlab.config import GraftConfig
+from graftlab.errors import MessageError
+from graftlab.exchange.keys import read_token
+from graftlab.jobs import handshake
+from graftlab.jobs.handshake import (
+    WIRE_VERSION,
+    HoldRequest,
+    RequestRefused,
+    StatusQuery,
+    StatusReply,
+    pack_handshake,
+    receive_handshake,
+    send_handshake,
+    unpack_handshake,
+)
+from graftlab.jobs.proxy import TcpSessionClient
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.script_launcher import _Admission
+from graftlab.jobs.session_client import SessionClient
+from graftlab.jobs.status_query import query_status
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.held_call import WatchChoice
+from graftlab.ranks.options import LaunchOptions
+
+OTHER = WIRE_VERSION + 1
+BOTH = (
+    rf"the other process has graftlab '.*', of wire version {OTHER}, and this one graftlab '.*', of wire version "
+    rf"{WIRE_VERSION}, .* install one release of graftlab in the environments of both"
+)
+
+
+def of_other_version(data: bytes) -> bytes:
+    """The same message as a copy of graftlab with another wire version sends it."""
+    return data[:4] + struct.pack("<H", OTHER) + data[6:]
+
+
+@pytest.fixture
+def sent_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process sends is of another wire version; what it receives is not."""
+    packed = handshake.pack_handshake
+    monkeypatch.setattr(handshake, "pack_handshake", lambda message: of_other_version(packed(message)))
+    for module in ("session_server", "proxy"):
+        monkeypatch.setattr(f"graftlab.jobs.{module}.pack_handshake", handshake.pack_handshake)
+
+
+@contextmanager
+def connected(folder: Path) -> Iterator[socket.socket]:
+    with Rendezvous(folder) as place:
+        connection = place.connect(DEADLINE)
+        assert connection is not None
+        with connection:
+            connection.settimeout(DEADLINE)
+            yield connection
+
+
+def test_a_session_refuses_another_wire_version_and_names_both(tmp_path: Path) -> None:
+    with gl.listen(1, 1, folder=tmp_path), connected(tmp_path) as connection:
+        message = of_other_version(pack_handshake(StatusQuery(stacks=False)))
+        connection.sendall(struct.pack("<I", len(message)) + message)
+        answer = receive_handshake(connection)
+    assert isinstance(answer, RequestRefused)
+    with pytest.raises(gl.SessionError, match=BOTH):
+        raise gl.SessionError(answer.error)
+
+
+def test_equal_wire_versions_of_different_releases_understand_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gl.listen(1, 1, folder=tmp_path), connected(tmp_path) as connection:
+        monkeypatch.setattr(handshake, "_release", lambda: "9.9")
+        send_handshake(connection, StatusQuery(stacks=False))
+        assert isinstance(receive_handshake(connection), StatusReply)
+
+
+def test_a_job_names_both_versions_of_the_session_that_it_cannot_join(tmp_path: Path, sent_by_another: None) -> None:
+    config = GraftConfig(role="baseline", baseline_world_size=1, target_world_size=1, address=str(tmp_path))
+    with gl.listen(1, 1, folder=tmp_path):
+        with pytest.raises(gl.SessionError, match=BOTH):
+            SessionClient(Place("baseline", 0, 1, 1), config).join()
+        with pytest.raises(gl.SessionError, match=BOTH):
+            query_status(tmp_path, stacks=False)
+
+
+def test_so_does_a_job_on_another_machine(
+    tmp_path: Path, sent_by_another: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gl.listen(1, 1, folder=tmp_path, address="tcp://127.0.0.1:0"):
+        (address,) = set(re.findall(r"GRAFTLAB_ADDRESS=(\S+)", capsys.readouterr().out))
+        endpoint = GraftConfig(address=address).endpoint
+        assert endpoint is not None
+        client = TcpSessionClient(endpoint, read_token(tmp_path / ".rendezvous" / "token"))
+        with pytest.raises(gl.SessionError, match=BOTH):
+            client.ask(StatusQuery(stacks=False), DEADLINE)  # type: ignore[arg-type]
+        client.close()
+
+
+def test_so_does_a_script_that_is_compared() -> None:
+    ours, theirs = socket.socketpair()
+    admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice())
+    thread = threading.Thread(target=admission._accept, args=(ours,))
+    thread.start()
+    request = of_other_version(pack_handshake(HoldRequest("target", 0, 1, 1, "cpu", "gloo")))
+    with ours, theirs:
+        theirs.settimeout(DEADLINE)
+        theirs.sendall(struct.pack("<I", len(request)) + request)
+        answer = receive_handshake(theirs)
+        thread.join()
+    assert isinstance(answer, RequestRefused)
+    with pytest.raises(gl.SessionError, match=BOTH):
+        raise gl.SessionError(answer.error)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 16, b"gl\x00h"])
+def test_what_is_no_handshake_is_refused_without_a_version(data: bytes) -> None:
+    with pytest.raises(MessageError, match="not a handshake of graftlab"):
+        unpack_handshake(data)
