@@ -13,6 +13,7 @@ LAB_ARGS ?=
 BENCH_ARGS ?=
 MATRIX_ARGS ?=
 MUTANTS_ARGS ?=
+COVERAGE_ARGS ?=
 # How many times the examples of the suite, and from which seed: the one of a run that failed repeats it.
 FUZZ ?= 20
 FUZZ_SEED ?= $(shell date +%s)
@@ -22,11 +23,13 @@ run := $(VENV)/bin/python
 demo_ready := $(VENV)/.graftlab-demo
 docs_ready := $(VENV)/.graftlab-docs
 test_ready := $(VENV)/.graftlab-test
+# Or each worker of pytest rewrites the asserts of all tests anew, for five seconds.
+keep_bytecode := PYTHONDONTWRITEBYTECODE=
 # The constraints keep pip from taking a newer and far larger build of torch.
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-fast lint docs soak fuzz mutants bench matrix dist clean
+.PHONY: help demo lab test test-fast lint docs soak fuzz mutants coverage bench matrix dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,10 +41,10 @@ lab: $(demo_ready) ## open JupyterLab on notebooks/
 	$(run) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_ARGS)
 
 test: $(test_ready) ## run all tests but the soak tests (PYTEST_ARGS="-k name" to choose)
-	$(run) -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(keep_bytecode) $(run) -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-fast: $(test_ready) ## run the tests that start no process and take no seconds; properties with a fifth of the examples
-	GRAFTLAB_FUZZ=0.2 $(run) -m pytest -m "not ranks and not slow and not browser and not soak" -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(keep_bytecode) GRAFTLAB_FUZZ=0.2 $(run) -m pytest -m "not ranks and not slow and not browser and not soak" -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
 	$(run) -m ruff check .
@@ -60,9 +63,13 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 	GRAFTLAB_FUZZ=$(FUZZ) $(run) -m pytest -m "hypothesis and not browser and not soak" --timeout 0 \
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no fast test notices
+mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no test notices
 	$(install) -q 'cosmic-ray>=8.7,<9' 'coverage>=7.6'
 	$(run) tests/mutants.py $(MUTANTS_ARGS)
+
+coverage: $(test_ready) ## run all tests under coverage.py; print lines and branches by room (COVERAGE_ARGS="--again --lines rows")
+	$(install) -q 'coverage>=7.11'
+	$(run) tests/coverage_by_room.py -n $(PYTEST_WORKERS) --dist worksteal $(COVERAGE_ARGS)
 
 bench: $(demo_ready) ## measure speed beside the published protocol; about five minutes (BENCH_ARGS="--only grafts")
 	$(run) -m benchmarks $(BENCH_ARGS)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from graftlab.plan.plan import GraftPlan
     from graftlab.recordings.recorder import record
     from graftlab.recordings.recording import Recording
+    from graftlab.remote.ray_cluster import Ray
     from graftlab.session import Session, launch, listen
     from graftlab.taps.compiled import compile_taps
     from graftlab.taps.exported import export_taps, strip
@@ -65,6 +66,7 @@ except PackageNotFoundError:
     __version__ = "0+unknown"
 
 _LAZY = {
+    "Ray": "graftlab.remote.ray_cluster",
     "Recording": "graftlab.recordings.recording",
     "record": "graftlab.recordings.recorder",
     "attach": "graftlab.jobs.attach",
@@ -107,6 +109,7 @@ __all__ = [
     "LayoutError",
     "MatchError",
     "PlanError",
+    "Ray",
     "Recording",
     "RecordingError",
     "RequestError",

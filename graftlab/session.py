@@ -20,7 +20,7 @@ from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import launch_ranks
-from graftlab.ranks.options import LaunchOptions, StartMethod
+from graftlab.ranks.options import LaunchOptions, RankStarter, StartMethod
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.rows.store import RowStore
 
@@ -55,6 +55,7 @@ def launch(
     keep_budget: int = limits.KEEP_BUDGET,
     keep_rows: int | None = None,
     tap_timeout: float | None = None,
+    on: RankStarter | None = None,
 ) -> Session:
     """Start ``baseline`` + ``target`` ranks and return their :class:`Session`, a context manager.
 
@@ -68,7 +69,8 @@ def launch(
     folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``, see :func:`runs`); one session uses it at a time, and a folder
     with rows needs ``append=True``. ``buffer_budget`` and ``keep_budget`` are bytes per rank, for tensors in transit
     and for pairs that the plan keeps. Rows that a frame has read stay in memory for the next frame, unless they are
-    more than ``keep_rows``: then each frame reads them from disk anew.
+    more than ``keep_rows``: then each frame reads them from disk anew. ``on`` is where the ranks run if not on this
+    machine: a :class:`Ray` cluster.
 
     Raises :class:`LaunchError`, with the log's tail if a rank died.
 
@@ -89,6 +91,7 @@ def launch(
         keep_budget,
         tap_timeout,
         keep_rows,
+        on,
     )
     made = make_run_folder(folder)
     if folder is None:

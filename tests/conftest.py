@@ -34,12 +34,14 @@ settings.register_profile(
 settings.load_profile("fuzz" if factor() > 1 else "graftlab")
 
 
-# A shell that starts its command in the background has it ignore these, and processes that tests start would inherit
-# that: SIGQUIT would not end them.
+# A shell that starts its command in the background has it ignore the first two of these, and nohup the third. Processes
+# that tests start would inherit that: SIGQUIT would not end them.
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

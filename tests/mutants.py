@@ -1,48 +1,66 @@
-"""Mutation testing: small faults are put into the code one at a time, and the fast tests of its room should fail.
+"""Mutation testing: small faults are put into the code one at a time, and the tests of its room should fail.
 
-``python tests/mutants.py --count 60 --seed 1`` draws 60 faults from all that Cosmic Ray can make in the rooms that
-matter, tries each in a copy of the checkout, and prints those that no test noticed. A survivor is a test to write, or a
-fault that changes nothing; only a person can tell which.
+``python tests/mutants.py --sample 60 --seed 1`` draws 60 faults from all rooms, as many of each kind: those of
+:mod:`faults` and Cosmic Ray's operators. It tries each in a copy of the checkout, and prints those that no test
+noticed. A survivor is a test to write, or a fault that changes nothing; only a person can tell which.
 
-The fast tests run once before, with coverage.py, so that a fault meets the tests that come past its line and no others.
+A fault meets first the fast tests of its room that come past its line, by coverage.py, and if those notice nothing, the
+room's others, which start processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import collections
+import difflib
 import itertools
 import os
 import random
 import re
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cosmic_ray.commands import init
-from cosmic_ray.mutating import mutate_and_test, mutate_code
+from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import TestOutcome, WorkItem
 from coverage import CoverageData
+from faults import Fault, faults_of, is_fault
 
-ROOMS = ("filters", "diffs", "exchange", "grafting", "transforms", "rows", "requests", "graphs")
 FAST = "not ranks and not slow and not browser and not soak"
-# A room's tests take seconds; a fault that makes them hang is found by then.
-LIMIT = 240.0
+SLOW = "(ranks or slow) and not browser and not soak"
+# A room's tests take a minute or two; a fault that makes them hang is found by then.
+LIMIT = 400.0
 CHECKOUT = Path(__file__).resolve().parents[1]
+# Modules beside the rooms, by the tests that hold them.
+MODULES = {
+    "__init__": "tests/test_public_names.py",
+    "__main__": "tests/test_packaging.py",
+    "config": "tests/jobs",
+    "demo": "tests/test_packaging.py",
+    "doctor": "tests/test_packaging.py",
+    "errors": "tests/base",
+    "pytest_plugin": "tests/comparison",
+    "session": "tests/control",
+}
+ROOMS = sorted([path.parent.name for path in (CHECKOUT / "graftlab").glob("*/__init__.py")] + [*MODULES])
+# How many files are searched for what Cosmic Ray can make of them.
+FILES_OF_OPERATORS = 12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if each fault was found, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=ROOMS)
-    parser.add_argument("--count", type=int, default=60, help="how many faults (%(default)s)")
+    parser.add_argument("--sample", type=int, default=60, help="how many faults (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="draws others (%(default)s)")
+    parser.add_argument("--fast", action="store_true", help="leave out the tests that start processes or take seconds")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="graftlab-mutants-") as folder:
         # Faults are written into files, which no other process should read.
@@ -50,20 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.copytree(CHECKOUT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
-        found = faults(options.rooms)
-        random.Random(options.seed).shuffle(found)
-        drawn = list(itertools.islice(filter(is_python, found), options.count))
-        say(f"{len(drawn)} of {len(found)} faults in {', '.join(options.rooms)}, seed {options.seed}")
-        rooms = sorted({room_of(item) for item in drawn})
+        # A file that is changed and put back within a second would be taken for the one that was compiled.
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        drawn = draw(options.rooms, options.sample, random.Random(options.seed))
+        say(f"{len(drawn)} faults in {', '.join(options.rooms)}, seed {options.seed}")
+        kinds = [FAST] if options.fast else [FAST, SLOW]
+        rooms = sorted({room_of(fault) for fault in drawn})
         # Once more, for a test that fails on a busy machine alone.
         failing = [room for room in rooms if not passes(room) and not passes(room)]
         if failing:
             say(f"the tests of {', '.join(failing)} fail without a fault; nothing was tried")
             return 1
-        survivors = [diff for number, item in enumerate(drawn, 1) if (diff := survives(item, number, len(drawn)))]
-    killed = len(drawn) - len(survivors)
-    say("\n".join([*survivors, f"{killed} of {len(drawn)} found ({killed / max(len(drawn), 1):.0%})"]))
-    return 1 if survivors else 0
+        found = [is_found(fault, kinds, f"{number}/{len(drawn)}") for number, fault in enumerate(drawn, 1)]
+    for title, key in (("room", room_of), ("kind", lambda fault: fault.kind)):
+        say(f"\n{title:14}found  of")
+        counts = collections.Counter(key(fault) for fault in drawn)
+        killed = collections.Counter(key(fault) for fault, one in zip(drawn, found, strict=True) if one)
+        for name in sorted(counts):
+            say(f"{name:14}{killed[name]:5}{counts[name]:4}")
+    say(f"\n{sum(found)} of {len(drawn)} found ({sum(found) / max(len(drawn), 1):.0%})")
+    return 0 if all(found) else 1
 
 
 def say(line: str) -> None:
@@ -71,59 +95,78 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def faults(rooms: Sequence[str]) -> list[WorkItem]:
-    """All faults that can be made in these rooms."""
-    files = [path for room in rooms for path in sorted(Path("graftlab", room).glob("*.py"))]
+def draw(rooms: Sequence[str], count: int, chance: random.Random) -> list[Fault]:
+    """``count`` faults, as many of each kind; within a kind, each that can be made is as likely."""
+    files = [path for room in rooms for path in files_of(room)]
+    by_kind: dict[str, list[Fault]] = collections.defaultdict(list)
+    for path in files:
+        for fault in faults_of(path):
+            by_kind[fault.kind].append(fault)
+    by_kind["operator"] = faults_of_operators(files, chance)
+    for found in by_kind.values():
+        chance.shuffle(found)
+    turns = itertools.zip_longest(*(filter(is_fault, by_kind[kind]) for kind in sorted(by_kind)))
+    return list(itertools.islice(filter(None, itertools.chain.from_iterable(turns)), count))
+
+
+def files_of(room: str) -> list[Path]:
+    return [Path(f"graftlab/{room}.py")] if room in MODULES else sorted(Path("graftlab", room).glob("*.py"))
+
+
+def faults_of_operators(files: Sequence[Path], chance: random.Random) -> list[Fault]:
+    """What Cosmic Ray can make of some of these files."""
+    longest_first = sorted(files, key=lambda path: -path.stat().st_size * chance.random())
     with use_db("faults.sqlite", WorkDB.Mode.create) as database:
-        init(files, database, {})
+        init(longest_first[:FILES_OF_OPERATORS], database, {})
         # An annotation is no code here, and most uses of | are in one.
-        items = [item for item in database.work_items if "BitOr" not in item.mutations[0].operator_name]
-    return sorted(items, key=lambda item: (str(item.mutations[0].module_path), repr(item.mutations)))
+        found = [mutation for item in database.work_items for mutation in item.mutations]
+    found = sorted((each for each in found if "BitOr" not in each.operator_name), key=repr)
+    drawn = chance.sample(found, min(len(found), 200))
+    faults = []
+    for each in drawn:
+        operator = get_operator(each.operator_name)(**(each.operator_args or {}))
+        source = each.module_path.read_text()
+        if code := mutate_code(source, operator, each.occurrence):
+            faults.append(Fault("operator", each.module_path, each.start_pos[0], 0, len(source.encode()), code))
+    return faults
 
 
-def is_python(item: WorkItem) -> bool:
-    """Whether a fault leaves Python; ``**kwargs`` with another operator does not, and says nothing of the tests."""
-    (mutation,) = item.mutations
-    operator = get_operator(mutation.operator_name)(**(mutation.operator_args or {}))
-    code = mutate_code(mutation.module_path.read_text(), operator, mutation.occurrence)
-    try:
-        compile(code or "", str(mutation.module_path), "exec")
-    except SyntaxError:
-        return False
-    return code is not None
+def room_of(fault: Fault) -> str:
+    return fault.path.with_suffix("").parts[1]
 
 
-def room_of(item: WorkItem) -> str:
-    return str(item.mutations[0].module_path.parts[1])
+def tests_of(room: str) -> str:
+    return MODULES.get(room, f"tests/{room}")
 
 
-def command(*tests: str) -> list[str]:
-    return ["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", FAST, *tests]
+def command(which: str, tests: Iterable[str]) -> list[str]:
+    return ["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", which, *tests]
 
 
 def passes(room: str) -> bool:
     """Run a room's fast tests, and note which of them comes past which line."""
     Path(f"{room}.ini").write_text("[run]\ndynamic_context = test_function\n")
     coverage = ["-m", "coverage", "run", f"--rcfile={room}.ini", f"--data-file={room}.coverage"]
-    coverage.append(f"--include=graftlab/{room}/*")
-    run = [sys.executable, *coverage, *command(f"tests/{room}")]
-    return subprocess.run(run, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    coverage.append(f"--include={','.join(map(str, files_of(room)))}")
+    run = [sys.executable, *coverage, *command(FAST, [tests_of(room)])]
+    # 5: the room has no fast tests.
+    return subprocess.run(run, stdout=subprocess.DEVNULL, check=False).returncode in (0, 5)
 
 
-def tests_of(item: WorkItem) -> list[str]:
+def fast_tests_past(fault: Fault) -> list[str]:
     """The tests that come past a fault; all of the room where one may do so while it is imported or set up."""
-    (mutation,) = item.mutations
-    room = room_of(item)
+    room = room_of(fault)
     data = CoverageData(f"{room}.coverage")
     data.read()
-    contexts = data.contexts_by_lineno(str(mutation.module_path.resolve()))
-    names = {name for line in lines_of(mutation.module_path, mutation.start_pos[0]) for name in contexts.get(line, ())}
+    contexts = data.contexts_by_lineno(str(fault.path.resolve()))
+    names = {name for line in lines_of(fault.path, fault.line) for name in contexts.get(line, ())}
+    tests = Path(tests_of(room))
     if "" in names:
-        return [f"tests/{room}"]
+        return [str(tests)]
     wanted = {name.rpartition(".")[2] for name in names}
     return [
         f"{path}::{name}"
-        for path in sorted(Path("tests", room).glob("test_*.py"))
+        for path in (sorted(tests.glob("test_*.py")) if tests.is_dir() else [tests])
         for name in re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE)
         if name in wanted
     ]
@@ -145,19 +188,39 @@ def _bodies(node: ast.stmt) -> Iterator[int]:
             yield min(each.lineno for each in ast.walk(inner) if hasattr(each, "lineno"))
 
 
-def survives(item: WorkItem, number: int, count: int) -> str:
-    """The fault, where no test noticed it; blank where one did."""
-    (mutation,) = item.mutations
-    tests = tests_of(item)
-    # Where no test comes past the line, it still has to be put in for its diff.
-    run = shlex.join([sys.executable, *(command(*tests) if tests else ["-c", ""])])
-    result = mutate_and_test(item.mutations, run, LIMIT)
-    survived = result.test_outcome == TestOutcome.SURVIVED
-    place = f"{mutation.module_path}:{mutation.start_pos[0]}"
-    noticed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.output or "", re.MULTILINE)
-    by = "" if survived else f", {noticed[0]}" if noticed else ", it hung or did not begin"
-    say(f"{number}/{count} {'SURVIVED' if survived else 'found'} {place} {mutation.operator_name}{by}")
-    return f"\n{place}\n{result.diff}" if survived else ""
+def is_found(fault: Fault, kinds: Sequence[str], number: str) -> bool:
+    """Put the fault into its file, run the tests until one fails, and take it out again."""
+    original = fault.path.read_text()
+    tests = {FAST: fast_tests_past(fault), SLOW: [tests_of(room_of(fault))]}
+    changed = fault.applied()
+    fault.path.write_text(changed)
+    try:
+        by = next((by for kind in kinds if tests[kind] and (by := first_failure(command(kind, tests[kind])))), "")
+    finally:
+        fault.path.write_text(original)
+    say(f"{number} {'found' if by else 'SURVIVED'} {fault.kind} {fault.path}:{fault.line} {by}")
+    if not by:
+        lines = difflib.unified_diff(original.splitlines(), changed.splitlines(), n=2, lineterm="")
+        say("\n".join(itertools.islice(lines, 2, None)))
+    return bool(by)
+
+
+def first_failure(arguments: Sequence[str]) -> str:
+    """The test that fails first; blank if all pass."""
+    with tempfile.TemporaryFile("w+") as output:
+        # Not a pipe: processes that the tests have started may hold its end open after a time limit.
+        run = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = run.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+            return "they hang"
+        output.seek(0)
+        noticed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output.read(), re.MULTILINE)
+    if code in (0, 5):
+        return ""
+    return str(noticed[0]) if noticed else "they did not begin"
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ ORDINARY = {
         "load_ipython_extension",
         "load_run",
     ),
-    *("make_converter", "match_weights", "plots", "record", "runs", "strip"),
+    *("make_converter", "match_weights", "plots", "Ray", "record", "runs", "strip"),
 }
 
 

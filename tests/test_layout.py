@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ ROOMS = [
     "recordings",
     "control",
     "jobs",
+    "remote",
     "engine",
     "widgets",
     "session",
@@ -67,10 +69,17 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Every node of a file that matters here, in any order."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef))]
+
+
 def imports_of(module: str, path: Path, known: dict[str, Path]) -> set[str]:
     """Every module of the package that this one names in an import statement, wherever that stands."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{module}, line {node.lineno}: imports are written out, from graftlab on"
             base = node.module or ""
@@ -132,7 +141,7 @@ def test_the_exceptions_are_still_needed() -> None:
 def test_no_class_name_occurs_twice() -> None:
     places: dict[str, list[str]] = {}
     for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

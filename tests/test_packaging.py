@@ -176,6 +176,7 @@ def test_make_help_lists_every_target() -> None:
         "docs",
         "test-fast",
         "soak",
+        "coverage",
         "fuzz",
         "mutants",
         "bench",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +41,8 @@ PHRASES = (
     "tells so",
 )
 _PHRASE = re.compile(r"\b(?:" + "|".join(PHRASES).replace(" ", r"\s+") + r")\b", re.IGNORECASE)
+# Lines that are comments, one below the other, or the end of one that has code before it.
+_COMMENTS = re.compile(r"(?:^[ \t]*#.*\n?)+|(?<=  )# .*", re.MULTILINE)
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 # Per 1,000 words. Eight well-written Python projects have 0.0 to 0.4.
 LIMIT = 0.5
@@ -80,14 +82,19 @@ def docstrings_of_tests() -> Iterator[Text]:
 
 def docstrings_of(paths: list[Path]) -> Iterator[Text]:
     for path in paths:
-        for node in documented_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in documented_nodes(parsed(path)):
             yield f"{path.relative_to(ROOT)}:{node.lineno}", str(node.value)
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def messages() -> Iterator[Text]:
     """Every string of more than one word that is no docstring, parts of f-strings included."""
     for path in sources():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         docs = {id(node) for node in documented_nodes(tree)}
         for node in ast.walk(tree):
             is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
@@ -104,18 +111,15 @@ def comments_of_tests() -> Iterator[Text]:
 
 
 def comments_of(paths: list[Path]) -> Iterator[Text]:
-    """Every block of comment lines as one text: a phrase may be broken over two lines."""
+    """Every block of comment lines as one text: a phrase may be broken over two lines.
+
+    By a pattern, which takes a hundredth of the time of tokenize; lines of strings that look like comments count too.
+    """
     for path in paths:
-        block: list[str] = []
-        began = 0
-        with path.open("rb") as file:
-            for token in tokenize.tokenize(file.readline):
-                if token.type == tokenize.COMMENT:
-                    began = began if block else token.start[0]
-                    block.append(token.string.lstrip("# "))
-                elif token.type != tokenize.NL and block:
-                    yield f"{path.relative_to(ROOT)}:{began}", "\n".join(block)
-                    block = []
+        text = path.read_text(encoding="utf-8")
+        for found in _COMMENTS.finditer(text):
+            lines = [line.lstrip("# ") for line in found.group().splitlines()]
+            yield f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}", "\n".join(lines)
 
 
 def pages() -> Iterator[Text]:

@@ -6,15 +6,29 @@ than 64 bits, and text with lone surrogates, which UTF-8 cannot express.
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
 from graftlab.errors import MessageError
 
+WIRE_VERSION = 1
+"""What two processes must have in common to understand each other: the messages of the handshake, of the ranks and of
+the exchange, and the functions that are sent to ranks by their names. A change of any of these is another version.
+"""
+
 _INTEGER, _TEXT = 1, 2
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def graftlab_release() -> str:
+    """Return the release of this copy of graftlab."""
+    try:
+        return version("graftlab")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def encode(value: object) -> bytes:

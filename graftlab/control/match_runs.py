@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -78,7 +78,12 @@ def match(
 
 
 class _Match:
-    """One match in progress: what its ranks recorded, joined to taps of whole tensors. A context manager."""
+    """One match in progress: what its ranks recorded, joined to taps of whole tensors. A context manager.
+
+    ``varies`` says whether each record may be of another batch.
+    """
+
+    varies: ClassVar[bool] = False
 
     def __init__(self, session: SessionCore, budget: int, sent: int) -> None:
         self._session = session
@@ -111,7 +116,7 @@ class _Match:
         if rounds == 0:
             found = match_once(*self._record(()), **fetch)
         else:
-            found = match_in_rounds(self._record, rounds, **fetch)
+            found = match_in_rounds(self._record, rounds, varies=self.varies, **fetch)
         problems = (*found.problems, *self._notes)
         return replace(
             found,
@@ -269,6 +274,8 @@ class _MatchedSteps(_Match):
 
     So data may differ from step to step, and the target continues with what was grafted.
     """
+
+    varies = True
 
     def __init__(self, session: SessionCore, budget: int, sent: int) -> None:
         super().__init__(session, budget, sent)

@@ -107,7 +107,7 @@ class Decision:
 
     ``tags`` are those that the filters saw, without the names in ``pairing``; step and ``recompute_status`` of a later
     call may differ. ``name`` is the name in the pair's address. ``others`` are the decisions about the tap's further
-    pairs.
+    pairs. With ``shows_rows`` the plan needs the rows of its tensor, whatever the action.
     """
 
     action: Action
@@ -118,6 +118,7 @@ class Decision:
     pairing: Pairing | None = None
     others: tuple[Decision, ...] = ()
     own_name: str = ""
+    shows_rows: bool = False
 
     def tags_at(self, step: int, status: str) -> dict[str, Any]:
         """Return the tags of a call in this step."""
@@ -205,9 +206,10 @@ class Decisions:
         decisions = [self._of_pair(tags, given, each) for each in self.plan.pairings(self._place.side, name, given)]
         first, *others = decisions
         # If ranks may decide differently, a tap that this rank does not use is still counted, and declined.
-        if all(each.action == Action() for each in decisions) and not self.plan.rank_dependent:
+        shows_rows = name in self.plan.row_taps[self._place.side]
+        if all(each.action == Action() for each in decisions) and not self.plan.rank_dependent and not shows_rows:
             return None
-        return replace(first, others=tuple(others)) if others else first
+        return replace(first, others=tuple(others), shows_rows=shows_rows) if others or shows_rows else first
 
     def _of_pair(self, tags: Mapping[str, Any], given: Mapping[str, Any], pairing: Pairing) -> Decision:
         seen = paired_tags(tags, given, pairing)

@@ -24,6 +24,7 @@ from graftlab.base.world import Place, RunInfo
 from graftlab.errors import BufferFullError, LayoutError, ShippingError, warn
 from graftlab.exchange.contract import Exchange
 from graftlab.exchange.status_page import StatusPage
+from graftlab.grafting.batch_rows import BatchRows
 from graftlab.grafting.decisions import (
     Addresses,
     Decision,
@@ -122,6 +123,7 @@ class Grafter:
         # None outside a run of both sides; then a tap does nothing, without using the plan.
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step, self._warn_once)
+        self._batch_rows = BatchRows()
         self._warned: set[tuple[str, str]] = set()
         # Set while grafted weights and settings are to be put back afterwards.
         self._overwritten_data: OverwrittenTensors | None = None
@@ -344,6 +346,7 @@ class Grafter:
         else:
             decisions.step = self._step
         self._addresses = Addresses(self._step, self._warn_once)
+        self._batch_rows = BatchRows()
         self._write_page("running")
 
     def _end_step(self) -> None:
@@ -428,7 +431,7 @@ class Grafter:
                 pairs.append((each, key))
             elif key is not None:
                 self._decline_for_other_ranks(key)
-        if not pairs:
+        if not pairs and not decision.shows_rows:
             return value
         self._last_tap = name
         shown = self._computed(value) if callable(value) and not isinstance(value, torch.Tensor) else value
@@ -438,6 +441,8 @@ class Grafter:
                 if key is not None:
                     self._exchange.decline(key)
             return value
+        if decision.shows_rows:
+            self._batch_rows.show(name, own, self._ambient.get())
         receives = any(each.action.graft and not each.sends for each, _ in pairs)
         if receives and not replace and shown is value and is_passed_by_autograd(own):
             self._warn_once(name, IN_A_HOOK)
@@ -515,6 +520,7 @@ class Grafter:
     def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor, order: int) -> TapCall:
         run = self._run
         assert run is not None
+        rule = None if decision.pairing is None else decision.pairing.rule
         return TapCall(
             run.run,
             self._step,
@@ -526,6 +532,7 @@ class Grafter:
             0 if key is None else key.occurrence,
             own,
             decision.pairing,
+            None if rule is None else self._batch_rows.of(rule, rule.whole == self.place.side, self._ambient.get()),
         )
 
     def _decline_for_other_ranks(self, key: TapKey) -> None:
@@ -538,8 +545,10 @@ class Grafter:
         assert own is not None
         # The row must not keep the model's tensor alive.
         memo = PendingRow(
-            call._replace(tensor=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began
+            call._replace(tensor=None, rows=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began
         )
+        if call.rows is not None:
+            sent_extras = dataclasses.replace(sent_extras or SentExtras(None), rows=call.rows)
         sent = extras if sent_extras is None else dataclasses.replace(sent_extras, extras=extras)
         try:
             self._exchange.publish(key, own.detach() if own.requires_grad else own, sent, memo)

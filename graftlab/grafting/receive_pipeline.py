@@ -17,11 +17,12 @@ from graftlab.base.world import Place
 from graftlab.diffs.measure import DiffStats, measure, measure_and_overwrite
 from graftlab.errors import TransformError
 from graftlab.exchange.contract import Receipt
+from graftlab.grafting.batch_rows import RowsOfTaps, for_batch
 from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import overwrite, replacement_for
 from graftlab.grafting.tensors import SentExtras
-from graftlab.layouts import RankLayout
-from graftlab.plan.pairs import Pairing
+from graftlab.layouts import Layout, RankLayout
+from graftlab.plan.pairs import Pairing, PairRule
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.rows.schema import STATISTICS, Row, Status, statistics_of
 from graftlab.transforms import (
@@ -44,7 +45,8 @@ _NO_STATISTICS = (None,) * len(STATISTICS)
 class TapCall(NamedTuple):
     """One call of a tap that a filter matches: the contents of its row before anything is sent or received.
 
-    ``tensor`` is the rank's own; None if there is none, or if only the row is needed.
+    ``tensor`` is the rank's own; None if there is none, or if only the row is needed. ``rows`` are those of its batch
+    that the layout of its pair needs.
     """
 
     run: int
@@ -57,6 +59,7 @@ class TapCall(NamedTuple):
     occurrence: int
     tensor: torch.Tensor | None
     pairing: Pairing | None = None
+    rows: RowsOfTaps | None = None
 
     @property
     def name(self) -> str:
@@ -99,7 +102,7 @@ class PendingRow(NamedTuple):
 
 def row_of(call: TapCall, result: TapResult, seconds: float) -> Row:
     """Build the row of a call. All rows of a rank are built here."""
-    run, step, order, tags, action, place, plan_version, occurrence, own, pairing = call
+    run, step, order, tags, action, place, plan_version, occurrence, own, pairing, _ = call
     status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = result
     rule = None if pairing is None else pairing.rule
     # A type checker cannot know the number of statistics.
@@ -226,9 +229,9 @@ class ReceivePipeline:
             return self._transform_failed(call, graft_input, label, note, error)
         matched, unmatched = None, None
         note = _joined(note, outcome.note)
-        if outcome.rows is not None:
+        if outcome.rows is not None or outcome.rows_matched is not None:
             matched, unmatched = outcome.rows_matched, outcome.rows_unmatched
-            if matched is None:
+            if matched is None and outcome.rows is not None:
                 matched = len(outcome.rows[0])
             if unmatched and not matched:
                 return _no_matching_rows(graft_input, outcome, label, note)
@@ -401,10 +404,20 @@ def _input(
         target_extras=extras,
         layout=layout,
         received_layouts=[_layout(contribution.extras) for contribution in receipt.contributions],
-        pair=None if rule is None or rule.layout == "same" else rule.parsed,
+        pair=None if rule is None or rule.layout == "same" else _for_batch(rule, call, receipt),
         whole="target" if rule is not None and rule.whole == call.place.side else "received",
         target_reduced=reduced,
     )
+
+
+def _for_batch(rule: PairRule, call: TapCall, receipt: Receipt) -> Layout:
+    """Return the layout of a pair, with the rows that both sides' taps have shown in this call."""
+    mine = call.rows
+    if mine is None:
+        return rule.parsed
+    sent = (each.extras.rows for each in receipt.contributions if isinstance(each.extras, SentExtras))
+    theirs = next(filter(None, sent), {})
+    return for_batch(rule.parsed, *((mine, theirs) if rule.whole == call.place.side else (theirs, mine)))
 
 
 def _extras(sent: Any) -> Any:

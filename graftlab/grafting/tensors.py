@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graftlab.errors import LayoutError
+from graftlab.grafting.batch_rows import RowsOfTaps
 from graftlab.layouts import Partial, RankLayout
 
 # These never wrap another tensor; looking up a missing attribute of a tensor is slow.
@@ -56,11 +57,14 @@ def _fault(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class SentExtras:
-    """Extras with the tensor's layout and the tap's own name, sent instead of the bare extras if either is needed."""
+    """Extras with the tensor's layout, the tap's own name and the rows of its batch, sent instead of the bare extras if
+    one of these is needed.
+    """
 
     extras: Any
     layout: RankLayout | None = None
     name: str | None = None
+    rows: RowsOfTaps | None = None
 
 
 def summed_partial(shown: Any, own: torch.Tensor, layout: RankLayout, world_size: int) -> torch.Tensor:

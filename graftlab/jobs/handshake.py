@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import socket
 import struct
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
 from graftlab.base import wire
+from graftlab.base.wire import WIRE_VERSION, graftlab_release
 from graftlab.base.world import RunInfo, Side
 from graftlab.errors import MessageError, SessionError
 from graftlab.plan.wire import WirePlan
-
-WIRE_VERSION = 1
-"""What two processes must have in common to understand each other: the messages of the handshake, of the ranks and of
-the exchange, and the functions that are sent to ranks by their names. A change of any of these is another version.
-"""
 
 _LENGTH = struct.Struct("<I")
 # Before each message: a mark, the wire version, and the length of the release's name, which follows.
@@ -196,7 +191,7 @@ _decoder = wire.Decoder(
 
 
 def pack_handshake(message: HandshakeMessage) -> bytes:
-    release = _release().encode()[:255]
+    release = graftlab_release().encode()[:255]
     return _HEAD.pack(_MARK, WIRE_VERSION, len(release)) + release + wire.encode(message)
 
 
@@ -215,17 +210,11 @@ def unpack_handshake(data: bytes) -> Any:
         release = data[_HEAD.size : start].decode(errors="replace")
         raise SessionError(
             f"the other process has graftlab {release!r:.80}, of wire version {theirs}, and this one graftlab "
-            f"{_release()!r}, of wire version {WIRE_VERSION}, which do not understand each other: install one release "
-            "of graftlab in the environments of both. Python, torch and all other packages may differ"
+            f"{graftlab_release()!r}, of wire version {WIRE_VERSION}, which do not understand each other: "
+            "install one release of graftlab in the environments of both. Python, torch and all other packages may "
+            "differ"
         )
     return _decoder.decode(data[start:])
-
-
-def _release() -> str:
-    try:
-        return version("graftlab")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 def send_handshake(connection: socket.socket, message: HandshakeMessage) -> None:

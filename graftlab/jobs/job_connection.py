@@ -7,9 +7,8 @@ from collections import Counter
 from typing import Any
 
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.status_page import RankStatus, WireStatus
 from graftlab.ranks.connection import ControlConnection
-from graftlab.ranks.messages import StatusUpdate, TapSeen, pack
+from graftlab.ranks.messages import TapSeen, pack
 from graftlab.rows.schema import Row
 
 
@@ -50,10 +49,6 @@ class JobConnection(ControlConnection):
         if self.generations != (1, 1):
             row = row._replace(note="; ".join(filter(None, (row.note, _describe_generations(self.generations)))))
         super().row(row)
-
-    def send_status(self, status: RankStatus) -> None:
-        """Send where this rank is, for a session that cannot read its status page."""
-        self.channel.send(pack(StatusUpdate(WireStatus.of(status))))
 
     def seen(self, tags: dict[str, Any]) -> None:
         self.taps.append(tags)

@@ -36,7 +36,7 @@ from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.held_call import WatchChoice
 from graftlab.ranks.options import LaunchOptions
-from graftlab.ranks.process_setup import end_programs_of
+from graftlab.ranks.process_end import end_programs_of
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graftlab.layouts.dims import Dims, layouts_of_pair, parse_dims
-from graftlab.layouts.gathering import Gather
+from graftlab.layouts.gathering import Gather, Rows
 from graftlab.layouts.known_mesh import give_mesh, parse_mesh
 from graftlab.layouts.layout import Joined, Layout, Relaid, join_parts, relayout
 from graftlab.layouts.mesh import Mesh
@@ -29,6 +29,7 @@ __all__ = [
     "Rearrange",
     "Relaid",
     "Replicate",
+    "Rows",
     "Scale",
     "Shard",
     "Step",

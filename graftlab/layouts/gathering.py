@@ -1,10 +1,13 @@
-"""Rows of a tensor in another order, or some of them, as where one batch pads or sorts the sequences of another."""
+"""Rows of a tensor in another order, or some of them, as where one batch pads or sorts the sequences of another.
+
+:class:`Gather` lists the rows of one batch; :class:`Rows` has the rule by which they are found in any batch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
+from graftlab.layouts.row_alignment import FoundRows
 from graftlab.layouts.steps import StepContext, call, check_count
 
 
@@ -105,3 +109,73 @@ class Gather:
         whole = after.new_zeros((math.prod(self.of), *flat.shape[1:]))
         whole[rows[rows >= 0]] = flat[rows >= 0]
         return whole.reshape(*self.of, *flat.shape[1:])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Takes the rows that two taps show to be the same, in every batch again.
+
+    ``of`` is a tap of the side that has the whole, ``into`` one of the other side; both show the rows of a batch, by
+    token ids or by values, before the taps that the layout is for. The result has the rows as ``into`` has them, or
+    with ``flat`` in one dimension. Rows that the whole does not have are as in :class:`Gather`. ``found`` is what the
+    taps have shown; without it no tensor can be converted.
+    """
+
+    of: str
+    into: str
+    flat: bool = False
+    found: FoundRows | None = field(default=None, compare=False, repr=False)
+    caveat: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(name, str) and name for name in (self.of, self.into)):
+            raise LayoutError(f"rows: of and into are names of taps, not {self.of!r} and {self.into!r}")
+
+    def with_found(self, found: FoundRows) -> Rows:
+        """The same for one batch."""
+        return replace(self, found=found)
+
+    @property
+    def leaves_out(self) -> str | None:
+        if self.found is None:
+            return f"rows that only {self.of} or {self.into} has"
+        left = math.prod(self.found.of) - int((self.found.index >= 0).sum())
+        return f"{left} of {math.prod(self.found.of)} rows" if left else None
+
+    @property
+    def lacks(self) -> bool:
+        """Whether some of the places have no row of the whole, as far as that is known."""
+        return self.found is None or bool((self.found.index < 0).any())
+
+    @property
+    def text(self) -> str:
+        return call("rows", of=self.of, into=self.into, flat=self.flat or None)
+
+    def _fixed(self, rows: FoundRows, of: tuple[int, ...], flat: bool) -> Gather:
+        into = (math.prod(rows.into),) if flat else rows.into
+        return Gather.of_rows(of, rows.index.tolist(), into)
+
+    def _found(self) -> FoundRows:
+        if self.found is None:
+            raise LayoutError(f"{self.text}: which rows those are was not shown in this call, before this tap")
+        return self.found
+
+    def _dims(self, dims: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:
+        """The leading dimensions of a tensor that count these rows: as the tap has them, or one."""
+        for found in (dims, (math.prod(dims),)):
+            if tuple(shape[: len(found)]) == found:
+                return found
+        raise LayoutError(
+            f"{self.text}: a tensor of shape {list(shape)} does not begin with the {' x '.join(map(str, dims))} rows "
+            "that the taps have shown"
+        )
+
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
+        found = self._found()
+        return self._fixed(found, self._dims(found.of, before.shape), self.flat).get(before, at)
+
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
+        found = self._found()
+        of = found.of if shape is None else self._dims(found.of, shape)
+        self._dims((math.prod(found.into),) if self.flat else found.into, after.shape)
+        return self._fixed(found, of, self.flat).put(after, at, shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts.gathering import Gather
+from graftlab.layouts.gathering import Gather, Rows
 from graftlab.layouts.mesh import Coordinates, Mesh
 from graftlab.layouts.shards import MeshStep, OneOf, Replicate, Shard
 from graftlab.layouts.steps import Disagreement, Step, StepContext, disagreement
@@ -85,7 +85,7 @@ class Layout:
     @property
     def lacks(self) -> bool:
         """Whether the result has elements that are not in the whole, such as another batch's padding."""
-        return any(isinstance(step, Gather) and step.lacks for step in self.steps)
+        return any(isinstance(step, (Gather, Rows)) and step.lacks for step in self.steps)
 
     @property
     def caveats(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 from graftlab.base.sources import parse_expression
 from graftlab.errors import LayoutError
 from graftlab.layouts.dims import parse_dims
-from graftlab.layouts.gathering import Gather
+from graftlab.layouts.gathering import Gather, Rows
 from graftlab.layouts.layout import Layout
 from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.rearrange import Rearrange
@@ -31,6 +31,7 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "window": Window,
     "strided": Strided,
     "gather": Gather,
+    "rows": Rows,
     "pad": Pad,
     "scale": Scale,
     "pack": Pack,

@@ -85,6 +85,23 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _amount(text: str) -> float:
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = -1.0
+    if not 0 <= amount < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, not {text!r}")
+    return amount
+
+
+def _cluster(text: str) -> str:
+    """Return the address of a Ray cluster as ``ray.init`` takes it."""
+    if not text.startswith("ray:") or text in ("ray:", "ray://"):
+        raise argparse.ArgumentTypeError(f"expected ray:auto, ray:HOST:PORT or ray://HOST:PORT, not {text!r}")
+    return text if text.startswith("ray://") else text.removeprefix("ray:")
+
+
 def _steps(text: str) -> tuple[int | None, int | None]:
     first, colon, last = ("", ":", "") if text == "all" else text.partition(":")
     if not colon or not all(part.strip().isdecimal() or not part.strip() for part in (first, last)):
@@ -141,6 +158,19 @@ def _commands() -> dict[str, Command]:
         metavar="NAME",
         default="session",
         help="assign the session to this (default session)",
+    )
+    up.add_argument(
+        "--on",
+        type=_cluster,
+        metavar="ray:ADDRESS",
+        help="start the ranks on a Ray cluster: ray:auto, ray:HOST:PORT or ray://HOST:PORT (default: on this machine)",
+    )
+    up.add_argument(
+        "--gpus-per-rank",
+        type=_amount,
+        metavar="N",
+        default=1.0,
+        help="GPUs of each rank on a cluster (default 1); with 0 each has one CPU",
     )
     up.add_argument("--replace", action="store_true", help="close the open session first, and lose its ranks")
 

@@ -24,6 +24,7 @@ from graftlab.control.run import Run, state_of
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.magics import command_line
 from graftlab.ranks.forkserver import warm_up
+from graftlab.remote.ray_cluster import Ray
 from graftlab.session import Session, launch, listen
 from graftlab.verdict.conclusion import newest_run
 
@@ -45,7 +46,7 @@ def load(shell: InteractiveShell) -> None:
 
 
 # The options by which `%graft up` compares the open session with the requested one.
-_OPTIONS_OF_UP = ("baseline", "target", "device", "backend", "timeout", "start_method")
+_OPTIONS_OF_UP = ("baseline", "target", "device", "backend", "timeout", "start_method", "on")
 
 
 @magics_class
@@ -107,6 +108,7 @@ class GraftMagics(Magics):
                 _close_pyplot_figure(value)
 
     def _up(self, arguments: argparse.Namespace) -> Session:
+        arguments.on = _cluster_of(arguments)
         before = self.open_session()
         if before is not None:
             gone = ", ".join(rank.label for rank in before.ranks if not rank.alive)
@@ -121,6 +123,7 @@ class GraftMagics(Magics):
             backend=arguments.backend,
             timeout=arguments.timeout,
             start_method=arguments.start_method,
+            on=arguments.on,
         )
         self._assign(arguments.out, self.session)
         return self.session
@@ -369,6 +372,14 @@ class GraftMagics(Magics):
         assert self.shell is not None
         names: dict[str, Any] = self.shell.user_ns
         return names
+
+
+def _cluster_of(arguments: argparse.Namespace) -> Ray | None:
+    """The cluster on which `%graft up` starts ranks, if not on this machine."""
+    if arguments.on is None:
+        return None
+    gpus = arguments.gpus_per_rank
+    return Ray(arguments.on, resources={"GPU": gpus} if gpus else {"CPU": 1})
 
 
 def _values_by_rank(run: Run) -> list[tuple[str, Any]]:

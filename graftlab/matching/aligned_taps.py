@@ -16,6 +16,7 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.row_orders import CallKey, RowOrder, call_of, value_of
+from graftlab.matching.row_rules import with_row_rules
 from graftlab.matching.wording import LETTERS
 
 Sides = tuple[Sequence[RecordedTap], Sequence[RecordedTap]]
@@ -39,10 +40,12 @@ class AlignedTaps:
 
     orders: Sequence[RowOrder]
     fetch: Mapping[Side, Fetch | None]
+    _real: Sides = ((), ())
     _sources: dict[Side, dict[str, _Source]] = field(default_factory=lambda: {"baseline": {}, "target": {}})
 
     def of(self, baseline: Sequence[RecordedTap], target: Sequence[RecordedTap]) -> Sides:
         """The taps of both sides, in their order."""
+        self._real = baseline, target
         return self._side("baseline", baseline), self._side("target", target)
 
     def _side(self, side: Side, taps: Sequence[RecordedTap]) -> list[RecordedTap]:
@@ -100,9 +103,14 @@ class AlignedTaps:
         layout = Layout(_merged((*first, *pair.layout.steps, *last)))
         return replace(pair, baseline=mine.name, target=theirs.name, layout=layout)
 
-    def real_proposal(self, proposal: Proposal, order: Mapping[Side, Sequence[str]]) -> Proposal:
-        """The proposal on real taps, with a notice on each row order. ``order`` has the real taps' names."""
-        pairs = tuple(self.real(pair) for pair in proposal.pairs)
+    def ruled(self, pairs: Sequence[Pair]) -> tuple[list[Pair], str]:
+        """The pairs of real taps for any batch, where a rule finds the rows; and a sentence on that."""
+        return with_row_rules([self.real(pair) for pair in pairs], self.orders, *self._real, self.fetch)
+
+    def real_proposal(self, proposal: Proposal) -> Proposal:
+        """The proposal on real taps, with rules for the rows where one finds them, and a notice on each order."""
+        pairs, rule = self.ruled(proposal.pairs)
+        said = [each.text for each in self.orders]
         left: dict[Side, dict[str, str]] = {}
         for side, unmatched in (
             ("baseline", proposal.unmatched_baseline),
@@ -114,11 +122,11 @@ class AlignedTaps:
             left[side] = {name: why for name, why in real.items() if name not in have}  # type: ignore[index]
         return replace(
             proposal,
-            pairs=pairs,
+            pairs=tuple(pairs),
             unmatched_baseline=left["baseline"],
             unmatched_target=left["target"],
-            notices=(*proposal.notices, *(each.text for each in self.orders)),
-            order=order,
+            notices=(*proposal.notices, *said[:1], *([rule] if rule else []), *said[1:]),
+            order={"baseline": [tap.name for tap in self._real[0]], "target": [tap.name for tap in self._real[1]]},
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts import Gather, Layout, Part, Window, join_parts
+from graftlab.layouts import Gather, Layout, Part, Rows, Window, join_parts
 from graftlab.matching.names import fused_roles, last_role, layer_of, layers_of, place_of, role_of
 from graftlab.matching.pair import Pair
 from graftlab.matching.rules import rules_of
@@ -224,7 +224,8 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
             said.append((name, f"{name} is compared in part: {rows}, as padding has"))
         if name not in shapes or any(pair.whole == "baseline" or not pair.layout.leaves_out for pair in own):
             continue
-        gap = uncovered((pair.layout for pair in own), shapes[name])
+        # Which rows a rule finds is known in a batch alone, and its rows count those that it does not find.
+        gap = uncovered((_without_row_rules(pair.layout) for pair in own), shapes[name])
         if gap is not None:
             shown = ", ".join(pair.baseline for pair in own)
             left = f"{gap.double().mean():.0%}"
@@ -232,6 +233,12 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
                 (name, f"{name} is compared in part: it contains {shown}; no baseline tap has the other {left}")
             )
     return said
+
+
+def _without_row_rules(layout: Layout) -> Layout:
+    """The steps before one that finds rows by a rule."""
+    places = (number for number, step in enumerate(layout.steps) if isinstance(step, Rows))
+    return Layout(layout.steps[: next(places, None)])
 
 
 def _rows_without(pairs: Sequence[Pair]) -> str:

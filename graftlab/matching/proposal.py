@@ -111,7 +111,8 @@ class Proposal:
         number. Guesses are left out.
         """
         written: list[dict[str, str]] = []
-        for group in folded(self._general()):
+        # However sure each is, and of whichever layer, they are one line.
+        for group in folded(replace(pair, sureness="near") for pair in self._general()):
             baseline, target = written_as(group)
             rule = {"baseline": baseline, "target": target}
             if group[0].layout.steps:

@@ -29,6 +29,7 @@ def match_in_rounds(
     rounds: int = ROUNDS,
     guesses: int = GUESSES,
     *,
+    varies: bool = False,
     fetch_baseline: Fetch | None = None,
     fetch_target: Fetch | None = None,
 ) -> Proposal:
@@ -37,15 +38,15 @@ def match_in_rounds(
     No value after a fault matches until the fault is grafted away. A pair by rule whose values then match is
     ``confirmed``; the fault itself stays by rule, with its distance. If no rule helps further, likely partners of the
     first tap without one are tried, one a run, and kept only if more taps match by value with it than without. Matching
-    ends after ``guesses`` failures in a row, or at an interrupt, with what is known by then. The fetches are as in
-    :func:`match_taps`.
+    ends after ``guesses`` failures in a row, or at an interrupt, with what is known by then. With ``varies`` each run
+    may have another batch. The fetches are as in :func:`match_taps`.
     """
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
     baseline, target = record(())
     proposal, rows = _first(baseline, target, match, {"baseline": fetch_baseline, "target": fetch_target})
     if rows is not None:
-        found = _in_rounds(_aligned(record, rows), rows.of(baseline, target), proposal, match, rounds, guesses)
-        return rows.real_proposal(found, _names(baseline, target))
+        found = _in_rounds(_aligned(record, rows, varies), rows.of(baseline, target), proposal, match, rounds, guesses)
+        return rows.real_proposal(found)
     return _in_rounds(record, (baseline, target), proposal, match, rounds, guesses)
 
 
@@ -59,7 +60,7 @@ def match_once(
     """Match what one run showed. Where rows are in another order, it is found first."""
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
     proposal, rows = _first(baseline, target, match, {"baseline": fetch_baseline, "target": fetch_target})
-    return proposal if rows is None else rows.real_proposal(proposal, _names(baseline, target))
+    return proposal if rows is None else rows.real_proposal(proposal)
 
 
 # Where fewer of the target's taps than this match by value, the rows may be in another order.
@@ -99,12 +100,16 @@ def _of_unmatched_calls(target: Sequence[RecordedTap], proposal: Proposal) -> li
     return [tap for tap in target if call_of(tap.name) not in same]
 
 
-def _names(baseline: Sequence[RecordedTap], target: Sequence[RecordedTap]) -> dict[Side, list[str]]:
-    return {"baseline": [tap.name for tap in baseline], "target": [tap.name for tap in target]}
+def _aligned(record: Record, rows: AlignedTaps, varies: bool) -> Record:
+    def aligned(grafts: tuple[Pair, ...]) -> tuple[Sequence[RecordedTap], Sequence[RecordedTap]]:
+        if not varies:
+            return rows.of(*record(tuple(map(rows.real, grafts))))
+        # The next batch has other lengths, or another order.
+        taps = record(tuple(rows.ruled(grafts)[0]))
+        rows.orders = row_orders(*taps, rows.fetch) or rows.orders
+        return rows.of(*taps)
 
-
-def _aligned(record: Record, rows: AlignedTaps) -> Record:
-    return lambda grafts: rows.of(*record(tuple(rows.real(pair) for pair in grafts)))
+    return aligned
 
 
 def _in_rounds(

@@ -17,22 +17,17 @@ import numpy.typing as npt
 import torch
 
 from graftlab.base.world import Side
+from graftlab.layouts.row_alignment import Index, aligned, sequence_lengths
 from graftlab.matching.names import similarity, words_of
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.sketch import limit_for
 from graftlab.plan.pairs import TapCallName
-
-Index = npt.NDArray[np.int64]
 
 # The first taps of each call are compared, and of those the likeliest pairs.
 _FIRST = 24
 _TRIED = 24
 # At least this share of the target's rows must be found.
 _ENOUGH = 0.6
-# Rows with the values of this one that are looked at.
-_NEAR = 64
-# The longest stretch of rows that chooses between equal ones.
-_AHEAD = 512
 
 CallKey = tuple[tuple[tuple[str, object], ...], int]
 """The tags that number a call, and its occurrence: equal for all taps of one pass through a model."""
@@ -43,7 +38,7 @@ class RowOrder:
     """The rows of one call of the target in one call of the baseline.
 
     ``index`` has, for each of the target's rows, the baseline's row, or -1. ``of`` and ``into`` are the dimensions that
-    count the rows, without those of one element. ``found_at`` are the taps that show it.
+    count the rows. ``found_at`` are the taps that show it.
     """
 
     baseline: CallKey
@@ -70,14 +65,15 @@ class RowOrder:
         """A sentence: how many rows they are, of how many, and in which order."""
         known = self.index[self.index >= 0]
         total = math.prod(self.of)
-        batch = " x ".join(map(str, self.of))
+        of, into = (tuple(extent for extent in dims if extent > 1) for dims in (self.of, self.into))
+        batch = " x ".join(map(str, of or (1,)))
         own = "row is" if len(known) == 1 else "rows are"
-        if len(self.into) > 1:
-            own = f"rows of {' x '.join(map(str, self.into))} are"
+        if len(into) > 1:
+            own = f"rows of {' x '.join(map(str, into))} are"
         order = "" if bool((np.diff(known) > 0).all()) else " in another order"
         if len(known) == total:
             what = f"{len(known)} {own} the rows of {batch}{order}"
-        elif len(self.of) > 1:
+        elif len(of) > 1:
             what = f"{len(known)} {own} the unpadded rows of {batch}{order}"
         else:
             what = f"{len(known)} {own} {_span(known)} of {total}{order}"
@@ -169,8 +165,9 @@ def _order_of(baseline: _FetchedCall, target: _FetchedCall, place: int) -> tuple
             continue
         ids = not ours.is_floating_point()
         outer, inner = (_rows_of(each, ids) for each in (ours, other))
-        of, into = (_dims(each.shape if ids else each.shape[:-1]) for each in (ours, other))
-        index, distinct = aligned(outer, inner, limit_for(mine.dtype, theirs.dtype), place)
+        of, into = (tuple(each.shape if ids else each.shape[:-1]) or (1,) for each in (ours, other))
+        limit = limit_for(mine.dtype, theirs.dtype)
+        index, distinct = aligned(outer, inner, limit, place, sequence_lengths(of, into))
         share = float((index >= 0).mean())
         if share < _ENOUGH:
             continue
@@ -208,88 +205,3 @@ def _anchors(
 def _rows_of(value: torch.Tensor, ids: bool) -> npt.NDArray[np.float64]:
     found: npt.NDArray[np.float64] = value.reshape(-1, 1 if ids else value.shape[-1]).double().numpy()
     return found
-
-
-def _dims(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(extent for extent in shape if extent > 1) or (1,)
-
-
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
-
-def aligned(
-    outer: npt.NDArray[np.float64], inner: npt.NDArray[np.float64], limit: float, place: int = -1
-) -> tuple[Index, float]:
-    """The row of ``outer`` that each row of ``inner`` is, or -1, and how well they are told apart, from 0 to 1.
-
-    Rows with equal values, such as those of one token, are told apart by the rows beside them: the longest stretch
-    wins, and no row is taken twice. A single one is the row after ``place``, or the last.
-    """
-    classes, own = _classes(outer, inner, limit)
-    positions: dict[int, Index] = {
-        int(each): np.flatnonzero(classes == each) for each in np.unique(own[own >= 0]).tolist()
-    }
-    index = np.full(len(own), -1, np.int64)
-    free = np.ones(len(classes), bool)
-    at = 0
-    while at < len(own):
-        candidates = [] if own[at] < 0 else positions[int(own[at])][free[positions[int(own[at])]]].tolist()
-        if not candidates:
-            # The other side lacks this row, or has it less often, as it may padding.
-            at += 1
-            continue
-        following = (int(index[at - 1]) if at else place) + 1
-        is_last = place >= 0 or len(own) == 1
-        lengths = {start: _stretch(classes, own, free, start, at) for start in candidates}
-        start = max(
-            candidates,
-            key=lambda each: (lengths[each], each == following, each if is_last else -each),
-        )
-        # Two sequences may begin alike: rows before this stretch belong to it if they fit and are free.
-        back = 0
-        while start - back > 0 and at - back > 0 and free[start - back - 1] and index[at - back - 1] >= 0:
-            if classes[start - back - 1] != own[at - back - 1]:
-                break
-            free[index[at - back - 1]] = True
-            back += 1
-        length = lengths[start]
-        index[at - back : at + length] = np.arange(start - back, start + length)
-        free[start - back : start + length] = False
-        at += length
-    return index, sum(1 / len(positions[int(each)]) for each in own if each >= 0) / max(1, len(own))
-
-
-def _stretch(classes: Index, own: Index, free: npt.NDArray[np.bool_], start: int, at: int) -> int:
-    """How many rows from these two places on are of equal classes, up to one that is taken."""
-    size = min(len(classes) - start, len(own) - at, _AHEAD)
-    ends = np.flatnonzero((classes[start : start + size] != own[at : at + size]) | ~free[start : start + size])
-    return int(ends[0]) if len(ends) else size
-
-
-def _classes(outer: npt.NDArray[np.float64], inner: npt.NDArray[np.float64], limit: float) -> tuple[Index, Index]:
-    """A number for each distinct outer row, and for each inner row that of the outer row with its values, or -1."""
-    distinct, classes = np.unique(outer, axis=0, return_inverse=True)
-    different, which = np.unique(inner, axis=0, return_inverse=True)
-    if distinct.shape[1] == 1:
-        # Token ids have no rounding.
-        at = np.searchsorted(distinct[:, 0], different[:, 0]).clip(max=len(distinct) - 1)
-        found = np.where(distinct[at, 0] == different[:, 0], at, -1)
-        return classes.reshape(-1), found[which.reshape(-1)]
-    drawn = np.random.default_rng(0).standard_normal((distinct.shape[1],))
-    direction = drawn / math.sqrt(float(drawn @ drawn))
-    shadows, own = np.nan_to_num(distinct) @ direction, np.nan_to_num(different) @ direction
-    order = np.argsort(shadows)
-    found = np.full(len(different), -1, np.int64)
-    for number, row in enumerate(np.nan_to_num(different)):
-        size = math.sqrt(float(row @ row))
-        reach = limit * size
-        low, high = np.searchsorted(shadows[order], [own[number] - reach, own[number] + reach])
-        near = order[low:high]
-        if len(near) > _NEAR:
-            near = near[np.argsort(np.abs(shadows[near] - own[number]))[:_NEAR]]
-        if len(near):
-            apart = np.linalg.norm(distinct[near] - row, axis=1)
-            nearest = int(apart.argmin())
-            if float(apart[nearest]) <= reach:
-                found[number] = near[nearest]
-    return classes.reshape(-1), found[which.reshape(-1)]

@@ -18,7 +18,7 @@ from graftlab.base.sources import parse_expression
 from graftlab.base.tags import Plain, identity, name_with
 from graftlab.base.world import Side
 from graftlab.errors import LayoutError, PlanError
-from graftlab.layouts import Layout, parse_layout
+from graftlab.layouts import Layout, Rows, parse_layout
 
 GIVEN = "given"
 """``matched_by`` of a pair that a person wrote."""
@@ -78,6 +78,11 @@ class PairRule:
     def is_part(self) -> bool:
         """Whether one of the two tensors is only a part of the other."""
         return bool(self.parsed.leaves_out)
+
+    @cached_property
+    def row_steps(self) -> tuple[Rows, ...]:
+        """The steps of the layout that need rows which taps have shown."""
+        return tuple(step for step in self.parsed.steps if isinstance(step, Rows))
 
     def name(self, side: Side) -> str:
         return self.baseline if side == "baseline" else self.target

@@ -222,6 +222,17 @@ class GraftPlan:
         """Whether ranks of one side may decide differently about the same tap."""
         return any(name in ("rank", "side") or name.endswith("_rank") for name in self.mentions)
 
+    @cached_property
+    def row_taps(self) -> dict[Side, frozenset[str]]:
+        """Each side's taps by whose rows layouts of pairs find theirs."""
+        found: dict[Side, set[str]] = {"baseline": set(), "target": set()}
+        for rule in self.pairs:
+            other: Side = "target" if rule.whole == "baseline" else "baseline"
+            for step in rule.row_steps:
+                found[rule.whole].add(step.of)
+                found[other].add(step.into)
+        return {side: frozenset(names) for side, names in found.items()}
+
     def may_match(self, path: str) -> bool:
         """Whether some filter may match a tap whose own name begins with ``path``."""
         if self.rename or self.pairs:

@@ -7,7 +7,8 @@ import socket
 from typing import Any
 
 from graftlab.exchange.channel import SocketChannel
-from graftlab.ranks.messages import FromRank, PlanAdopted, TapSeen, pack, pack_row
+from graftlab.exchange.status_page import RankStatus, WireStatus
+from graftlab.ranks.messages import FromRank, PlanAdopted, StatusUpdate, TapSeen, pack, pack_row
 from graftlab.rows.schema import Row
 
 # Room for some thousand rows: bursts fit into the socket, and need no thread of the rank to send them.
@@ -32,6 +33,10 @@ class ControlConnection:
         """Send a message that the session should read at once."""
         self.channel.send(pack(message))
         self._wake()
+
+    def send_status(self, status: RankStatus) -> None:
+        """Send where this rank is, for a session that cannot read its status page."""
+        self.channel.send(pack(StatusUpdate(WireStatus.of(status))))
 
     # ---- what the grafter reports -------------------------------------------------------------------------------
 

@@ -37,12 +37,14 @@ from graftlab.ranks.rank_process import RankProcess
 logger = logging.getLogger(__name__)
 
 
-def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> list[RankProcess]:
+def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> Sequence[RankHandle]:
     """Start every rank under this plan, and wait until each has sent its :class:`Hello`.
 
     ``folder`` gets the logs. Raises :class:`LaunchError` with the end of the log when a rank dies or is not
     ready in time; then all of them have ended.
     """
+    if options.on is not None:
+        return options.on.start_ranks(options, folder, plan)
     places = Place("baseline", 0, options.baseline, options.target).everyone()
     assignments = assign_devices(places, options.device, options.backend)
     given_up, give_up = socket.socketpair()

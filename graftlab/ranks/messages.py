@@ -130,6 +130,13 @@ class Contacts(Message, frozen=True):
     contacts: tuple[Contact, ...]
 
 
+class StoreAddress(Message, frozen=True):
+    """Where the rendezvous store of a side's process group listens: sent by its rank 0, and to its other ranks."""
+
+    host: str
+    port: int
+
+
 class WorldRequest(Message, frozen=True):
     """All ranks have joined: connect to each of them again, and send a :class:`LinkReport`.
 
@@ -433,6 +440,7 @@ ToRank = (
     | Interrupt
     | Shutdown
     | Contacts
+    | StoreAddress
     | WorldRequest
     | WorldStart
     | WaitReason
@@ -440,6 +448,7 @@ ToRank = (
 FromRank = (
     Hello
     | Contact
+    | StoreAddress
     | LinkReport
     | WorldSwitch
     | AskWaitReason

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from graftlab.base import limits
 from graftlab.base.world import MAX_RANKS, Place
 from graftlab.errors import LaunchError
 from graftlab.plan.wire import WirePlan
 
+if TYPE_CHECKING:
+    from graftlab.plan.plan import GraftPlan
+    from graftlab.ranks.handle import RankHandle
+
 # Seconds; poll() counts milliseconds in 32 bits.
 _LONGEST = 1e6
+
+
+class RankStarter(Protocol):
+    """Starts a session's ranks somewhere else than as processes of the notebook's machine."""
+
+    def start_ranks(self, options: LaunchOptions, folder: Path, plan: GraftPlan) -> Sequence[RankHandle]:
+        """Start every rank under this plan; ``folder`` is the session's. Raises :class:`LaunchError`."""
+
 
 StartMethod = Literal["forkserver", "spawn"]
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How to start the ranks; budgets are in bytes per rank, both timeouts in seconds.
+    """How to start the ranks; budgets are in bytes per rank, both timeouts in seconds. ``on`` starts them elsewhere.
 
     Raises :class:`LaunchError` for values out of range.
     """
@@ -33,6 +47,7 @@ class LaunchOptions:
     keep_budget: int = limits.KEEP_BUDGET
     tap_timeout: float | None = None
     keep_rows: int | None = None
+    on: RankStarter | None = None
 
     def __post_init__(self) -> None:
         for side, count in (("baseline", self.baseline), ("target", self.target)):

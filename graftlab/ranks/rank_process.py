@@ -13,7 +13,7 @@ from graftlab.base.world import Place
 from graftlab.exchange.channel import SocketChannel
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.process_setup import end_programs_of
+from graftlab.ranks.process_end import end_programs_of
 
 # The exit code that multiprocessing reports for a process whose forkserver died first.
 _UNKNOWN = 255
@@ -102,9 +102,14 @@ class RankProcess(RankHandle):
             return self._ended_by_us
         if code is None:
             return "closed its connection"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"killed by {signal.Signals(-code).name}"
         if code == _UNKNOWN:
             return f"ended, by a signal or with exit code {code}: the forkserver, which had the exact status, is gone"
-        return f"ended with exit code {code}"
+        return describe_exit(code)
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process with this return code ended; that of a signal is negative."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

@@ -13,7 +13,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.trial import Trial, try_draft
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.forkserver import start_process
-from graftlab.ranks.process_setup import die_with_notebook, end_programs_of
+from graftlab.ranks.process_end import die_with_notebook, end_programs_of
 from graftlab.transforms.spec import Specs
 
 # Seconds for the process to import its modules; the draft's own time begins after that.

@@ -17,6 +17,7 @@ import time
 import types
 from functools import partial
 from mmap import mmap
+from typing import NoReturn
 
 import torch
 
@@ -51,7 +52,8 @@ from graftlab.ranks.messages import (
 )
 from graftlab.ranks.namespace import Namespace, failure_of
 from graftlab.ranks.options import RankSpec
-from graftlab.ranks.process_setup import die_with_notebook, set_up_process
+from graftlab.ranks.process_end import die_with_notebook
+from graftlab.ranks.process_setup import set_up_process
 from graftlab.ranks.streams import LabelledStream
 from graftlab.taps import calls as taps
 
@@ -82,7 +84,12 @@ def main(spec: RankSpec, connection: socket.socket) -> None:
     rank.redirect_output()
     signal.signal(signal.SIGINT, rank.on_interrupt)
     rank.serve()
-    line.channel.drain(5.0)
+    end_cleanly(rank)
+
+
+def end_cleanly(rank: Rank) -> NoReturn:
+    """End the process once the notebook has what was sent to it."""
+    rank.drain(5.0)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -127,6 +134,10 @@ class Rank:
     def end(self) -> None:
         """End the process: without a notebook the results of this rank would be lost."""
         os._exit(1)
+
+    def drain(self, seconds: float) -> None:
+        """Wait at most so long until the system has taken everything that was sent to the notebook."""
+        self._line.channel.drain(seconds)
 
     def redirect_output(self) -> None:
         """Send what this process prints and displays to the notebook."""

@@ -14,6 +14,7 @@ from graftlab.layouts import (
     Layout,
     Mesh,
     RankLayout,
+    Rows,
     join_parts,
     layouts_of_pair,
     parse_dims,
@@ -149,15 +150,28 @@ def _relaid(
         whole = relayout(parts, reduced.layout, given.recv_rank, shape=shape, lengths=lengths, own=given.target_reduced)
         measured = (whole.value, given.target_reduced)
     text = _text(senders.layout.layout, mine.layout, senders.is_inferred)
+    matched, unmatched = _rows_of_pair(given, relaid.known)
     return Outcome(
         relaid.value,
         aligned_by=None if text is None else "layout",
         known=relaid.known,
+        rows_matched=matched,
+        rows_unmatched=unmatched,
         measured=measured,
         layout=text,
         note=_said(relaid.disagreements),
         caveat="; ".join(relaid.caveats) or None,
     )
+
+
+def _rows_of_pair(given: GraftTransformInput, known: torch.Tensor | None) -> tuple[int | None, int]:
+    """Return how many of the receiver's rows are rows of the senders', and how many are not, where taps show rows."""
+    found = [] if given.pair is None else [step.found for step in given.pair.steps if isinstance(step, Rows)]
+    if not found or found[0] is None or (known is not None and not known.any()):
+        return (0, 1) if found and known is not None else (None, 0)
+    matched = int((found[0].index >= 0).sum())
+    # The other rows of a receiver that has the whole may be in further pairs.
+    return matched, len(found[0].index) - matched if given.whole == "received" else 0
 
 
 def _text(theirs: Layout, mine: Layout, is_inferred: bool) -> str | None:

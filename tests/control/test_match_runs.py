@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,40 +201,44 @@ def table() -> torch.Tensor:
     return torch.randn(30, 8, generator=torch.Generator().manual_seed(3))
 
 
-def ids_of(number: int) -> torch.Tensor:
-    return torch.randint(1, 30, (LENGTHS[number],), generator=torch.Generator().manual_seed(number))
+def ids_of(number: int, length: int) -> torch.Tensor:
+    return torch.randint(1, 30, (length,), generator=torch.Generator().manual_seed(number))
 
 
-def padded_sequences() -> None:
-    ids = torch.zeros(3, 7, dtype=torch.int64)
-    for number, length in enumerate(LENGTHS):
-        ids[number, :length] = ids_of(number)
+def padded_sequences(lengths: Sequence[int] = LENGTHS) -> None:
+    ids = torch.zeros(3, max(lengths), dtype=torch.int64)
+    for number, length in enumerate(lengths):
+        ids[number, :length] = ids_of(number, length)
     x = table()[ids]
     gl.tap("embeddings", x)
     for n in range(3):
         x = gl.tap(f"h.{n}.sum", x.cumsum(1).tanh() + x)
 
 
-def packed_sequences(wrong: int | None = None) -> None:
+def packed_sequences(wrong: int | None = None, lengths: Sequence[int] = LENGTHS) -> None:
     """The same, the shortest sequence first and without padding."""
-    order = sorted(range(3), key=lambda number: LENGTHS[number])
-    x = table()[torch.cat([ids_of(number) for number in order])]
+    order = sorted(range(3), key=lambda number: lengths[number])
+    x = table()[torch.cat([ids_of(number, lengths[number]) for number in order])]
     gl.tap("embed", x)
     for n in range(3):
-        parts = x.split([LENGTHS[number] for number in order])
+        parts = x.split([lengths[number] for number in order])
         x = gl.tap(f"layers.{n}.sum", torch.cat([p.cumsum(0).tanh() for p in parts]) * (1.1 if n == wrong else 1) + x)
 
 
 def test_a_padded_batch_is_judged_against_a_sorted_and_packed_one(session: gl.Session) -> None:
+    """The pairs are learned from one batch, and judged with sequences of other lengths."""
     proposal = session.match(padded_sequences, partial(packed_sequences, 1))
     assert partners(proposal) == {"embed": "embeddings", **{f"layers.{n}.sum": f"h.{n}.sum" for n in range(3)}}
-    (notice,) = proposal.notices
+    notice, rule = proposal.notices
     assert notice.startswith("16 rows are the unpadded rows of 3 x 7 in another order, found at ")
+    assert rule == "in every batch the rows are found again by embeddings and embed"
     session.edit(pairs=proposal)
-    verdict = session.verdict(padded_sequences, partial(packed_sequences, 1))
+    others = (9, 3, 6)
+    verdict = session.verdict(partial(padded_sequences, others), partial(packed_sequences, 1, others))
     assert verdict.named == ["h.*.sum"]
     assert "in layer 1 of 0-2" in verdict.text
-    frame = session.run(padded_sequences, packed_sequences).frame
+    assert "compared in part" not in verdict.text
+    frame = session.run(partial(padded_sequences, others), partial(packed_sequences, lengths=others)).frame
     assert frame["rel_l2"].max() < 1e-6
     assert set(frame["status"]) == {"compared"}
 

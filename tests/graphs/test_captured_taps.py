@@ -182,12 +182,20 @@ def rows_and_tokens_are_those_of_an_eager_target(
 
 
 WITH_SWITCHES = KINDS[:-1]
-# Each plan with one of the runners that have switches, and with the one that has breaks; with all of them in soak.
-PAIRS = [(plan, kind) for n, plan in enumerate(PLANS) for kind in (WITH_SWITCHES[n % len(WITH_SWITCHES)], "breakable")]
+DEVICES = ("cpu", "cuda" if torch.cuda.is_available() else "kernels")
+# Each plan with one of the runners that have switches on one device, and with breaks on the other; with all of them in
+# soak.
+CASES = [
+    case
+    for n, plan in enumerate(PLANS)
+    for case in (
+        (plan, WITH_SWITCHES[n % len(WITH_SWITCHES)], DEVICES[n % 2]),
+        (plan, "breakable", DEVICES[1 - n % 2]),
+    )
+]
 
 
-@captures
-@pytest.mark.parametrize(("plan", "kind"), PAIRS)
+@pytest.mark.parametrize(("plan", "kind", "device"), CASES)
 def test_rows_and_tokens_are_those_of_an_eager_target(
     session: gl.Session, eager: Any, plan: str, kind: str, device: str
 ) -> None:
@@ -668,8 +676,14 @@ def add_up(x: Tensor) -> Tensor:
     return gl.tap("b", total * 2)
 
 
+@pytest.fixture(scope="module")
+def one_and_two() -> Iterator[gl.Session]:
+    with gl.launch(baseline=1, target=2, device="cpu", timeout=20.0) as session:
+        yield session
+
+
 @pytest.mark.parametrize("grafts", ["switches", "breaks"])
-def test_ranks_that_a_plan_tells_apart_capture_and_replay_equally_often(grafts: str) -> None:
+def test_ranks_that_a_plan_tells_apart_capture_and_replay_equally_often(grafts: str, one_and_two: gl.Session) -> None:
     # Eight steps a run, so that each begins with a step of the same parity.
     inputs = [[float(i), 1.0] for i in range(7)]
     plans = [
@@ -680,32 +694,32 @@ def test_ranks_that_a_plan_tells_apart_capture_and_replay_equally_often(grafts: 
         },
         {"b2t": None, "compare": "name == 'a' and rank == 0 and step % 8 >= 1 or name == 'b' and rank == 1"},
     ]
-    with gl.launch(baseline=1, target=2, device="cpu", timeout=20.0) as session:
-        for plan in plans:
-            session.edit(**plan)
-            runs = [
-                session.run(
-                    baseline=partial(call, add_up, "cpu", None, inputs),
-                    target=partial(call, add_up, device, way, inputs),
-                )
-                for way, device in ((None, "cpu"), (grafts, "cpu"), (grafts, "kernels"))
-            ]
-            assert runs[0].target == runs[1].target == runs[2].target
-            kinds_of_rows = [run.frame.groupby(["name", "rank", "status"]).size().to_dict() for run in runs]
-            assert kinds_of_rows[0] == kinds_of_rows[1] == kinds_of_rows[2]
-        session.edit(b2t=None, compare="tp_rank == 0")
+    session = reset(one_and_two)
+    for plan in plans:
+        session.edit(**plan)
+        runs = [
+            session.run(
+                baseline=partial(call, add_up, "cpu", None, inputs),
+                target=partial(call, add_up, device, way, inputs),
+            )
+            for way, device in ((None, "cpu"), (grafts, "cpu"), (grafts, "kernels"))
+        ]
+        assert runs[0].target == runs[1].target == runs[2].target
+        kinds_of_rows = [run.frame.groupby(["name", "rank", "status"]).size().to_dict() for run in runs]
+        assert kinds_of_rows[0] == kinds_of_rows[1] == kinds_of_rows[2]
+    session.edit(b2t=None, compare="tp_rank == 0")
 
-        def told_apart() -> str:
-            me = gl.here()
-            assert me is not None
-            try:
-                call(lambda x: gl.tap("a", x, tp_rank=me.rank), "cpu", grafts, inputs)
-            except gl.GraphError as error:
-                return str(error)
-            return "nothing was raised"
+    def told_apart() -> str:
+        me = gl.here()
+        assert me is not None
+        try:
+            call(lambda x: gl.tap("a", x, tp_rank=me.rank), "cpu", grafts, inputs)
+        except gl.GraphError as error:
+            return str(error)
+        return "nothing was raised"
 
-        said = session.run(baseline=int, target=told_apart).target
-        assert all("the plan's filters look at ['tp_rank'] of tap 'a' on target" in each for each in said)
+    said = session.run(baseline=int, target=told_apart).target
+    assert all("the plan's filters look at ['tp_rank'] of tap 'a' on target" in each for each in said)
 
 
 def test_taps_of_other_threads_are_not_those_of_a_capture(session: gl.Session) -> None:

@@ -84,7 +84,7 @@ def test_equal_wire_versions_of_different_releases_understand_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gl.listen(1, 1, folder=tmp_path), connected(tmp_path) as connection:
-        monkeypatch.setattr(handshake, "_release", lambda: "9.9")
+        monkeypatch.setattr(handshake, "graftlab_release", lambda: "9.9")
         send_handshake(connection, StatusQuery(stacks=False))
         assert isinstance(receive_handshake(connection), StatusReply)
 

@@ -7,14 +7,18 @@ from functools import cache
 
 import pytest
 import torch
+from kit.grafters import GrafterWorld
 from torch import Tensor
 
-from graftlab.layouts import parse_layout
+from graftlab.base.world import Side
+from graftlab.grafting.batch_rows import BatchRows, RowsOfTaps, for_batch
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import match_in_rounds, match_once
 from graftlab.matching.search import applied
+from graftlab.plan.pairs import PairRule
+from graftlab.rows.schema import Row
 
 Show = Callable[[str, Tensor], None]
 Program = Callable[[Show], None]
@@ -153,12 +157,40 @@ def matched(baseline: Program, target: Program) -> Proposal:
     # Each layout takes one of the real tensors out of the other.
     mine, theirs = ({tap.name: tap for tap in taps} for taps in sides)
     for pair in proposal.graftable:
-        outer, inner = mine[pair.baseline], theirs[pair.target]
-        outer, inner = (outer, inner) if pair.whole == "baseline" else (inner, outer)
-        rel = applied(parse_layout(pair.layout.text), outer, inner)
+        ours, others = mine[pair.baseline], theirs[pair.target]
+        rule = PairRule(pair.baseline, pair.target, pair.layout.text, pair.whole)
+        assert rule.row_steps or pair.layout.text.count("gather") == 0, pair
+        shown = [
+            rows_shown(taps, tap, rule, side) for taps, tap, side in zip(sides, (ours, others), SIDES, strict=True)
+        ]
+        outer, inner = (ours, others) if pair.whole == "baseline" else (others, ours)
+        rel = applied(for_batch(rule.parsed, *(shown if pair.whole == "baseline" else shown[::-1])), outer, inner)
         assert rel is not None
         assert rel < 1e-5, pair
     return proposal
+
+
+SIDES: tuple[Side, Side] = ("baseline", "target")
+
+
+def rows_shown(taps: list[RecordedTap], until: RecordedTap, rule: PairRule, side: Side) -> RowsOfTaps:
+    """What a rank's taps up to this one have shown of their rows."""
+    rows = BatchRows()
+    for tap in taps[: until.order + 1]:
+        if tap.value is not None and tap.value.dim() > 1:
+            rows.show(tap.name.partition("#")[0], tap.value, ())
+    return rows.of(rule, rule.whole == side, ()) or {}
+
+
+def rows_under(proposal: Proposal, baseline: Program, target: Program, **plan: str) -> list[Row]:
+    """The rows of two ranks that run other programs under the pairs of a proposal; the side that sends runs first."""
+    world = GrafterWorld(pairs=proposal, **plan)
+    ranks = [(world.baseline, baseline), (world.target, target)]
+    for rank, program in ranks[::-1] if plan.get("t2b") else ranks:
+        program(rank.tap)
+    world.end()
+    # The baseline alone has this one.
+    return [row for row in world.rows if row.name != "ids"]
 
 
 def partners(proposal: Proposal, target: str) -> set[str]:
@@ -180,10 +212,28 @@ def test_padded_sequences_are_matched_with_packed_ones(order: list[int]) -> None
     for n in range(LAYERS):
         assert partners(proposal, f"layers.{n}.qkv") == {f"h.{n}.q", f"h.{n}.k", f"h.{n}.v"}
         assert partners(proposal, f"layers.{n}.attn") == {f"h.{n}.out"}
-    (notice,) = proposal.notices
+    notice, rule = proposal.notices
     another = "" if order[0] == 0 else " in another order"
     assert notice.startswith(f"49 rows are the unpadded rows of 6 x 12{another}, found at h.0.")
+    assert rule == "in every batch the rows are found again by embeddings and embed"
     assert proposal.problems == ()
+    assert proposal.to_code().splitlines()[2:-2] == [
+        f"        {{'baseline': {mine!r}, 'target': {theirs!r}, 'layout': \"{layout}\", 'whole': {whole!r}}},"
+        for mine, theirs, layout, whole in (
+            ("embeddings", "embed", "rows(of='embeddings', into='embed')", "baseline"),
+            *(
+                (
+                    f"h.{{n}}.{role}",
+                    "layers.{n}.qkv",
+                    f"part(index={n}, of=[1, 1, 1], dim=1) | rows(of='embed', into='embeddings')",
+                    "target",
+                )
+                for n, role in enumerate("qkv")
+            ),
+            ("h.{n}.out", "layers.{n}.attn", "rows(of='embeddings', into='embed')", "baseline"),
+            ("h.{n}.mlp", "layers.{n}.ffn", "rows(of='embeddings', into='embed')", "baseline"),
+        )
+    ]
 
 
 EVERY = {f"layers.{n}.{role}" for n in range(LAYERS) for role in ("q", "k", "v", "out", "mlp")} | {"ids", "embeddings"}
@@ -197,7 +247,7 @@ def test_batches_that_are_sorted_or_padded_otherwise_are_matched(order: list[int
     for pair in proposal.pairs:
         assert pair.baseline == pair.target.replace("layers.", "h.")
     # More padding alone is a part, which needs no order.
-    assert len(proposal.notices) == (order != IN_ORDER)
+    assert len(proposal.notices) == 2 * (order != IN_ORDER)
 
 
 @pytest.mark.slow
@@ -208,7 +258,7 @@ def test_micro_batches_are_matched_with_the_whole_batch() -> None:
     for number in range(2):
         for n in range(LAYERS):
             assert partners(proposal, f"h.{n}.out" + "#1" * number) == {f"h.{n}.out"}
-    assert len(proposal.notices) == 2
+    assert len(proposal.notices) == 3
     proposal = matched(parts, whole)
     for n in range(LAYERS):
         assert partners(proposal, f"h.{n}.out") == {f"h.{n}.out", f"h.{n}.out#1"}
@@ -222,7 +272,7 @@ def test_a_prefill_and_decode_steps_are_matched_with_one_pass_over_all_tokens() 
             for mine, theirs in (("q", "q"), ("attn", "out"), ("ffn", "mlp")):
                 call = f"#{step}" if step else ""
                 assert partners(proposal, f"layers.{n}.{mine}{call}") == {f"h.{n}.{theirs}"}, (step, n, mine)
-    assert proposal.notices[2].startswith("1 row is row 88 of 90, found at ")
+    assert proposal.notices[3].startswith("1 row is row 88 of 90, found at ")
 
 
 def test_a_decode_loop_is_matched_with_full_forwards_of_growing_length() -> None:
@@ -236,6 +286,8 @@ def test_a_decode_loop_is_matched_with_full_forwards_of_growing_length() -> None
         call = f"#{step}" if step else ""
         for n in range(LAYERS):
             assert partners(proposal, f"layers.{n}.attn{call}") == {f"h.{n}.out{call}"}, (step, n)
+    # One line for the prefill and all decode steps.
+    assert proposal.to_code().count("layers.{n}.attn") == 1
 
 
 @pytest.mark.slow
@@ -258,6 +310,99 @@ def test_behind_a_fault_rows_in_another_order_are_grafted_until_taps_match() -> 
     assert len(runs) > 1
     doubtful = {pair.target for pair in proposal.pairs if not pair.by_value}
     assert doubtful == {"layers.0.attn"}
+    assert partners(proposal, "layers.1.ffn") == {"h.1.mlp"}
+
+
+OTHERS = [5, 3, 2, 4]
+
+
+@pytest.mark.parametrize("plan", [{}, {"b2t": "True"}, {"t2b": "True"}], ids=["compared", "b2t", "t2b"])
+def test_rows_are_found_again_in_a_batch_of_other_lengths(plan: dict[str, str]) -> None:
+    proposal = matched(batched(IN_ORDER, 12), packed(SORTED))
+    rows = rows_under(proposal, batched(OTHERS, 12), packed(OTHERS[::-1]), **plan)
+    assert len(rows) == 11
+    assert {row.status for row in rows} == {"grafted" if plan else "compared"}
+    assert max(row.rel_l2 or 0.0 for row in rows) < 1e-5
+    count = sum(LENGTHS[number] for number in OTHERS)
+    assert {row.rows_matched for row in rows} == {count}
+    # Only the padding has no partner, where it is compared at all.
+    assert {row.rows_unmatched for row in rows if row.target_name.startswith("layers.0.a")} == {0}
+
+
+def test_a_fault_in_a_batch_of_other_lengths_is_seen_where_it_is() -> None:
+    proposal = matched(batched(IN_ORDER, 12), packed(SORTED))
+    rows = rows_under(proposal, batched(OTHERS, 12), packed(OTHERS, wrong=1), b2t="True")
+    assert [row.target_name for row in rows if (row.rel_l2 or 0.0) > 1e-5] == ["layers.1.attn"]
+
+
+def test_sequences_that_the_other_side_lacks_are_counted_and_not_compared() -> None:
+    proposal = matched(batched(IN_ORDER, 12), packed(SORTED))
+    rows = rows_under(proposal, batched(OTHERS[1:], 12), packed(OTHERS), b2t="True")
+    row = next(row for row in rows if row.target_name == "layers.1.ffn")
+    known = sum(LENGTHS[number] for number in OTHERS[1:])
+    assert (row.rows_matched, row.rows_unmatched) == (known, LENGTHS[OTHERS[0]])
+    # None of them is no agreement.
+    rows = rows_under(proposal, batched([0], 12), packed([6]), compare="target_name == 'layers.1.ffn'")
+    assert [row.status for row in rows] == ["missing"]
+
+
+def test_a_tap_before_those_that_show_the_rows_is_refused() -> None:
+    pair = {"baseline": "early", "target": "early", "layout": "rows(of='ids', into='ids')"}
+    world = GrafterWorld(pairs=[pair])
+    for rank in (world.baseline, world.target):
+        rank.tap("early", torch.ones(4))
+        rank.tap("ids", torch.arange(4))
+    world.end()
+    (row,) = (row for row in world.rows if row.name == "early")
+    assert row.status == "failed"
+    assert "which rows those are was not shown in this call, before this tap" in (row.error or "")
+
+
+def test_rows_of_two_requests_in_flight_are_not_mixed_up() -> None:
+    pair = {"baseline": "x", "target": "y", "layout": "rows(of='ids', into='ids')"}
+    world = GrafterWorld(pairs=[pair, ("ids", "ids")])
+    values = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
+    ids = {1: torch.arange(8), 2: torch.arange(1, 9)}
+
+    def shows(name: str, rid: int, value: Tensor) -> None:
+        rank = world.baseline if name == "x" or rid < 0 else world.target
+        token = world.ambient.set((("rid", abs(rid)),))
+        rank.tap("ids" if not value.is_floating_point() else name, value)
+        world.ambient.reset(token)
+
+    for side, name in ((-1, "x"), (1, "y")):
+        for rid, own in ids.items():
+            shows(name, side * rid, own if side < 0 else own.roll(3))
+        for rid, own in ids.items():
+            shows(name, side * rid, values[own if side < 0 else own.roll(3)])
+    world.end()
+    rows = [row for row in world.rows if row.target_name == "y"]
+    assert [(row.status, row.rel_l2) for row in rows] == [("compared", 0.0)] * 2
+
+
+def test_in_jobs_whose_batches_vary_orders_are_found_again_in_each_round() -> None:
+    grafted: dict[str, Tensor] = {}
+    batches = [IN_ORDER, OTHERS, OTHERS[::-1], IN_ORDER[::-1]]
+    runs: list[tuple[Pair, ...]] = []
+
+    def record(grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        batch = batches[len(runs) % len(batches)]
+        runs.append(grafts)
+        mine, theirs = recorded(batched(batch, 12)), recorded(packed(batch[::-1]))
+        grafted.clear()
+        for pair in grafts:
+            rule = PairRule(pair.baseline, pair.target, pair.layout.text, pair.whole)
+            if rule.whole == "baseline" and rule.row_steps:
+                ours = next(tap for tap in mine if tap.name == pair.baseline)
+                others = next(tap for tap in theirs if tap.name == pair.target)
+                shown = rows_shown(mine, ours, rule, "baseline"), rows_shown(theirs, others, rule, "target")
+                assert ours.value is not None
+                grafted[pair.target] = for_batch(rule.parsed, *shown).local(ours.value)
+        return mine, recorded(packed(batch[::-1], wrong=0), grafted)
+
+    proposal = match_in_rounds(record, varies=True)
+    assert len(runs) > 1
+    assert {pair.target for pair in proposal.pairs if not pair.by_value} == {"layers.0.attn"}
     assert partners(proposal, "layers.1.ffn") == {"h.1.mlp"}
 
 

@@ -130,7 +130,7 @@ def odd_rows() -> list[Row]:
 @given(some_rows, st.integers(0, 12))
 @example(odd_rows(), 4)
 @example([row(order) for order in (1, 2, 3, 4)], 2)
-@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_read_from_log_and_files_equal_those_written(
     tmp_path_factory: pytest.TempPathFactory, made: list[Row], in_log: int
 ) -> None:
@@ -154,7 +154,7 @@ def test_rows_read_from_log_and_files_equal_those_written(
 
 @pytest.mark.usefixtures("small")
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=6), st.integers(0, 90), st.integers(0, 40))
-@examples(15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_frames_and_slices_of_rows_are_right_while_rows_move(
     tmp_path_factory: pytest.TempPathFactory, batches: list[tuple[int, bool]], start: int, length: int
 ) -> None:
@@ -246,12 +246,15 @@ def test_a_kill_while_rows_move_loses_and_duplicates_none(
     (tmp_path / "run").mkdir()
     made = RowStore(tmp_path / "run")
     made.append(lines(0, batches * 5))
-    copies = itertools.count()
+    states: list[dict[str, bytes]] = []
 
     def copying(change: Any) -> Any:
         def changed(*given: Any, **named: Any) -> Any:
             done = change(*given, **named)
-            shutil.copytree(tmp_path / "run", tmp_path / f"copy{next(copies)}")
+            state = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+            # Not every call changes what a kill leaves.
+            if state not in states[-1:]:
+                states.append(state)
             return done
 
         return changed
@@ -263,12 +266,14 @@ def test_a_kill_while_rows_move_loses_and_duplicates_none(
             pass
         while made._move(6_000):
             made.append(lines(len(made), len(made) + 1))
-    count = next(copies)
-    assert count > 8
+    assert len(states) > 5
     made.close()
     seen = 0
-    for copy in range(count):
+    for copy, state in enumerate(states):
         folder = tmp_path / f"copy{copy}"
+        folder.mkdir()
+        for name, content in state.items():
+            (folder / name).write_bytes(content)
         found = orders(gl.load_run(folder))
         assert found == list(range(len(found))), copy
         assert len(found) >= max(seen, batches * 5)

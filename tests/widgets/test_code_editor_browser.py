@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("pytest_playwright", reason="pytest-playwright is not installed")
 
+from kit.processes import stop_process
 from kit.support import wait_for_file
 from playwright.sync_api import Locator, expect
 
@@ -239,7 +240,7 @@ def test_the_editor_shows_whether_the_kernel_has_the_text(screen: Screen) -> Non
     wait_for_file(screen.lab.folder / "written.flag")
     pid = int((screen.lab.folder / "pid").read_text())
     # Stopped, it cannot answer on any thread; which thread would answer differs between releases of ipykernel.
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         screen.type("x")
         screen.press("Control+Enter")

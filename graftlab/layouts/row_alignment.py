@@ -1,0 +1,276 @@
+"""Which row of one tensor is which of another, by values: rows of token ids, or of embeddings, in any order."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Index = npt.NDArray[np.int64]
+
+# Rows with the values of this one that are looked at.
+_NEAR = 64
+# The longest stretch of rows that chooses between equal ones.
+_AHEAD = 512
+_NONE = np.empty(0, np.int64)
+# Numbers that stand for a row of many.
+_WIDTH = 8
+# A row's numbers differ by more than its values do, as some draws are larger than others.
+_SPREAD = 3.0
+
+
+@dataclass(frozen=True)
+class ShownRows:
+    """The rows of one call, by which they are told apart: ``dims`` count them, ``width`` numbers stand for each.
+
+    A token id is its own number. ``limit`` is the largest relative distance of two rows that are the same.
+    """
+
+    dims: tuple[int, ...]
+    width: int
+    limit: float
+    numbers: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ShownRows:
+        """Those of a tensor of token ids ``[...]``, or of values ``[..., features]``."""
+        value = tensor.detach()
+        if not value.is_floating_point():
+            ids = value.reshape(-1).double().cpu()
+            return cls(tuple(value.shape), 1, 0.0, ids.numpy().tobytes())
+        drawn = _drawn(value.shape[-1]).to(value.device)
+        numbers = (value.flatten(0, -2).double().nan_to_num() @ drawn).cpu()
+        limit = 3e-2 if torch.finfo(value.dtype).eps > 1e-4 else 1e-3
+        return cls(tuple(value.shape[:-1]), _WIDTH, _SPREAD * limit, numbers.float().numpy().tobytes())
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def rows(self) -> npt.NDArray[np.float64]:
+        """The numbers, ``[rows, width]``."""
+        dtype = np.float64 if self.width == 1 else np.float32
+        return np.frombuffer(self.numbers, dtype).astype(np.float64).reshape(-1, self.width)
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn(width: int) -> Tensor:
+    """Random directions, equal on every rank."""
+    made = torch.randn(width, _WIDTH, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
+    return torch.nn.functional.normalize(made, dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class FoundRows:
+    """The row of a whole, counted by ``of``, at each place of a part, counted by ``into``; -1 for none."""
+
+    of: tuple[int, ...]
+    into: tuple[int, ...]
+    index: Index
+
+    @property
+    def inverse(self) -> FoundRows:
+        """The part's row at each place of the whole."""
+        index = np.full(math.prod(self.of), -1, np.int64)
+        index[self.index[self.index >= 0]] = np.flatnonzero(self.index >= 0)
+        return FoundRows(self.into, self.of, index)
+
+
+def rows_between(of: Sequence[ShownRows], into: Sequence[ShownRows]) -> FoundRows:
+    """The rows of the last call of ``of`` that the last call of ``into`` has. Both have the calls of the step so far.
+
+    The side with fewer rows has some of the other's. If that is one call beside several, such as one pass beside a
+    prefill and decode steps, each of them begins where the one before it ended.
+    """
+    if into[-1].count <= of[-1].count:
+        return _contained(of, into)
+    return _contained(into, of).inverse
+
+
+def _contained(outer: Sequence[ShownRows], inner: Sequence[ShownRows]) -> FoundRows:
+    whole, part = outer[-1], inner[-1]
+    place = -1
+    if len(outer) == 1:
+        for before in inner[:-1]:
+            index = _index(whole, before, place)
+            place = int(index[-1]) if len(index) else place
+    return FoundRows(whole.dims, part.dims, _index(whole, part, place))
+
+
+@functools.lru_cache(maxsize=64)
+def _index(outer: ShownRows, inner: ShownRows, place: int) -> Index:
+    if outer.width != inner.width:
+        return np.full(inner.count, -1, np.int64)
+    lengths = sequence_lengths(outer.dims, inner.dims)
+    classes, own = _classes(outer.rows, inner.rows, max(outer.limit, inner.limit))
+    distinct = len(np.unique(classes))
+    while True:
+        index = _aligned(classes, own, place, lengths)
+        found = _coincidences(index, len(classes), distinct, lengths)
+        if not found:
+            return index
+        # What the shortest have taken is free for the rows that it belongs to, which may join others then.
+        shortest = min(map(len, found))
+        own = own.copy()
+        own[np.concatenate([each for each in found if len(each) == shortest])] = -1
+
+
+def _coincidences(index: Index, count: int, distinct: int, lengths: tuple[int, int]) -> list[Index]:
+    """Stretches that are too short to be of one sequence, as where two batches share a few words.
+
+    Sequences that are found from beginning to end are none, nor are stretches that chance hardly makes in such rows.
+    """
+    length, own_length = lengths[0] or count, lengths[1] or len(index)
+    chance = 1 + math.log(max(2, count)) / math.log(max(2, distinct))
+    found: list[Index] = []
+    known = np.flatnonzero(index >= 0)
+    breaks = np.flatnonzero((np.diff(known) != 1) | (np.diff(index[known]) != 1)) + 1
+    for stretch in np.split(known, breaks):
+        if len(stretch) == 0 or len(stretch) > chance:
+            continue
+        first, end = int(stretch[0]), int(stretch[-1]) + 1
+        whole_part = first % own_length == 0 and end % own_length == 0
+        whole_sequence = lengths[0] > 0 and index[first] % length == 0 and (index[end - 1] + 1) % length == 0
+        follows = first > 0 and first % own_length > 0 and index[first - 1] >= 0 and lengths[0] > 0
+        same = follows and index[first - 1] // length == index[first] // length
+        if not (whole_part or whole_sequence or same):
+            found.append(stretch)
+    return found
+
+
+def aligned(
+    outer: npt.NDArray[np.float64],
+    inner: npt.NDArray[np.float64],
+    limit: float,
+    place: int = -1,
+    lengths: tuple[int, int] = (0, 0),
+) -> tuple[Index, float]:
+    """The row of ``outer`` that each row of ``inner`` is, or -1, and how well they are told apart, from 0 to 1.
+
+    Rows with equal values, such as those of one token, are told apart by the rows beside them: the longest stretch
+    wins, then the one after ``place``, then one that ends where the part has nothing more of the whole, and no row is
+    taken twice. A single one is the row after ``place``, or the last. ``lengths`` are those of the sequences of
+    ``outer`` and ``inner`` where they are padded to one; then a sequence has the rows of one sequence, in their order.
+    """
+    classes, own = _classes(outer, inner, limit)
+    index = _aligned(classes, own, place, lengths)
+    counts = np.bincount(classes)
+    return index, float((1 / counts[own[own >= 0]]).sum()) / max(1, len(own))
+
+
+def _aligned(classes: Index, own: Index, place: int, lengths: tuple[int, int]) -> Index:
+    """See :func:`aligned`; rows are given by their classes, and -1 is a row that the other side lacks."""
+    length, own_length = (each or max(1, len(rows)) for each, rows in zip(lengths, (classes, own), strict=True))
+    positions: dict[int, Index] = {
+        int(each): np.flatnonzero(classes == each) for each in np.unique(own[own >= 0]).tolist()
+    }
+    index = np.full(len(own), -1, np.int64)
+    free = np.ones(len(classes), bool)
+    at = 0
+    while at < len(own):
+        begins = at - at % own_length
+        before = index[begins:at]
+        last = int(before[before >= 0][-1]) if lengths[1] and (before >= 0).any() else -1
+        places = positions.get(int(own[at]), _NONE)
+        candidates = places[free[places]]
+        if last >= 0:
+            # What is left of a sequence follows what was found of it.
+            end = last - last % length + length
+            within = (candidates > last) & (candidates < end) if lengths[0] else candidates == last + 1
+            candidates = candidates[within]
+        if not len(candidates):
+            # The other side lacks this row, or has it less often, as it may padding.
+            at += 1
+            continue
+        # One sequence does not follow another where both sides pad each to one length.
+        following = -1 if all(lengths) and at == begins else (int(index[at - 1]) if at else place) + 1
+        is_last = place >= 0 or len(own) == 1
+        most = np.minimum(length - candidates % length, min(own_length - at % own_length, _AHEAD))
+        longest = _longest(classes, own, free, candidates, at, most)
+        start, stretch = max(
+            longest,
+            key=lambda each: (
+                each[0] == following,
+                sum(each) % length == 0 or int(classes[sum(each)]) not in positions,
+                all(lengths) and each[0] // length == at // own_length,
+                each[0] if is_last else -each[0],
+            ),
+        )
+        # Two sequences may begin alike: rows before this stretch belong to it if they fit. A row that stands alone
+        # elsewhere has to give them back.
+        back = 0
+        while start % length > back and at % own_length > back and classes[start - back - 1] == own[at - back - 1]:
+            row, mine = start - back - 1, at - back - 1
+            if not free[row]:
+                (other,) = np.flatnonzero(index[:at] == row)
+                beside = [index[each] == row + each - other for each in (other - 1, other + 1) if 0 <= each < at]
+                if any(beside):
+                    break
+                index[other] = -1
+            if index[mine] >= 0:
+                free[index[mine]] = True
+                index[mine] = -1
+            back += 1
+        index[at - back : at + stretch] = np.arange(start - back, start + stretch)
+        free[start - back : start + stretch] = False
+        at += stretch
+    return index
+
+
+def sequence_lengths(outer: Sequence[int], inner: Sequence[int]) -> tuple[int, int]:
+    """The lengths of padded sequences, by the dimensions that count the rows of both; 0 where they are not several."""
+    lengths = [dims[-1] if math.prod(dims[:-1]) > 1 else 0 for dims in (outer, inner)]
+    return lengths[0], lengths[1]
+
+
+def _longest(
+    classes: Index, own: Index, free: npt.NDArray[np.bool_], starts: Index, at: int, most: Index
+) -> list[tuple[int, int]]:
+    """Those of ``starts`` from which the most rows are of equal classes, up to one that is taken, and how many."""
+    count = 1
+    while len(starts) > 1:
+        further = most > count
+        reached = np.where(further, starts + count, 0)
+        further &= free[reached] & (classes[reached] == own[min(at + count, len(own) - 1)])
+        if not further.any():
+            return [(start, count) for start in starts.tolist()]
+        starts, most, count = starts[further], most[further], count + 1
+    start, size = int(starts[0]), int(most[0])
+    ends = np.flatnonzero((classes[start : start + size] != own[at : at + size]) | ~free[start : start + size])
+    return [(start, int(ends[0]) if len(ends) else size)]
+
+
+def _classes(outer: npt.NDArray[np.float64], inner: npt.NDArray[np.float64], limit: float) -> tuple[Index, Index]:
+    """A number for each distinct outer row, and for each inner row that of the outer row with its values, or -1."""
+    distinct, classes = np.unique(outer, axis=0, return_inverse=True)
+    different, which = np.unique(inner, axis=0, return_inverse=True)
+    if distinct.shape[1] == 1:
+        # Token ids have no rounding.
+        at = np.searchsorted(distinct[:, 0], different[:, 0]).clip(max=len(distinct) - 1)
+        found = np.where(distinct[at, 0] == different[:, 0], at, -1)
+        return classes.reshape(-1), found[which.reshape(-1)]
+    drawn = np.random.default_rng(0).standard_normal((distinct.shape[1],))
+    direction = drawn / math.sqrt(float(drawn @ drawn))
+    shadows, own = np.nan_to_num(distinct) @ direction, np.nan_to_num(different) @ direction
+    order = np.argsort(shadows)
+    found = np.full(len(different), -1, np.int64)
+    for number, row in enumerate(np.nan_to_num(different)):
+        size = math.sqrt(float(row @ row))
+        reach = limit * size
+        low, high = np.searchsorted(shadows[order], [own[number] - reach, own[number] + reach])
+        near = order[low:high]
+        if len(near) > _NEAR:
+            near = near[np.argsort(np.abs(shadows[near] - own[number]))[:_NEAR]]
+        if len(near):
+            apart = np.linalg.norm(distinct[near] - row, axis=1)
+            nearest = int(apart.argmin())
+            if float(apart[nearest]) <= reach:
+                found[number] = near[nearest]
+    return classes.reshape(-1), found[which.reshape(-1)]

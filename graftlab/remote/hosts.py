@@ -1,0 +1,60 @@
+"""What a launch asks of a cluster: room for all ranks, and one supervised process for each."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from graftlab.base.world import Place
+from graftlab.ranks.options import LaunchOptions
+from graftlab.remote.rank_supervisor import HostFacts, RankEnd
+
+
+class RemoteProcess(Protocol):
+    """A rank's process on another machine, and its supervisor there. No method raises if either is gone."""
+
+    def start(self, spec: bytes) -> None:
+        """Start it with this packed specification."""
+
+    def end(self, timeout: float) -> RankEnd | str | None:
+        """Return how it ended, in words if its supervisor is gone; None if it has not within ``timeout`` seconds."""
+
+    def log_tail(self) -> bytes:
+        """Return the end of its output; empty if that cannot be reached."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+
+
+class RankHosts(Protocol):
+    """The machines that were reserved for a session's ranks."""
+
+    host: str
+    """The address of the notebook's machine, as these machines reach it."""
+
+    port: int
+    """The port at which the notebook listens; 0 lets the system choose."""
+
+    uses_folder: bool
+    """Whether ranks work in the notebook's folder where their machine has it."""
+
+    threads: int
+    """How many threads torch uses on each rank."""
+
+    gpus: float
+    """How many GPUs each rank has; less than 1 where ranks share one."""
+
+    def facts(self) -> list[HostFacts]:
+        """Return what is known of each rank's machine, in world-rank order. Raises :class:`LaunchError`."""
+
+    def process(self, place: Place) -> RemoteProcess:
+        """Return the process of this rank, which has not been started."""
+
+    def release(self) -> None:
+        """End every process and give the machines back. Never raises for what is gone already."""
+
+
+class Cluster(Protocol):
+    """Reserves machines: all that a session needs, or none; a :class:`graftlab.Ray` is one."""
+
+    def reserve(self, options: LaunchOptions) -> RankHosts:
+        """Wait until every rank of both sides has a place. Raises :class:`LaunchError` that says what is lacking."""

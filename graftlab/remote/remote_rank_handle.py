@@ -1,0 +1,102 @@
+"""The notebook's handle of a rank on another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from graftlab.base.world import Place
+from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.ranks.rank_process import describe_exit
+from graftlab.remote.hosts import RemoteProcess
+
+# Seconds to wait for the report of a process whose connection has ended.
+_END_LIMIT = 1.0
+
+
+class RemoteRankHandle(AttachedRankHandle):
+    """The handle of a rank that a session has launched elsewhere. ``on_release`` is called once, when it is released.
+
+    Its log is on its own machine while it runs; the end of it is fetched when it is read, and when it has ended.
+    """
+
+    takes_work = True
+
+    def __init__(
+        self, place: Place, folder: Path, process: RemoteProcess, on_release: Callable[[RemoteRankHandle], None]
+    ) -> None:
+        super().__init__(place, folder)
+        self.process = process
+        self._on_release = on_release
+        self._ended_by_us: str | None = None
+        self._tail = b""
+        self._released = False
+
+    @property
+    def reported(self) -> str | None:
+        """How its process ended, as its supervisor has reported it by now; None if it has not."""
+        return self._look(0.0)
+
+    def _look(self, timeout: float) -> str | None:
+        if self._ended is None and (found := self.process.end(timeout)) is not None:
+            if isinstance(found, str):
+                self._ended = found
+            else:
+                self._ended = describe_exit(found.code)
+                self._keep_log(found.tail)
+        return self._ended
+
+    # ---- its end ------------------------------------------------------------------------------------------------
+
+    def absence(self) -> str:
+        return f"gone: {self.how_it_ended()}" if self.has_joined else "not started yet"
+
+    def how_it_ended(self) -> str:
+        if self._ended_by_us is not None:
+            return self._ended_by_us
+        return self._look(_END_LIMIT) or "closed its connection, or its machine is gone"
+
+    def signal(self, number: int) -> None:
+        if self.alive:
+            self.process.signal(number)
+
+    def join(self, timeout: float) -> bool:
+        return self._look(timeout) is not None
+
+    def kill(self) -> None:
+        self.process.signal(signal.SIGKILL)
+
+    def end(self, why: str) -> None:
+        self._ended_by_us = why
+        self.kill()
+
+    @property
+    def was_ended(self) -> bool:
+        return self._ended_by_us is not None
+
+    def release(self) -> None:
+        """Release what this process holds of it; the machine is given back when all ranks of a launch are released."""
+        if not self._released:
+            self._released = True
+            self._look(0.0)
+            self.alive = False
+            super().release()
+            self._on_release(self)
+
+    # ---- its log ------------------------------------------------------------------------------------------------
+
+    def log_tail(self, lines: int = 30) -> str:
+        if self._look(0.0) is None and (tail := self.process.log_tail()):
+            self._keep_log(tail)
+        text = self._tail.decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:]) or "(nothing, or its machine cannot be reached)"
+
+    def _keep_log(self, tail: bytes) -> None:
+        self._tail = tail
+        # Where the folder's disk is full, the log is only shown.
+        with contextlib.suppress(OSError):
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.log.write_bytes(tail)
+            self.log.chmod(0o600)
