@@ -98,6 +98,8 @@ def _without_added(
         after = _readers(region, target.trace)
         for number in _of_same_shape(region, target):
             alike = _equal_values(number, target.trace, baseline.trace, tolerance)
+            if _does_nothing(region.last.name, alike, baseline.trace):
+                continue
             reads = any(
                 not alike.isdisjoint(each.inputs) and each.call in {own.call for own in after}
                 for each in baseline.trace.operations
@@ -111,6 +113,8 @@ def _with_lacking(baseline: LostPart, target: LostPart, tolerance: float) -> Ite
         after = {each.call for each in _readers(region, baseline.trace)}
         for number in _of_same_shape(region, baseline):
             alike = _equal_values(number, baseline.trace, target.trace, tolerance)
+            if _does_nothing(region.last.name, alike, target.trace):
+                continue
             readers = {each.index: n for each in target.lost for n in each.inputs if n in alike}
             if readers:
                 reads = any(each.index in readers and each.call in after for each in target.lost)
@@ -135,8 +139,12 @@ def _with_whole_line(baseline: LostPart, target: LostPart, tolerance: float) -> 
 
 def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterator[_Region]:
     """From each first lost operation: it alone, or the lost operations of its line, and of the lines that call it."""
-    lost = {each.index for each in part.lost}
-    right = {(each.frames[0], each.call) for each in part.trace.operations if each.index not in lost and each.frames}
+    wrong = {each.index for each in (*part.lost, *part.first)}
+    right = {
+        (each.frames[0], each.call)
+        for each in part.trace.operations
+        if each.frames and each.index not in wrong and any(map(part.is_known, each.outputs))
+    }
 
     def ran_right(operations: Sequence[TracedOperation], frame: SourceFrame | None) -> bool:
         """Whether the same was done on the lines of these operations, except this one, with right results."""
@@ -154,9 +162,10 @@ def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterato
                 if depth == 0 or ran_right(of_line, frame):
                     chosen.append((of_line, replace(first, frames=first.frames[depth:])))
         for operations, named in chosen:
-            # What is right elsewhere is applied wrongly here: the line that calls it is at fault.
-            if len(named.frames) > 1 and ran_right(operations, None) and deepest > 1:
-                named = replace(named, frames=named.frames[1:])
+            # Lines that do the same elsewhere with right results are not at fault; the line that calls them is.
+            own = named.frames[:1] == first.frames[:1]
+            if own and deepest > 1 and len(first.frames) > 1 and ran_right(operations, None):
+                continue
             if (region := _region(operations, named, part.trace)) is not None:
                 yield region
 
@@ -211,6 +220,17 @@ def _equal_values(number: int, trace: SliceTrace, other: SliceTrace, tolerance: 
         for each, found in other.fingerprints.items()
         if found.shape == wanted.shape and agreement(wanted, found, tolerance) == IN_ORDER
     }
+
+
+def _does_nothing(name: str, numbers: set[int], trace: SliceTrace) -> bool:
+    """Whether an operation of this name leaves one of these values as it is, as one with a mask that hides nothing.
+
+    Then this side does the same with other arguments, which are at fault.
+    """
+    return any(
+        each.name == name and not numbers.isdisjoint(each.inputs) and not numbers.isdisjoint(each.outputs)
+        for each in trace.operations
+    )
 
 
 def _makes_all(region: _Region, part: LostPart, tolerance: float) -> bool:
