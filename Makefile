@@ -23,6 +23,8 @@ run := $(VENV)/bin/python
 demo_ready := $(VENV)/.graftlab-demo
 docs_ready := $(VENV)/.graftlab-docs
 test_ready := $(VENV)/.graftlab-test
+# Or each worker of pytest rewrites the asserts of all tests anew, for five seconds.
+keep_bytecode := PYTHONDONTWRITEBYTECODE=
 # The constraints keep pip from taking a newer and far larger build of torch.
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -39,10 +41,10 @@ lab: $(demo_ready) ## open JupyterLab on notebooks/
 	$(run) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_ARGS)
 
 test: $(test_ready) ## run all tests but the soak tests (PYTEST_ARGS="-k name" to choose)
-	$(run) -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(keep_bytecode) $(run) -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-fast: $(test_ready) ## run the tests that start no process and take no seconds; properties with a fifth of the examples
-	GRAFTLAB_FUZZ=0.2 $(run) -m pytest -m "not ranks and not slow and not browser and not soak" -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(keep_bytecode) GRAFTLAB_FUZZ=0.2 $(run) -m pytest -m "not ranks and not slow and not browser and not soak" -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(test_ready) ## ruff check, ruff format --check, mypy --strict
 	$(run) -m ruff check .

@@ -306,9 +306,10 @@ class Session(SessionCore):
         ``floor`` is given, nothing is swapped, and the text states that. A target cannot be a recording.
 
         ``output`` is the tap at which effects are measured, in its last call. By default it is the last tap whose
-        numbers round: logits, not the token chosen by them, which seldom shows a mistake. ``floor`` is ``"auto"`` or a
-        ``rel_l2`` for all taps, such as 3e-4 where the target multiplies in TF32. ``exact`` is the baseline in float64,
-        with the same taps, also run on the baseline's ranks: its distance is added to the floor. The verdict replaces
+        numbers round, and the first part of a result with several: logits, neither the token chosen by them, which
+        seldom shows a mistake, nor a cache. ``floor`` is ``"auto"`` or a ``rel_l2`` for all taps, such as 3e-4 where
+        the target multiplies in TF32. ``exact`` is the baseline in float64, with the same taps, also run on the
+        baseline's ranks: its distance is added to the floor. The verdict replaces
         the plan's filters, and restores them afterwards; the transform and the renaming stay in force.
 
         For jobs, give no functions: the verdict waits until all have joined, at most the session's ``timeout`` for the

@@ -65,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     scripts = parser.add_argument_group("scripts and commands")
     scripts.add_argument("--calls", type=int, default=4, help="judge at most this many calls of models (default: 4)")
+    scripts.add_argument(
+        "--training",
+        action="store_true",
+        help="judge training: the target begins with the baseline's weights, and an optimizer must make a step",
+    )
     scripts.add_argument("--model", metavar="CLASS", help="hold the calls of models of this class alone")
     scripts.add_argument(
         "--ranks", metavar="B,T", help="the numbers of ranks of both sides (default: as torchrun says)"
@@ -212,7 +217,9 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
         arguments.inject,
         arguments.timeout,
     )
-    choice = ScriptChoice(settings, judging, arguments.calls, arguments.keep_going, arguments.folder)
+    choice = ScriptChoice(
+        settings, judging, arguments.calls, arguments.training, arguments.keep_going, arguments.folder
+    )
     return compare_scripts(baseline, target, choice, _Progress())
 
 

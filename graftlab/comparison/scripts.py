@@ -6,27 +6,36 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from graftlab.base.progress import LongWait
+from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted
 from graftlab.base.world import Side
-from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice, described, judge_held_calls
-from graftlab.control.run import Run, state_of
+from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice, judge_held_calls
+from graftlab.comparison.held_updates import judge_held_updates
+from graftlab.control.run import state_of
 from graftlab.control.run_folder import make_run_folder
 from graftlab.jobs.held_script import leave
 from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings, scripts_of, start_scripts
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import CallDescription, ScriptEnd, describe_call, release_call
+from graftlab.ranks.held_call import CallDescription, ScriptEnd, describe_call, release_call, take_weights
+from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.wording import NOT_CHECKED
 
+if TYPE_CHECKING:
+    from graftlab.control.run import Run
+
 _HOW = (
-    "Each script waited in the outermost calls of its models, which were repeated for each run from the same state; "
-    "nothing else in the scripts was repeated."
+    "Each script waited in the outermost calls of its models and in the steps of its optimizers, which were repeated "
+    "for each run from the same state; nothing else in the scripts was repeated."
 )
+# Calls without an update after which none is expected any more.
+_MOST_WITHOUT_UPDATE = 64
 
 # Seconds in which a script's processes end after one of them has.
 _END_LIMIT = 60.0
@@ -40,12 +49,14 @@ OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
 class ScriptChoice:
     """How two scripts are compared: at most ``calls`` calls of their models, each judged by ``judging``.
 
-    With ``keep_going`` the scripts continue afterwards.
+    With ``training`` the target begins with the baseline's weights, and updates of the weights must be among what is
+    judged. With ``keep_going`` the scripts continue afterwards.
     """
 
     settings: ScriptSettings = field(default_factory=ScriptSettings)
     judging: JudgingChoice = field(default_factory=JudgingChoice)
     calls: int = 4
+    training: bool = False
     keep_going: bool = False
     folder: str | Path | None = None
 
@@ -69,7 +80,7 @@ def compare_scripts(
 
     session = open_session(options, GraftPlan(), make_run_folder(choice.folder), start)
     try:
-        compared = _CallsInTurn(session, choice).judge()
+        compared = _HeldInTurn(session, choice).judge()
         if choice.keep_going and all(rank.alive for rank in session.ranks):
             for process in scripts_of(session).values():
                 process.keeps_going = True
@@ -80,35 +91,130 @@ def compare_scripts(
         raise
 
 
-class _CallsInTurn:
-    """Judges the held calls of a session's scripts, one after the other, until one differs."""
+@dataclass(frozen=True)
+class _Held:
+    """What the ranks of both sides report of what they hold."""
+
+    baseline: Sequence[object]
+    target: Sequence[object]
+
+    def of(self, side: Side) -> Sequence[object]:
+        return self.baseline if side == "baseline" else self.target
+
+    def holds(self, side: Side, kind: type[object]) -> bool:
+        """Whether all ranks of a side hold one of this kind."""
+        return all(isinstance(result, kind) for result in self.of(side))
+
+    def both_hold(self, kind: type[object]) -> bool:
+        return self.holds("baseline", kind) and self.holds("target", kind)
+
+    @property
+    def behind(self) -> Side | None:
+        """The side that calls its model once more, where the other makes its update already."""
+        for side, other in _SIDES:
+            if self.holds(side, CallDescription) and self.holds(other, UpdateDescription):
+                return side
+        return None
+
+
+_SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "baseline"))
+
+
+class _HeldInTurn:
+    """Judges what a session's scripts hold, calls of models and updates of weights, until something differs."""
 
     def __init__(self, session: Session, choice: ScriptChoice) -> None:
         self._session, self._choice = session, choice
         # The models of the calls so far, and the pairs that were found for each two models.
         self._models: list[str] = []
         self._proposals: dict[tuple[str, str], Proposal | None] = {}
+        self._updates = self._since_update = 0
+        # How far the gradients of weights are apart in calls that agree, by weight.
+        self._apart: dict[str, float] = {}
+        # The comparison of calls that have other numbers of rows on both sides, if no update follows.
+        self._unpaired: Comparison | None = None
+        self._compared: Comparison
+        self._run: Run
 
     def judge(self) -> Comparison:
-        compared = self._judge_call(self._session.run(describe_call, describe_call))
-        while compared.answer == "agree":
-            if len(self._models) == self._choice.calls:
-                unseen = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
-                return _with(compared, (self._agreed(), unseen))
-            self._session.run(release_call, release_call)
-            run = self._session.start(describe_call, describe_call, on_failure="continue")
-            bar = LongWait(f"waiting for call {len(self._models) + 1}", "", lambda: 0, where=state_of(run).where)
-            # Not Run.wait, which shows the end of a script as a failure.
-            state_of(run).wait_until(lambda: False, bar)
-            if not all(isinstance(result, CallDescription) for result in (*run.baseline, *run.target)):
-                return self._ended(compared, run)
-            compared = self._judge_call(run)
-        if len(self._models) == 1:
-            return _with(compared, ())
-        return _with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
+        held = self._first()
+        while True:
+            while (side := held.behind) is not None:
+                held = self._next(side, held)
+            if held.both_hold(UpdateDescription):
+                compared = self._judge_update(held)
+            elif not held.both_hold(CallDescription):
+                return self._ended(held)
+            elif not self._judges_calls(held):
+                compared = self._compared
+            else:
+                compared = self._judge_call(held)
+                if self._may_be_micro_batches(compared, held):
+                    self._unpaired = compared
+                    compared = replace(compared, answer="agree")
+            self._compared = compared
+            if compared.answer != "agree":
+                return self._at_last(compared)
+            if self._is_enough(held):
+                return self._concluded(
+                    [f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."]
+                )
+            held = self._next(None, held)
 
-    def _judge_call(self, run: Run) -> Comparison:
-        baseline, target = described(run)
+    def _concluded(self, said: Sequence[str] = ()) -> Comparison:
+        """The comparison where everything that was judged agrees."""
+        if self._unpaired is not None and not self._updates:
+            return _with(self._unpaired, said)
+        if self._choice.training and not self._updates:
+            why = (
+                "No optimizer made a step in which it could be held, so no training was compared; leave --training out."
+            )
+            return _with(self._compared, (why, self._agreed(), *said), "inconclusive")
+        return _with(self._compared, (self._agreed(), *said))
+
+    def _first(self) -> _Held:
+        if self._choice.training:
+            before = self._session.plan.b2t
+            self._session.edit(b2t="kind == 'param'")
+            self._session.run(take_weights, take_weights)
+            self._session.edit(b2t=before)
+        run = self._session.run(describe_call, describe_call)
+        return _Held(run.baseline, run.target)
+
+    def _next(self, side: Side | None, before: _Held) -> _Held:
+        """Let the scripts continue, or only the one of this side, to what they hold next."""
+        ours, theirs = side in (None, "baseline"), side in (None, "target")
+        self._session.run(release_call if ours else None, release_call if theirs else None)
+        run = self._session.start(
+            describe_call if ours else None, describe_call if theirs else None, on_failure="continue"
+        )
+        what = f"call {len(self._models) + 1}" if self._models else "a call"
+        bar = LongWait(f"waiting for {what}", "", lambda: 0, where=state_of(run).where)
+        # Not Run.wait, which shows the end of a script as a failure.
+        state_of(run).wait_until(lambda: False, bar)
+        self._run = run
+        return _Held(run.baseline if ours else before.baseline, run.target if theirs else before.target)
+
+    def _judges_calls(self, held: _Held) -> bool:
+        """Whether this call is judged: not if all were that are asked for, or if the sides cut the batch otherwise."""
+        self._since_update += 1
+        if len(self._models) >= self._choice.calls:
+            return False
+        return self._unpaired is None or _have_equal_shapes(held)
+
+    def _is_enough(self, held: _Held) -> bool:
+        if held.both_hold(UpdateDescription):
+            return len(self._models) >= self._choice.calls or self._updates >= self._choice.calls
+        if len(self._models) < self._choice.calls and self._since_update < _MOST_WITHOUT_UPDATE:
+            return False
+        # The update that a judged call leads to is judged too.
+        return not _trains(held) or self._since_update >= _MOST_WITHOUT_UPDATE
+
+    def _may_be_micro_batches(self, compared: Comparison, held: _Held) -> bool:
+        return compared.answer == "inconclusive" and _trains(held) and not _have_equal_shapes(held)
+
+    def _judge_call(self, held: _Held) -> Comparison:
+        baseline, target = _described(held, CallDescription)
         models = baseline[0].model, target[0].model
         known = self._proposals.get(models)
         if self._proposals and list(self._proposals)[-1] != models:
@@ -118,46 +224,90 @@ class _CallsInTurn:
         self._proposals.pop(models, None)
         self._proposals[models] = compared.match
         self._models.append(models[0])
+        frame = compared.findings.frame
+        for name, tags, error in zip(frame["name"], frame["tags"], frame["error"], strict=True):
+            if kind_of(tags) == "param_grad" and error == error:
+                self._apart[name] = max(self._apart.get(name, 0.0), float(error))
         return compared
 
-    def _agreed(self, models: Sequence[str] | None = None) -> str:
+    def _judge_update(self, held: _Held) -> Comparison:
+        baseline, target = _described(held, UpdateDescription)
+        self._updates += 1
+        self._since_update = 0
+        proposal = next(reversed(self._proposals.values()), None)
+        compared = judge_held_updates(self._session, baseline, target, self._choice.judging, proposal, self._apart)
+        if self._unpaired is not None:
+            unpaired = f"{NOT_CHECKED}single calls, as the sides call their models with other numbers of rows."
+            compared = replace(compared, remarks=(*compared.remarks, unpaired))
+        return compared
+
+    def _agreed(self, models: Sequence[str] | None = None, updates: int | None = None) -> str:
         counts = Counter(self._models if models is None else models)
         listed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
-        several = sum(counts.values()) > 1
+        made = self._updates if updates is None else updates
+        listed += [f"{counted(made, 'update')} of the weights"] if made else []
+        several = sum(counts.values()) + made > 1
         return f"{' and '.join(listed)} agree{'' if several else 's'}."
+
+    def _at_last(self, compared: Comparison) -> Comparison:
+        """The comparison of the last call or update, with what agreed before it."""
+        if self._since_update == 0 and self._updates:
+            agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
+            return _with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
+        if len(self._models) == 1 and not self._updates:
+            return _with(compared, ())
+        return _with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
 
     def _at_last_call(self, compared: Comparison) -> str:
         number = len(self._models)
         if any(line.startswith(_WEIGHTS_DIFFER) for line in compared.findings.data):
-            backward = ", the backward pass" if any("the backward pass" in said for said in compared.remarks) else ""
             return (
-                f"Before call {number} the weights differ, so the difference arises in the loss{backward} or the "
-                "update: the optimizer, its settings, clipping, a scaler, a reduction over ranks."
+                f"Before call {number} the weights differ, so the difference arises in what follows the last call: "
+                "the loss, the update, or code that writes weights."
             )
         return f"At call {number}, of {self._models[-1]}:"
 
-    def _ended(self, compared: Comparison, run: Run) -> Comparison:
-        """The comparison after at least one side has ended where the other may have called a model once more."""
-        results: dict[Side, list[object]] = {"baseline": run.baseline, "target": run.target}
-        ranks = zip(self._session.ranks, (*run.baseline, *run.target), strict=True)
+    def _ended(self, held: _Held) -> Comparison:
+        """The comparison after at least one side has ended where the other may have continued."""
+        ranks = zip(self._session.ranks, (*held.baseline, *held.target), strict=True)
         if any(rank.alive and result is None for rank, result in ranks):
-            state_of(run).raise_failures(f"{self._agreed()} Then ")
+            state_of(self._run).raise_failures(f"{self._agreed()} Then ")
         said = [
             f"{self._agreed()} Then the {side} `{process.command.text}` {how}. Its output ends:\n{process.last_lines()}"
             for side, process in scripts_of(self._session).items()
-            if (how := _failure(process, results[side])) is not None
+            if (how := _failure(process, held.of(side))) is not None
         ]
         if said:
-            return _with(compared, said, "inconclusive")
-        again = [side for side, each in results.items() if all(isinstance(result, CallDescription) for result in each)]
-        if again:
-            fewer = "target" if again == ["baseline"] else "baseline"
-            said = [
-                f"{self._agreed()} Then the {again[0]} calls a model again, and the {fewer} ends: their numbers of "
-                "calls differ."
-            ]
-            return _with(compared, said, "differ")
-        return _with(compared, (self._agreed(),))
+            return _with(self._compared, said, "inconclusive")
+        for more, fewer in _SIDES:
+            for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
+                if held.holds(more, kind):
+                    differ = (
+                        f"{self._agreed()} Then the {more} {what} again, and the {fewer} ends: their numbers differ."
+                    )
+                    return _with(self._compared, (differ,), "differ")
+        return self._concluded()
+
+
+def _trains(held: _Held) -> bool:
+    """Whether the calls need gradients on all ranks."""
+    every = (*held.baseline, *held.target)
+    return all(isinstance(each, CallDescription) and each.needs_backward for each in every)
+
+
+def _have_equal_shapes(held: _Held) -> bool:
+    """Whether the results of all ranks' calls have the same shapes, so that the sides cut the batch alike."""
+    every = (*held.baseline, *held.target)
+    shapes = [[t.shape for t in each.plain.values()] for each in every if isinstance(each, CallDescription)]
+    return all(each == shapes[0] for each in shapes)
+
+
+Description = TypeVar("Description", CallDescription, UpdateDescription)
+
+
+def _described(held: _Held, kind: type[Description]) -> tuple[list[Description], list[Description]]:
+    ours, theirs = ([each for each in side if isinstance(each, kind)] for side in (held.baseline, held.target))
+    return ours, theirs
 
 
 def _failure(process: ScriptProcess, results: Sequence[object]) -> str | None:

@@ -55,7 +55,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
             rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
             chosen = rounded if len(rounded) else chosen
         if len(chosen):
-            row = records(chosen.sort_values(["step", "order"]).tail(1))[0]
+            row = _main_part(records(chosen.sort_values(["step", "order"])))
             found.append(
                 OutputTap(
                     row["name"],
@@ -66,6 +66,21 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
                 )
             )
     return found
+
+
+def _main_part(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last tap of these rows in execution order; of a result with several parts the first one.
+
+    Models return what they are called for first, and caches after it.
+    """
+    last = rows[-1]
+    whole, has_parts, _ = str(last["name"]).partition("[")
+    main = last
+    for row in reversed(rows) if has_parts else ():
+        if row["step"] != last["step"] or not str(row["name"]).startswith(f"{whole}["):
+            break
+        main = row
+    return main
 
 
 class Swaps:

@@ -46,13 +46,17 @@ class ResultDifference(NamedTuple):
     dtypes: tuple[str, str]
 
 
-def named_tensors(result: Any) -> dict[str, torch.Tensor]:
+class NamedTensors(dict[str, torch.Tensor]):
+    """The tensors of a result by their paths in it; as a result itself, it has the same paths."""
+
+
+def named_tensors(result: Any) -> NamedTensors:
     """Return the tensors and numbers in a result by their paths in mappings, sequences and dataclasses.
 
     >>> list(named_tensors({"logits": torch.ones(2), "past": [torch.ones(1), None], "loss": 0.5}))
     ["['logits']", "['past'][0]", "['loss']"]
     """
-    return dict(_walk(result, "", set()))
+    return NamedTensors(_walk(result, "", set()))
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -73,7 +77,9 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, NamedTensors):
+        yield from value.items()
+    elif isinstance(value, Mapping):
         yield from ((f"[{key!r}]", each) for key, each in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         yield from ((f".{name}", each) for name, each in zip(value._fields, value, strict=True))

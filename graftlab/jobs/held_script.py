@@ -1,7 +1,7 @@
 """A script's process as a rank: it joins where the script first calls its model, and holds that call and later ones.
 
 While a call is held, the main loop of the rank runs inside it. It repeats the call as the notebook asks; then the
-script continues with the call itself, from the state in which it was reached.
+script continues with the call itself, from the state in which it was reached. Steps of optimizers are held likewise.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import socket
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from graftlab.base.world import Place, Side
+from graftlab.diffs.results import named_tensors
 from graftlab.errors import ConfigError, GraftError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.grafting.kept import KeptPairs
@@ -36,7 +40,8 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
-from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice, held_call, hold
+from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice, hold, release_call
+from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.own_place import own_backend, own_device, own_rank
@@ -63,32 +68,93 @@ class HeldScript:
 
     def __init__(self, folder: Path, side: Side, wanted: str | None) -> None:
         self._folder, self._side, self._wanted = folder, side, wanted
-        self._calls = OutermostCalls(self._before)
+        self._calls = OutermostCalls(self._before, self._after)
         self._rank: _ScriptRank | None = None
         self._count = 0
         self._others: Counter[str] = Counter()
+        # The models that were called, by name, with what is known of the training step in progress.
+        self._models: dict[str, torch.nn.Module] = {}
+        self._gradients = GradientWatch()
+        self._previous: dict[str, TensorSample] = {}
+        self._updates = self._calls_in_step = 0
+        self._updating: torch.optim.Optimizer | None = None
+        self._is_held = False
+        self._hooks: list[RemovableHandle] = []
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take over this call, the first one of a model in this process, and all later ones; returns its result."""
         self._calls.install()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
         return self._calls.call(module, args, kwargs)
+
+    def remove(self) -> None:
+        """Hold nothing from now on."""
+        self._calls.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A data loader's worker is no rank.
         if torch.utils.data.get_worker_info() is not None:
-            self._calls.remove()
+            self.remove()
             return
         kind = type(module).__name__
+        if module not in self._models.values():
+            self._models[f"{kind}{len(self._models) or ''}"] = module
+        # An update that raised never ended.
+        self._updating = None
         if self._wanted not in (None, kind):
             self._others[kind] += 1
             return
         self._count += 1
+        self._calls_in_step += 1
         if self._rank is None:
-            self._rank = _joined(self._folder, self._side, self._calls)
+            self._rank = _joined(self._folder, self._side, self.remove)
         call = partial(module, *args, **kwargs)
         self._rank.hold(
             HeldCall(call, {"": module}, (args, kwargs), self._rank.choice, number=self._count, others=self._others)
         )
+
+    def _after(self, module: torch.nn.Module, result: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._gradients.add_weights(module)
+        place = f"call {self._calls_in_step}"
+        self._gradients.add_results({f"{place}{path}": each for path, each in named_tensors(result).items()})
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._rank is None or self._updating is not None:
+            # The optimizer may be part of another one, whose step is held.
+            return
+        self._updating = optimizer
+        if len(args) > 1 or kwargs:
+            # A closure calls the model again.
+            return
+        self._updates += 1
+        step = partial(type(optimizer).step, *args)
+        update = HeldUpdate(
+            step,
+            optimizer,
+            self._models,
+            self._gradients,
+            self._previous,
+            number=self._updates,
+            calls=self._calls_in_step,
+        )
+        self._is_held = True
+        self._rank.hold(update)
+        self._is_held = False
+        self._previous = update.gradients
+        self._gradients.begin_step()
+        self._calls_in_step = 0
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A step of a repetition ends too.
+        if optimizer is self._updating and not self._is_held:
+            self._updating = None
 
 
 class _ScriptRank(Rank):
@@ -98,15 +164,15 @@ class _ScriptRank(Rank):
     _has_begun = False
     _is_over = False
 
-    def __init__(self, calls: OutermostCalls, death_pipe: int, *given: Any) -> None:
-        self._calls = calls
+    def __init__(self, hold_nothing: Callable[[], None], death_pipe: int, *given: Any) -> None:
+        self._hold_nothing = hold_nothing
         self._death_pipe = death_pipe
         self._runs = 0
         super().__init__(*given)
         atexit.register(self._report_end, os.getpid())
 
-    def hold(self, call: HeldCall) -> None:
-        """Repeat this call as the notebook asks, until it is released."""
+    def hold(self, call: HeldCall | HeldUpdate) -> None:
+        """Repeat this call or update as the notebook asks, until it is released."""
         hold(call)
         with self._interruptible():
             if not self._has_begun:
@@ -145,8 +211,8 @@ class _ScriptRank(Rank):
     def leave(self) -> None:
         """Let the script continue without graftlab, also when the notebook ends."""
         self._is_over = True
-        self._calls.remove()
-        held_call().end()
+        self._hold_nothing()
+        release_call()
         fcntl.fcntl(self._death_pipe, fcntl.F_SETFL, fcntl.fcntl(self._death_pipe, fcntl.F_GETFL) & ~os.O_ASYNC)
 
     @contextlib.contextmanager
@@ -179,11 +245,11 @@ def leave() -> None:
     _rank.leave()
 
 
-def _joined(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
+def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank:
     """Become a rank, or end the process with the reason why it cannot."""
     global _rank
     try:
-        _rank = _join(folder, side, calls)
+        _rank = _join(folder, side, hold_nothing)
     except (GraftError, OSError, EOFError) as error:
         sys.stderr.write(f"graftlab compare: {error}\n")
         sys.stderr.flush()
@@ -192,7 +258,7 @@ def _joined(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
     return _rank
 
 
-def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
+def _join(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank:
     rank, size, _ = own_rank()
     device = own_device()
     with Rendezvous(folder) as rendezvous:
@@ -215,7 +281,7 @@ def _join(folder: Path, side: Side, calls: OutermostCalls) -> _ScriptRank:
         place, shared, answer.segment_size, budget=answer.buffer_budget, timeout=answer.tap_timeout
     )
     joined = _ScriptRank(
-        calls,
+        hold_nothing,
         death_pipe,
         place,
         device,

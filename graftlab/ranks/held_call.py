@@ -21,6 +21,7 @@ import torch
 from graftlab.diffs.results import named_tensors
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
+from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.calls import here, tap_handler
@@ -94,6 +95,7 @@ class HeldCall:
         self._has_backward = False
         self._others = dict(others or {})
         self._watched: list[Watch] = []
+        self._state = state
         self._snapshot = StateSnapshot([*self._models.values(), state])
 
     def __call__(self) -> dict[str, torch.Tensor]:
@@ -142,6 +144,16 @@ class HeldCall:
             self.drop_backward()
             return f"{type(error).__name__}: {error}".partition("\n")[0]
         return None
+
+    def take_weights(self) -> None:
+        """Tap the weights and buffers, and let repetitions and the script continue with what the taps leave."""
+        self._snapshot.restore()
+        handler = tap_handler()
+        for prefix, model in self._models.items():
+            for name, weight in weights_of(model, prefix, _every, _none).items():
+                if handler is not None:
+                    handler.tap(name, weight, None, {"kind": "param"})
+        self._snapshot = StateSnapshot([*self._models.values(), self._state])
 
     def drop_backward(self) -> None:
         """Repeat the forward pass alone again."""
@@ -269,11 +281,11 @@ class FunctionInFile:
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
-_held: HeldCall | ScriptEnd | None = None
+_held: HeldCall | HeldUpdate | ScriptEnd | None = None
 
 
-def hold(call: HeldCall | ScriptEnd) -> None:
-    """Make this the call that the functions below repeat; or report from now on that there is none any longer."""
+def hold(call: HeldCall | HeldUpdate | ScriptEnd) -> None:
+    """Make this the call or the update that the functions below repeat; or report from now on that there is none."""
     global _held
     _held = call
 
@@ -285,14 +297,40 @@ def held_call() -> HeldCall:
     return _held
 
 
-def describe_call() -> CallDescription | ScriptEnd:
-    """Describe the held call, see :meth:`HeldCall.describe`, or how the script has ended."""
-    return _held if isinstance(_held, ScriptEnd) else held_call().describe()
+def held_update() -> HeldUpdate:
+    """The update that this rank holds. Raises :class:`SessionError` if it holds none."""
+    if not isinstance(_held, HeldUpdate):
+        raise SessionError("this rank holds no update")
+    return _held
+
+
+def _held_here() -> HeldCall | HeldUpdate:
+    return _held if isinstance(_held, HeldUpdate) else held_call()
+
+
+def describe_call() -> CallDescription | UpdateDescription | ScriptEnd:
+    """Describe the held call, see :meth:`HeldCall.describe`, the held update, or how the script has ended."""
+    return _held if isinstance(_held, ScriptEnd) else _held_here().describe()
 
 
 def repeat_call() -> dict[str, torch.Tensor]:
-    """Repeat the held call; returns the tensors of its result by their paths."""
-    return held_call()()
+    """Repeat the held call or update; returns the tensors of its result by their paths."""
+    return _held_here()()
+
+
+def show_given() -> None:
+    """Tap what the held update is given; see :meth:`HeldUpdate.show_given`."""
+    held_update().show_given()
+
+
+def take_given() -> None:
+    """Begin repetitions of the held update with what taps leave; see :meth:`HeldUpdate.take_given`."""
+    held_update().take_given()
+
+
+def take_weights() -> None:
+    """Tap the weights of the held call's models, and repeat it from now on with what the taps leave."""
+    held_call().take_weights()
 
 
 def try_backward() -> str | None:
@@ -306,8 +344,8 @@ def drop_backward() -> None:
 
 
 def release_call() -> None:
-    """End the held call: its script continues with the call itself."""
-    held_call().end()
+    """End the held call or update: its script continues with the call itself."""
+    _held_here().end()
 
 
 def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool) -> CallDescription:

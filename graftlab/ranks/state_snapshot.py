@@ -14,6 +14,8 @@ import torch
 # What torch itself keeps in a module, apart from its buffers. Parameters are no state of a forward pass.
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training", "_buffers", "_modules"}
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+# Kinds of objects whose attributes are looked at in their own way.
+_KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 # Objects nest a few levels below a module or an argument: a cache, its layers, their tensors.
 _MAX_DEPTH = 6
 
@@ -22,10 +24,12 @@ class StateSnapshot:
     """The state of modules and arguments at the moment at which it is made. :meth:`restore` brings it back, in place.
 
     It covers the tensors, their gradients, lists, dicts, sets and attributes of objects that can be reached from
-    ``roots``, and the random numbers of torch, numpy and Python. The values of parameters are not copied.
+    ``roots``, and the random numbers of torch, numpy and Python. The values of parameters are copied only if
+    ``weights`` is true, as for an optimizer's step, which changes them.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], *, weights: bool = False) -> None:
+        self._weights = weights
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
         for root in roots:
@@ -47,10 +51,14 @@ class StateSnapshot:
         if isinstance(value, torch.Tensor):
             if value.is_leaf and value.requires_grad:
                 self._keep_gradient(value)
-            if not isinstance(value, torch.nn.Parameter):
+            if self._weights or not isinstance(value, torch.nn.Parameter):
                 self._keep_tensor(value)
         elif isinstance(value, torch.nn.Module):
             self._keep_module(value, depth)
+        elif isinstance(value, torch.optim.Optimizer):
+            # Hooks may be installed between the snapshot and its return.
+            hooks = frozenset(name for name in vars(value) if name.endswith("_hooks"))
+            self._keep_attributes(vars(value), hooks, depth)
         elif (put_back := _generator_state(value)) is not None:
             self._undo.append(put_back)
         elif depth > _MAX_DEPTH or isinstance(value, type) or callable(value):
@@ -65,7 +73,7 @@ class StateSnapshot:
             self._look_at_each(value.values(), depth)
         elif isinstance(value, (tuple, frozenset)):
             self._look_at_each(value, depth)
-        if hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+        if hasattr(value, "__dict__") and not isinstance(value, _KNOWN):
             self._keep_attributes(vars(value), frozenset(), depth)
 
     def _look_at_each(self, values: Iterable[Any], depth: int) -> None:

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 
 OnCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
+OnResult = Callable[[torch.nn.Module, Any], None]
 
 
 class OutermostCalls:
     """While installed, calls ``before(module, args, kwargs)`` before each call of a module with parameters that is not
-    part of another module's call. A context manager.
+    part of another module's call, and ``after(module, result)`` after it. A context manager.
 
     Calls inside such a call run as if nothing were installed. A call in code that is being compiled is not seen.
     """
 
-    def __init__(self, before: OnCall) -> None:
-        self._before = before
+    def __init__(self, before: OnCall, after: OnResult = lambda module, result: None) -> None:
+        self._before, self._after = before, after
         self._original: Callable[..., Any] = torch.nn.Module.__call__
         self._is_installed = self._is_inside = False
 
@@ -51,7 +52,9 @@ class OutermostCalls:
         self._is_inside = True
         try:
             self._before(module, args, kwargs)
-            return self._original(module, *args, **kwargs)
+            result = self._original(module, *args, **kwargs)
+            self._after(module, result)
+            return result
         finally:
             self._is_inside = False
             if self._is_installed:

@@ -108,16 +108,16 @@ def _global_factor(
     lines = [
         (place, *line)
         for place, line in enumerate(numbers)
-        if kind_of_group(line[0]) == "param_grad" and _norms(line[-1]) != (0.0, 0.0)
+        if kind_of_group(line[0]) == "param_grad" and norms_of(line[-1]) != (0.0, 0.0)
     ]
     factors: dict[int, list[float]] = {}
     for _, _, step, _, _, row in lines:
-        factors.setdefault(step, []).append(_best_factor(row))
+        factors.setdefault(step, []).append(best_factor(row))
     own = {step: _median(each) for step, each in factors.items()}
     explained: dict[int, float] = {}
     others: dict[str, None] = {}
     for place, group, step, floor, over_floor, row in lines:
-        left = _left_over(row, own[step])
+        left = left_over(row, own[step])
         if left <= threshold * floor:
             # A smaller error that is over its floor is in few elements, which one factor does not explain.
             if _is_off_in_few(row, own[step], threshold * floor):
@@ -138,9 +138,9 @@ def _global_factor(
     )
 
 
-def _best_factor(row: Mapping[str, Any]) -> float:
+def best_factor(row: Mapping[str, Any]) -> float:
     """The factor of the baseline's tensor that is closest to the target's; NaN if it is unknown."""
-    before, after = _norms(row)
+    before, after = norms_of(row)
     if not before or not math.isfinite(after):
         return math.nan
     return float(((after / before) ** 2 + 1 - row["rel_l2"] ** 2) / 2)
@@ -151,9 +151,9 @@ def _median(numbers: Sequence[float]) -> float:
     return statistics.median_low(known) if known else math.nan
 
 
-def _left_over(row: Mapping[str, Any], factor: float) -> float:
+def left_over(row: Mapping[str, Any], factor: float) -> float:
     """The difference between the target's tensor and the baseline's times ``factor``, relative to the latter."""
-    before, after = _norms(row)
+    before, after = norms_of(row)
     if not before or not math.isfinite(after) or not factor > 0:
         return math.nan
     times = after / before
@@ -167,7 +167,7 @@ _PEAK = 3.0
 
 def _is_off_in_few(row: Mapping[str, Any], factor: float, limit: float) -> bool:
     """Whether single elements differ by more than the factor and rounding, although the tensor as a whole does not."""
-    before, _ = _norms(row)
+    before, _ = norms_of(row)
     low, high = row["min_baseline"], row["max_baseline"]
     peak = max(abs(low), abs(high))
     allowed = _PEAK * limit * max(before, peak)
@@ -189,11 +189,12 @@ def _of_all(count: int, factors: Sequence[float], left: Sequence[str]) -> str:
 
 def _times(row: Mapping[str, Any]) -> float:
     """The factor between the two sides' tensors if they are parallel; NaN if it is unknown."""
-    before, after = _norms(row)
+    before, after = norms_of(row)
     return after / before if before and math.isfinite(after) else math.nan
 
 
-def _norms(row: Mapping[str, Any]) -> tuple[float, float]:
+def norms_of(row: Mapping[str, Any]) -> tuple[float, float]:
+    """The root mean squares of a row's tensors, of the baseline's first; NaN if they are not finite or not known."""
     if row["nonfinite_differ"] or row["rel_l2"] is None:
         return math.nan, math.nan
     before, after = (math.hypot(row[f"mean_{side}"], row[f"std_{side}"]) for side in ("baseline", "target"))
@@ -202,7 +203,7 @@ def _norms(row: Mapping[str, Any]) -> tuple[float, float]:
 
 def _is_scaled(row: Mapping[str, Any], factor: float) -> bool:
     """Whether the target's tensor is the baseline's times this factor, but for rounding."""
-    before, after = _norms(row)
+    before, after = norms_of(row)
     if before == after == 0:
         return True  # as the gradients of weights that nothing depends on
     is_parallel = row["cosine"] is not None and row["cosine"] > _PARALLEL

@@ -195,7 +195,7 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
         decoder(x)
         encoder(x)
     finally:
-        script._calls.remove()
+        script.remove()
     assert [each.model for each in rank.held] == held
     assert [each.number for each in rank.held] == list(range(1, len(held) + 1))
     assert rank.held[0].others == ({"Sequential": 1} if wanted else {})

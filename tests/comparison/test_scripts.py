@@ -98,7 +98,8 @@ def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsy
     answer = compared(capsys, tmp_path, TRAINS, f"{TRAINS} rate")
     assert answer["answer"] == "differ"
     assert str(answer["text"]).startswith(
-        "1 call of Model agrees. Before call 2 the weights differ, so the difference arises in the loss or the update"
+        "1 call of Model agrees. In update 1 of the weights:\n"
+        "The optimizer's lr is 0.1 on the baseline and 0.2 on the target.\n"
     )
 
 

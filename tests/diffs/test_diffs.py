@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pickle
 from collections.abc import Callable
@@ -32,15 +33,15 @@ def test_random_tensors_are_measured_to_six_digits(dtype: torch.dtype, size: int
     assert_right(x.to(dtype), y.to(dtype), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_measured_as_exact_arithmetic_does(dtype: torch.dtype) -> None:
-    for shape in ((), (1,), (7, 3), (2, 3, 5, 7)):
+def test_every_dtype_is_measured_as_exact_arithmetic_does() -> None:
+    for dtype, shape in itertools.product(DTYPES, ((), (1,), (7, 3), (2, 3, 5, 7))):
         assert_right(random(shape, dtype, 0), random(shape, dtype, 1))
 
 
-@pytest.mark.parametrize("baseline", [t for t in DTYPES if not t.is_complex], ids=str)
-def test_the_sides_may_differ_in_dtype(baseline: torch.dtype) -> None:
-    for target in (*FLOATS, torch.float8_e5m2, torch.int8, torch.int32, torch.uint64, torch.bool):
+def test_the_sides_may_differ_in_dtype() -> None:
+    baselines = [dtype for dtype in DTYPES if not dtype.is_complex]
+    targets = (*FLOATS, torch.float8_e5m2, torch.int8, torch.int32, torch.uint64, torch.bool)
+    for baseline, target in itertools.product(baselines, targets):
         assert_right(random((5, 31), baseline, 0), random((5, 31), target, 1))
 
 
@@ -203,12 +204,12 @@ def test_a_spread_and_a_product_are_measured_past_gaps() -> None:
         assert_right(baseline, target)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1e-30, 1e-38, 1e-12, 1e12, 1e30, 3e37])
-def test_magnitudes_whose_squares_leave_float32(dtype: torch.dtype, scale: float) -> None:
-    x, y = (random((3, 50), torch.float64, seed).mul(scale).to(dtype) for seed in (0, 1))
-    assert_right(x, y)
-    assert_right(x, random((3, 50), dtype, 2))
+def test_magnitudes_whose_squares_leave_float32(scale: float) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x, y = (random((3, 50), torch.float64, seed).mul(scale).to(dtype) for seed in (0, 1))
+        assert_right(x, y)
+        assert_right(x, random((3, 50), dtype, 2))
 
 
 @pytest.mark.parametrize("scale", [1e-320, 1e-300, 1e-160, 1e160, 1e300, 1e307])
@@ -248,14 +249,13 @@ def test_the_spread_of_values_around_a_mean_far_beyond_it() -> None:
 
 
 @pytest.mark.parametrize("value", [0.1, -3.7e-5, 1e30, 7e22])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_constant_has_no_spread(value: float, dtype: torch.dtype) -> None:
-    x = torch.full((1000,), value, dtype=torch.float64).to(dtype)
-    if not x.isfinite().all():
-        pytest.skip("beyond the range of the dtype")
-    found = assert_right(x, 3 * x)
-    assert found.std_baseline == 0
-    assert found.mean_baseline == x[0].item()
+def test_a_constant_has_no_spread(value: float) -> None:
+    tried = [torch.full((1000,), value, dtype=torch.float64).to(dtype) for dtype in FLOATS]
+    # Some are beyond the range of their dtype.
+    for x in (each for each in tried if each.isfinite().all()):
+        found = assert_right(x, 3 * x)
+        assert found.std_baseline == 0
+        assert found.mean_baseline == x[0].item()
 
 
 @pytest.mark.parametrize("value", [1000.0, 1e-3, 3e-14])
@@ -266,12 +266,12 @@ def test_one_element_that_differs_in_its_last_bit_makes_a_spread(value: float) -
     assert 0 < found.std_baseline < 1e-7 * value
 
 
-@pytest.mark.parametrize("ratio", [1e-20, 1e-6, 1e-3, 0.2, 7.0, 1e3, 1e6, 1e15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_cosine_of_norms_that_are_far_apart(ratio: float, dtype: torch.dtype) -> None:
+def test_the_cosine_of_norms_that_are_far_apart(dtype: torch.dtype) -> None:
     x, noise = random((300,), dtype, 0), random((300,), dtype, 1)
-    for y in (ratio * x, -ratio * x, ratio * (x + noise), ratio * noise):
-        assert_right(x, y)
+    for ratio in (1e-20, 1e-6, 1e-3, 0.2, 7.0, 1e3, 1e6, 1e15):
+        for y in (ratio * x, -ratio * x, ratio * (x + noise), ratio * noise):
+            assert_right(x, y)
 
 
 # -- whatever the surroundings ----------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_a_tensor_that_is_not_dense_is_refused_by_its_kind(kind: str, make: Call
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1e30, NAN])
+@pytest.mark.parametrize("scale", [1.0, NAN])
 def test_the_tensors_stay_as_they_were(dtype: torch.dtype, scale: float) -> None:
     x, y = (random((100,), dtype, seed) * scale for seed in (0, 1))
     before = [tensor.clone() for tensor in (x, y)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ def test_tensors_are_found_in_mappings_sequences_named_tuples_and_dataclasses() 
         *("['out'].logits", "['out'].past[0]", "['pair'].hidden", "['pair'].loss", "[3]"),
     ]
     assert list(named_tensors(torch.ones(1))) == [""]
+    # What a held call returns has been named already.
+    assert list(named_tensors(pickle.loads(pickle.dumps(named_tensors(result))))) == list(named_tensors(result))
 
 
 def test_a_result_that_contains_itself_ends() -> None:

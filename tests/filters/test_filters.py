@@ -444,10 +444,10 @@ OPERATIONS = """
 """
 
 
-@pytest.mark.parametrize("value", [Awkward(), torch.ones(3), [1, [2]], {1}, 10**400, float("nan"), object()])
 @pytest.mark.parametrize("expression", OPERATIONS.split(";"))
-def test_no_value_of_a_tag_makes_a_filter_raise(expression: str, value: object) -> None:
-    assert compile_filter(expression).matches({"x": value}) in (True, False)
+def test_no_value_of_a_tag_makes_a_filter_raise(expression: str) -> None:
+    for value in (Awkward(), torch.ones(3), [1, [2]], {1}, 10**400, float("nan"), object()):
+        assert compile_filter(expression).matches({"x": value}) in (True, False)
 
 
 def test_incomparable_values_are_unequal() -> None:

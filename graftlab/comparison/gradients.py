@@ -1,0 +1,319 @@
+"""How the gradients that an optimizer reads differ: one factor for all, single weights, a sum over ranks or steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graftlab.base.tap_groups import kind_of
+from graftlab.base.text import counted, spans
+from graftlab.diffs.rounding import assumed_floor, roundoff
+from graftlab.ranks.held_update import TensorSample, UpdateDescription
+from graftlab.verdict.added import coarser_dtype
+from graftlab.verdict.gradient_scaling import best_factor, left_over, norms_of
+
+# How far gradients of agreeing code may be from each other, over what a judged call of the model showed.
+_TIMES = 10.0
+# Gradients below this part of all gradients of a rank, over the unit roundoff, are what rounding leaves of zero.
+_OF_ALL = 16.0
+# Sums of ranks and steps are compared with this tolerance at least: their parts may cancel.
+_SUM = 1e-3
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class GradientFindings:
+    """What differs in the gradients that both optimizers read, in sentences, the most important first.
+
+    ``named`` are the weights whose gradients differ by more than a common factor, ``factor`` is that factor, 1 if the
+    sides have none. ``unseen`` has what was not compared.
+    """
+
+    sentences: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    factor: float = 1.0
+    unseen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One compared gradient: the weight's names on both sides, the target's rank, the row, and what rounding explains.
+
+    ``is_small`` says that the difference is one that rounding may leave of a gradient that is zero.
+    """
+
+    name: str
+    target_name: str
+    rank: int
+    row: Mapping[str, Any]
+    limit: float
+    is_small: bool = False
+
+    def left(self, factor: float) -> float:
+        """The difference that is left without this factor; NaN if it is unknown, 0 if both gradients are zero."""
+        norms = norms_of(self.row)
+        return 0.0 if norms == (0.0, 0.0) else left_over(self.row, factor)
+
+    def is_explained(self, factor: float) -> bool:
+        return self.left(factor) <= self.limit
+
+
+def judge_gradients(
+    rows: Sequence[Mapping[str, Any]],
+    baseline: Sequence[UpdateDescription],
+    target: Sequence[UpdateDescription],
+    known: Mapping[str, float],
+) -> GradientFindings:
+    """Compare the gradients that both sides' optimizers read.
+
+    ``rows`` are the measured rows of a run that tapped them, without grafts. ``known`` has, by weight, the ``rel_l2``
+    of its gradient in a call that agrees; other gradients are held to an assumed floor.
+    """
+    lines = _lines(rows, baseline, target, known)
+    unseen = []
+    small = list(dict.fromkeys(line.name for line in lines if line.is_small))
+    if small:
+        unseen.append(f"the gradients of {listed(small)}, which are zero but for rounding.")
+    lines = [line for line in lines if not line.is_small]
+    absent = _absent(baseline[0], target[0], {line.name: line.target_name for line in lines})
+    factor, alike = _common_factor(lines)
+    over = [line for line in lines if not line.is_explained(factor)]
+    named = tuple(dict.fromkeys(line.name for line in over))
+    said = list(absent)
+    paired = {line.name: line.target_name for line in lines}
+    if named and (sum_of_ranks := _sum_of_ranks(over, paired, baseline[0], target)) is not None:
+        said.append(sum_of_ranks)
+    elif named and (sum_of_steps := _sum_of_steps(named, paired, baseline[0], target[0])) is not None:
+        said.append(sum_of_steps)
+    elif named:
+        said.append(_in_words(over, named, factor))
+    if factor != 1.0:
+        said.append(_of_factor(factor, alike, named))
+    if named or factor != 1.0:
+        said += _where(baseline[0], target, paired)
+    return GradientFindings(tuple(said), named, factor, tuple(unseen))
+
+
+def _lines(
+    rows: Sequence[Mapping[str, Any]],
+    baseline: Sequence[UpdateDescription],
+    target: Sequence[UpdateDescription],
+    known: Mapping[str, float],
+) -> list[_Line]:
+    mine = [row for row in rows if kind_of(row["tags"]) == "param_grad"]
+    # Values between the weights may be rounded more than the weights, as under autocast.
+    inside = [sample.dtype for each in (*baseline[:1], *target[:1]) for sample in each.of_results.values()]
+    squares: dict[int, float] = {}
+    for row in mine:
+        before = norms_of(row)[0]
+        if math.isfinite(before):
+            squares[row["rank"]] = squares.get(row["rank"], 0.0) + before**2 * (row["numel"] or 0)
+    lines = []
+    for row in mine:
+        dtypes = [coarser_dtype(row), *inside]
+        limit = max(assumed_floor(dtypes)[0], _TIMES * known.get(row["name"], 0.0))
+        before = norms_of(row)[0]
+        unit = max(roundoff(dtype) for dtype in dtypes)
+        most = _OF_ALL * unit * math.sqrt(squares.get(row["rank"], 0.0))
+        apart = (row["rel_l2"] or 0.0) * before * math.sqrt(row["numel"] or 0)
+        is_small = math.isfinite(apart) and limit * before * math.sqrt(row["numel"] or 0) < apart <= most
+        lines.append(_Line(row["name"], row.get("target_name") or row["name"], row["rank"], row, limit, is_small))
+    return lines
+
+
+def _common_factor(lines: Sequence[_Line]) -> tuple[float, int]:
+    """The factor that explains more than half of the gradients, and how many weights it explains; 1 without one."""
+    agreeing = {line.name for line in lines if line.is_explained(1.0)}
+    best, most = 1.0, agreeing
+    for line in lines:
+        factor = best_factor(line.row)
+        if not (math.isfinite(factor) and factor > 0) or line.is_explained(1.0):
+            continue
+        explained = {each.name for each in lines if each.is_explained(factor)}
+        explained -= {each.name for each in lines if not each.is_explained(factor)}
+        if len(explained) > len(most):
+            best, most = factor, explained
+    names = {line.name for line in lines}
+    nonzero = {line.name for line in lines if norms_of(line.row) != (0.0, 0.0)}
+    if best == 1.0 or 2 * len(most & nonzero) <= len(nonzero) or len(names) < 2:
+        return 1.0, len(agreeing)
+    return best, len(most)
+
+
+def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> list[str]:
+    """Sentences on weights that have a gradient on one side alone, or that one side does not train."""
+    partner = {**paired, **{theirs: ours for ours, theirs in paired.items()}}
+    said = []
+    sides = (("baseline", baseline, target), ("target", target, baseline))
+    for (side, own, other), (opposite, _, _) in zip(sides, reversed(sides), strict=True):
+        trained = {name for name in other.dtypes if name not in other.frozen}
+        frozen = [n for n in own.frozen if partner.get(n, n) in trained]
+        none = [n for n in own.without_gradient if partner.get(n, n) in other.gradients]
+        for names, why in ((frozen, "does not train"), (none, "has no gradient for")):
+            if names:
+                said.append(f"The {side} {why} {listed(names)}, and the {opposite} does.")
+    return said
+
+
+def _sum_of_ranks(
+    over: Sequence[_Line], paired: Mapping[str, str], baseline: UpdateDescription, target: Sequence[UpdateDescription]
+) -> str | None:
+    """A sentence if the gradients of the target's ranks add up to the baseline's, or average to it."""
+    if len(target) < 2:
+        return None
+    limits = {line.name: max(line.limit, _SUM) for line in over}
+    for what, divisor in (("sum", 1), ("average", len(target))):
+        fits = []
+        for name, limit in limits.items():
+            expected = baseline.gradients.get(name)
+            parts = [each.gradients.get(paired[name]) for each in target]
+            found = [part.values for part in parts if part is not None and expected and part.shape == expected.shape]
+            if expected is None or len(found) < len(target):
+                continue
+            apart = any(_distance(found[0], each) > limit for each in found[1:])
+            fits.append(apart and _distance(expected.values, torch.stack(found).sum(0) / divisor) <= limit)
+        if fits and all(fits):
+            ranks = spans(range(len(target)))
+            names = listed(list(limits))
+            return (
+                f"The target's ranks {ranks} {what} to the baseline's gradient of {names}, and each has only its "
+                "part: a reduction over the ranks is missing."
+            )
+    return None
+
+
+def _sum_of_steps(
+    named: Sequence[str], paired: Mapping[str, str], baseline: UpdateDescription, target: UpdateDescription
+) -> str | None:
+    """A sentence if one side's gradients still contain those of its last update."""
+    sides = (("target", baseline, target), ("baseline", target, baseline))
+    for side, clean, added in sides:
+        fits = []
+        for name in named:
+            mine, other = (name, paired[name]) if side == "baseline" else (paired[name], name)
+            expected, found = _accumulated(clean, other), _accumulated(added, mine)
+            before = added.previous.get(mine)
+            if expected is None or found is None or before is None or found.shape != expected.shape:
+                continue
+            fits.append(_distance(found.values, expected.values + before.values) <= _SUM)
+        if fits and all(fits):
+            other_side = "baseline" if side == "target" else "target"
+            return (
+                f"The {side}'s gradients are those of the {other_side} plus the {side}'s own of the last update "
+                f"({listed(named)}): they are not set to zero in between (zero_grad)."
+            )
+    return None
+
+
+def _accumulated(description: UpdateDescription, name: str) -> TensorSample | None:
+    return description.accumulated.get(name) or description.gradients.get(name)
+
+
+def _distance(expected: torch.Tensor, found: torch.Tensor) -> float:
+    norm = float(expected.norm())
+    apart = float((found - expected).norm())
+    return apart / norm if norm else (0.0 if apart == 0 else math.inf)
+
+
+def _in_words(over: Sequence[_Line], named: Sequence[str], factor: float) -> str:
+    worst: dict[str, tuple[float, str]] = {}
+    for line in over:
+        left = line.left(factor)
+        left = math.inf if math.isnan(left) else left
+        own = best_factor(line.row)
+        is_scaled = math.isfinite(own) and own > 0 and line.is_explained(own)
+        how = f"{own / factor:.4g} times the baseline's" if is_scaled else f"rel_l2 {left:.2g}"
+        worst[line.name] = max(worst.get(line.name, (0.0, "")), (left, how))
+    shown = [f"{name} ({worst[name][1]})" for name in sorted(named, key=lambda each: -worst[each][0])]
+    verb = "differs" if len(named) == 1 else "differ"
+    subject = "gradient" if len(named) == 1 else "gradients"
+    apart = " apart from the factor below" if factor != 1.0 else ""
+    return f"The {subject} of {listed(shown)} {verb}{apart}."
+
+
+def _of_factor(factor: float, alike: int, named: Sequence[str]) -> str:
+    if not named:
+        return f"All gradients that the optimizer reads are {factor:.4g} times the baseline's."
+    others = counted(alike, "other weight")
+    return (
+        f"The gradients of the {others} are {factor:.4g} times the baseline's, as where clipping by the norm of all "
+        "gradients follows from these; the factor is taken out of the above."
+    )
+
+
+def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], paired: Mapping[str, str]) -> list[str]:
+    """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
+    said = []
+    ours, theirs = baseline, target[0]
+    common = [
+        (ours.of_results[place], theirs.of_results[place])
+        for place in ours.of_results
+        if place in theirs.of_results and ours.of_results[place].shape == theirs.of_results[place].shape
+    ]
+    for one, other in common[:1]:
+        factor = _factor(one, other)
+        limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
+        if factor is not None and abs(factor - 1) > limit:
+            said.append(
+                f"The loss gives the model's results gradients that are {factor:.4g} times the baseline's: it is a "
+                "mean on one side and a sum on the other, or has another scale or number of micro-batches."
+            )
+        elif factor is None and _distance(one.values, other.values) > limit:
+            said.append(
+                f"The gradients that the loss gives the model's results differ (rel_l2 "
+                f"{_distance(one.values, other.values):.2g}): the loss or what it is compared with differs."
+            )
+        else:
+            said.append("The gradients that the loss gives the model's results agree.")
+    if ours.calls != theirs.calls:
+        said.append(
+            f"For one update the baseline calls models {_times_called(ours.calls)} and the target "
+            f"{_times_called(theirs.calls)}."
+        )
+    before, after = _changed_afterwards(ours), _changed_afterwards(theirs)
+    if before is not None and after is not None and abs(before / after - 1) > _SUM:
+        said.append(
+            f"After the backward passes the baseline multiplies its gradients by {before:.4g} and the target by "
+            f"{after:.4g}, as clipping, a scaler or an average does."
+        )
+    return said
+
+
+def _times_called(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _changed_afterwards(description: UpdateDescription) -> float | None:
+    """The factor by which all gradients changed between the backward passes and the update; None without one."""
+    factors = [
+        _factor(sample, description.gradients[name])
+        for name, sample in description.accumulated.items()
+        if name in description.gradients and sample.norm
+    ]
+    known = [factor for factor in factors if factor is not None]
+    if not known or len(known) < len(factors) or max(known) - min(known) > _SUM * max(known):
+        return None
+    return sorted(known)[len(known) // 2]
+
+
+def _factor(one: TensorSample, other: TensorSample) -> float | None:
+    """The factor between two samples that have the same direction; None for others."""
+    if one.values.shape != other.values.shape or not one.norm or not other.norm:
+        return None
+    square = float(one.values @ one.values)
+    factor = float(one.values @ other.values) / square if square else math.nan
+    if not factor > 0:
+        return None
+    apart = float((other.values - factor * one.values).norm()) / (factor * math.sqrt(square))
+    return factor if apart <= max(_SUM, assumed_floor([one.dtype, other.dtype])[0]) else None
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of these names, and the number of the others."""
+    every = list(names)
+    left = len(every) - _SHOWN
+    return ", ".join(every[:_SHOWN]) + (f" and {left} more" if left > 0 else "")

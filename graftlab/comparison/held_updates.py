@@ -1,0 +1,139 @@
+"""The comparison of an optimizer's step that both sides hold: what it is given, and what it computes from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.comparison.gradients import judge_gradients, listed
+from graftlab.comparison.held_calls import Comparison, JudgingChoice, answer_of
+from graftlab.diffs.rounding import assumed_floor, roundoff
+from graftlab.plan.plan import FILTERS
+from graftlab.ranks.held_call import repeat_call, show_given, take_given
+from graftlab.ranks.held_update import UpdateDescription
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import added_frame, coarser_dtype, records
+from graftlab.verdict.model_data import BEGINNINGS
+from graftlab.verdict.wording import NOT_CHECKED
+
+if TYPE_CHECKING:
+    from graftlab.matching.proposal import Proposal
+    from graftlab.session import Session
+
+# Weights and states may have parted by rounding in earlier updates.
+_DRIFT = 100.0
+
+
+def judge_held_updates(
+    session: Session,
+    baseline: Sequence[UpdateDescription],
+    target: Sequence[UpdateDescription],
+    choice: JudgingChoice,
+    proposal: Proposal | None,
+    known: Mapping[str, float],
+) -> Comparison:
+    """Judge the updates that both sides hold, as their ranks have described them.
+
+    ``known`` has, by weight, how far its gradients are apart in a call that agrees.
+    """
+    before = {name: getattr(session.plan, name) for name in FILTERS}
+    try:
+        session.edit(b2t=None, t2b=None, compare="True", keep=None)
+        given = session.run(show_given, show_given).frame
+        session.edit(b2t="True")
+        taken = session.run(take_given, take_given).frame
+    finally:
+        session.edit(**before)
+    rows = records(given[given["status"].isin(MEASURED)])
+    gradients = judge_gradients(rows, baseline, target, known)
+    # Swaps and lines of source show where a model's values arise; an update is the code of one optimizer.
+    verdict = session.verdict(repeat_call, repeat_call, floor=choice.floor, threshold=choice.threshold, explain=False)
+    moved = [
+        f"The {side}'s step of {each[0].optimizer} cannot be replayed: from the same weights, gradients and state it "
+        "gives something else. Do not rely on anything below."
+        for side, each in (("baseline", baseline), ("target", target))
+        if any(one.not_repeated for one in each)
+    ]
+    settings = _differing_settings(baseline[0], target[0], rows)
+    parted = _parted(rows)
+    remarks = [*moved, *parted, *gradients.sentences, *settings]
+    findings = verdict.findings
+    computed = bool(findings.named)
+    if not computed:
+        remarks.append("From equal weights, gradients and state both sides compute the same update.")
+    elif not gradients.sentences:
+        remarks.append("The gradients agree, and the updates that are computed from equal ones differ.")
+    remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
+    findings = replace(
+        findings,
+        frame=pd.concat([_gradient_frame(given, gradients.named), findings.frame], ignore_index=True),
+        data=[each for each in findings.data if not each.startswith(BEGINNINGS["optimizer"])],
+        inputs=[*findings.inputs, *(f"{group_of(name)}@param_grad" for name in gradients.named)],
+    )
+    answer = answer_of(verdict.findings, not moved, True)
+    if answer == "agree" and not any(kind_of(row["tags"]) == "param_grad" for row in rows):
+        answer = "inconclusive"
+        remarks.insert(0, "No gradient was compared: those of the two sides have no names and shapes in common.")
+    if not moved and (parted or gradients.sentences or settings):
+        answer = "differ"
+    return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
+    """The rows of these weights' gradients as those of a verdict's frame."""
+    kinds = given["tags"].map(kind_of)
+    chosen = given[(kinds == "param_grad") & given["name"].isin(named)]
+    frame = added_frame(chosen, {}, constant=assumed_floor(chosen["dtype"].dropna())[0])
+    return frame.assign(label="culprit")
+
+
+def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences on weights and states that differ before the update by more than earlier updates round."""
+    said = []
+    for kind, what in (("param", "The weights already differ"), ("optimizer", "The optimizer's state already differs")):
+        differing = [
+            row["name"]
+            for row in rows
+            if kind_of(row["tags"]) == kind and not (row["rel_l2"] or 0.0) <= _DRIFT * roundoff(coarser_dtype(row))
+        ]
+        if differing:
+            said.append(f"{what} before this update: {listed(differing)}.")
+    return said
+
+
+def _not_taken(taken: pd.DataFrame) -> list[str]:
+    """A sentence on what the target's update could not take from the baseline."""
+    left = taken[~taken["status"].isin(MEASURED)]
+    if not len(left):
+        return []
+    names = listed(dict.fromkeys(left["name"]))
+    return [f"the update from equal values for {names}: the baseline's value could not be grafted there."]
+
+
+def _differing_settings(
+    baseline: UpdateDescription, target: UpdateDescription, rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Sentences on the settings that differ, with their values on both sides, and on optimizers of other classes."""
+    said = []
+    if baseline.optimizer != target.optimizer:
+        said.append(f"The optimizer is {baseline.optimizer} on the baseline and {target.optimizer} on the target.")
+    pairs = {row["name"]: row.get("target_name") or row["name"] for row in rows if kind_of(row["tags"]) == "param"}
+    for setting in {**baseline.settings, **target.settings}:
+        ours, theirs = baseline.settings.get(setting, {}), target.settings.get(setting, {})
+        differing: dict[tuple[Any, Any], list[str]] = {}
+        for name, partner in pairs.items():
+            one, other = ours.get(name), theirs.get(partner)
+            if one is not None and other is not None and one != other:
+                differing.setdefault((one, other), []).append(name)
+        for (one, other), names in differing.items():
+            where = "" if len(names) == len(pairs) else f", for {listed(names)}"
+            said.append(f"The optimizer's {setting} is {one} on the baseline and {other} on the target{where}.")
+    apart = [name for name, partner in pairs.items() if baseline.dtypes.get(name) != target.dtypes.get(partner)]
+    if apart:
+        one, other = baseline.dtypes.get(apart[0]), target.dtypes.get(pairs[apart[0]])
+        said.append(f"The weights are {one} on the baseline and {other} on the target: {listed(apart)}.")
+    return said

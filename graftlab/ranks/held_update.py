@@ -1,0 +1,260 @@
+"""A held update: one step of an optimizer that a rank can repeat, each time from the same weights, gradients and state.
+
+What both sides are given is compared first: weights, gradients and settings. Then the target takes the baseline's
+values of these, so that repetitions show what the update itself computes differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from graftlab.ranks.state_snapshot import StateSnapshot
+from graftlab.taps.calls import tap_handler
+from graftlab.taps.training import watch_training
+from graftlab.taps.watch import Watch, weights_of
+
+# Elements of a gradient that are kept for a closer look.
+_MOST_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class TensorSample:
+    """Elements of a tensor at fixed places, in float64, with the norm, the shape and the dtype of the whole."""
+
+    values: torch.Tensor
+    norm: float
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSample:
+        """Draw the sample. A DTensor's is of the whole tensor, so all of its ranks must call this."""
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        flat = whole.detach().reshape(-1)
+        places = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), _MOST_ELEMENTS), dtype=torch.float64)
+        values = flat[places.round().long().to(flat.device)].to("cpu", torch.float64)
+        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        return cls(values, norm, tuple(whole.shape), str(whole.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class UpdateDescription:
+    """What a rank reports of its held update.
+
+    ``number`` counts the updates from 1, and ``calls`` the calls of models since the last one. ``settings`` has the
+    optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
+    backward passes left before anything else changed them, and ``previous`` those of the last update; ``of_results``
+    those that the loss gave to the results of the calls. ``frozen`` are the weights of the models that the optimizer
+    does not have, ``without_gradient`` those that it has and that no gradient reached.
+    """
+
+    optimizer: str
+    number: int
+    calls: int
+    settings: Mapping[str, Mapping[str, Any]]
+    gradients: Mapping[str, TensorSample]
+    accumulated: Mapping[str, TensorSample]
+    previous: Mapping[str, TensorSample]
+    of_results: Mapping[str, TensorSample]
+    dtypes: Mapping[str, str]
+    frozen: tuple[str, ...]
+    without_gradient: tuple[str, ...]
+    not_repeated: bool
+
+
+class GradientWatch:
+    """Samples of the gradients of weights and of results, taken while a script's own backward passes run."""
+
+    def __init__(self) -> None:
+        self.accumulated: dict[int, TensorSample] = {}
+        self.of_results: dict[str, TensorSample] = {}
+        self._hooked: dict[int, torch.Tensor] = {}
+
+    def add_weights(self, model: torch.nn.Module) -> None:
+        """Watch the gradients of a model's weights from now on."""
+        for weight in model.parameters():
+            # A sharded weight's gradient would need a collective here.
+            if weight.requires_grad and weight.is_leaf and id(weight) not in self._hooked and type(weight) in _WHOLE:
+                self._hooked[id(weight)] = weight
+                weight.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def add_results(self, results: Mapping[str, torch.Tensor]) -> None:
+        """Watch the gradients that a loss gives to the tensors of a call's result."""
+        for path, tensor in results.items():
+            if tensor.requires_grad and not hasattr(tensor, "full_tensor"):
+                tensor.register_hook(partial(self._note_result, path))  # type: ignore[no-untyped-call]
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.accumulated.clear()
+        self.of_results.clear()
+
+    def _note(self, weight: torch.Tensor) -> None:
+        if weight.grad is not None and weight.grad.layout == torch.strided:
+            self.accumulated[id(weight)] = TensorSample.of(weight.grad)
+
+    def _note_result(self, path: str, gradient: torch.Tensor) -> None:
+        if gradient.layout == torch.strided:
+            self.of_results[path] = TensorSample.of(gradient)
+
+
+_WHOLE = (torch.nn.Parameter, torch.Tensor)
+
+
+class HeldUpdate:
+    """A step of an optimizer that can be repeated: calling this object restores what it was given, and steps.
+
+    ``models`` are those whose weights the optimizer may have, by name.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], Any],
+        optimizer: torch.optim.Optimizer,
+        models: Mapping[str, torch.nn.Module],
+        gradients: GradientWatch,
+        previous: Mapping[str, TensorSample],
+        *,
+        number: int,
+        calls: int,
+    ) -> None:
+        self.is_released = False
+        self._step, self._optimizer, self._gradients = step, optimizer, gradients
+        self._model = _named(models, optimizer)
+        self._previous, self._number, self._calls = previous, number, calls
+        self.gradients: dict[str, TensorSample] = {}
+        """The gradients that the optimizer reads, once they are described."""
+        self._watched: Watch | None = None
+        self._first = self._base = StateSnapshot([optimizer], weights=True)
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        if self._watched is None:
+            self._watched = watch_training(self._model, self._optimizer)
+        self._base.restore()
+        self._step()
+        return {}
+
+    def describe(self) -> UpdateDescription:
+        """Describe what the update is given, and whether it repeats itself."""
+        weights = self._weights()
+        held_by_optimizer = {id(w) for group in self._optimizer.param_groups for w in group["params"]}
+        self.gradients = {
+            name: TensorSample.of(w.grad)
+            for name, w in weights.items()
+            if w.grad is not None and w.grad.layout == torch.strided
+        }
+        once, twice = self._results(), self._results()
+        accumulated = self._gradients.accumulated
+        return UpdateDescription(
+            type(self._optimizer).__name__,
+            self._number,
+            self._calls,
+            _settings_of(self._optimizer, weights),
+            self.gradients,
+            {name: accumulated[id(w)] for name, w in weights.items() if id(w) in accumulated},
+            self._previous,
+            dict(self._gradients.of_results),
+            {name: str(w.dtype).removeprefix("torch.") for name, w in weights.items()},
+            tuple(name for name, w in weights.items() if not w.requires_grad or id(w) not in held_by_optimizer),
+            tuple(name for name, w in weights.items() if id(w) in held_by_optimizer and w.grad is None),
+            not all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)),
+        )
+
+    def show_given(self) -> None:
+        """Tap what the update is given: weights, the optimizer's state and the gradients."""
+        self._unwatch()
+        self._base.restore()
+        handler = tap_handler()
+        if handler is None:
+            return
+        weights = self._weights()
+        for name, weight in weights.items():
+            handler.tap(name, weight, None, {"kind": "param"})
+        for name, weight in weights.items():
+            for key, value in self._optimizer.state.get(weight, {}).items():
+                if isinstance(value, torch.Tensor):
+                    handler.tap(f"{name}.{key}", value, None, {"kind": "optimizer"})
+        for name, weight in reversed(weights.items()):
+            if weight.grad is not None:
+                handler.tap(name, weight.grad, None, {"kind": "param_grad"})
+
+    def take_given(self) -> None:
+        """Tap what the update is given, and begin repetitions with what the taps leave."""
+        self.show_given()
+        self._base = StateSnapshot([self._optimizer], weights=True)
+
+    def end(self) -> None:
+        """Take the taps away, and leave the state as it was before the first repetition."""
+        self.is_released = True
+        self._unwatch()
+        self._first.restore()
+
+    def _results(self) -> list[torch.Tensor]:
+        self._base.restore()
+        self._step()
+        shown = [_local(weight).detach().clone() for weight in self._weights().values()]
+        self._base.restore()
+        return shown
+
+    def _unwatch(self) -> None:
+        if self._watched is not None:
+            self._watched.remove()
+            self._watched = None
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return weights_of(self._model, "", lambda name, kind: True, lambda name, kind: False, buffers=False)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _named(models: Mapping[str, torch.nn.Module], optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    """The model whose weights an optimizer has; several models, and weights of none of them, in one module."""
+    left = {id(w): w for group in optimizer.param_groups for w in group["params"]}
+    order = list(left)
+    used = {}
+    for name, model in models.items():
+        mine = {id(w) for w in model.parameters()}
+        if any(each in mine for each in left):
+            used[name] = model
+            left = {each: w for each, w in left.items() if each not in mine}
+    if len(used) == 1 and not left:
+        return next(iter(used.values()))
+    together = torch.nn.Module()
+    for name, model in used.items():
+        together.add_module(name, model)
+    for each, weight in left.items():
+        together.register_parameter(f"parameter_{order.index(each)}", weight)
+    return together
+
+
+# Settings of how a step is computed, which do not change its result.
+_NO_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+
+
+def _settings_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """Each setting of an optimizer by the name of the weight that it is for."""
+    names = {id(weight): name for name, weight in weights.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for setting, value in group.items():
+            plain = _plain(value)
+            if setting not in _NO_SETTINGS and plain is not None:
+                mine = {names[id(weight)]: plain for weight in group["params"] if id(weight) in names}
+                found.setdefault(setting, {}).update(mine)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a plain value; None for one that has none."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None

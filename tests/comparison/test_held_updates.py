@@ -1,0 +1,220 @@
+"""Held steps of optimizers: on one rank of each side, and what follows from the descriptions of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graftlab as gl
+from graftlab.comparison.gradients import judge_gradients
+from graftlab.comparison.held_calls import Comparison, JudgingChoice
+from graftlab.comparison.held_updates import judge_held_updates
+from graftlab.ranks.held_call import describe_call, hold
+from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample, UpdateDescription
+
+
+def model_of_test() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def hold_update(fault: str) -> None:
+    """Train up to the step that is held: the second one where gradients may be left over, or else the first."""
+    me = gl.here()
+    wrong = fault if me is not None and me.side == "target" else ""
+    model, watched = model_of_test(), GradientWatch()
+    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+    settings.update({"decay": {"weight_decay": 0.2}, "eps": {"eps": 1e-6}}.get(wrong, {}))
+    kind = torch.optim.Adam if wrong == "Adam" else torch.optim.AdamW
+    optimizer = kind([p for n, p in model.named_parameters() if wrong != "left out" or n != "2.weight"], **settings)
+    previous: dict[str, TensorSample] = {}
+    last = 2 if fault == "left over" else 1
+    for number in range(1, last + 1):
+        draw = torch.Generator().manual_seed(number)
+        x, wanted = torch.randn(6, 8, generator=draw), torch.randn(6, 4, generator=draw)
+        watched.add_weights(model)
+        result = model(x)
+        watched.add_results({"call 1": result})
+        loss = (result - wanted).square()
+        (loss.sum() if wrong == "sum" else loss.mean()).backward()
+        if wrong == "one":
+            model[2].weight.grad.mul_(3)  # type: ignore[union-attr]
+        if fault in ("one", "clipped") and wrong != "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+        step = partial(type(optimizer).step, optimizer)
+        update = HeldUpdate(step, optimizer, {"Net": model}, watched, previous, number=number, calls=1)
+        if number < last:
+            update.describe()
+            previous = update.gradients
+            step()
+            watched.begin_step()
+            if wrong != "left over":
+                optimizer.zero_grad()
+    hold(update)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[gl.Session]:
+    with gl.launch(baseline=1, target=1, device="cpu") as session:
+        yield session
+
+
+def judged(session: gl.Session, fault: str) -> Comparison:
+    session.run(hold_update, hold_update, args=(fault,))
+    run = session.run(describe_call, describe_call)
+    return judge_held_updates(session, run.baseline, run.target, JudgingChoice(), None, {})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("fault", "said", "named"),
+    [
+        ("decay", ["The optimizer's weight_decay is 0.1 on the baseline and 0.2 on the target."], "param"),
+        ("eps", ["The optimizer's eps is 1e-08 on the baseline and 1e-06 on the target."], "param"),
+        ("Adam", ["The optimizer is AdamW on the baseline and Adam on the target."], "optimizer param"),
+        ("left out", ["The target does not train 2.weight, and the baseline does."], "param"),
+        (
+            "sum",
+            [
+                "All gradients that the optimizer reads are 24 times the baseline's.",
+                "The loss gives the model's results gradients that are 24 times the baseline's:",
+            ],
+            "",
+        ),
+        (
+            "clipped",
+            [
+                "The gradients that the loss gives the model's results agree.",
+                "After the backward passes the baseline multiplies its gradients by 0.0",
+            ],
+            "",
+        ),
+        (
+            "one",
+            [
+                "The gradient of 2.weight (3 times the baseline's) differs apart from the factor below.",
+                "The gradients of the 5 other weights are 0.",
+            ],
+            "param_grad",
+        ),
+        (
+            "left over",
+            ["The target's gradients are those of the baseline plus the target's own of the last update ("],
+            "param_grad",
+        ),
+    ],
+)
+def test_what_differs_about_an_update_is_said_and_nothing_else_is_named(
+    session: gl.Session, fault: str, said: list[str], named: str
+) -> None:
+    compared = judged(session, fault)
+    assert compared.answer == "differ", compared.text
+    for line in said:
+        assert line in compared.text, compared.text
+    kinds = {group.rpartition("@")[2] for group in compared.named}
+    assert kinds == set(named.split()), compared.text
+    assert "eagerly" not in compared.text
+    if "param" not in named.split():
+        assert "From equal weights, gradients and state both sides compute the same update." in compared.text
+
+
+@pytest.mark.ranks
+def test_updates_that_agree_are_reported_to_agree(session: gl.Session) -> None:
+    compared = judged(session, "")
+    assert (compared.answer, compared.named) == ("agree", [])
+
+
+def test_a_repeated_update_begins_from_the_same_state_and_leaves_it() -> None:
+    model = model_of_test()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    state = [v.clone() for each in optimizer.state.values() for v in each.values()]
+    step = partial(torch.optim.AdamW.step, optimizer)
+    held = HeldUpdate(step, optimizer, {"Net": model}, GradientWatch(), {}, number=2, calls=1)
+    assert not held.describe().not_repeated
+    held()
+    held.end()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    left = [v for each in optimizer.state.values() for v in each.values()]
+    assert all(torch.equal(a, b) for a, b in zip(state, left, strict=True))
+    # The script's own step is the first one that counts.
+    step()
+    assert not torch.equal(before[0], model[0].weight)
+
+
+def test_an_optimizer_of_two_models_and_a_loose_weight_has_names_for_all() -> None:
+    one, other, loose = nn.Linear(2, 2), nn.Linear(2, 1), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters(), loose], 0.1)
+    step = partial(torch.optim.SGD.step, optimizer)
+    models = {"Actor": one, "Critic": other, "Frozen": nn.Linear(1, 1)}
+    described = HeldUpdate(step, optimizer, models, GradientWatch(), {}, number=1, calls=1).describe()
+    assert list(described.dtypes) == ["parameter_4", "Actor.weight", "Actor.bias", "Critic.weight", "Critic.bias"]
+    assert described.settings["lr"] == dict.fromkeys(described.dtypes, 0.1)
+
+
+# ---- gradients of several ranks -------------------------------------------------------------------------------------
+
+
+def description(gradients: dict[str, torch.Tensor]) -> UpdateDescription:
+    samples = {name: TensorSample.of(gradient) for name, gradient in gradients.items()}
+    dtypes = dict.fromkeys(gradients, "float32")
+    return UpdateDescription("SGD", 1, 1, {}, samples, samples, {}, {}, dtypes, (), (), False)
+
+
+def row(name: str, rank: int, baseline: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    """What a comparison records of a weight's gradient, as far as it is read."""
+    found: dict[str, Any] = {"name": name, "rank": rank, "tags": {"kind": "param_grad"}, "nonfinite_differ": False}
+    for side, tensor in (("baseline", baseline), ("target", target)):
+        found[f"mean_{side}"], found[f"std_{side}"] = float(tensor.mean()), float(tensor.std(correction=0))
+    apart = float((target - baseline).norm() / baseline.norm())
+    return {**found, "rel_l2": apart, "numel": baseline.numel(), "dtype": "float32", "cast": None}
+
+
+def gradients_of_ranks(parts: list[torch.Tensor], whole: torch.Tensor) -> Any:
+    ranks = [description({"w": part}) for part in parts]
+    rows = [row("w", rank, whole, part) for rank, part in enumerate(parts)]
+    return judge_gradients(rows, [description({"w": whole})], ranks, {})
+
+
+@pytest.mark.parametrize(("scale", "what"), [(1.0, "sum"), (2.0, "average")])
+def test_ranks_that_add_up_to_the_baselines_gradient_lack_a_reduction(scale: float, what: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(64, generator=draw) for _ in range(2)]
+    found = gradients_of_ranks(parts, (parts[0] + parts[1]) / scale)
+    assert found.sentences[0] == (
+        f"The target's ranks 0-1 {what} to the baseline's gradient of w, and each has only its part: a reduction over "
+        "the ranks is missing."
+    )
+
+
+def test_equal_halves_on_all_ranks_are_no_missing_reduction() -> None:
+    whole = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    found = gradients_of_ranks([whole / 2, whole / 2], whole)
+    assert found.sentences == ("The gradient of w (0.5 times the baseline's) differs.",)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
+    draw = torch.Generator().manual_seed(0)
+    large, noise, other = (torch.randn(64, generator=draw) for _ in range(3))
+    noise, other = noise * 1e-8, other * 1e-8
+    rows = [row("w", 0, large, large), row("b", 0, noise, other)]
+    ours, theirs = description({"w": large, "b": noise}), description({"w": large, "b": other})
+    found = judge_gradients(rows, [ours], [theirs], {})
+    assert found.sentences == ()
+    assert found.unseen == ("the gradients of b, which are zero but for rounding.",)
+
+
+def test_gradients_are_held_to_what_an_agreeing_call_showed() -> None:
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(64, generator=draw)
+    moved = whole + 1e-3 * torch.randn(64, generator=draw)
+    args = [row("w", 0, whole, moved)], [description({"w": whole})], [description({"w": moved})]
+    assert judge_gradients(*args, {"w": 5e-4}).sentences == ()
+    assert judge_gradients(*args, {}).named == ("w",)

@@ -1,0 +1,39 @@
+"""Which tap a verdict takes for the output."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from graftlab.control.swaps import find_outputs
+
+
+def rows(*names: str, dtypes: tuple[str, ...] = ()) -> pd.DataFrame:
+    found = [
+        {"name": name, "tags": {"name": name}, "step": 0, "order": order, "dtype": "float32", "cast": None}
+        for order, name in enumerate(names)
+    ]
+    for row, dtype in zip(reversed(found), reversed(dtypes), strict=False):
+        row["dtype"] = dtype
+    return pd.DataFrame(found)
+
+
+@pytest.mark.parametrize(
+    ("names", "dtypes", "output"),
+    [
+        (("a", "b"), (), "b"),
+        (("a", "head", "output[0]", "output[1][0][0]", "output[1][0][1]"), (), "output[0]"),
+        (("a", "model.output['logits']", "model.output['cache']"), (), "model.output['logits']"),
+        (("attn[0]", "attn[1]", "head"), (), "head"),
+        (("attn[0]", "mid", "attn[1]"), (), "attn[1]"),
+        (("a", "output[0]", "output[1]"), ("int64", "float32"), "output[1]"),
+    ],
+)
+def test_the_output_is_the_first_part_of_the_last_result(
+    names: tuple[str, ...], dtypes: tuple[str, ...], output: str
+) -> None:
+    assert [each.name for each in find_outputs(rows(*names, dtypes=dtypes), None)] == [output]
+
+
+def test_a_chosen_output_is_taken_as_it_is() -> None:
+    assert [each.name for each in find_outputs(rows("a", "output[0]", "output[1]"), "output[1]")] == ["output[1]"]
