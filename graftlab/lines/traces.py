@@ -68,7 +68,9 @@ class SliceTrace:
 
     ``values`` are what they read and wrote, by number, and ``fingerprints`` those that were taken. ``result`` is the
     tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``elsewhere`` are
-    fingerprints, without quantiles, of what was computed before and did not lead to the value.
+    fingerprints, without quantiles, of what was computed before and did not lead to the value. ``of_forward`` are, for a
+    value of the backward pass, the fingerprints of what the forward pass computed: only one side's backward pass may
+    read it.
     """
 
     operations: tuple[TracedOperation, ...]
@@ -78,6 +80,7 @@ class SliceTrace:
     without_fingerprint: tuple[int, ...]
     is_cut_short: bool
     elsewhere: tuple[Fingerprint, ...] = ()
+    of_forward: tuple[Fingerprint, ...] = ()
 
 
 def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
@@ -102,7 +105,16 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
                     left.append(number)
     chosen = [recorder.operations[index] for index in sorted(operations)]
     values.update(dict.fromkeys(number for each in chosen for number in each.outputs))
+    of_forward: tuple[Fingerprint, ...] = ()
+    if any(each.is_of_backward for each in chosen):
+        outside = {number for each in recorder.operations if not each.is_of_backward for number in each.outputs}
+        of_forward = tuple(
+            recorder.fingerprints[number]
+            for number in sorted(outside - values.keys())
+            if number in recorder.fingerprints
+        )
     read = {result, *(number for each in chosen for number in each.inputs)}
+    elsewhere = tuple(recorder.without_quantiles(number) for number in recorder.fingerprints if number not in values)
     return SliceTrace(
         tuple(TracedOperation.of(each) for each in chosen),
         {number: recorder.values[number] for number in values},
@@ -110,7 +122,6 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
         result,
         tuple(sorted(read & recorder.over_budget)),
         recorder.is_cut_short,
-        tuple(recorder.without_quantiles(number) for number in recorder.fingerprints if number not in values)[
-            -MOST_ELSEWHERE:
-        ],
+        elsewhere[-MOST_ELSEWHERE:],
+        of_forward,
     )
