@@ -68,8 +68,8 @@ class SliceTrace:
 
     ``values`` are what they read and wrote, by number, and ``fingerprints`` those that were taken. ``result`` is the
     tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``elsewhere`` are
-    fingerprints, without quantiles, of what was computed before and did not lead to the value. ``of_forward`` are, for a
-    value of the backward pass, the fingerprints of what the forward pass computed: only one side's backward pass may
+    fingerprints, without quantiles, of what was computed before and did not lead to the value. ``of_forward`` are, for
+    a value of the backward pass, the fingerprints of what the forward pass computed: only one side's backward pass may
     read it.
     """
 
