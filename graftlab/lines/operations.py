@@ -18,10 +18,10 @@ from graftlab.lines.state import path_of
 from graftlab.taps.untraced import outside_compiled_code
 
 MOST_OPERATIONS = 50_000
-SORT_BUDGET = 1 << 25
-"""The elements that one recording sorts for fingerprints: a few seconds of one processor core."""
+SORT_BUDGET = 1 << 24
+"""The elements that one recording sorts for fingerprints: about a second of one processor core."""
 LARGE = 1 << 16
-"""A tensor of more elements is large; see :class:`OperationRecorder`."""
+"""A tensor of more elements is large: its values are not sorted, which takes thirty times as long as their sums."""
 NUMBER_BUDGET = 1 << 29
 """The elements that one recording reads for fingerprints at all."""
 
@@ -229,7 +229,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.over_budget.add(number)
             elif _is_plain(tensor):
                 self._numbers -= size
-                sorts = size <= self._sorts
+                sorts = size <= min(LARGE, self._sorts)
                 self._sorts -= size if sorts else 0
                 self.fingerprints[number] = fingerprint(tensor, sorts=sorts)
         return number
