@@ -95,10 +95,10 @@ def value(notebook: Kernel, expression: str) -> str:
 @pytest.mark.ranks
 def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
     assert "<Session 2+1: 3 ranks alive" in value(
-        bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu -o mine --replace"
+        bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu --keep-rows 1000 -o mine --replace"
     )
-    assert value(bare, "[rank.label for rank in mine.ranks], mine.options.timeout") == (
-        "(['baseline[0]', 'baseline[1]', 'target[0]'], 50.0)"
+    assert value(bare, "[rank.label for rank in mine.ranks], mine.options.timeout, mine.options.keep_rows") == (
+        "(['baseline[0]', 'baseline[1]', 'target[0]'], 50.0, 1000)"
     )
     typed(bare, "%graft up --replace --start-method spawn")
     assert value(bare, "session.options.baseline, session.options.target, mine.closed") == "(1, 1, True)"
