@@ -80,7 +80,7 @@ def test_scripts_that_agree_continue_with_the_results_of_their_own_calls(
         ({"0.running_mean": "", "0.weight": ""}, "Before call 2 the weights differ"),
     ],
 )
-def test_buffers_that_calls_write_are_told_from_weights(differing: dict[str, str], text: str) -> None:
+def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict[str, str], text: str) -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
     turns._models, turns._buffers = ["Norm", "Norm"], {"0.running_mean", "0.running_var"}
     findings = Findings(pd.DataFrame(), 5.0, 1, data=["The weights already differ: 0."], weights=differing)
