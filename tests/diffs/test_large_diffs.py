@@ -43,6 +43,22 @@ def test_tensors_of_several_blocks(dtype: torch.dtype) -> None:
         assert found.max_abs_index == (size - 2,)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool], ids=str)
+def test_sums_of_bytes_are_exact_to_the_ends_of_their_range(dtype: torch.dtype) -> None:
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    size = 2 * STRIPE + BLOCK + 2049
+    x, y = (torch.randint(low, high + 1, (size,), generator=torch.Generator().manual_seed(seed)) for seed in (3, 4))
+    # Whole blocks of the largest sums, in both directions, and a block in which all is equal.
+    for block, (one, other) in enumerate(((low, high), (high, low), (low, low), (high, high))):
+        x[block * BLOCK : (block + 1) * BLOCK], y[block * BLOCK : (block + 1) * BLOCK] = one, other
+    found, d = measure(x.to(dtype), y.to(dtype)), y - x
+    right = [int(total.sum()) / size for total in (x, y, d.abs())]
+    assert [found.mean_baseline, found.mean_target, found.mean_abs] == pytest.approx(right, rel=1e-13)
+    assert found.max_abs == high - low
+    assert (found.min_baseline, found.max_baseline, found.min_target, found.max_target) == (low, high, low, high)
+    assert found.rel_l2 == pytest.approx((int((d * d).sum()) / int((x * x).sum())) ** 0.5, rel=1e-15)
+
+
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.uint8], ids=str)
 def test_remainder_of_the_last_step_is_measured_too(dtype: torch.dtype) -> None:
     x, y = noisy(1000, dtype)

@@ -4,6 +4,8 @@
 
 #include "kernel.h"
 
+#include <stdlib.h>
+
 /* ==== The loops over elements, for one level ======================================================================== */
 
 /* F and D are the registers' vectors of floats and doubles; an F makes HALVES of D. Several accumulators of one sum
@@ -284,21 +286,43 @@ FLOAT_LOOPS(BF16, uint16_t, F, float, HALVES, WIDEN, MIN_F, MAX_F)
 FLOAT_LOOPS(F16, uint16_t, F, float, HALVES, WIDEN, MIN_F, MAX_F)
 FLOAT_LOOPS(F64, double, D, double, 1, AS_IT_IS, MIN_D, MAX_D)
 
-/* Integers of one byte: exact in 32 bits for a block of up to 2**15 elements, and left to the compiler to vectorise. */
-#define BYTE_LOOPS(name, c_type, VALUE)                                                                                \
+/* Integers of one byte: exact in 32 bits for a block of up to 2**15 elements, and left to the compiler to vectorise.
+ * FLIP makes them unsigned and keeps their order and distances: processors add up absolute differences of unsigned bytes
+ * in one instruction, and a plain sum is that of the differences from zero, which the compiler is not to know. Products
+ * are made of 16 bits in an array, because the compiler would narrow those that it sees come from bytes. */
+#define BYTES_AT_ONCE 2048
+#define BYTE_LOOPS(name, c_type, VALUE, FLIP, offset)                                                                  \
     static void JOIN(name, _sums)(const void *from_x, const void *from_y, int64_t count, struct sums *found) {         \
         const c_type *each_x = from_x, *each_y = from_y;                                                               \
-        int32_t x = 0, y = 0, xx = 0, yy = 0, dd = 0, abs_d = 0;                                                       \
-        int16_t low_x = 256, high_x = -256, low_y = 256, high_y = -256, most = 0;                                      \
-        for (int64_t i = 0; i < count; i++) {                                                                          \
-            int16_t a = VALUE(each_x[i]), b = VALUE(each_y[i]), d = (int16_t)(b - a);                                  \
-            int16_t distance = (int16_t)(d < 0 ? -d : d);                                                              \
-            x += a, y += b, xx += a * a, yy += b * b, dd += d * d, abs_d += distance;                                  \
-            low_x = a < low_x ? a : low_x, high_x = a > high_x ? a : high_x;                                           \
-            low_y = b < low_y ? b : low_y, high_y = b > high_y ? b : high_y;                                           \
-            most = distance > most ? distance : most;                                                                  \
+        uint32_t x = 0, y = 0, abs_d = 0;                                                                              \
+        int32_t xx = 0, yy = 0, xy = 0;                                                                                \
+        uint8_t low_x = 255, high_x = 0, low_y = 255, high_y = 0, most = 0, zero = 0;                                  \
+        __asm__("" : "+r"(zero));                                                                                      \
+        for (int64_t at = 0; at < count; at += BYTES_AT_ONCE) {                                                        \
+            int some = (int)(count - at < BYTES_AT_ONCE ? count - at : BYTES_AT_ONCE);                                 \
+            for (int i = 0; i < some; i++) {                                                                           \
+                uint8_t a = FLIP(each_x[at + i]), b = FLIP(each_y[at + i]);                                            \
+                uint8_t larger = a > b ? a : b, smaller = a > b ? b : a, distance = (uint8_t)(larger - smaller);       \
+                low_x = a < low_x ? a : low_x, high_x = a > high_x ? a : high_x;                                       \
+                low_y = b < low_y ? b : low_y, high_y = b > high_y ? b : high_y;                                       \
+                most = distance > most ? distance : most;                                                              \
+            }                                                                                                          \
+            for (int i = 0; i < some; i++) {                                                                           \
+                uint8_t a = FLIP(each_x[at + i]), b = FLIP(each_y[at + i]);                                            \
+                x += (uint32_t)abs((int)a - (int)zero), y += (uint32_t)abs((int)b - (int)zero);                        \
+                abs_d += (uint32_t)abs((int)a - (int)b);                                                               \
+            }                                                                                                          \
+            int16_t wide_x[BYTES_AT_ONCE], wide_y[BYTES_AT_ONCE];                                                      \
+            for (int i = 0; i < some; i++) wide_x[i] = VALUE(each_x[at + i]), wide_y[i] = VALUE(each_y[at + i]);       \
+            for (int i = 0; i < some; i++) {                                                                           \
+                xx += wide_x[i] * wide_x[i], yy += wide_y[i] * wide_y[i], xy += wide_x[i] * wide_y[i];                 \
+            }                                                                                                          \
         }                                                                                                              \
-        *found = (struct sums){x, y, xx, yy, dd, abs_d, low_x, high_x, low_y, high_y, most};                           \
+        double shift = (double)(offset) * count;                                                                       \
+        *found = (struct sums){.x = x - shift, .y = y - shift, .abs_d = abs_d, .max_abs = most};                       \
+        found->xx = xx, found->yy = yy, found->dd = (double)xx + yy - 2.0 * xy;                                        \
+        found->low_x = low_x - (offset), found->high_x = high_x - (offset);                                            \
+        found->low_y = low_y - (offset), found->high_y = high_y - (offset);                                            \
     }                                                                                                                  \
     static int64_t JOIN(name, _find)(const void *from_x, const void *from_y, int64_t count, double distance) {         \
         const c_type *each_x = from_x, *each_y = from_y;                                                               \
@@ -316,9 +340,10 @@ FLOAT_LOOPS(F64, double, D, double, 1, AS_IT_IS, MIN_D, MAX_D)
     }
 
 #define TRUTH(b) ((b) != 0)
-BYTE_LOOPS(BOOL, uint8_t, TRUTH)
-BYTE_LOOPS(U8, uint8_t, )
-BYTE_LOOPS(I8, int8_t, )
+#define FLIPPED(b) ((uint8_t)((b) ^ 0x80))
+BYTE_LOOPS(BOOL, uint8_t, TRUTH, TRUTH, 0)
+BYTE_LOOPS(U8, uint8_t, , , 0)
+BYTE_LOOPS(I8, int8_t, , FLIPPED, 128)
 
 #define WITH_SUMS(name) [name] = {JOIN(name, _sums), JOIN(name, _spread), JOIN(name, _find), JOIN(name, _load)}
 #define EXACT(name) [name] = {JOIN(name, _sums), 0, JOIN(name, _find), JOIN(name, _load)}
