@@ -28,6 +28,7 @@ from graftlab.ranks.held_call import (
     ScriptEnd,
     describe_call,
     describe_result,
+    keep_given,
     release_call,
     take_weights,
 )
@@ -92,13 +93,17 @@ def compare_scripts(
         return start_scripts(commands, options, plan, folder, choice.settings, on_wait)
 
     session = open_session(options, GraftPlan(), make_run_folder(choice.folder), start)
+    held = _HeldInTurn(session, choice)
     try:
-        compared = _HeldInTurn(session, choice).judge()
+        compared = held.judge()
         if choice.keep_going and all(rank.alive for rank in session.ranks):
             for process in scripts_of(session).values():
                 process.keeps_going = True
             session.run(leave, leave)
         return compared
+    except KeyboardInterrupt:
+        session.close()
+        raise KeyboardInterrupt(held.known) from None
     except BaseException:
         session.close()
         raise
@@ -151,6 +156,8 @@ class _HeldInTurn:
         # The comparison of calls that have other numbers of rows on both sides, if no update follows.
         self._unpaired: Comparison | None = None
         self._buffers: set[str] = set()
+        # The numbers of calls and updates that have been judged.
+        self._judged: tuple[int, int] | None = None
         self._compared: Comparison
         self._run: Run
 
@@ -174,11 +181,19 @@ class _HeldInTurn:
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
             self._compared = compared
+            self._judged = len(self._models), self._updates
             if compared.answer != "agree":
                 return self._at_last(compared)
             if self._is_enough(held) or (following := self._next(None, held)) is None:
                 return self._concluded([_NOT_ALL])
             held = following
+
+    @property
+    def known(self) -> str:
+        """What is known so far, in a sentence."""
+        if not self._judged:
+            return "Nothing was judged yet."
+        return f"So far: {self._agreed(self._models[: self._judged[0]], self._judged[1])}"
 
     def _concluded(self, said: Sequence[str] = ()) -> Comparison:
         """The comparison where everything that was judged agrees."""
@@ -288,6 +303,9 @@ class _HeldInTurn:
         self._since_update = 0
         proposal = next(reversed(self._proposals.values()), None)
         compared = judge_held_updates(self._session, baseline, target, self._choice.judging, proposal, self._apart)
+        if compared.answer == "agree":
+            # Optimizers may make much of rounding, and it would add up from update to update.
+            self._session.run(keep_given, keep_given)
         if self._unpaired is not None:
             unpaired = f"{NOT_CHECKED}single calls, as the sides call their models with other numbers of rows."
             compared = replace(compared, remarks=(*compared.remarks, unpaired))
