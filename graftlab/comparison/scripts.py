@@ -21,7 +21,7 @@ from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSe
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import CallDescription, ScriptEnd, describe_call, release_call, take_weights
+from graftlab.ranks.held_call import CallDescription, ScriptEnd, describe_call, keep_given, release_call, take_weights
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
@@ -79,13 +79,17 @@ def compare_scripts(
         return start_scripts(commands, options, plan, folder, choice.settings, on_wait)
 
     session = open_session(options, GraftPlan(), make_run_folder(choice.folder), start)
+    held = _HeldInTurn(session, choice)
     try:
-        compared = _HeldInTurn(session, choice).judge()
+        compared = held.judge()
         if choice.keep_going and all(rank.alive for rank in session.ranks):
             for process in scripts_of(session).values():
                 process.keeps_going = True
             session.run(leave, leave)
         return compared
+    except KeyboardInterrupt:
+        session.close()
+        raise KeyboardInterrupt(held.known) from None
     except BaseException:
         session.close()
         raise
@@ -133,6 +137,8 @@ class _HeldInTurn:
         self._apart: dict[str, float] = {}
         # The comparison of calls that have other numbers of rows on both sides, if no update follows.
         self._unpaired: Comparison | None = None
+        # The numbers of calls and updates that have been judged.
+        self._judged: tuple[int, int] | None = None
         self._compared: Comparison
         self._run: Run
 
@@ -153,6 +159,7 @@ class _HeldInTurn:
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
             self._compared = compared
+            self._judged = len(self._models), self._updates
             if compared.answer != "agree":
                 return self._at_last(compared)
             if self._is_enough(held):
@@ -160,6 +167,13 @@ class _HeldInTurn:
                     [f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."]
                 )
             held = self._next(None, held)
+
+    @property
+    def known(self) -> str:
+        """What is known so far, in a sentence."""
+        if not self._judged:
+            return "Nothing was judged yet."
+        return f"So far: {self._agreed(self._models[: self._judged[0]], self._judged[1])}"
 
     def _concluded(self, said: Sequence[str] = ()) -> Comparison:
         """The comparison where everything that was judged agrees."""
@@ -236,6 +250,9 @@ class _HeldInTurn:
         self._since_update = 0
         proposal = next(reversed(self._proposals.values()), None)
         compared = judge_held_updates(self._session, baseline, target, self._choice.judging, proposal, self._apart)
+        if compared.answer == "agree":
+            # Optimizers may make much of rounding, and it would add up from update to update.
+            self._session.run(keep_given, keep_given)
         if self._unpaired is not None:
             unpaired = f"{NOT_CHECKED}single calls, as the sides call their models with other numbers of rows."
             compared = replace(compared, remarks=(*compared.remarks, unpaired))

@@ -328,6 +328,11 @@ def take_given() -> None:
     held_update().take_given()
 
 
+def keep_given() -> None:
+    """Let the script continue with what :func:`take_given` left."""
+    held_update().keep_given()
+
+
 def take_weights() -> None:
     """Tap the weights of the held call's models, and repeat it from now on with what the taps leave."""
     held_call().take_weights()

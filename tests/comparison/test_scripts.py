@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from kit import prose
+from kit.processes import still_there, watch
+from kit.support import wait_until
 
 from graftlab.__main__ import main
 
@@ -74,6 +79,41 @@ def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
     assert f"{script}` ended with exit code 1 before it called a model" in error
     assert "loading\nTraceback" in error
     assert error.rstrip().endswith("OSError: no weights here")
+
+
+def test_an_interrupt_ends_both_scripts_and_reports_what_agreed_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, signal, subprocess, sys, torch\n"
+        "torch.manual_seed(0)\n"
+        "torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "with open(f'{sys.argv[1]}.new', 'w') as file:\n"
+        "    file.write(f'{os.getpid()} {child.pid}')\n"
+        "os.rename(f'{sys.argv[1]}.new', sys.argv[1])\n"
+        "signal.pause()\n"
+    )
+    notes = [tmp_path / side for side in ("baseline", "target")]
+    watched: dict[int, int] = {}
+
+    def interrupt() -> None:
+        try:
+            wait_until(lambda: all(note.exists() for note in notes), "both scripts to wait after a call that agrees")
+            watched.update(watch(int(pid) for note in notes for pid in note.read_text().split()))
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopper = threading.Thread(target=interrupt)
+    stopper.start()
+    code = main(["compare", *(f"{script} {note}" for note in notes), "--folder", str(tmp_path / "run")])
+    stopper.join()
+    assert code == 130
+    assert len(watched) == 4
+    assert still_there(watched) == []
+    error = capsys.readouterr().err
+    assert error.endswith("interrupted; both sides have ended. So far: 1 call of Linear agrees.\n")
 
 
 def test_an_environment_without_graftlab_is_named_with_the_remedy(
