@@ -39,7 +39,7 @@ Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 # Seconds for the end of a rank's log to arrive, and for the driver to give everything back.
 _LOG_LIMIT = 10.0
-_RELEASE_LIMIT = 10.0
+_RELEASE_LIMIT = 5.0
 # Seconds beyond the launch's own timeout, within which the driver reports what is lacking.
 _REPORT_LIMIT = 30.0
 _BEGIN = "import sys, json; sys.path[:] = json.loads({path!r}); from graftlab.remote.ray_driver import main; main()"
