@@ -161,6 +161,9 @@ class RayProcess:
         # Without waiting for the answer: its machine may be gone.
         self._driver.ask("signal", self._world_rank, number)
 
+    def release_in_child(self) -> None:
+        self._driver.release_in_child()
+
 
 def _reserve(wanted: Ray, options: LaunchOptions, driver: _DriverProcess) -> RayReservation:
     request = RayRequest(
@@ -243,6 +246,11 @@ class _DriverProcess:
             self._process.kill()
             self._process.wait()
         self._socket.close()
+
+    def release_in_child(self) -> None:
+        """Close a forked child's copies of the connection, whose end is that of the session."""
+        self._socket.close()
+        self._connection.close()
 
     def _read_answers(self) -> None:
         try:
