@@ -56,6 +56,7 @@ docs: $(docs_ready) ## build the pages, the API and the executed notebooks into 
 	@echo "Open build/docs/index.html"
 
 soak: $(test_ready) ## run the tests that take minutes
+	$(install) -q 'ray>=2.40'
 	$(run) -m pytest -m soak $(PYTEST_ARGS)
 
 fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; prints its seed (FUZZ_SEED=1 to repeat one)
