@@ -1,6 +1,6 @@
 """The notebooks run from their first cell to their last, and come to what their text says.
 
-`make docs` executes all of them too, and fails at an error in a cell. Three that take much of the processor are
+`make docs` executes all of them too, and fails at an error in a cell. Those that take most of the processor are
 compared with their text in the soak.
 """
 
@@ -203,6 +203,7 @@ def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Pa
     assert "The gradient of encoder.layer.*.attention.output.LayerNorm should be equal on the ranks but is not" in shown
 
 
+@pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_compiled_names_the_compilers_mistake_and_the_tap_across_which_it_fuses(tmp_path: Path) -> None:
