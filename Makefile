@@ -65,7 +65,7 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no test notices
-	$(install) -q 'cosmic-ray>=8.7,<9' 'coverage>=7.6'
+	$(install) -q 'cosmic-ray>=8.7,<9'
 	$(run) tests/mutants.py $(MUTANTS_ARGS)
 
 coverage: $(test_ready) ## run all tests under coverage.py; print lines and branches by room (COVERAGE_ARGS="--again --lines rows")
