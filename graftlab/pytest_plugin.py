@@ -22,6 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="make the recordings that comparisons name anew, and judge nothing",
     )
+    group.addoption(
+        "--graftlab-record-limit",
+        metavar="MIB",
+        type=float,
+        default=1.0,
+        help="the largest size of a recording, in MiB (1); of the largest tensors it then has sketches",
+    )
 
 
 @pytest.fixture
@@ -37,6 +44,7 @@ def graftlab_compare(request: pytest.FixtureRequest) -> Iterator[ModelComparer]:
         re.sub(r"[^\w.-]+", "_", request.node.nodeid),
         request.config.getoption("--graftlab-report"),
         bool(request.config.getoption("--graftlab-record")),
+        int(request.config.getoption("--graftlab-record-limit") * (1 << 20)),
         request.path.parent,
         request.config.rootpath,
     )
@@ -51,12 +59,13 @@ def graftlab_compare(request: pytest.FixtureRequest) -> Iterator[ModelComparer]:
 
 class ModelComparer:
     """Compares models for one test. ``name`` is part of the pages' names, ``folder`` that of the test, ``root`` that of
-    all tests.
+    all tests; ``limit`` is the largest size of a recording, in bytes.
 
     Call it as :func:`graftlab.compare`, with ``reference`` besides, the function whose model is recorded.
     """
 
-    def __init__(self, name: str, pages: str | None, records: bool, folder: Path, root: Path) -> None:
+    def __init__(self, name: str, pages: str | None, records: bool, limit: int, folder: Path, root: Path) -> None:
+        self._limit = limit
         self._name, self._records, self._folder, self._root = name, records, folder, root
         self._pages = None if pages is None else Path(pages)
         self._made: list[Comparison] = []
@@ -109,7 +118,11 @@ class ModelComparer:
 
         made = folder.with_name(f"{folder.name}.{os.getpid()}")
         shutil.rmtree(made, ignore_errors=True)
-        record_reference(load, inputs, made, include=include)
+        try:
+            record_reference(load, inputs, made, include=include, limit=self._limit)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
         # Only now, so that a model that fails leaves the old recording.
         shutil.rmtree(folder, ignore_errors=True)
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
+from graftlab.base.world import Side
 from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.past_runs import prune
@@ -206,6 +207,28 @@ class Session(SessionCore):
     <Session 1+1: 2 ranks alive, ...>
     """
 
+    def environment(self, side: Side) -> dict[str, str]:
+        """The environment variables with which a job of this side joins a session that :func:`listen` has made.
+
+        For launchers that take a dict, such as ``runtime_env={"env_vars": session.environment("target")}`` of Ray, or
+        ``subprocess.Popen(env={**os.environ, ...})``. A session that listens at an address has a token, which these
+        variables do not contain: they name its file, which the job's machine must have too.
+
+        Raises :class:`SessionError` for a session that was launched.
+
+        >>> with gl.listen(baseline=1, target=2) as other:
+        ...     other.environment("target")["GRAFTLAB_ROLE"]
+        start each job with these variables, and its own command:
+        ...
+        'target'
+        """
+        environment_of = internals_of(self).environment_of
+        if environment_of is None:
+            raise SessionError("session.environment: this session was launched, and no job can join it; use gl.listen")
+        if side not in ("baseline", "target"):
+            raise SessionError(f"session.environment({side!r}): a side is 'baseline' or 'target'")
+        return environment_of(side)
+
     def replay(
         self,
         path: str | Path,
@@ -283,9 +306,10 @@ class Session(SessionCore):
         ``floor`` is given, nothing is swapped, and the text states that. A target cannot be a recording.
 
         ``output`` is the tap at which effects are measured, in its last call. By default it is the last tap whose
-        numbers round: logits, not the token chosen by them, which seldom shows a mistake. ``floor`` is ``"auto"`` or a
-        ``rel_l2`` for all taps, such as 3e-4 where the target multiplies in TF32. ``exact`` is the baseline in float64,
-        with the same taps, also run on the baseline's ranks: its distance is added to the floor. The verdict replaces
+        numbers round, and the first part of a result with several: logits, neither the token chosen by them, which
+        seldom shows a mistake, nor a cache. ``floor`` is ``"auto"`` or a ``rel_l2`` for all taps, such as 3e-4 where
+        the target multiplies in TF32. ``exact`` is the baseline in float64, with the same taps, also run on the
+        baseline's ranks: its distance is added to the floor. The verdict replaces
         the plan's filters, and restores them afterwards; the transform and the renaming stay in force.
 
         For jobs, give no functions: the verdict waits until all have joined, at most the session's ``timeout`` for the

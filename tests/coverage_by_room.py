@@ -25,7 +25,7 @@ CONFIGURATION = f"""
 [run]
 branch = true
 parallel = true
-# Ranks are forks of the forkserver and end by os._exit; those that are told to end are told by a signal.
+# Ranks are forks of the forkserver; they end by os._exit, or by a signal.
 patch = subprocess, fork, _exit
 sigterm = true
 source = {CHECKOUT / "graftlab"}

@@ -1,4 +1,8 @@
-"""The notebooks run from their first cell to their last, and come to what their text says."""
+"""The notebooks run from their first cell to their last, and come to what their text says.
+
+`make docs` executes all of them too, and fails at an error in a cell. Those that take most of the processor are
+compared with their text in the soak.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +99,7 @@ def test_attach_steers_two_scripts_and_compares_three_candidates_with_a_recordin
     assert re.search(r"last layer +12 +6 +hidden, layer 2, step 0", table)
 
 
+@pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_live_editing_edits_filters_and_a_transform_while_the_loop_runs(tmp_path: Path) -> None:
@@ -161,6 +166,7 @@ def test_cuda_graphs_finds_a_stale_buffer_tail_and_repairs_the_tokens(tmp_path: 
     assert re.search(r"status of tails: +compared\nall tokens agree: +True", text)
 
 
+@pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path: Path) -> None:
@@ -176,6 +182,7 @@ def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path:
     assert "equal outputs: True" in said
 
 
+@pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Path) -> None:
@@ -196,6 +203,7 @@ def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Pa
     assert "The gradient of encoder.layer.*.attention.output.LayerNorm should be equal on the ranks but is not" in shown
 
 
+@pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_compiled_names_the_compilers_mistake_and_the_tap_across_which_it_fuses(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from graftlab.ranks.held_call import (
     release_call,
 )
 from graftlab.ranks.remote_functions import Callee
+from graftlab.recordings.condensing import condense
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.recorder import record_held_call
 from graftlab.recordings.recording import Recording
@@ -128,14 +130,18 @@ def compare_with_compiled(
     return session, found, answer
 
 
-def record_reference(load: Callee, inputs: Any, folder: str | Path, *, include: str | None = None) -> None:
+def record_reference(
+    load: Callee, inputs: Any, folder: str | Path, *, include: str | None = None, limit: int
+) -> list[str]:
     """Load a model in a process of its own, call it with these inputs, and record its taps in this folder.
 
-    Raises :class:`RecordingError` when the folder has a recording already.
+    The recording has at most ``limit`` bytes; returns the taps of which it has sketches alone. Raises
+    :class:`RecordingError` when the folder has a recording already, or the limit is too small.
     """
-    with launch(baseline=1, target=1) as session:
+    with launch(baseline=1, target=1) as session, tempfile.TemporaryDirectory(dir=session.folder) as whole:
         session.run(partial(load_and_hold, load, inputs, WatchChoice(include, params=False), False))
-        session.run(partial(record_held_call, str(Path(folder).absolute())))
+        session.run(partial(record_held_call, whole))
+        return condense(Path(whole), Path(folder).absolute(), limit)
 
 
 def compare_expression(session: Session, expression: str) -> Comparison:

@@ -64,6 +64,7 @@ from graftlab.verdict.pair_contradictions import compared_in_part, contradicting
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
+from graftlab.verdict.sketched_taps import judged_until_sketch
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
     ReturnedValues,
@@ -345,6 +346,8 @@ class Judgement:
         if constant is None and not evidence.selves:
             constant, _ = assumed_floor(compared["dtype"].dropna())
         frame = added_frame(grafted, floors.of_groups(), compared=compared, constant=constant, own=floors.of_taps())
+        frame, behind = judged_until_sketch(frame, grafted, self._threshold)
+        unseen += [behind] if behind else []
         named = named_groups(frame, self._threshold)
         accumulated = floors.accumulated(constant)
         differing = [] if not_repeated else differing_taps(compared, accumulated, self._threshold, leave=given)

@@ -237,6 +237,8 @@ class ReceivePipeline:
                 return _no_matching_rows(graft_input, outcome, label, note)
         if call.action.keep:
             note = _joined(note, self._keep(call, graft_input, outcome))
+        if outcome.compare_only:
+            call = call._replace(action=replace(call.action, graft=False))
         if call.action.graft:
             note = _joined(note, outcome.caveat)
         done = self._done(call, outcome.value, stats, receipt, note, replaced)

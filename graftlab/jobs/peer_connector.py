@@ -31,6 +31,7 @@ from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.peers import Link
 from graftlab.exchange.tcp import RouterSocket, TcpChannel
+from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import peer_uid
 from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
 from graftlab.ranks.messages import Contact, LinkReport
@@ -68,6 +69,7 @@ class PeerConnector:
         # Nonces of the ranks that share memory with this one.
         self._nonces: dict[int, bytes] = {}
         self._trying: dict[int, tuple[TcpChannel, float]] = {}
+        self._refusals = RefusalLog()
         nonce = secrets.token_bytes(_NONCE)
         name = f"{place.label} {secrets.token_hex(8)}".encode()
         try:
@@ -216,7 +218,7 @@ class PeerConnector:
             self._keep(contact, (SocketChannel(connection), arena))
         except (OSError, EOFError, ValueError, GraftError) as error:
             connection.close()
-            logger.warning("%s: a process that wanted to share memory was refused: %s", self._place.label, error)
+            self._refusals.warn(f"{self._place.label}: a process that wanted to share memory was refused: {error}")
         return True
 
     def _hand_over(self, connection: socket.socket, contact: Contact) -> None:
@@ -272,6 +274,7 @@ class PeerConnector:
         for channel, _ in self._links.values():
             channel.close()
         self._router.close()
+        self._refusals.close()
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import shlex
@@ -28,6 +27,7 @@ from graftlab.jobs.handshake import (
     send_handshake,
 )
 from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, package_folder
+from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
@@ -37,8 +37,6 @@ from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.held_call import WatchChoice
 from graftlab.ranks.options import LaunchOptions
 from graftlab.ranks.process_end import end_programs_of
-
-logger = logging.getLogger(__name__)
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap")
 # Seconds that a process has to send its request, once it has connected.
@@ -276,6 +274,7 @@ class _Admission:
         self._joined: dict[str, ScriptRankHandle] = {}
         self._shared = SharedDescriptors(self._places)
         self._refused: dict[str, str] = {}
+        self._refusals = RefusalLog()
 
     def wait(
         self,
@@ -308,6 +307,7 @@ class _Admission:
             raise
         finally:
             self._shared.release()
+            self._refusals.close()
 
     def _refuse_ended(self) -> None:
         """Raise :class:`LaunchError` if a side has ended, of whose ranks some have not joined."""
@@ -335,7 +335,7 @@ class _Admission:
         connection.settimeout(_HANDSHAKE_LIMIT)
         try:
             if (uid := peer_uid(connection)) != os.getuid():
-                logger.warning("a process of user %d was refused", uid)
+                self._refusals.warn(f"a process of user {uid} was refused")
                 return
             request = receive_handshake(connection)
             if not isinstance(request, HoldRequest):
@@ -348,7 +348,7 @@ class _Admission:
                 return
             self._admit(connection, request)
         except (OSError, EOFError, GraftError) as error:
-            logger.warning("a process was refused: %s", error)
+            self._refusals.warn(f"a process was refused: {error}")
             with contextlib.suppress(OSError, GraftError):
                 send_handshake(connection, RequestRefused(f"its request could not be read: {error}", settings=False))
 

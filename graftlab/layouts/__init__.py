@@ -10,6 +10,7 @@ from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.on_ranks import RankLayout, layout_of_dtensor, rank_layout
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
+from graftlab.layouts.sketching import SignedSums
 from graftlab.layouts.steps import Disagreement, Pack, Pad, Part, Scale, Step, Strided, Unpack, Window
 from graftlab.layouts.text import parse_layout
 
@@ -32,6 +33,7 @@ __all__ = [
     "Rows",
     "Scale",
     "Shard",
+    "SignedSums",
     "Step",
     "Strided",
     "Unpack",

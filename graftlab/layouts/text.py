@@ -21,6 +21,7 @@ from graftlab.layouts.layout import Layout
 from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
+from graftlab.layouts.sketching import SignedSums
 from graftlab.layouts.steps import Pack, Pad, Part, Scale, Step, Strided, Unpack, Window
 
 SAME = "same"
@@ -36,6 +37,7 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "scale": Scale,
     "pack": Pack,
     "unpack": Unpack,
+    "sketch": SignedSums,
     "shard": Shard,
     "replicate": Replicate,
     "partial": Partial,

@@ -107,7 +107,7 @@ def _result(trace: SliceTrace) -> Fingerprint | None:
 
 def _every_value(traces: Sequence[SliceTrace]) -> list[Fingerprint]:
     """All fingerprints of a side, with those of tensors that its ranks hold in shards."""
-    found = [each for trace in traces for each in trace.fingerprints.values()]
+    found = [each for trace in traces for each in (*trace.fingerprints.values(), *trace.of_forward)]
     return [*found, *map(joined, _shards(traces).values())]
 
 

@@ -73,6 +73,7 @@ class Operation:
     """Whether the result depends on the state of a random generator."""
     backward_of: tuple[SourceFrame, ...] = ()
     """For an operation of the backward pass: the lines of the forward operation that it belongs to."""
+    is_of_backward: bool = False
 
     @property
     def only_arranges(self) -> bool:
@@ -171,7 +172,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 read += found
         inputs = tuple(dict.fromkeys(self.read(each) for each in read))
         index = len(self.operations)
-        stack, backward_of = tuple(stack_entries(sys._getframe(1))), _forward_lines()
+        node = _autograd_node()
+        stack, backward_of = tuple(stack_entries(sys._getframe(1))), _forward_lines(node)
         call = _in_words(func, args, given)
         # Operations inside this one are not recorded: torch takes the mode away meanwhile.
         result = func(*args, **given)
@@ -192,7 +194,15 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs.append(self._number(each, (index,)))
         self.operations.append(
             Operation(
-                index, name, call, inputs, tuple(dict.fromkeys(outputs)), stack, _draws(func, args, given), backward_of
+                index,
+                name,
+                call,
+                inputs,
+                tuple(dict.fromkeys(outputs)),
+                stack,
+                _draws(func, args, given),
+                backward_of,
+                node is not None,
             )
         )
         return result
@@ -330,13 +340,18 @@ def _value_in_words(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, str)) else type(value).__name__
 
 
-def _forward_lines() -> tuple[SourceFrame, ...]:
+def _autograd_node() -> Any:
+    """The node of autograd's graph that runs now; None outside a backward pass."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    return None if current is None else current()
+
+
+def _forward_lines(node: Any) -> tuple[SourceFrame, ...]:
     """The user's lines of the forward operation whose gradient is being computed, innermost first.
 
-    Autograd keeps them while anomalies are looked for, see ``torch.autograd.set_detect_anomaly``.
+    Autograd keeps them while anomalies are looked for, see ``torch.autograd.set_detect_anomaly``. What adds to a
+    gradient of before belongs to no operation, but to the call of ``backward``.
     """
-    current = getattr(torch._C, "_current_autograd_node", None)
-    node = None if current is None else current()
-    if node is None:
+    if node is None or node.name().endswith("AccumulateGrad"):
         return ()
     return frames_of_traceback("".join(node.metadata.get("traceback_", ())))

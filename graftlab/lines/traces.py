@@ -65,7 +65,9 @@ class SliceTrace:
     """The operations that lead to one value on one rank, in execution order.
 
     ``values`` are what they read and wrote, by number, and ``fingerprints`` those that were taken. ``result`` is the
-    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice.
+    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``of_forward`` are, for a
+    value of the backward pass, the fingerprints of what the forward pass computed: only one side's backward pass may
+    read it.
     """
 
     operations: tuple[TracedOperation, ...]
@@ -74,6 +76,7 @@ class SliceTrace:
     result: int
     without_fingerprint: tuple[int, ...]
     is_cut_short: bool
+    of_forward: tuple[Fingerprint, ...] = ()
 
 
 def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
@@ -98,6 +101,14 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
                     left.append(number)
     chosen = [recorder.operations[index] for index in sorted(operations)]
     values.update(dict.fromkeys(number for each in chosen for number in each.outputs))
+    of_forward: tuple[Fingerprint, ...] = ()
+    if any(each.is_of_backward for each in chosen):
+        outside = {number for each in recorder.operations if not each.is_of_backward for number in each.outputs}
+        of_forward = tuple(
+            recorder.fingerprints[number]
+            for number in sorted(outside - values.keys())
+            if number in recorder.fingerprints
+        )
     read = {result, *(number for each in chosen for number in each.inputs)}
     return SliceTrace(
         tuple(TracedOperation.of(each) for each in chosen),
@@ -106,4 +117,5 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
         result,
         tuple(sorted(read & recorder.over_budget)),
         recorder.is_cut_short,
+        of_forward,
     )

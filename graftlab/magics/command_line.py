@@ -75,6 +75,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _add_keep_rows(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--keep-rows",
+        type=_count,
+        metavar="N",
+        help="rows of a frame that stay in memory for the next; of more, each frame is read from disk (default all)",
+    )
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -159,6 +168,7 @@ def _commands() -> dict[str, Command]:
         default="session",
         help="assign the session to this (default session)",
     )
+    _add_keep_rows(up)
     up.add_argument(
         "--on",
         type=_cluster,
@@ -191,6 +201,7 @@ def _commands() -> dict[str, Command]:
         default=limits.TIMEOUT,
         help=f"twice the time limit of each wait in a tap (default {limits.TIMEOUT:g})",
     )
+    _add_keep_rows(listen)
     listen.add_argument(
         "-o",
         "--out",

@@ -46,7 +46,7 @@ def load(shell: InteractiveShell) -> None:
 
 
 # The options by which `%graft up` compares the open session with the requested one.
-_OPTIONS_OF_UP = ("baseline", "target", "device", "backend", "timeout", "start_method", "on")
+_OPTIONS_OF_UP = ("baseline", "target", "device", "backend", "timeout", "start_method", "keep_rows", "on")
 
 
 @magics_class
@@ -123,6 +123,7 @@ class GraftMagics(Magics):
             backend=arguments.backend,
             timeout=arguments.timeout,
             start_method=arguments.start_method,
+            keep_rows=arguments.keep_rows,
             on=arguments.on,
         )
         self._assign(arguments.out, self.session)
@@ -141,6 +142,7 @@ class GraftMagics(Magics):
             folder=arguments.folder,
             append=arguments.append,
             address=arguments.address,
+            keep_rows=arguments.keep_rows,
         )
         self._assign(arguments.out, self.session)
         return self.session

@@ -95,9 +95,15 @@ class _LineTracer:
         for paired, paired_tags in names:
             self._note(paired, paired_tags if paired_tags is not None else given, own)
         result = self._grafter.tap(name, value, extras, tags, replace)
+        is_grafted = any((paired, kind_of(given)) in self._request.grafted for paired, _ in names)
+        is_copied = is_grafted and replace and result is value and kind_of(given) == "grad"
+        if is_copied:
+            # A graft sets the gradient of one branch. Without a copy, the other branches that autograd gives the same
+            # tensor would end at this tap on the side that has no graft.
+            result = result.clone()
         shown = plain_tensor(result) if isinstance(result, torch.Tensor) else None
-        if isinstance(shown, torch.Tensor) and any((p, kind_of(given)) in self._request.grafted for p, _ in names):
-            self.recorder.set_by_tap(shown, name, changed=self._side == "target")
+        if isinstance(shown, torch.Tensor) and is_grafted:
+            self.recorder.set_by_tap(shown, name, changed=self._side == "target" or is_copied)
         self.recorder.is_open = self._step <= self._last and len(self.found) < len(self._request.wanted)
         return result
 

@@ -47,6 +47,12 @@ class RecordedSide(ABC):
         return list(dict.fromkeys(what for _, end in self._ranks for what in end.left_out))
 
     @property
+    def sketched(self) -> list[str]:
+        """The names of taps of which it has sketches alone, which are compared and never grafted."""
+        entries = (entry for entries, _ in self._ranks for entry in entries)
+        return list(dict.fromkeys(e.name for e in entries if e.layout and e.layout.text.startswith("sketch(")))
+
+    @property
     def frame(self) -> pd.DataFrame:
         """One row for each recorded tap: rank, step, name, dtype, shape, and a column for each tag."""
         # Not at the top: a rank that replays a recording imports this module, and ranks import no pandas.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import threading
@@ -67,8 +68,11 @@ class PendingTap:
 class RecordingWriter:
     """Writes one rank's taps. Any thread may call :meth:`put`; ``error`` has the reason if it ended early."""
 
-    def __init__(self, folder: Path, header: RankHeader) -> None:
-        """Raises OSError when the folder cannot be made, and FileExistsError when it has a recording."""
+    def __init__(self, folder: Path, header: RankHeader, shares: bool = False) -> None:
+        """With ``shares`` equal tensors are stored once, which takes a hash of each.
+
+        Raises OSError when the folder cannot be made, and FileExistsError when it has a recording.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         first = msgspec.json.encode(header)
@@ -83,6 +87,7 @@ class RecordingWriter:
         self._shard: dict[str, torch.Tensor] = {}
         self._lines: list[TapEntry] = []
         self._bytes = self._shards = self._taps = 0
+        self._stored: dict[bytes, StoredTensor] | None = {} if shares else None
         self._disk = _DiskSync()
         self._thread = threading.Thread(target=self._write_all, name="graftlab-recording", daemon=True)
         self._thread.start()
@@ -152,11 +157,14 @@ class RecordingWriter:
 
     def _store(self, tensor: torch.Tensor) -> StoredTensor:
         data = as_bytes(tensor)
+        digest = b"" if self._stored is None else tensor_digest(tensor)
+        if self._stored is not None and digest in self._stored:
+            return self._stored[digest]
         raw = tensor.dtype not in _COMMON
         key = str(len(self._shard))
         self._shard[key] = data if raw else tensor.contiguous()
         self._bytes += tensor.nbytes
-        return StoredTensor(
+        stored = StoredTensor(
             shard=f"{self._shards:06d}.safetensors",
             key=key,
             dtype=DTYPE_NAMES[tensor.dtype],
@@ -164,18 +172,22 @@ class RecordingWriter:
             crc32=zlib.crc32(data.numpy().data),
             raw=raw,
         )
+        if self._stored is not None:
+            self._stored[digest] = stored
+        return stored
 
     def _flush(self) -> None:
         """Write the tensors, and then their index lines, so that every line's tensor exists."""
         if not self._lines:
             return
         path = self._folder / f"{self._shards:06d}.safetensors"
-        try:
-            safetensors.torch.save_file(self._shard, path)
-        except safetensors.SafetensorError as error:
-            raise OSError(str(error)) from error
-        self._disk.add(path)
-        self._disk.wait(_UNSYNCED)
+        if self._shard:
+            try:
+                safetensors.torch.save_file(self._shard, path)
+            except safetensors.SafetensorError as error:
+                raise OSError(str(error)) from error
+            self._disk.add(path)
+            self._disk.wait(_UNSYNCED)
         self._append(b"".join(map(self._chain.sealed, self._lines)))
         self._taps += len(self._lines)
         self._shards += 1
@@ -185,6 +197,13 @@ class RecordingWriter:
     def _append(self, data: bytes) -> None:
         while data:
             data = data[self._index.write(data) :]
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Return a hash of a tensor's bytes, dtype and shape."""
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    found.update(as_bytes(tensor).numpy().data)
+    return found.digest()
 
 
 class _DiskSync:

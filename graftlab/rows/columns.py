@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.rows.schema import COLUMNS, EXECUTION_ORDER, TABLE
-from graftlab.rows.tables import IS_JSON, SCHEMA, Array, dictionary_of, values_of_texts, with_steps
+from graftlab.rows.tables import IS_JSON, SCHEMA, Array, dictionary_of, repeated_tags, values_of_texts
 
 _COUNTS = frozenset(column.name for column in TABLE if column.is_nullable and column.storage == "integer")
 _STORAGE = {column.name: column.storage for column in TABLE}
@@ -32,7 +32,8 @@ class Columns:
     """Makes blocks of rows, and puts blocks together. One thread at a time.
 
     A block is some rows as one array a column: of float64, int64 or objects, or, for what mostly repeats, of places in
-    a table of the values. A tag's column is called ``.tag`` in it. Blocks are never changed, so frames may share them.
+    a table of the values; the tags in it lack their rows' steps. A tag's column is called ``.tag`` in it. Blocks are
+    never changed, so frames may share them.
     """
 
     def __init__(self, *, grows: bool = False) -> None:
@@ -62,11 +63,12 @@ class Columns:
                 made[column.name] = cells.to_numpy()
                 continue
             texts, places = dictionary_of(cells)
-            values = values_of_texts(texts, column) if column.storage in IS_JSON else texts
             if column.storage == "tags":
-                tags, rows_of_tags = values, places
-                made[column.name] = with_steps(texts, values, places, made["step"])
-            elif column.storage == "index":
+                tags, rows_of_tags = repeated_tags(texts, column), places
+                made[column.name] = self.values_of(column.name).places(tags, texts)[places]
+                continue
+            values = values_of_texts(texts, column) if column.storage in IS_JSON else texts
+            if column.storage == "index":
                 made[column.name] = _objects(values)[places]
             else:
                 keys = [None if v is None else tuple(v) for v in values] if column.storage == "list" else values
@@ -76,7 +78,7 @@ class Columns:
     def _of_tags(self, tags: Sequence[Any], rows: Array) -> Block:
         """A column for each tag that has none, called ``.tag``; ``rows`` has the place of each row's tags."""
         made = {}
-        tags = [each or {} for each in tags]
+        tags = [{} if each is None else each.tags for each in tags]
         for name in dict.fromkeys(name for names in dict.fromkeys(map(tuple, tags)) for name in names):
             if name not in _TAGS_WITH_A_COLUMN:
                 values = [each.get(name, _ABSENT) for each in tags]

@@ -12,6 +12,7 @@ from graftlab.rows.columns import BECAME, Block, Columns, repeats
 from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.schema import COLUMNS
 from graftlab.rows.tables import Array
+from graftlab.rows.tags_column import TagsColumn
 
 # From 3.0 on pandas itself copies what two frames share, when one of them is changed.
 _COPY_ON_WRITE = int(pd.__version__.partition(".")[0]) >= 3
@@ -26,7 +27,7 @@ def frame_of(columns: Columns, block: Block) -> pd.DataFrame:
             used = np.bincount(places, minlength=len(values)) > 0
             cells = _taken(*_used_values(values, used), places)
         else:
-            cells = _numbers_or_objects(block[name])
+            cells = _column(columns, name, block[name], block["step"])
         made[_name_in_frame(name, made)] = cells
     return RowsFrame(made, copy=False)
 
@@ -62,7 +63,7 @@ class GrowingFrame:
             else:
                 array = block[name].base
                 assert array is not None
-                column = _numbers_or_objects(array)
+                column = _column(self._columns, name, array, steps)
             arrays.append(array)
             wholes[_name_in_frame(name, wholes)] = column
         if len(arrays) != len(self._arrays) or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
@@ -106,8 +107,10 @@ class _TextState(NamedTuple):
     whole: Any
 
 
-def _numbers_or_objects(cells: Array) -> Any:
-    """A column of numbers or objects, as a frame takes it."""
+def _column(columns: Columns, name: str, cells: Array, steps: Array) -> Any:
+    """A column of numbers, objects or tags, as a frame takes it; ``steps`` are those of the same rows."""
+    if name == "tags":
+        return TagsColumn(columns.values_of(name).known, cells, steps)
     # Otherwise pandas searches all objects for a common type.
     return cells if cells.dtype != object else pd.arrays.NumpyExtensionArray(cells)
 

@@ -125,8 +125,8 @@ class Row(NamedTuple):
 
 
 Storage = Literal["integer", "float", "text", "list", "index", "tags"]
-"""How a column is stored: ``integer`` and ``float`` as 64-bit numbers; ``text`` and ``list``, which repeat, as places
-in a table of their values; ``index`` and ``tags``, which differ from row to row, as objects."""
+"""How a column is stored: ``integer`` and ``float`` as 64-bit numbers; ``text``, ``list`` and ``tags``, which repeat,
+as places in a table of their values; ``index``, which differs from row to row, as objects."""
 
 _STORAGES: dict[Any, Storage] = {
     int: "integer",

@@ -148,8 +148,9 @@ class RowStore:
     def frame(self, run: int | None = None) -> pd.DataFrame:
         """All rows, or those of one run, as :func:`to_frame` makes it of them. Only what is new is read.
 
-        The frame is the caller's, but the lists and dicts in its cells belong to every frame, and to all rows that have
-        the same: replace them, rather than change them. Raises :class:`SessionError` when the log is gone.
+        The frame is the caller's, but the lists in its cells belong to every frame, and to all rows that have the same;
+        the dicts of tags are made anew when they are read. Replace both, rather than change them. Raises
+        :class:`SessionError` when the log is gone.
         """
         with self._framing, self._reading:
             self._read_until(self._log.count)

@@ -13,7 +13,7 @@ import json
 import re
 import struct
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -243,22 +243,35 @@ def is_complete(text: str) -> bool:
     return text.startswith(" ")
 
 
-def with_steps(texts: Sequence[str | None], tags: Sequence[Any], places: Array, steps: Array) -> Array:
+class RepeatedTags(NamedTuple):
+    """Tags that rows of several steps may have."""
+
+    tags: dict[str, Any]
+    takes_step: bool
+    """Whether each row's own step belongs in the place of their step, which is None."""
+
+    def of(self, step: int) -> dict[str, Any]:
+        """The tags of a row of this step, as a dict of the caller's own; the values in it belong to all rows."""
+        return {**self.tags, "step": step} if self.takes_step else dict(self.tags)
+
+
+def repeated_tags(texts: Sequence[str | None], column: Column) -> list[Any]:
+    """The tags of these texts, as :class:`RepeatedTags`. Raises ValueError for text that no row has."""
+    found = values_of_texts(texts, column)
+    return [
+        None if text is None else RepeatedTags(tags, not is_complete(text))
+        for text, tags in zip(texts, found, strict=True)
+    ]
+
+
+def with_steps(tags: Sequence[RepeatedTags], places: Array, steps: Array) -> Array:
     """The tags of each row, with its step in them. Neighbours that have the same ones share them."""
     if not len(places):
         return np.empty(0, object)
     differs = np.ones(len(places), bool)
     differs[1:] = (places[1:] != places[:-1]) | (steps[1:] != steps[:-1])
-    own = list(map(tags.__getitem__, places[differs].tolist()))
-    lacks_step = np.array([text is not None and not is_complete(text) for text in texts])[places[differs]]
-    if lacks_step.all():
-        own = list(map(dict.copy, own))
-        for each, step in zip(own, steps[differs].tolist(), strict=True):
-            each["step"] = step
-    else:
-        of_own = steps[differs].tolist()
-        for at in np.flatnonzero(lacks_step).tolist():
-            own[at] = {**own[at], "step": of_own[at]}
+    chosen = map(tags.__getitem__, places[differs].tolist())
+    own = [each.of(step) for each, step in zip(chosen, steps[differs].tolist(), strict=True)]
     found: Array = np.fromiter(own, object, len(own))[np.cumsum(differs) - 1]
     return found
 
@@ -275,9 +288,10 @@ def values_of_rows(table: pa.Table) -> list[list[Any]]:
             cells.append(found.to_pylist())
             continue
         texts, places = dictionary_of(found)
-        values = values_of_texts(texts, column) if column.storage in IS_JSON else texts
         if column.storage == "tags":
-            cells.append(with_steps(texts, values, places, table.column("step").to_numpy()).tolist())
-        else:
-            cells.append([values[place] for place in places.tolist()])
+            steps = table.column("step").to_numpy()
+            cells.append(with_steps(repeated_tags(texts, column), places, steps).tolist())
+            continue
+        values = values_of_texts(texts, column) if column.storage in IS_JSON else texts
+        cells.append([values[place] for place in places.tolist()])
     return list(map(list, zip(*cells, strict=True)))

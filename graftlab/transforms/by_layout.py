@@ -15,6 +15,7 @@ from graftlab.layouts import (
     Mesh,
     RankLayout,
     Rows,
+    SignedSums,
     join_parts,
     layouts_of_pair,
     parse_dims,
@@ -23,6 +24,7 @@ from graftlab.layouts import (
 from graftlab.transforms.default import default_transform, nearly_equal
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
 
+SKETCHED = "only a sketch of it is recorded, which is compared and never grafted"
 INFERRED = "inferred"
 """The text in a row for a layout that was not declared and was inferred from shapes."""
 
@@ -49,6 +51,9 @@ def by_layout(graft_input: GraftTransformInput) -> Outcome:
 
 
 def _outcome(given: GraftTransformInput) -> Outcome:
+    sketch = next((step for each in given.received_layouts if each for step in each.layout.steps), None)
+    if isinstance(sketch, SignedSums):
+        return _sketched(given, sketch)
     if given.layout is None and given.pair is None and not any(given.received_layouts):
         outcome = default_transform(given)
         return replace(outcome, layout=INFERRED) if outcome.aligned_by else outcome
@@ -60,6 +65,21 @@ def _outcome(given: GraftTransformInput) -> Outcome:
             f"{list(given.target.shape)} on rank {given.recv_rank}); if the layout is wrong, declare it "
             f"with gl.tap(layout=...) or the plan's pairs, or give the plan a transform: `{SIGNATURE}`"
         ) from error
+
+
+def _sketched(given: GraftTransformInput, sketch: SignedSums) -> Outcome:
+    """Compare a recorded sketch with that of the receiver's tensor."""
+    if given.pair is not None or given.layout is not None or len(given.received_list) > 1:
+        raise TransformError(
+            "the recording has a sketch of this tensor, which is compared only with a tensor of the same name, on one "
+            "rank; record it whole"
+        )
+    try:
+        own = Layout((sketch,)).local(given.target)
+    except LayoutError as error:
+        raise TransformError(str(error)) from error
+    theirs = given.received_list[0].to(own.device, own.dtype)
+    return Outcome(given.target, measured=(theirs, own), layout=sketch.text, compare_only=True, note=SKETCHED)
 
 
 def _usable(given: GraftTransformInput) -> tuple[GraftTransformInput, str | None]:

@@ -63,7 +63,8 @@ class Outcome:
     ``known``, a mask of the target's shape, limits statistics to the marked elements. ``measured`` is the pair to
     compare instead of the value and the target, if those are partial sums. ``layout`` describes how both were converted
     to one layout, ``note`` what a reader should know about the comparison, and ``caveat`` what a reader should know
-    about a graft. With ``graft_refused``, a reason, the value is compared and not grafted.
+    about a graft. With ``graft_refused``, a reason, the value is compared, and a graft of it fails; with
+    ``compare_only`` it is compared where the plan grafts it, too.
 
     >>> gl.transforms.Outcome(torch.ones(2), aligned_by="layer order").aligned_by
     'layer order'
@@ -81,6 +82,7 @@ class Outcome:
     note: str | None = None
     caveat: str | None = None
     graft_refused: str | None = None
+    compare_only: bool = False
 
 
 Transform = Callable[[GraftTransformInput], "torch.Tensor | Outcome"]

@@ -200,7 +200,8 @@ def _conclusion(findings: Findings) -> list[str]:
     for output, causes in findings.causes.items():
         lines += _effects(output, causes, findings)
     if named and (frame["label"] == "inherited").any():
-        lines.append("Everything else is inherited.")
+        measured = " that was measured" if (findings.frame["label"] == "unmeasured").any() else ""
+        lines.append(f"Everything else{measured} is inherited.")
     return lines
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+
+import graftlab as gl
+from graftlab.comparison.functions import record_reference
+from graftlab.comparison.held_calls import JudgingChoice, judge_against_recording
+from graftlab.ranks.held_call import WatchChoice, load_and_hold
 
 TESTS = """
 import torch
@@ -72,3 +81,92 @@ def test_a_test_fails_with_the_text_and_a_recording_replaces_the_reference(
     }
     assert printed.count("* is computed differently in member 1 of 0-1") >= 2
     assert len(list(pages.glob("*.html"))) == 3
+
+
+# ---- what a recording of sketches shows -----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    scale, shift, is_causal = 1.0, 1.0, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.act, self.down = nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal, scale=self.scale / 8**0.5)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x * self.shift + self.down(self.act(self.up(x)))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(60, 32), *(Block() for _ in range(3)), nn.Linear(32, 60)).eval()
+
+
+def with_epsilon(blocks: nn.Sequential) -> None:
+    blocks[2].norm.eps = 0.1
+
+
+def with_other_activation(blocks: nn.Sequential) -> None:
+    blocks[1].act = nn.GELU(approximate="tanh")
+
+
+def with_scale(blocks: nn.Sequential) -> None:
+    blocks[3].scale = 1.1
+
+
+def without_mask(blocks: nn.Sequential) -> None:
+    blocks[1].is_causal = False
+
+
+def with_residual(blocks: nn.Sequential) -> None:
+    blocks[2].shift = 1.01
+
+
+def with_one_row(blocks: nn.Sequential) -> None:
+    blocks[4].weight.data[7] *= 2
+
+
+def loaded(change: Callable[[nn.Sequential], None] | None) -> nn.Sequential:
+    blocks = model()
+    if change is not None:
+        change(blocks)
+    return blocks
+
+
+IDS = torch.arange(40).reshape(2, 20)
+FAULTS = {
+    with_epsilon: "*.norm",
+    with_other_activation: "*.act",
+    with_scale: "*.out",
+    without_mask: "*.out",
+    with_residual: "*",
+    with_one_row: "*",
+}
+
+
+@pytest.fixture(scope="module")
+def against_sketches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[gl.Session, gl.Recording]]:
+    """A session whose baseline is a recording that has sketches of nearly all taps."""
+    folder = tmp_path_factory.mktemp("recorded") / "reference.graft"
+    assert len(record_reference(model, IDS, folder, limit=40_000)) > 15
+    recording = gl.Recording(folder)
+    with gl.launch(baseline=recording, target=1) as session:
+        yield session, recording
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("change", [*FAULTS, None], ids=lambda each: "right" if each is None else each.__name__)
+def test_a_fault_is_found_against_sketches_and_what_they_hide_is_said(
+    against_sketches: tuple[gl.Session, gl.Recording], change: Callable[[nn.Sequential], None] | None
+) -> None:
+    session, recording = against_sketches
+    work = partial(load_and_hold, partial(loaded, change), IDS, WatchChoice(params=False), False)
+    found = judge_against_recording(session, recording, session.run(target=work).target, JudgingChoice())
+    assert found.text.startswith("Not checked: the single values of ")
+    assert found.answer == ("agree" if change is None else "differ")
+    assert found.named == ([] if change is None else [FAULTS[change]])
+    assert ("cannot be grafted, so that what differs there arrives at them" in found.text) == (change is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from kit.deadline import DEADLINE
 from kit.in_process import TalkingRank, a_row, talking_ranks
+from kit.processes import descriptors
 
 from graftlab.control import hub as hub_module
 from graftlab.control.hub import Hub
@@ -89,6 +91,14 @@ def test_rows_and_messages_of_a_rank_arrive_in_the_order_in_which_it_sent_them(r
                 ranks[1].line.send(Output(str(order)))
                 expected.append(("target[0]", Output(str(order))))
         assert sink.next(len(expected)) == expected
+
+
+def test_a_stopped_hub_has_closed_its_descriptors(ranks: list[TalkingRank]) -> None:
+    with hearing(ranks, RecordingSink()) as hub:
+        pipe = [os.fstat(each).st_ino for each in (hub._wake_read, hub._wake_write)]
+    hub._thread.join(DEADLINE)
+    # Other threads may have been given the numbers since, and of the same pipe neither end is left.
+    assert not {f"pipe:[{number}]" for number in pipe} & {what for _, what in descriptors()}
 
 
 def test_messages_of_many_ranks_arrive_completely_and_in_order(ranks: list[TalkingRank]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,64 @@ def test_a_wrong_gradient_has_the_line_of_the_backward_function(session: gl.Sess
     verdict = session.verdict(backward, backward)
     assert verdict.named == ["hidden@grad"]
     assert lines(verdict)[0] == ("return gradients[0] * (0.75 if on_target() else 0.5)", True)
+
+
+class Normed(torch.autograd.Function):
+    """Divides by the root of the mean square, with a backward pass by hand; ``keeps`` is what it saves for that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keeps: str) -> Tensor:
+        by = x.square().mean(-1, keepdim=True).rsqrt()
+        kept = by * 1.25 if keeps == "wrong" else by
+        ctx.save_for_backward(x, kept)
+        return x * by
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, by = ctx.saved_tensors
+        normed = x * by
+        return by * (gradients[0] - normed * (gradients[0] * normed).mean(-1, keepdim=True)), None
+
+
+def residual_stream(fault: str) -> None:
+    """Two blocks around a stream that is tapped only beside them, so gradients have two ways; on the target a fault."""
+    wrong = fault if on_target() else ""
+    weight = torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(3)) / 4)
+    x = gl.tap("x", torch.randn(4, 16, generator=torch.Generator().manual_seed(4)).requires_grad_(), grad=True)
+    for layer in range(2):
+        attended = gl.tap(f"{layer}.attended", x @ weight, grad=True)
+        x = x + attended
+        normed = Normed.apply(x, "wrong" if wrong == "saves" else "right")  # type: ignore[no-untyped-call]
+        clamped = normed.clamp(-1, 1)
+        normed = clamped if wrong == "clamps" else normed + (clamped - normed).detach()
+        if wrong == "halves":
+            normed.register_hook(lambda gradient: gradient * 0.5)
+        x = x + gl.tap(f"{layer}.mixed", normed @ weight, grad=True)
+    loss = gl.tap("out", x, grad=True).square().mean()
+    if wrong == "twice":
+        loss.backward(retain_graph=True)
+    loss.backward()
+    gl.tap("weight", weight.grad, kind="param_grad")
+
+
+@pytest.mark.parametrize(
+    ("fault", "source"),
+    [
+        ("clamps", "clamped = normed.clamp(-1, 1)"),
+        ("halves", 'normed = clamped if wrong == "clamps" else normed + (clamped - normed).detach()'),
+        ("saves", 'kept = by * 1.25 if keeps == "wrong" else by'),
+        ("twice", "loss.backward()"),
+    ],
+)
+def test_a_mistake_of_the_backward_pass_has_its_line_in_each_group(
+    fault: str, source: str, session: gl.Session
+) -> None:
+    verdict = session.verdict(residual_stream, residual_stream, args=(fault,))
+    on = verdict.lines[verdict.lines["side"] == "target"]
+    first = on.groupby("group", sort=False)["source"].first()
+    # Also where the error arrives by the stream, to which no graft reaches.
+    assert len(first)
+    assert set(first) == {source}, verdict.text
 
 
 def decode() -> None:

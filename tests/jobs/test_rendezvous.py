@@ -18,8 +18,12 @@ from graftlab.config import GraftConfig
 from graftlab.jobs import refusals, rendezvous
 from graftlab.jobs.handshake import StatusQuery, StatusReply, receive_handshake, send_handshake
 from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.script_launcher import _Admission
 from graftlab.jobs.session_client import SessionClient
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.held_call import WatchChoice
 from graftlab.ranks.messages import AskWaitReason, WaitReason, pack, unpack_to_rank
+from graftlab.ranks.options import LaunchOptions
 
 
 def mode(path: Path) -> int:
@@ -89,6 +93,16 @@ def test_refusals_of_many_processes_are_a_few_lines_with_their_number(
     lines = [line for line in caplog.messages if "refused" in line]
     assert len(lines) == 6
     assert lines[-1].startswith("121 more processes were refused; the last: ")
+
+
+def test_refusals_of_processes_of_scripts_are_a_few_lines_too(caplog: pytest.LogCaptureFixture) -> None:
+    admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice())
+    for _ in range(30):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(b"\1\0\0\0x")
+            admission._accept(ours)
+    assert len([line for line in caplog.messages if "refused" in line]) == 5
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_its_variables(tmp_path: Path) -> None:

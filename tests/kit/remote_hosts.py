@@ -56,7 +56,7 @@ class LocalHosts:
     def start_ranks(self, options: LaunchOptions, folder: Path, plan: GraftPlan) -> Sequence[RankHandle]:
         return launch_remote_ranks(options, folder, plan, self)
 
-    def reserve(self, options: LaunchOptions) -> LocalHosts:
+    def reserve(self, options: LaunchOptions, folder: Path) -> LocalHosts:
         self.processes = {n: LocalProcess(RankSupervisor()) for n in range(options.baseline + options.target)}
         return self
 

@@ -64,6 +64,15 @@ def notebook(bare: Kernel) -> Kernel:
     return bare
 
 
+@pytest.fixture
+def untouched(bare: Kernel) -> Kernel:
+    """The kernel with a session of 1+2 ranks in which nothing has happened; that of the test before, if it is one."""
+    state = bare.run("(session.closed, len(session.ranks), len(session.runs), session.plan.version)").values
+    if state != ["(False, 3, 0, 0)"]:
+        assert not bare.run("%graft up -b 1 -t 2 --replace").error
+    return bare
+
+
 def typed(notebook: Kernel, cell: str) -> str:
     """Run a cell that must work; what it prints."""
     reply = notebook.run(textwrap.dedent(cell).strip())
@@ -86,10 +95,10 @@ def value(notebook: Kernel, expression: str) -> str:
 @pytest.mark.ranks
 def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
     assert "<Session 2+1: 3 ranks alive" in value(
-        bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu -o mine --replace"
+        bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu --keep-rows 1000 -o mine --replace"
     )
-    assert value(bare, "[rank.label for rank in mine.ranks], mine.options.timeout") == (
-        "(['baseline[0]', 'baseline[1]', 'target[0]'], 50.0)"
+    assert value(bare, "[rank.label for rank in mine.ranks], mine.options.timeout, mine.options.keep_rows") == (
+        "(['baseline[0]', 'baseline[1]', 'target[0]'], 50.0, 1000)"
     )
     typed(bare, "%graft up --replace --start-method spawn")
     assert value(bare, "session.options.baseline, session.options.target, mine.closed") == "(1, 1, True)"
@@ -609,13 +618,13 @@ def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:
         ("%%graft target -o x\n1", "is not a place to run a cell"),
     ],
 )
-def test_mistakes_in_the_line_get_a_usage_error_without_a_traceback(notebook: Kernel, line: str, says: str) -> None:
-    reply = notebook.run(line)
+def test_mistakes_in_the_line_get_a_usage_error_without_a_traceback(untouched: Kernel, line: str, says: str) -> None:
+    reply = untouched.run(line)
     assert reply.stderr.startswith("UsageError: %"), reply.error or reply.stderr
     assert says in reply.stderr
     assert not reply.error
     assert "Traceback" not in reply.stderr
-    assert value(notebook, "session.closed, len(session.runs), session.plan.version") == "(False, 0, 0)"
+    assert value(untouched, "session.closed, len(session.runs), session.plan.version") == "(False, 0, 0)"
 
 
 @pytest.mark.ranks
@@ -656,12 +665,12 @@ def test_without_a_session_commands_say_how_to_start_one(bare: Kernel, line: str
         ("session.close()\nsession.run('1')", "SessionClosedError: this session is closed"),
     ],
 )
-def test_errors_of_graftlab_show_their_message_only(notebook: Kernel, cell: str, message: str) -> None:
-    reply = notebook.run(cell)
+def test_errors_of_graftlab_show_their_message_only(untouched: Kernel, cell: str, message: str) -> None:
+    reply = untouched.run(cell)
     assert reply.error.startswith(message), reply.error or reply.stderr
     assert "Traceback" not in reply.error
     assert PACKAGE not in reply.error
-    assert value(notebook, "len(session.runs), session.plan.version") == "(0, 0)", "what was refused made a plan"
+    assert value(untouched, "len(session.runs), session.plan.version") == "(0, 0)", "what was refused made a plan"
 
 
 @pytest.mark.ranks
@@ -716,9 +725,10 @@ def test_graft_alone_lists_all_commands(bare: Kernel, line: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("typed_so_far", "offered"),
-    [
+def test_the_tab_key_offers_what_fits(notebook: Kernel) -> None:
+    typed(notebook, DEFINE)
+    typed(notebook, "%graft run forward(torch.ones(4))")
+    offers: list[tuple[str, set[str]]] = [
         ("%graft ", set(SUBCOMMANDS)),
         ("%graft st", {"stacks", "status"}),
         ("%graft transform --w", {"--where"}),
@@ -732,12 +742,9 @@ def test_graft_alone_lists_all_commands(bare: Kernel, line: str) -> None:
         ("%%graft b", {"baseline", "both", "baseline[0]"}),
         ("%%graft tr", {"transform"}),
         ("x = 1\n%graft sta", {"stacks", "status"}),
-    ],
-)
-def test_the_tab_key_offers_what_fits(notebook: Kernel, typed_so_far: str, offered: set[str]) -> None:
-    typed(notebook, DEFINE)
-    typed(notebook, "%graft run forward(torch.ones(4))")
-    assert set(notebook.complete(typed_so_far)) == offered
+    ]
+    for typed_so_far, offered in offers:
+        assert set(notebook.complete(typed_so_far)) == offered, typed_so_far
 
 
 @pytest.mark.ranks

@@ -658,7 +658,9 @@ def test_pairs_of_any_dtype_are_drawn_and_left_alone(draw: Callable[..., Figure]
     target = torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype)
     copies = baseline.clone(), target.clone()
     figure = draw(baseline, target)
-    assert plots.to_png(figure)
+    # What is drawn has no dtype any more; rendering it takes most of the time.
+    if dtype in (torch.bool, torch.bfloat16, torch.complex64):
+        assert plots.to_png(figure)
     if draw is not plots.histogram:
         assert "[0, 2]" in title(figure)
     for tensor, copy in zip((baseline, target), copies, strict=True):

@@ -30,6 +30,19 @@ def said(*taps: dict[str, Any], hints: Mapping[str, str] | None = None) -> str:
     return text_of(Findings(pd.DataFrame(list(taps), columns=list(COLUMNS)), 5.0, 1, hints=hints or {}))
 
 
+def test_after_a_failed_stage_nothing_is_said_to_be_clean() -> None:
+    failed = ["The search for the culprit failed, so its results are missing: OSError"]
+    clean, wrong = tap("h.0.out", 1.0), tap("h.1.out", 90.0)
+    assert said(clean).startswith("No tap adds more than rounding (")
+    text = text_of(Findings(pd.DataFrame([clean], columns=list(COLUMNS)), 5.0, 1, failed=failed))
+    assert text.startswith(f"{failed[0]}\nNothing that was checked adds more than rounding (")
+    # A named group stands first: the stage could have named no more than others beside it.
+    text = text_of(Findings(pd.DataFrame([clean, wrong], columns=list(COLUMNS)), 5.0, 1, failed=failed))
+    assert text.startswith("h.*.out is computed differently in layer 1 of 0-1 (")
+    assert text.endswith(failed[0])
+    assert text_of(Findings(pd.DataFrame(columns=list(COLUMNS)), 5.0, 1, failed=failed)) == failed[0]
+
+
 def test_a_module_named_by_a_number_is_distinguished_from_its_neighbours() -> None:
     taps = [tap(f"h.{layer}.mlp.{n}", 900.0 if n == 2 else 1.0) for layer in range(3) for n in range(3)]
     assert "h.*.mlp.* is computed differently in layers 0-2 (mlp.2 alone, added " in said(*taps)

@@ -138,7 +138,8 @@ class TransformScreen(Screen):
 Show = Callable[..., TransformScreen]
 
 
-@pytest.fixture(params=["main thread", "another thread"])
+# The filter editor and the dashboard are tested with both, and their messages take the same way.
+@pytest.fixture(params=["another thread", pytest.param("main thread", marks=pytest.mark.soak)])
 def show(request: pytest.FixtureRequest, stub_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
     """Shows a session's transform editor, which is only refreshed when the test does it."""
     browser = Browser(in_a_thread=request.param == "another thread")

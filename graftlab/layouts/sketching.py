@@ -1,0 +1,64 @@
+"""Sketches: sums of a tensor's elements under random signs, which show how far two tensors are apart, and no more."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from graftlab.errors import LayoutError
+from graftlab.layouts.steps import StepContext, call, check_count
+
+
+@dataclass(frozen=True)
+class SignedSums:
+    """``size`` sums that stand for a tensor of shape ``of``: element ``i`` is in sum ``i % size``, under a random sign.
+
+    The difference of two sketches is about as large, relative to them, as that of the two tensors, whichever elements
+    differ. Neither the elements nor their places can be told from one, so that it cannot be undone.
+    """
+
+    size: int
+    of: tuple[int, ...]
+    caveat: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of", tuple(self.of))
+        check_count("sketch", "size", self.size)
+        for extent in self.of:
+            check_count("sketch", "each number in of", extent)
+
+    @property
+    def leaves_out(self) -> str | None:
+        return "the single elements"
+
+    @property
+    def text(self) -> str:
+        return call("sketch", size=self.size, of=list(self.of))
+
+    def get(self, before: Tensor, at: StepContext) -> Tensor:
+        if tuple(before.shape) != self.of:
+            raise LayoutError(
+                f"the recording has a sketch of a tensor of shape {list(self.of)}, and this one is {list(before.shape)}"
+            )
+        flat = before.detach().reshape(-1)
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+        wide = flat.double() * _signs(flat.numel()).to(flat.device)
+        rows = -(-wide.numel() // self.size)
+        padded = torch.nn.functional.pad(wide, (0, rows * self.size - wide.numel()))
+        return (
+            padded.reshape(rows, self.size).sum(0).to(torch.float64 if before.dtype == torch.float64 else torch.float32)
+        )
+
+    def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
+        raise LayoutError(f"a tensor cannot be made from its sketch of {self.size} sums")
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(count: int) -> Tensor:
+    drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int8)
+    return drawn.double() * 2 - 1

@@ -1,0 +1,58 @@
+"""What a verdict does where one of its stages fails, without a rank."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graftlab.control.job_steps import JobStepsAbandoned
+from graftlab.control.judgement import Judgement
+from graftlab.errors import SessionError
+
+
+@pytest.fixture
+def judgement() -> Judgement:
+    session = SimpleNamespace(closed=False)
+    runs: Any = SimpleNamespace(session=session, before=None, request=SimpleNamespace(threshold=5.0))
+    return Judgement(runs)
+
+
+def raising(error: Exception) -> Any:
+    def stage() -> Any:
+        raise error
+
+    return stage
+
+
+def test_a_failed_stage_is_reported_with_the_first_line_of_its_error(
+    judgement: Judgement, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert judgement._attempt("the search", raising(SessionError("\na rank died\nits log ends")), 7) == 7
+        assert not caplog.records
+        assert judgement._attempt("the swap", raising(KeyError("rope\nand more")), 8) == 8
+        assert judgement._attempt("the swap", raising(ZeroDivisionError()), 9) == 9
+    # The traceback of what is a defect of graftlab, and of nothing else.
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+    assert judgement._failed == [
+        "The search failed, so its results are missing: a rank died",
+        r"The swap failed, so its results are missing: KeyError: 'rope\nand more'",
+        "The swap failed, so its results are missing: ZeroDivisionError",
+    ]
+    assert judgement._attempt("the search", lambda: 3, 4) == 3
+
+
+def test_stages_of_several_lines_show_one(judgement: Judgement) -> None:
+    judgement._attempt("the search", raising(ValueError("first\nsecond")), None)
+    assert judgement._failed == ["The search failed, so its results are missing: ValueError: first"]
+
+
+@pytest.mark.parametrize("error", [JobStepsAbandoned("the user pressed stop"), OSError("the socket is closed")])
+def test_after_an_abandoned_stage_no_other_is_begun(judgement: Judgement, error: Exception) -> None:
+    judgement.session.closed = isinstance(error, OSError)
+    judgement._attempt("the search", raising(error), None)
+    assert judgement._attempt("the swap", lambda: pytest.fail("it was begun"), 5) == 5
+    assert len(judgement._failed) == 1
