@@ -6,6 +6,7 @@ values of these, so that repetitions show what the update itself computes differ
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +51,8 @@ class UpdateDescription:
     optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
     backward passes left before anything else changed them, and ``previous`` those of the last update; ``of_results``
     those that the loss gave to the results of the calls. ``frozen`` are the weights of the models that the optimizer
-    does not have, ``without_gradient`` those that it has and that no gradient reached.
+    does not have, ``without_gradient`` those that it has and that no gradient reached. ``scale`` is the factor of a
+    gradient scaler in ``of_results``; 1 without one.
     """
 
     optimizer: str
@@ -65,6 +67,7 @@ class UpdateDescription:
     frozen: tuple[str, ...]
     without_gradient: tuple[str, ...]
     not_repeated: bool
+    scale: float = 1.0
 
 
 class GradientWatch:
@@ -163,6 +166,7 @@ class HeldUpdate:
             tuple(name for name, w in weights.items() if not w.requires_grad or id(w) not in held_by_optimizer),
             tuple(name for name, w in weights.items() if id(w) in held_by_optimizer and w.grad is None),
             not all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)),
+            _scale_of_losses(),
         )
 
     def show_given(self) -> None:
@@ -188,6 +192,10 @@ class HeldUpdate:
         self.show_given()
         self._base = StateSnapshot([self._optimizer], weights=True)
 
+    def keep_given(self) -> None:
+        """Let the script continue with what :meth:`take_given` left."""
+        self._first = self._base
+
     def end(self) -> None:
         """Take the taps away, and leave the state as it was before the first repetition."""
         self.is_released = True
@@ -208,6 +216,13 @@ class HeldUpdate:
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return weights_of(self._model, "", lambda name, kind: True, lambda name, kind: False, buffers=False)
+
+
+def _scale_of_losses() -> float:
+    """The factor of the one gradient scaler in this process; 1 without one, or with several."""
+    # An optimizer does not know its scaler.
+    scalers = [each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
+    return float(scalers[0].get_scale()) if len(scalers) == 1 else 1.0
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,10 +41,10 @@ def hold_update(fault: str) -> None:
         result = model(x)
         watched.add_results({"call 1": result})
         loss = (result - wanted).square()
-        (loss.sum() if wrong == "sum" else loss.mean()).backward()
+        (loss.sum() if wrong in ("sum", "sum, clipped") else loss.mean()).backward()
         if wrong == "one":
             model[2].weight.grad.mul_(3)  # type: ignore[union-attr]
-        if fault in ("one", "clipped") and wrong != "clipped":
+        if fault in ("one", "clipped", "sum, clipped") and wrong != "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.02)
         step = partial(type(optimizer).step, optimizer)
         update = HeldUpdate(step, optimizer, {"Net": model}, watched, previous, number=number, calls=1)
@@ -92,6 +92,11 @@ def judged(session: gl.Session, fault: str) -> Comparison:
                 "The gradients that the loss gives the model's results agree.",
                 "After the backward passes the baseline multiplies its gradients by 0.0",
             ],
+            "",
+        ),
+        (
+            "sum, clipped",
+            ["The target's backward passes leave gradients that are 24 times the baseline's, and what follows takes"],
             "",
         ),
         (
