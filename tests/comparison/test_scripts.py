@@ -11,13 +11,19 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import cast
 
+import pandas as pd
 import pytest
 from kit import prose
 from kit.processes import still_there, watch
 from kit.support import wait_until
 
 from graftlab.__main__ import main
+from graftlab.comparison.held_calls import Comparison
+from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
+from graftlab.session import Session
+from graftlab.verdict.wording import Findings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -48,7 +54,8 @@ def test_the_readmes_scripts_are_compared_as_the_readme_shows(
 def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong")
+    # The second call is judged because its result differs, although one call is asked for.
+    answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong", "--calls", "1")
     assert (answer["answer"], answer["exit_code"], answer["named"]) == ("differ", 1, ["layers.*.out"])
     text = str(answer["text"])
     assert text.startswith("1 call of Model agrees. At call 2, of Model:\nlayers.*.out differs in layers 0-1")
@@ -61,12 +68,29 @@ def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
 def test_scripts_that_agree_continue_with_the_results_of_their_own_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = compared(capsys, tmp_path, DECODES, DECODES, "--calls", "9")
+    answer = compared(capsys, tmp_path, DECODES, DECODES, "--calls", "2")
     assert (answer["answer"], answer["exit_code"]) == ("agree", 0)
-    assert str(answer["text"]).startswith("4 calls of Model agree.\nNo tap adds more than rounding")
+    agrees, adds, *_ = str(answer["text"]).splitlines()
+    assert agrees == "2 calls of Model agree, and so do the results of the next 2 calls."
+    assert adds.startswith("No tap adds more than rounding")
     # Each call was repeated many times, and has written into its caches once.
     for side in ("baseline", "target"):
         assert (tmp_path / "logs" / f"{side}.log").read_text().splitlines()[-1] == "cached 8 8"
+
+
+@pytest.mark.parametrize(
+    ("differing", "text"),
+    [
+        ({"0.running_mean": ""}, "Before call 2 buffers of the model differ, and its weights agree"),
+        ({"0.running_mean": "", "0.weight": ""}, "Before call 2 the weights differ"),
+    ],
+)
+def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict[str, str], text: str) -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    turns._models, turns._buffers = ["Norm", "Norm"], {"0.running_mean", "0.running_var"}
+    findings = Findings(pd.DataFrame(), 5.0, 1, data=["The weights already differ: 0."], weights=differing)
+    compared = Comparison(findings, 1, turns._session, None, "differ")
+    assert turns._at_last_call(compared).startswith(text)
 
 
 def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
