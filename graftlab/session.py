@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graftlab.base import limits
+from graftlab.base.world import Side
 from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.past_runs import prune
@@ -205,6 +206,28 @@ class Session(SessionCore):
     >>> session
     <Session 1+1: 2 ranks alive, ...>
     """
+
+    def environment(self, side: Side) -> dict[str, str]:
+        """The environment variables with which a job of this side joins a session that :func:`listen` has made.
+
+        For launchers that take a dict, such as ``runtime_env={"env_vars": session.environment("target")}`` of Ray, or
+        ``subprocess.Popen(env={**os.environ, ...})``. A session that listens at an address has a token, which these
+        variables do not contain: they name its file, which the job's machine must have too.
+
+        Raises :class:`SessionError` for a session that was launched.
+
+        >>> with gl.listen(baseline=1, target=2) as other:
+        ...     other.environment("target")["GRAFTLAB_ROLE"]
+        start each job with these variables, and its own command:
+        ...
+        'target'
+        """
+        environment_of = internals_of(self).environment_of
+        if environment_of is None:
+            raise SessionError("session.environment: this session was launched, and no job can join it; use gl.listen")
+        if side not in ("baseline", "target"):
+            raise SessionError(f"session.environment({side!r}): a side is 'baseline' or 'target'")
+        return environment_of(side)
 
     def replay(
         self,

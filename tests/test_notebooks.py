@@ -1,6 +1,6 @@
 """The notebooks run from their first cell to their last, and come to what their text says.
 
-`make docs` executes all of them too, and fails at an error in a cell. Three that take much of the processor are
+`make docs` executes all of them too, and fails at an error in a cell. Those that take most of the processor are
 compared with their text in the soak.
 """
 
@@ -58,6 +58,7 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
         "porting.ipynb",
         "quickstart.ipynb",
         "live_editing.ipynb",
+        "onnx.ipynb",
         "replay.ipynb",
         "tensor_diffs.ipynb",
         "verdict.ipynb",
@@ -166,6 +167,19 @@ def test_cuda_graphs_finds_a_stale_buffer_tail_and_repairs_the_tokens(tmp_path: 
     assert re.search(r"status of tails: +compared\nall tokens agree: +True", text)
 
 
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_a_mistake_of_an_export_is_found_among_the_tensors_of_its_graph(tmp_path: Path) -> None:
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'graftlab[onnx]'")
+    outputs = execute("onnx.ipynb", tmp_path)
+    assert not any(output.output_type == "error" for output in outputs)
+    answers = re.findall(r"^(agree|differ) (\[.*\])$", texts(outputs), re.M)
+    assert answers == [("differ", "['*.attn.out']"), ("differ", "['div_1']"), ("agree", "[]")]
+    assert re.search(r"at div_1, the target's values are 2 times the baseline's", texts(outputs))
+    assert "29 of 30 target taps have a partner" in texts(outputs)
+
+
 @pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
@@ -203,6 +217,7 @@ def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Pa
     assert "The gradient of encoder.layer.*.attention.output.LayerNorm should be equal on the ranks but is not" in shown
 
 
+@pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_compiled_names_the_compilers_mistake_and_the_tap_across_which_it_fuses(tmp_path: Path) -> None:

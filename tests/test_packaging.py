@@ -34,7 +34,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-CONDA_NAMES = {"torch": "pytorch"}
+CONDA_NAMES = {"torch": "pytorch", "isal": "python-isal"}
 PROMISED = {"tap", "tags", "step", "watch", "here", "launch", "load_run"}
 PLANTED = "encoder.layer.3.output.dense"
 

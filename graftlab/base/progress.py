@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,19 @@ INTERVAL = 0.2
 # Seconds without progress until the bar says what it waits for.
 SILENCE = 5.0
 _SAID = 160
+
+_report: Callable[[str], None] | None = None
+
+
+@contextlib.contextmanager
+def reported_to(report: Callable[[str], None]) -> Iterator[None]:
+    """Pass the titles of waits to a function, again and again while they last, in place of a bar for each."""
+    global _report
+    before, _report = _report, report
+    try:
+        yield
+    finally:
+        _report = before
 
 
 class LongWait:
@@ -54,6 +68,9 @@ class LongWait:
         if self._stop is not None and self._stop.is_set():
             raise KeyboardInterrupt
         now = time.monotonic()
+        if _report is not None:
+            _report(self._title)
+            return INTERVAL if remaining is None else max(0.0, min(INTERVAL, remaining))
         if self._bar is None and now >= self._show_from:
             self._bar = self._made()
         if self._bar is not None:

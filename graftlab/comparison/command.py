@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from graftlab.base.progress import reported_to
 from graftlab.errors import ConfigError, GraftError
 
 # What compares is imported when it is needed: every command of graftlab imports this module for its arguments, and a
@@ -25,15 +26,17 @@ if TYPE_CHECKING:
     from graftlab.recordings.recorded_side import RecordedSide
 
 _AGREE, _DIFFER, _INCONCLUSIVE, _USAGE = 0, 1, 2, 64
+# As a shell reports a command that SIGINT has ended.
+_INTERRUPTED = 130
 _EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
 _FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 EPILOG = (
     "exit codes: 0, they agree to rounding; 1, they differ, located or not; 2, inconclusive, with the reason; 64, "
-    "wrong usage"
+    "wrong usage; 130, interrupted"
 )
-# Seconds without a terminal after which a wait is reported, once.
-_PATIENCE = 20.0
+# Seconds without a terminal between two reports.
+_PATIENCE = 15.0
 _SHOWN = 100
 
 
@@ -106,7 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.compiled:
             return _run_compiled(arguments)
-        compared = _compared(arguments)
+        with _Progress() as progress, reported_to(progress.show):
+            compared = _compared(arguments, progress)
     except ConfigError as error:
         sys.stderr.write(f"graftlab compare: {error}\n")
         return _USAGE
@@ -117,9 +121,14 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             sys.stderr.write(f"graftlab compare: {error}\n")
         return _INCONCLUSIVE
-    except KeyboardInterrupt:
-        sys.stderr.write("graftlab compare: interrupted; nothing was concluded, and both sides have ended\n")
-        return _INCONCLUSIVE
+    except KeyboardInterrupt as interrupt:
+        known = next((each for each in interrupt.args if isinstance(each, str)), "Nothing was judged yet.")
+        text = f"interrupted; both sides have ended. {known}"
+        if arguments.json:
+            _write_json({"answer": "inconclusive", "exit_code": _INTERRUPTED, "text": text})
+        else:
+            sys.stderr.write(f"graftlab compare: {text}\n")
+        return _INTERRUPTED
     with compared.session:
         page = compared.report(arguments.report or compared.session.folder / "report.html")
         if arguments.json:
@@ -164,7 +173,7 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     parser.exit(_USAGE, f"{parser.prog}: {message}\n")
 
 
-def _compared(arguments: argparse.Namespace) -> Comparison:
+def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
     from graftlab.comparison.functions import compare
     from graftlab.comparison.held_calls import JudgingChoice
     from graftlab.comparison.scripts import ScriptChoice, compare_scripts
@@ -220,7 +229,7 @@ def _compared(arguments: argparse.Namespace) -> Comparison:
     choice = ScriptChoice(
         settings, judging, arguments.calls, arguments.training, arguments.keep_going, arguments.folder
     )
-    return compare_scripts(baseline, target, choice, _Progress())
+    return compare_scripts(baseline, target, choice, progress.wait_for)
 
 
 def _recorded_side(arguments: argparse.Namespace) -> RecordedSide | None:
@@ -327,25 +336,41 @@ def ranks_of_command(words: Sequence[str]) -> int:
 
 
 class _Progress:
-    """Reports on stderr which side has not called its model yet: continuously on a terminal, else when it takes long
-    and when one side has called it.
+    """Reports on stderr what the comparison waits for: in one line that is rewritten on a terminal, else in a line now
+    and then, and when one side has called its model. A context manager.
     """
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._began = self._reported_at = time.monotonic()
         self._reported: str | None = None
         self._is_terminal = sys.stderr.isatty()
 
-    def __call__(self, processes: Sequence[ScriptProcess], missing: Sequence[str]) -> None:
-        seconds = time.monotonic() - self._began
-        waiting = f"waiting for {', '.join(missing)} to call a model"
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._is_terminal:
-            last = next((p.last_lines(1) for p in processes if any(label.startswith(p.side) for label in missing)), "")
-            line = f"{waiting} · {seconds:.0f} s · {last.strip()}"
-            sys.stderr.write(f"\r\x1b[2K{line[:_SHOWN]}")
-        elif self._reported != waiting and (seconds > _PATIENCE or len(missing) < len(processes)):
-            self._reported = waiting
-            sys.stderr.write(f"{waiting}\n")
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
+    def wait_for(self, processes: Sequence[ScriptProcess], missing: Sequence[str]) -> None:
+        """Show which ranks have not called a model yet, with the last line that one of them has printed."""
+        waiting = f"waiting for {', '.join(missing)} to call a model"
+        last = next((p.last_lines(1) for p in processes if any(label.startswith(p.side) for label in missing)), "")
+        self._show(waiting, f" · {last.strip()}", at_once=len(missing) < len(processes))
+
+    def show(self, title: str) -> None:
+        """Show what is done at the moment."""
+        self._show(title, "", at_once=False)
+
+    def _show(self, what: str, more: str, *, at_once: bool) -> None:
+        now = time.monotonic()
+        times = f" · {now - self._began:.0f} s"
+        if self._is_terminal:
+            sys.stderr.write(f"\r\x1b[2K{f'{what}{times}{more}'[:_SHOWN]}")
+        elif self._reported != what and (at_once or now - self._reported_at > _PATIENCE):
+            self._reported, self._reported_at = what, now
+            sys.stderr.write(f"{what}{times}\n")
         sys.stderr.flush()
 
 

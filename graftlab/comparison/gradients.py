@@ -20,8 +20,12 @@ from graftlab.verdict.gradient_scaling import best_factor, left_over, norms_of
 _TIMES = 10.0
 # Gradients below this part of all gradients of a rank, over the unit roundoff, are what rounding leaves of zero.
 _OF_ALL = 16.0
+# What rounding leaves of zero has a direction by chance; from this cosine on a gradient is no such rest.
+_ALIKE = 0.99
 # Sums of ranks and steps are compared with this tolerance at least: their parts may cancel.
 _SUM = 1e-3
+# A product with a power of two is exact; the factor is computed from rounded sums.
+_EXACT = 1e-6
 _SHOWN = 4
 
 
@@ -77,7 +81,7 @@ def judge_gradients(
     unseen = []
     small = list(dict.fromkeys(line.name for line in lines if line.is_small))
     if small:
-        unseen.append(f"the gradients of {listed(small)}, which are zero but for rounding.")
+        unseen.append(f"the gradients of {listed(small)}, which are hardly above what rounding leaves of zero.")
     lines = [line for line in lines if not line.is_small]
     absent = _absent(baseline[0], target[0], {line.name: line.target_name for line in lines})
     factor, alike = _common_factor(lines)
@@ -92,10 +96,43 @@ def judge_gradients(
     elif named:
         said.append(_in_words(over, named, factor))
     if factor != 1.0:
-        said.append(_of_factor(factor, alike, named))
+        said.append(_of_factor(factor, alike, bool(named or absent)))
     if named or factor != 1.0:
         said += _where(baseline[0], target, paired)
+    elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
+        (unseen if _is_unscaled(baseline[0], target[0]) else said).append(hidden)
     return GradientFindings(tuple(said), named, factor, tuple(unseen))
+
+
+def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str | None:
+    """A sentence on a factor of the backward passes that the gradients which the optimizers read do not have."""
+    left = [
+        (sample, target.accumulated[paired[name]])
+        for name, sample in baseline.accumulated.items()
+        if paired.get(name) in target.accumulated and sample.norm
+    ]
+    what = "backward passes leave gradients"
+    if not left:
+        left, what = _common_results(baseline, target), "loss gives the model's results gradients"
+    times = _factor_of_all(left, baseline.scale / target.scale)
+    if times is None or abs(times - 1) <= _SUM:
+        return None
+    return (
+        f"The target's {what} that are {times:.4g} times the baseline's, and what follows takes that factor out: "
+        "clipping does so only while it clips, and a scaler always."
+    )
+
+
+def _is_unscaled(baseline: UpdateDescription, target: UpdateDescription) -> bool:
+    """Whether both sides only multiply their gradients by a power of two after the backward passes.
+
+    A program that scales its loss takes the factor out like this, and exactly. Clipping multiplies by any number.
+    """
+    for each in (baseline, target):
+        factor = _changed_afterwards(each)
+        if factor is None or abs(2.0 ** round(math.log2(factor)) / factor - 1) > _EXACT:
+            return False
+    return True
 
 
 def _lines(
@@ -119,10 +156,16 @@ def _lines(
         before = norms_of(row)[0]
         unit = max(roundoff(dtype) for dtype in dtypes)
         most = _OF_ALL * unit * math.sqrt(squares.get(row["rank"], 0.0))
-        apart = (row["rel_l2"] or 0.0) * before * math.sqrt(row["numel"] or 0)
-        is_small = math.isfinite(apart) and limit * before * math.sqrt(row["numel"] or 0) < apart <= most
+        size = math.sqrt(row["numel"] or 0)
+        apart = (row["rel_l2"] or 0.0) * before * size
+        is_small = math.isfinite(apart) and limit * before * size < apart <= most and _cosine(row) < _ALIKE
         lines.append(_Line(row["name"], row.get("target_name") or row["name"], row["rank"], row, limit, is_small))
     return lines
+
+
+def _cosine(row: Mapping[str, Any]) -> float:
+    before, after = norms_of(row)
+    return best_factor(row) * before / after if after else 0.0
 
 
 def _common_factor(lines: Sequence[_Line]) -> tuple[float, int]:
@@ -152,7 +195,7 @@ def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapp
     for (side, own, other), (opposite, _, _) in zip(sides, reversed(sides), strict=True):
         trained = {name for name in other.dtypes if name not in other.frozen}
         frozen = [n for n in own.frozen if partner.get(n, n) in trained]
-        none = [n for n in own.without_gradient if partner.get(n, n) in other.gradients]
+        none = [n for n in own.without_gradient if partner.get(n, n) in other.gradients and n not in frozen]
         for names, why in ((frozen, "does not train"), (none, "has no gradient for")):
             if names:
                 said.append(f"The {side} {why} {listed(names)}, and the {opposite} does.")
@@ -235,12 +278,12 @@ def _in_words(over: Sequence[_Line], named: Sequence[str], factor: float) -> str
     return f"The {subject} of {listed(shown)} {verb}{apart}."
 
 
-def _of_factor(factor: float, alike: int, named: Sequence[str]) -> str:
-    if not named:
-        return f"All gradients that the optimizer reads are {factor:.4g} times the baseline's."
+def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
+    if not others_differ:
+        return f"All gradients that the optimizer reads are {factor:.6g} times the baseline's."
     others = counted(alike, "other weight")
     return (
-        f"The gradients of the {others} are {factor:.4g} times the baseline's, as where clipping by the norm of all "
+        f"The gradients of the {others} are {factor:.6g} times the baseline's, as where clipping by the norm of all "
         "gradients follows from these; the factor is taken out of the above."
     )
 
@@ -249,20 +292,15 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
     said = []
     ours, theirs = baseline, target[0]
-    common = [
-        (ours.of_results[place], theirs.of_results[place])
-        for place in ours.of_results
-        if place in theirs.of_results and ours.of_results[place].shape == theirs.of_results[place].shape
-    ]
-    for one, other in common[:1]:
-        factor = _factor(one, other)
+    for one, other in _common_results(ours, theirs)[:1]:
+        factor = _factor_of_loss(ours, theirs)
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
         if factor is not None and abs(factor - 1) > limit:
             said.append(
-                f"The loss gives the model's results gradients that are {factor:.4g} times the baseline's: it is a "
+                f"The loss gives the model's results gradients that are {factor:.6g} times the baseline's: it is a "
                 "mean on one side and a sum on the other, or has another scale or number of micro-batches."
             )
-        elif factor is None and _distance(one.values, other.values) > limit:
+        elif factor is None:
             said.append(
                 f"The gradients that the loss gives the model's results differ (rel_l2 "
                 f"{_distance(one.values, other.values):.2g}): the loss or what it is compared with differs."
@@ -281,6 +319,26 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
             f"{after:.4g}, as clipping, a scaler or an average does."
         )
     return said
+
+
+def _common_results(baseline: UpdateDescription, target: UpdateDescription) -> list[tuple[TensorSample, TensorSample]]:
+    """The gradients of the results that both sides have in the same shape."""
+    pairs = [(sample, target.of_results.get(place)) for place, sample in baseline.of_results.items()]
+    return [(one, other) for one, other in pairs if other is not None and one.shape == other.shape]
+
+
+def _factor_of_loss(baseline: UpdateDescription, target: UpdateDescription) -> float | None:
+    """The factor between the gradients that both losses give to the results, without scalers; None without one."""
+    return _factor_of_all(_common_results(baseline, target), baseline.scale / target.scale)
+
+
+def _factor_of_all(pairs: Sequence[tuple[TensorSample, TensorSample]], times: float) -> float | None:
+    """The factor that all pairs have in common, multiplied by ``times``; None if they have none."""
+    factors = [_factor(one, other) for one, other in pairs]
+    known = sorted(factor for factor in factors if factor is not None)
+    if not known or len(known) < len(factors) or known[-1] - known[0] > _SUM * known[-1]:
+        return None
+    return known[len(known) // 2] * times
 
 
 def _times_called(count: int) -> str:

@@ -97,7 +97,7 @@ def judge_held_calls(
     if answer == "agree" and without_taps:
         answer = "differ"
     if answer == "inconclusive" and trusted and verdict.findings.inconclusive:
-        far = [each for each in results.differences if _is_beyond_rounding(each, choice.threshold)]
+        far = [each for each in results.differences if is_beyond_rounding(each, choice.threshold)]
         if far:
             answer = "differ"
             remarks.append(f"The results of the two calls differ by {max(each.rel_l2 for each in far):.2g}.")
@@ -174,7 +174,8 @@ def _shows_output(findings: Findings) -> bool:
     return bool(names.str.match(r"(.*\.)?output\b").any())
 
 
-def _is_beyond_rounding(difference: ResultDifference, threshold: float) -> bool:
+def is_beyond_rounding(difference: ResultDifference, threshold: float) -> bool:
+    """Whether results differ by more than ``threshold`` times what is assumed of rounding in their dtypes."""
     return difference.rel_l2 > threshold * assumed_floor(difference.dtypes)[0]
 
 
@@ -188,7 +189,7 @@ def _without_taps(
     beyond = [
         each
         for each in differences
-        if _is_beyond_rounding(each, threshold) and each.rel_l2 > _moved_by_taps(baseline, target)
+        if is_beyond_rounding(each, threshold) and each.rel_l2 > _moved_by_taps(baseline, target)
     ]
     with_taps = compare_returned([each.tapped for each in baseline], [each.tapped for each in target]).differences
     largest = max((each.rel_l2 for each in with_taps if not math.isnan(each.rel_l2)), default=0.0)

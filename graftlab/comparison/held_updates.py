@@ -122,7 +122,10 @@ def _differing_settings(
     if baseline.optimizer != target.optimizer:
         said.append(f"The optimizer is {baseline.optimizer} on the baseline and {target.optimizer} on the target.")
     pairs = {row["name"]: row.get("target_name") or row["name"] for row in rows if kind_of(row["tags"]) == "param"}
-    for setting in {**baseline.settings, **target.settings}:
+    for setting in sorted({**baseline.settings, **target.settings}, key=lambda each: each == "initial_lr"):
+        if setting == "initial_lr" and any("optimizer's lr " in line for line in said):
+            # What a scheduler begins with shows in the rate itself.
+            continue
         ours, theirs = baseline.settings.get(setting, {}), target.settings.get(setting, {})
         differing: dict[tuple[Any, Any], list[str]] = {}
         for name, partner in pairs.items():
@@ -131,9 +134,13 @@ def _differing_settings(
                 differing.setdefault((one, other), []).append(name)
         for (one, other), names in differing.items():
             where = "" if len(names) == len(pairs) else f", for {listed(names)}"
-            said.append(f"The optimizer's {setting} is {one} on the baseline and {other} on the target{where}.")
+            verb = "are" if isinstance(one, tuple) else "is"
+            said.append(f"The optimizer's {setting} {verb} {one} on the baseline and {other} on the target{where}.")
     apart = [name for name, partner in pairs.items() if baseline.dtypes.get(name) != target.dtypes.get(partner)]
     if apart:
         one, other = baseline.dtypes.get(apart[0]), target.dtypes.get(pairs[apart[0]])
-        said.append(f"The weights are {one} on the baseline and {other} on the target: {listed(apart)}.")
+        said.append(
+            f"The weights are {one} on the baseline and {other} on the target: {listed(apart)}. An update below their "
+            "rounding is lost."
+        )
     return said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from graftlab.base.progress import LongWait
-from graftlab.base.tap_groups import kind_of
+from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted
 from graftlab.base.world import Side
-from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice, judge_held_calls
+from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice, is_beyond_rounding, judge_held_calls
 from graftlab.comparison.held_updates import judge_held_updates
 from graftlab.control.run import state_of
 from graftlab.control.run_folder import make_run_folder
@@ -21,10 +23,19 @@ from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSe
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import CallDescription, ScriptEnd, describe_call, release_call, take_weights
+from graftlab.ranks.held_call import (
+    CallDescription,
+    ScriptEnd,
+    describe_call,
+    describe_result,
+    keep_given,
+    release_call,
+    take_weights,
+)
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
+from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED
 
 if TYPE_CHECKING:
@@ -34,6 +45,9 @@ _HOW = (
     "Each script waited in the outermost calls of its models and in the steps of its optimizers, which were repeated "
     "for each run from the same state; nothing else in the scripts was repeated."
 )
+_NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
+# Seconds in which the results of further calls are compared, at least.
+_LOOK_AT_RESULTS = 10.0
 # Calls without an update after which none is expected any more.
 _MOST_WITHOUT_UPDATE = 64
 
@@ -79,13 +93,17 @@ def compare_scripts(
         return start_scripts(commands, options, plan, folder, choice.settings, on_wait)
 
     session = open_session(options, GraftPlan(), make_run_folder(choice.folder), start)
+    held = _HeldInTurn(session, choice)
     try:
-        compared = _HeldInTurn(session, choice).judge()
+        compared = held.judge()
         if choice.keep_going and all(rank.alive for rank in session.ranks):
             for process in scripts_of(session).values():
                 process.keeps_going = True
             session.run(leave, leave)
         return compared
+    except KeyboardInterrupt:
+        session.close()
+        raise KeyboardInterrupt(held.known) from None
     except BaseException:
         session.close()
         raise
@@ -129,37 +147,53 @@ class _HeldInTurn:
         self._models: list[str] = []
         self._proposals: dict[tuple[str, str], Proposal | None] = {}
         self._updates = self._since_update = 0
+        # Calls after the judged ones, of which the results agree.
+        self._results: list[str] = []
+        self._began = time.monotonic()
+        self._judged_by = math.inf
         # How far the gradients of weights are apart in calls that agree, by weight.
         self._apart: dict[str, float] = {}
         # The comparison of calls that have other numbers of rows on both sides, if no update follows.
         self._unpaired: Comparison | None = None
+        self._buffers: set[str] = set()
+        # The numbers of calls and updates that have been judged.
+        self._judged: tuple[int, int] | None = None
         self._compared: Comparison
         self._run: Run
 
     def judge(self) -> Comparison:
         held = self._first()
         while True:
-            while (side := held.behind) is not None:
-                held = self._next(side, held)
+            while (side := held.behind) is not None and (following := self._next(side, held)) is not None:
+                held = following
+            if held.behind is not None:
+                return self._concluded([_NOT_ALL])
             if held.both_hold(UpdateDescription):
                 compared = self._judge_update(held)
             elif not held.both_hold(CallDescription):
                 return self._ended(held)
-            elif not self._judges_calls(held):
-                compared = self._compared
+            elif not self._judges_calls(held) and (agreeing := self._look_at_results(held)) is not None:
+                compared = agreeing
             else:
+                held = self._described_whole(held)
                 compared = self._judge_call(held)
                 if self._may_be_micro_batches(compared, held):
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
             self._compared = compared
+            self._judged = len(self._models), self._updates
             if compared.answer != "agree":
                 return self._at_last(compared)
-            if self._is_enough(held):
-                return self._concluded(
-                    [f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."]
-                )
-            held = self._next(None, held)
+            if self._is_enough(held) or (following := self._next(None, held)) is None:
+                return self._concluded([_NOT_ALL])
+            held = following
+
+    @property
+    def known(self) -> str:
+        """What is known so far, in a sentence."""
+        if not self._judged:
+            return "Nothing was judged yet."
+        return f"So far: {self._agreed(self._models[: self._judged[0]], self._judged[1])}"
 
     def _concluded(self, said: Sequence[str] = ()) -> Comparison:
         """The comparison where everything that was judged agrees."""
@@ -181,34 +215,66 @@ class _HeldInTurn:
         run = self._session.run(describe_call, describe_call)
         return _Held(run.baseline, run.target)
 
-    def _next(self, side: Side | None, before: _Held) -> _Held:
-        """Let the scripts continue, or only the one of this side, to what they hold next."""
+    def _next(self, side: Side | None, before: _Held) -> _Held | None:
+        """Let the scripts continue, or only the one of this side, to what they hold next; None if time is over."""
         ours, theirs = side in (None, "baseline"), side in (None, "target")
         self._session.run(release_call if ours else None, release_call if theirs else None)
-        run = self._session.start(
-            describe_call if ours else None, describe_call if theirs else None, on_failure="continue"
-        )
-        what = f"call {len(self._models) + 1}" if self._models else "a call"
+        describe = describe_result if self._are_judged else describe_call
+        run = self._session.start(describe if ours else None, describe if theirs else None, on_failure="continue")
+        what = f"call {len(self._models) + len(self._results) + 1}" if self._models else "a call"
         bar = LongWait(f"waiting for {what}", "", lambda: 0, where=state_of(run).where)
         # Not Run.wait, which shows the end of a script as a failure.
-        state_of(run).wait_until(lambda: False, bar)
+        state_of(run).wait_until(lambda: time.monotonic() > self._judged_by, bar)
         self._run = run
+        if not run.done:
+            return None
         return _Held(run.baseline if ours else before.baseline, run.target if theirs else before.target)
+
+    @property
+    def _are_judged(self) -> bool:
+        """Whether as many calls have been judged as are asked for."""
+        return len(self._models) >= self._choice.calls
+
+    def _look_at_results(self, held: _Held) -> Comparison | None:
+        """The comparison so far if the results of this call agree, or say nothing; None if the call must be judged."""
+        if _trains(held) or self._unpaired is not None:
+            return self._compared
+        ours, theirs = _described(held, CallDescription)
+        found = compare_returned([each.plain for each in ours], [each.plain for each in theirs])
+        if any(is_beyond_rounding(each, self._choice.judging.threshold) for each in found.differences):
+            return None
+        if found.compared:
+            self._results.append(ours[0].model)
+        else:
+            self._judged_by = 0.0
+        return self._compared
+
+    def _described_whole(self, held: _Held) -> _Held:
+        if not self._are_judged:
+            return held
+        run = self._session.run(describe_call, describe_call)
+        return _Held(run.baseline, run.target)
 
     def _judges_calls(self, held: _Held) -> bool:
         """Whether this call is judged: not if all were that are asked for, or if the sides cut the batch otherwise."""
         self._since_update += 1
-        if len(self._models) >= self._choice.calls:
+        if self._are_judged:
             return False
         return self._unpaired is None or _have_equal_shapes(held)
 
     def _is_enough(self, held: _Held) -> bool:
         if held.both_hold(UpdateDescription):
-            return len(self._models) >= self._choice.calls or self._updates >= self._choice.calls
-        if len(self._models) < self._choice.calls and self._since_update < _MOST_WITHOUT_UPDATE:
+            return self._are_judged or self._updates >= self._choice.calls
+        if _trains(held):
+            # The update that a judged call leads to is judged too.
+            return self._since_update >= _MOST_WITHOUT_UPDATE
+        if not self._are_judged:
             return False
-        # The update that a judged call leads to is judged too.
-        return not _trains(held) or self._since_update >= _MOST_WITHOUT_UPDATE
+        now = time.monotonic()
+        if self._judged_by == math.inf:
+            # As long again as the judged calls took. Scripts that continue afterwards must not be waited for.
+            self._judged_by = 0.0 if self._choice.keep_going else now + max(now - self._began, _LOOK_AT_RESULTS)
+        return now > self._judged_by
 
     def _may_be_micro_batches(self, compared: Comparison, held: _Held) -> bool:
         return compared.answer == "inconclusive" and _trains(held) and not _have_equal_shapes(held)
@@ -216,6 +282,7 @@ class _HeldInTurn:
     def _judge_call(self, held: _Held) -> Comparison:
         baseline, target = _described(held, CallDescription)
         models = baseline[0].model, target[0].model
+        self._buffers = {group_of(name) for each in (*baseline, *target) for name in each.buffers}
         known = self._proposals.get(models)
         if self._proposals and list(self._proposals)[-1] != models:
             # Pairs of other models are in force.
@@ -236,6 +303,9 @@ class _HeldInTurn:
         self._since_update = 0
         proposal = next(reversed(self._proposals.values()), None)
         compared = judge_held_updates(self._session, baseline, target, self._choice.judging, proposal, self._apart)
+        if compared.answer == "agree":
+            # Optimizers may make much of rounding, and it would add up from update to update.
+            self._session.run(keep_given, keep_given)
         if self._unpaired is not None:
             unpaired = f"{NOT_CHECKED}single calls, as the sides call their models with other numbers of rows."
             compared = replace(compared, remarks=(*compared.remarks, unpaired))
@@ -247,7 +317,10 @@ class _HeldInTurn:
         made = self._updates if updates is None else updates
         listed += [f"{counted(made, 'update')} of the weights"] if made else []
         several = sum(counts.values()) + made > 1
-        return f"{' and '.join(listed)} agree{'' if several else 's'}."
+        text = f"{' and '.join(listed)} agree{'' if several else 's'}"
+        if self._results:
+            text += f", and so do the results of the next {counted(len(self._results), 'call')}"
+        return f"{text}."
 
     def _at_last(self, compared: Comparison) -> Comparison:
         """The comparison of the last call or update, with what agreed before it."""
@@ -259,13 +332,23 @@ class _HeldInTurn:
         return _with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
 
     def _at_last_call(self, compared: Comparison) -> str:
-        number = len(self._models)
+        number = len(self._models) + len(self._results)
+        if self._differing_buffers(compared):
+            return (
+                f"Before call {number} buffers of the model differ, and its weights agree: an earlier call has written "
+                "the buffers differently."
+            )
         if any(line.startswith(_WEIGHTS_DIFFER) for line in compared.findings.data):
             return (
                 f"Before call {number} the weights differ, so the difference arises in what follows the last call: "
                 "the loss, the update, or code that writes weights."
             )
         return f"At call {number}, of {self._models[-1]}:"
+
+    def _differing_buffers(self, compared: Comparison) -> bool:
+        """Whether buffers of the model differ, such as a norm's running mean, and no weights."""
+        differing = set(compared.findings.weights)
+        return bool(differing) and differing <= self._buffers
 
     def _ended(self, held: _Held) -> Comparison:
         """The comparison after at least one side has ended where the other may have continued."""

@@ -67,6 +67,8 @@ class SessionInternals:
     """All verdicts of this session, oldest first."""
     close_first: Callable[[], None] = lambda: None
     """Called when the session closes, before its ranks end."""
+    environment_of: Callable[[Side], dict[str, str]] | None = None
+    """The variables with which a job of a side joins, where jobs can."""
 
 
 class SessionCore:

@@ -241,9 +241,8 @@ class Judgement:
                 data=naming.data,
                 inputs=naming.inputs,
                 # Jobs are not known to have begun with equal weights, so theirs come first.
-                weights=differing_weights(evidence.compared, self._threshold)
-                if of_functions and not self._weights
-                else {},
+                weights=differing_weights(evidence.compared, self._threshold) if of_functions else {},
+                weights_lent=bool(self._weights),
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
                 job_remarks=naming.job_remarks,

@@ -35,7 +35,7 @@ from graftlab.jobs.handshake import (
     send_handshake,
     unpack_handshake,
 )
-from graftlab.jobs.membership import Membership
+from graftlab.jobs.membership import SIDES, Membership
 from graftlab.jobs.proxy import Ends, TcpListener
 from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid
@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=SessionCore)
 
+_TOKEN_FILE = "GRAFTLAB_TOKEN_FILE"
 # Seconds that a process has to send something of its request, once it has connected; and all of it.
 _SILENCE_LIMIT = 10.0
 _HANDSHAKE_LIMIT = 30.0
@@ -102,6 +103,7 @@ class SessionServer:
         reports.on_contact, reports.on_linked, reports.on_moved = self._on_contact, self._on_linked, self._on_moved
         reports.on_ask_missing = self._on_ask_missing
         internals_of(session).close_first = self.close
+        internals_of(session).environment_of = self.environment
         self._refusals = RefusalLog()
         # The threads that wait for a process's request, each with its connection and the end of its time.
         self._handshakes: dict[threading.Thread, tuple[socket.socket, float]] = {}
@@ -116,23 +118,28 @@ class SessionServer:
         """Whether no process has joined yet."""
         return not any(rank.has_joined for rank in self._ranks)
 
+    def environment(self, side: Side) -> dict[str, str]:
+        """The environment variables with which a job of this side joins."""
+        options, tcp = self._session.options, self._tcp_listener
+        found = {
+            "GRAFTLAB_ENABLE": "1",
+            "GRAFTLAB_ROLE": side,
+            "GRAFTLAB_ADDRESS": str(self._rendezvous.folder if tcp is None else tcp.endpoint),
+            "GRAFTLAB_BASELINE_WORLD_SIZE": str(options.baseline),
+            "GRAFTLAB_TARGET_WORLD_SIZE": str(options.target),
+        }
+        return found if tcp is None else found | {_TOKEN_FILE: str(self._rendezvous.token_path)}
+
     @property
     def invitation(self) -> str:
         """The environment variables with which a job of each side joins, one line per side."""
-        options = self._session.options
-        where = (
-            shlex.quote(str(self._rendezvous.folder))
-            if self._tcp_listener is None
-            else str(self._tcp_listener.endpoint)
-        )
-        lines = [
-            f"  {side}: GRAFTLAB_ENABLE=1 GRAFTLAB_ROLE={side} GRAFTLAB_ADDRESS={where} "
-            f"GRAFTLAB_BASELINE_WORLD_SIZE={options.baseline} GRAFTLAB_TARGET_WORLD_SIZE={options.target}"
-            for side in ("baseline", "target")
-        ]
+        lines = []
+        for side in SIDES:
+            given = {name: text for name, text in self.environment(side).items() if name != _TOKEN_FILE}
+            lines.append(f"  {side}: " + " ".join(f"{name}={shlex.quote(text)}" for name, text in given.items()))
         if self._tcp_listener is not None:
             lines += [
-                "and this token in GRAFTLAB_TOKEN, or in a file of mode 0600 that GRAFTLAB_TOKEN_FILE names "
+                f"and this token in GRAFTLAB_TOKEN, or in a file of mode 0600 that {_TOKEN_FILE} names "
                 f"({self._rendezvous.token_path} is one):",
                 f"  {self._tcp_listener.token}",
             ]

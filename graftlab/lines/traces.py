@@ -11,6 +11,8 @@ from graftlab.lines.fingerprints import Fingerprint
 from graftlab.lines.frames import SourceFrame
 from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
 
+MOST_ELSEWHERE = 4096
+
 
 @dataclass(frozen=True)
 class WantedCall:
@@ -65,9 +67,10 @@ class SliceTrace:
     """The operations that lead to one value on one rank, in execution order.
 
     ``values`` are what they read and wrote, by number, and ``fingerprints`` those that were taken. ``result`` is the
-    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``others`` are, for a
-    value of the backward pass, the fingerprints of what does not lead to it: only one side may read a value of the
-    forward pass there, or another gradient, as where gradients are clipped by the norm of all.
+    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``elsewhere`` are
+    fingerprints, without quantiles, of what was computed before and did not lead to the value. ``of_forward`` are, for
+    a value of the backward pass, the fingerprints of what the forward pass computed: only one side's backward pass may
+    read it.
     """
 
     operations: tuple[TracedOperation, ...]
@@ -76,7 +79,8 @@ class SliceTrace:
     result: int
     without_fingerprint: tuple[int, ...]
     is_cut_short: bool
-    others: tuple[Fingerprint, ...] = ()
+    elsewhere: tuple[Fingerprint, ...] = ()
+    of_forward: tuple[Fingerprint, ...] = ()
 
 
 def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
@@ -89,7 +93,7 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
     left = [result]
     while left:
         value = recorder.values[left.pop()]
-        if value.tap is not None:
+        if value.tap is not None or value.is_parameter:
             continue
         for index in value.sources:
             if index in operations:
@@ -101,10 +105,16 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
                     left.append(number)
     chosen = [recorder.operations[index] for index in sorted(operations)]
     values.update(dict.fromkeys(number for each in chosen for number in each.outputs))
-    others: tuple[Fingerprint, ...] = ()
+    of_forward: tuple[Fingerprint, ...] = ()
     if any(each.is_of_backward for each in chosen):
-        others = tuple(each for number, each in recorder.fingerprints.items() if number not in values)
+        outside = {number for each in recorder.operations if not each.is_of_backward for number in each.outputs}
+        of_forward = tuple(
+            recorder.fingerprints[number]
+            for number in sorted(outside - values.keys())
+            if number in recorder.fingerprints
+        )
     read = {result, *(number for each in chosen for number in each.inputs)}
+    elsewhere = tuple(recorder.without_quantiles(number) for number in recorder.fingerprints if number not in values)
     return SliceTrace(
         tuple(TracedOperation.of(each) for each in chosen),
         {number: recorder.values[number] for number in values},
@@ -112,5 +122,6 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
         result,
         tuple(sorted(read & recorder.over_budget)),
         recorder.is_cut_short,
-        others,
+        elsewhere[-MOST_ELSEWHERE:],
+        of_forward,
     )

@@ -62,6 +62,8 @@ class CallDescription:
     not_repeated: tuple[str, ...] = ()
     others: Mapping[str, int] = field(default_factory=dict)
     """How often models of other classes than the chosen one were called so far, by class."""
+    buffers: tuple[str, ...] = ()
+    """The names of the model's buffers, which its own calls may write."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,9 @@ class HeldCall:
             names.reached.clear()
             self._watch()
             tapped = _copied(self())
-        kinds = [type(model).__name__ for model in self._models.values()]
+        buffers = [f"{prefix}{name}" for prefix, model in self._models.items() for name, _ in model.named_buffers()]
         return CallDescription(
-            " and ".join(dict.fromkeys(kinds)),
+            self._kind,
             self._number,
             needs_backward,
             tuple(names.reached),
@@ -127,7 +129,20 @@ class HeldCall:
             tapped,
             tuple(not_repeated),
             self._others,
+            tuple(buffers),
         )
+
+    def describe_result(self) -> CallDescription:
+        """Call it once, without taps; what this does not show is left out."""
+        with handled_by(_TapLister()):
+            result = self()
+        needs_backward = any(tensor.requires_grad for tensor in result.values())
+        plain = _copied(result)
+        return CallDescription(self._kind, self._number, needs_backward, (), plain, plain)
+
+    @property
+    def _kind(self) -> str:
+        return " and ".join(dict.fromkeys(type(model).__name__ for model in self._models.values()))
 
     def try_backward(self) -> str | None:
         """From now on each repetition includes a backward pass, whose gradients are tapped too.
@@ -313,6 +328,11 @@ def describe_call() -> CallDescription | UpdateDescription | ScriptEnd:
     return _held if isinstance(_held, ScriptEnd) else _held_here().describe()
 
 
+def describe_result() -> CallDescription | UpdateDescription | ScriptEnd:
+    """Describe the result of the held call alone; otherwise like :func:`describe_call`."""
+    return _held.describe_result() if isinstance(_held, HeldCall) else describe_call()
+
+
 def repeat_call() -> dict[str, torch.Tensor]:
     """Repeat the held call or update; returns the tensors of its result by their paths."""
     return _held_here()()
@@ -326,6 +346,11 @@ def show_given() -> None:
 def take_given() -> None:
     """Begin repetitions of the held update with what taps leave; see :meth:`HeldUpdate.take_given`."""
     held_update().take_given()
+
+
+def keep_given() -> None:
+    """Let the script continue with what :func:`take_given` left."""
+    held_update().keep_given()
 
 
 def take_weights() -> None:

@@ -6,16 +6,18 @@ values of these, so that repetitions show what the update itself computes differ
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.calls import tap_handler
-from graftlab.taps.training import watch_training
+from graftlab.taps.training import scale_of, tap_scaled, watch_training
 from graftlab.taps.watch import Watch, weights_of
 
 # Elements of a gradient that are kept for a closer look.
@@ -50,7 +52,8 @@ class UpdateDescription:
     optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
     backward passes left before anything else changed them, and ``previous`` those of the last update; ``of_results``
     those that the loss gave to the results of the calls. ``frozen`` are the weights of the models that the optimizer
-    does not have, ``without_gradient`` those that it has and that no gradient reached.
+    does not have, ``without_gradient`` those that it has and that no gradient reached. ``scale`` is the factor of a
+    gradient scaler in ``of_results``; 1 without one.
     """
 
     optimizer: str
@@ -65,6 +68,7 @@ class UpdateDescription:
     frozen: tuple[str, ...]
     without_gradient: tuple[str, ...]
     not_repeated: bool
+    scale: float = 1.0
 
 
 class GradientWatch:
@@ -73,14 +77,15 @@ class GradientWatch:
     def __init__(self) -> None:
         self.accumulated: dict[int, TensorSample] = {}
         self.of_results: dict[str, TensorSample] = {}
-        self._hooked: dict[int, torch.Tensor] = {}
+        # A script may make one model after the other.
+        self._hooked = WeakTensorKeyDictionary()
 
     def add_weights(self, model: torch.nn.Module) -> None:
         """Watch the gradients of a model's weights from now on."""
         for weight in model.parameters():
             # A sharded weight's gradient would need a collective here.
-            if weight.requires_grad and weight.is_leaf and id(weight) not in self._hooked and type(weight) in _WHOLE:
-                self._hooked[id(weight)] = weight
+            if weight.requires_grad and weight.is_leaf and weight not in self._hooked and type(weight) in _WHOLE:
+                self._hooked[weight] = True
                 weight.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
     def add_results(self, results: Mapping[str, torch.Tensor]) -> None:
@@ -143,8 +148,9 @@ class HeldUpdate:
         """Describe what the update is given, and whether it repeats itself."""
         weights = self._weights()
         held_by_optimizer = {id(w) for group in self._optimizer.param_groups for w in group["params"]}
+        scale = scale_of(self._optimizer)
         self.gradients = {
-            name: TensorSample.of(w.grad)
+            name: TensorSample.of(w.grad if scale is None else w.grad / scale.to(w.grad.device))
             for name, w in weights.items()
             if w.grad is not None and w.grad.layout == torch.strided
         }
@@ -163,6 +169,7 @@ class HeldUpdate:
             tuple(name for name, w in weights.items() if not w.requires_grad or id(w) not in held_by_optimizer),
             tuple(name for name, w in weights.items() if id(w) in held_by_optimizer and w.grad is None),
             not all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)),
+            _scale_of_losses(),
         )
 
     def show_given(self) -> None:
@@ -179,14 +186,21 @@ class HeldUpdate:
             for key, value in self._optimizer.state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
                     handler.tap(f"{name}.{key}", value, None, {"kind": "optimizer"})
+        scale = scale_of(self._optimizer)
         for name, weight in reversed(weights.items()):
-            if weight.grad is not None:
+            if weight.grad is not None and scale is None:
                 handler.tap(name, weight.grad, None, {"kind": "param_grad"})
+            elif weight.grad is not None:
+                tap_scaled(handler, name, weight.grad, scale)
 
     def take_given(self) -> None:
         """Tap what the update is given, and begin repetitions with what the taps leave."""
         self.show_given()
         self._base = StateSnapshot([self._optimizer], weights=True)
+
+    def keep_given(self) -> None:
+        """Let the script continue with what :meth:`take_given` left."""
+        self._first = self._base
 
     def end(self) -> None:
         """Take the taps away, and leave the state as it was before the first repetition."""
@@ -208,6 +222,13 @@ class HeldUpdate:
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return weights_of(self._model, "", lambda name, kind: True, lambda name, kind: False, buffers=False)
+
+
+def _scale_of_losses() -> float:
+    """The factor of the one gradient scaler in this process; 1 without one, or with several."""
+    # An optimizer does not know its scaler.
+    scalers = [each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
+    return float(scalers[0].get_scale()) if len(scalers) == 1 else 1.0
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

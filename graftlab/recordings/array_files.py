@@ -11,15 +11,14 @@ import os
 import re
 import string
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
+from isal.isal_zlib import crc32
 
 from graftlab.base.files import opened
 from graftlab.base.tags import RESERVED_TAGS
@@ -27,6 +26,7 @@ from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes
 from graftlab.errors import RecordingError
 from graftlab.recordings.file_format import LONGEST_GAP, MOST_RANKS, TAP_ARGUMENTS, IndexEnd, StoredTensor, TapEntry
 from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.recordings.tensor_file import read_tensor, tensor_places
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".pt", ".pth")
 # Fields of a pattern that are numbers and no tags. Any further field but the name is a tag.
@@ -223,7 +223,7 @@ def _check_calls(folder: Path, calls: Mapping[tuple[Any, ...], list[tuple[_State
 
 
 def _stored(file: str, key: str, tensor: torch.Tensor) -> StoredTensor:
-    check = zlib.crc32(as_bytes(tensor).numpy().data)
+    check = crc32(as_bytes(tensor).numpy().data)
     return StoredTensor(file, key, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), check)
 
 
@@ -269,10 +269,14 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor | str:
 
 
 def _read_safetensors(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
-    # By its descriptor, so that what is read is what was looked at.
-    with safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as tensors:
-        for key in sorted(tensors.keys(), key=_natural):
-            yield key, tensors.get_tensor(key)
+    places = tensor_places(file)
+    for key in sorted(places, key=_natural):
+        try:
+            dtype = places[key].torch_dtype()
+        except ValueError as error:
+            yield key, str(error)
+        else:
+            yield key, read_tensor(file, places[key], dtype, places[key].shape)[0]
 
 
 def _read_torch(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
+import io
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import safetensors
 import torch
 
 from graftlab.base.files import opened, read_all
-from graftlab.base.tensor_bytes import as_bytes, dtype_named
+from graftlab.base.tensor_bytes import dtype_named
 from graftlab.base.text import counted
 from graftlab.errors import RecordingError
 from graftlab.recordings.array_files import ArrayFolder, array_files_in
@@ -33,6 +33,7 @@ from graftlab.recordings.file_format import (
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.sglang_dumps import SglangDump
+from graftlab.recordings.tensor_file import TensorPlace, read_tensor, tensor_places
 
 _line = msgspec.json.Decoder(IndexLine)
 _header = msgspec.json.Decoder(RankHeader)
@@ -61,6 +62,7 @@ class Recording(RecordedSide):
     def __init__(self, folder: str | Path, *, partial: bool = False) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.partial = partial
+        self._newest: tuple[tuple[int, ...], dict[str, TensorPlace]] | None = None
         first = self._read_header(0)
         self.world_size = first.world_size
         if rank_folder(self.folder, self.world_size).exists():
@@ -190,24 +192,26 @@ class Recording(RecordedSide):
     def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         path = rank_folder(self.folder, rank) / stored.shard
         try:
-            # By its descriptor, so that what is read is what was looked at.
-            with (
-                opened(self.folder, rank_folder(self.folder, rank).name, stored.shard) as file,
-                safetensors.safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as shard,
-            ):
-                tensor: torch.Tensor = shard.get_tensor(stored.key)
-            dtype = dtype_named(stored.dtype)
-            if stored.raw:
-                tensor = tensor.view(dtype).view(stored.shape)
+            with opened(self.folder, path.parent.name, stored.shard) as file:
+                place = self._places_in(file).get(stored.key)
+                if place is None:
+                    raise ValueError(f"it has no tensor {stored.key!r:.80}")
+                if not stored.raw and place.shape != stored.shape:
+                    raise ValueError(f"its shape is {list(place.shape)}, and {list(stored.shape)} in the index")
+                tensor, check = read_tensor(file, place, dtype_named(stored.dtype), stored.shape)
         except Exception as error:  # damage has many kinds
             raise RecordingError(f"{entry} on rank {rank} cannot be read from {path}: {error}") from error
-        if tensor.dtype != dtype or tuple(tensor.shape) != stored.shape:
-            raise RecordingError(
-                f"{entry} on rank {rank}: the tensor in {path} differs from the index in shape or dtype"
-            )
-        if zlib.crc32(as_bytes(tensor).numpy().data) != stored.crc32:
+        if check != stored.crc32:
             raise RecordingError(f"{entry} on rank {rank}: its bytes in {path} have changed since it was recorded")
         return tensor
+
+    def _places_in(self, file: io.FileIO) -> dict[str, TensorPlace]:
+        """Where a file has its tensors. Those of the newest file are kept, as long as it is the same."""
+        state = os.fstat(file.fileno())
+        same = state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+        if self._newest is None or self._newest[0] != same:
+            self._newest = same, tensor_places(file)
+        return self._newest[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (str(self.folder), self.partial)

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import threading
-import zlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 import safetensors.torch
 import torch
+from isal.isal_zlib import crc32
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes
 from graftlab.recordings.file_format import (
@@ -169,7 +169,7 @@ class RecordingWriter:
             key=key,
             dtype=DTYPE_NAMES[tensor.dtype],
             shape=tuple(tensor.shape),
-            crc32=zlib.crc32(data.numpy().data),
+            crc32=crc32(data.numpy().data),
             raw=raw,
         )
         if self._stored is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from graftlab.base.world import Place
@@ -23,6 +24,9 @@ class RemoteProcess(Protocol):
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
+
+    def release_in_child(self) -> None:
+        """Release it in a forked child of the notebook, which must not keep it alive."""
 
 
 class RankHosts(Protocol):
@@ -56,5 +60,8 @@ class RankHosts(Protocol):
 class Cluster(Protocol):
     """Reserves machines: all that a session needs, or none; a :class:`graftlab.Ray` is one."""
 
-    def reserve(self, options: LaunchOptions) -> RankHosts:
-        """Wait until every rank of both sides has a place. Raises :class:`LaunchError` that says what is lacking."""
+    def reserve(self, options: LaunchOptions, folder: Path) -> RankHosts:
+        """Wait until every rank of both sides has a place; ``folder`` is the session's.
+
+        Raises :class:`LaunchError` that says what is lacking.
+        """

@@ -52,7 +52,7 @@ from graftlab.ranks.options import LaunchOptions
 from graftlab.remote.hosts import Cluster, RankHosts
 from graftlab.remote.rank_supervisor import HostFacts
 from graftlab.remote.remote_rank import WORLD, RemoteRankSpec, pack_spec
-from graftlab.remote.remote_rank_handle import RemoteRankHandle
+from graftlab.remote.remote_rank_handle import EndPatience, RemoteRankHandle
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def launch_remote_ranks(
 
     Raises :class:`LaunchError`, with the end of the log if a rank died; then nothing is left of the launch.
     """
-    hosts = cluster.reserve(options)
+    hosts = cluster.reserve(options, folder)
     try:
         launch = _RemoteLaunch(options, folder, plan, hosts)
     except BaseException:
@@ -99,7 +99,10 @@ class _RemoteLaunch:
                 f"the notebook cannot listen at {hosts.host}, port {hosts.port}, where its ranks would reach it: "
                 f"{error}; gl.Ray(listen='tcp://HOST:PORT') gives another address"
             ) from error
-        self.ranks = [RemoteRankHandle(place, folder, hosts.process(place), self._on_release) for place in places]
+        patience = EndPatience()
+        self.ranks = [
+            RemoteRankHandle(place, folder, hosts.process(place), patience, self._on_release) for place in places
+        ]
         self._held = set(self.ranks)
         self._contacts: dict[int, Contact] = {}
         self._linked: set[int] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,24 @@ from graftlab.remote.hosts import RemoteProcess
 
 # Seconds to wait for the report of a process whose connection has ended.
 _END_LIMIT = 1.0
+# Ends that are further apart than this, in seconds, are waited for separately.
+_BETWEEN = 5.0
+
+
+class EndPatience:
+    """Bounds how long the notebook waits for the reports of ranks that end at about the same time.
+
+    On a machine that has vanished all ranks end together, and no report comes.
+    """
+
+    _until = 0.0
+
+    def remaining(self) -> float:
+        """Seconds that are left to wait, for all of them together."""
+        now = time.monotonic()
+        if now > self._until + _BETWEEN:
+            self._until = now + _END_LIMIT
+        return max(0.0, self._until - now)
 
 
 class RemoteRankHandle(AttachedRankHandle):
@@ -25,9 +44,15 @@ class RemoteRankHandle(AttachedRankHandle):
     takes_work = True
 
     def __init__(
-        self, place: Place, folder: Path, process: RemoteProcess, on_release: Callable[[RemoteRankHandle], None]
+        self,
+        place: Place,
+        folder: Path,
+        process: RemoteProcess,
+        patience: EndPatience,
+        on_release: Callable[[RemoteRankHandle], None],
     ) -> None:
         super().__init__(place, folder)
+        self._patience = patience
         self.process = process
         self._on_release = on_release
         self._ended_by_us: str | None = None
@@ -56,7 +81,7 @@ class RemoteRankHandle(AttachedRankHandle):
     def how_it_ended(self) -> str:
         if self._ended_by_us is not None:
             return self._ended_by_us
-        return self._look(_END_LIMIT) or "closed its connection, or its machine is gone"
+        return self._look(self._patience.remaining()) or "closed its connection, or its machine is gone"
 
     def signal(self, number: int) -> None:
         if self.alive:
@@ -84,6 +109,10 @@ class RemoteRankHandle(AttachedRankHandle):
             self.alive = False
             super().release()
             self._on_release(self)
+
+    def release_in_child(self) -> None:
+        super().release_in_child()
+        self.process.release_in_child()
 
     # ---- its log ------------------------------------------------------------------------------------------------
 

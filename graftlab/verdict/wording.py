@@ -76,6 +76,8 @@ class Findings:
     """The groups that the sentences of ``data`` cover, mainly those of the model's inputs."""
     weights: Mapping[str, str] = field(default_factory=dict)
     """The groups of weights that already differ, each in words."""
+    weights_lent: bool = False
+    """Whether the target had the baseline's weights where they differ."""
     following: Sequence[str] = ()
     """The groups of gradients that differ because named values differ."""
     target_not_repeated: Sequence[str] = ()
@@ -142,6 +144,8 @@ def _data(findings: Findings) -> list[str]:
 
 def _weights_of(findings: Findings, group: str) -> list[str]:
     """The differing weights of the module whose output this group is, or that have its name."""
+    if findings.weights_lent:
+        return []
     return [weight for weight in findings.weights if group in (weight, weight.rpartition(".")[0])]
 
 

@@ -41,10 +41,10 @@ def hold_update(fault: str) -> None:
         result = model(x)
         watched.add_results({"call 1": result})
         loss = (result - wanted).square()
-        (loss.sum() if wrong == "sum" else loss.mean()).backward()
+        (loss.sum() if wrong in ("sum", "sum, clipped") else loss.mean()).backward()
         if wrong == "one":
             model[2].weight.grad.mul_(3)  # type: ignore[union-attr]
-        if fault in ("one", "clipped") and wrong != "clipped":
+        if fault in ("one", "clipped", "sum, clipped") and wrong != "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.02)
         step = partial(type(optimizer).step, optimizer)
         update = HeldUpdate(step, optimizer, {"Net": model}, watched, previous, number=number, calls=1)
@@ -92,6 +92,11 @@ def judged(session: gl.Session, fault: str) -> Comparison:
                 "The gradients that the loss gives the model's results agree.",
                 "After the backward passes the baseline multiplies its gradients by 0.0",
             ],
+            "",
+        ),
+        (
+            "sum, clipped",
+            ["The target's backward passes leave gradients that are 24 times the baseline's, and what follows takes"],
             "",
         ),
         (
@@ -159,6 +164,25 @@ def test_an_optimizer_of_two_models_and_a_loose_weight_has_names_for_all() -> No
     assert described.settings["lr"] == dict.fromkeys(described.dtypes, 0.1)
 
 
+def test_a_fused_step_that_unscales_by_itself_shows_unscaled_gradients() -> None:
+    model, found = model_of_test(), list[UpdateDescription]()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def describe(*_: object) -> None:
+        hook.remove()
+        step = partial(torch.optim.AdamW.step, optimizer)
+        found.append(HeldUpdate(step, optimizer, {"Net": model}, GradientWatch(), {}, number=1, calls=1).describe())
+
+    hook = optimizer.register_step_pre_hook(describe)
+    scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+    scaler.step(optimizer)
+    # The derivative of the sum by a bias is the number of rows.
+    assert found[0].gradients["3.bias"].values.tolist() == [2.0] * 4
+    assert not found[0].not_repeated
+    assert found[0].scale == 1024.0
+
+
 # ---- gradients of several ranks -------------------------------------------------------------------------------------
 
 
@@ -208,7 +232,9 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     ours, theirs = description({"w": large, "b": noise}), description({"w": large, "b": other})
     found = judge_gradients(rows, [ours], [theirs], {})
     assert found.sentences == ()
-    assert found.unseen == ("the gradients of b, which are zero but for rounding.",)
+    assert found.unseen == ("the gradients of b, which are hardly above what rounding leaves of zero.",)
+    doubled = [row("w", 0, large, large), row("b", 0, noise, 2 * noise)]
+    assert judge_gradients(doubled, [ours], [description({"w": large, "b": 2 * noise})], {}).named == ("b",)
 
 
 def test_gradients_are_held_to_what_an_agreeing_call_showed() -> None:

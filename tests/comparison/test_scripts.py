@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import cast
 
+import pandas as pd
 import pytest
 from kit import prose
+from kit.processes import still_there, watch
+from kit.support import wait_until
 
 from graftlab.__main__ import main
+from graftlab.comparison.held_calls import Comparison
+from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
+from graftlab.session import Session
+from graftlab.verdict.wording import Findings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
@@ -43,7 +54,8 @@ def test_the_readmes_scripts_are_compared_as_the_readme_shows(
 def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong")
+    # The second call is judged because its result differs, although one call is asked for.
+    answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong", "--calls", "1")
     assert (answer["answer"], answer["exit_code"], answer["named"]) == ("differ", 1, ["layers.*.out"])
     text = str(answer["text"])
     assert text.startswith("1 call of Model agrees. At call 2, of Model:\nlayers.*.out differs in layers 0-1")
@@ -56,12 +68,29 @@ def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
 def test_scripts_that_agree_continue_with_the_results_of_their_own_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer = compared(capsys, tmp_path, DECODES, DECODES, "--calls", "9")
+    answer = compared(capsys, tmp_path, DECODES, DECODES, "--calls", "2")
     assert (answer["answer"], answer["exit_code"]) == ("agree", 0)
-    assert str(answer["text"]).startswith("4 calls of Model agree.\nNo tap adds more than rounding")
+    agrees, adds, *_ = str(answer["text"]).splitlines()
+    assert agrees == "2 calls of Model agree, and so do the results of the next 2 calls."
+    assert adds.startswith("No tap adds more than rounding")
     # Each call was repeated many times, and has written into its caches once.
     for side in ("baseline", "target"):
         assert (tmp_path / "logs" / f"{side}.log").read_text().splitlines()[-1] == "cached 8 8"
+
+
+@pytest.mark.parametrize(
+    ("differing", "text"),
+    [
+        ({"0.running_mean": ""}, "Before call 2 buffers of the model differ, and its weights agree"),
+        ({"0.running_mean": "", "0.weight": ""}, "Before call 2 the weights differ"),
+    ],
+)
+def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict[str, str], text: str) -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    turns._models, turns._buffers = ["Norm", "Norm"], {"0.running_mean", "0.running_var"}
+    findings = Findings(pd.DataFrame(), 5.0, 1, data=["The weights already differ: 0."], weights=differing)
+    compared = Comparison(findings, 1, turns._session, None, "differ")
+    assert turns._at_last_call(compared).startswith(text)
 
 
 def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
@@ -74,6 +103,41 @@ def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
     assert f"{script}` ended with exit code 1 before it called a model" in error
     assert "loading\nTraceback" in error
     assert error.rstrip().endswith("OSError: no weights here")
+
+
+def test_an_interrupt_ends_both_scripts_and_reports_what_agreed_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, signal, subprocess, sys, torch\n"
+        "torch.manual_seed(0)\n"
+        "torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "with open(f'{sys.argv[1]}.new', 'w') as file:\n"
+        "    file.write(f'{os.getpid()} {child.pid}')\n"
+        "os.rename(f'{sys.argv[1]}.new', sys.argv[1])\n"
+        "signal.pause()\n"
+    )
+    notes = [tmp_path / side for side in ("baseline", "target")]
+    watched: dict[int, int] = {}
+
+    def interrupt() -> None:
+        try:
+            wait_until(lambda: all(note.exists() for note in notes), "both scripts to wait after a call that agrees")
+            watched.update(watch(int(pid) for note in notes for pid in note.read_text().split()))
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopper = threading.Thread(target=interrupt)
+    stopper.start()
+    code = main(["compare", *(f"{script} {note}" for note in notes), "--folder", str(tmp_path / "run")])
+    stopper.join()
+    assert code == 130
+    assert len(watched) == 4
+    assert still_there(watched) == []
+    error = capsys.readouterr().err
+    assert error.endswith("interrupted; both sides have ended. So far: 1 call of Linear agrees.\n")
 
 
 def test_an_environment_without_graftlab_is_named_with_the_remedy(

@@ -57,8 +57,8 @@ class Jobs:
         self.membership = Membership(self.ranks, runs, makes_links=True)
         self._ends: dict[int, SocketChannel] = {}
 
-    def come(self, *ranks: int, first_step: int | None = None) -> None:
-        """A new process takes each of these places, and is ready."""
+    def come(self, *ranks: int, first_step: int | None = None, run: RunInfo | None = None) -> None:
+        """A process takes each of these places, and is ready: a new one, or one that is in this run."""
         for number in ranks:
             rank = self.ranks[number]
             if rank.has_joined:
@@ -67,7 +67,7 @@ class Jobs:
             line, wake = rank.take_ends()
             self._ends[number] = SocketChannel(line)
             wake.close()
-            self.membership.enter(rank, None, first_step)
+            self.membership.enter(rank, run, first_step)
             self.membership.note_ready(rank)
 
     def heard(self, number: int) -> list[Any]:
@@ -152,6 +152,16 @@ def test_running_ranks_switch_first_and_new_ones_begin_at_the_latest_step(jobs: 
     [remark] = jobs.runs.remarks
     assert "the baseline was started again (generation 2), and its first step is step 152 here" in remark
     assert jobs.ranks[0].assignment.notes == ("joined again as generation 2, and began at step 152",)
+
+
+def test_a_session_server_that_took_over_jobs_counts_their_generations_on(jobs: Jobs) -> None:
+    info = RunInfo(4, 100, (0, 1, 2), (3, 1), 100)
+    jobs.come(0, 1, 2, run=info)
+    jobs.membership.leave(jobs.ranks[0])
+    jobs.come(0)
+    [request] = jobs.heard(1)
+    assert request.info.generations == (4, 1)
+    assert info.generations == (3, 1)
 
 
 def test_a_job_that_resumes_begins_at_its_own_step(jobs: Jobs) -> None:

@@ -42,6 +42,9 @@ class LocalProcess:
     def signal(self, number: int) -> None:
         self.supervisor.signal(number)
 
+    def release_in_child(self) -> None:
+        """The supervisor's own descriptors are closed by the programs that it starts."""
+
 
 class LocalHosts:
     """``on=LocalHosts()``. ``facts_of`` replaces what its one machine says of itself."""
@@ -56,7 +59,7 @@ class LocalHosts:
     def start_ranks(self, options: LaunchOptions, folder: Path, plan: GraftPlan) -> Sequence[RankHandle]:
         return launch_remote_ranks(options, folder, plan, self)
 
-    def reserve(self, options: LaunchOptions) -> LocalHosts:
+    def reserve(self, options: LaunchOptions, folder: Path) -> LocalHosts:
         self.processes = {n: LocalProcess(RankSupervisor()) for n in range(options.baseline + options.target)}
         return self
 

@@ -21,7 +21,7 @@ from kit.mailboxes import MIB
 
 import graftlab as gl
 from graftlab.base.tensor_bytes import as_bytes
-from graftlab.recordings import writer
+from graftlab.recordings import tensor_file, writer
 from graftlab.recordings.file_format import ChecksumChain, IndexLine, TapEntry
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
@@ -111,6 +111,62 @@ def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(gl.RecordingError, match=r"tap 'hidden', layer=0 of step 0 on rank 0 cannot be read"):
         gl.Recording(tmp_path).tensor("hidden")
+
+
+def test_a_file_that_is_truncated_while_it_is_read_is_a_recording_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gl.record(tmp_path):
+        gl.tap("hidden", torch.arange(1000.0))
+    path = tmp_path / "rank-00000" / "000000.safetensors"
+    recording = gl.Recording(tmp_path)
+    recording.tensor("hidden")
+    monkeypatch.setattr(tensor_file, "_PIECE", 1024)
+    read = os.preadv
+
+    def truncates(descriptor: int, memory: Any, start: int) -> int:
+        count = read(descriptor, memory, start)
+        os.truncate(path, 2000)
+        return count
+
+    monkeypatch.setattr(os, "preadv", truncates)
+    with pytest.raises(gl.RecordingError, match=r"tap 'hidden' of step 0 on rank 0 cannot .* cut short to 2,000 bytes"):
+        recording.tensor("hidden")
+
+
+def test_a_tensor_that_was_read_does_not_need_its_file_any_longer(tmp_path: Path) -> None:
+    value = torch.arange(1 << 18)
+    with gl.record(tmp_path / "recorded"):
+        gl.tap("hidden", value)
+    arrays = tmp_path / "arrays"
+    arrays.mkdir()
+    safetensors.torch.save_file({"hidden": value}, arrays / "all.safetensors")
+    found = [gl.Recording.open(folder).tensor("hidden") for folder in (tmp_path / "recorded", arrays)]
+    for path in tmp_path.rglob("*.safetensors"):
+        # A mapped file would now end this process.
+        os.truncate(path, 0)
+    assert all(torch.equal(each, value) for each in found)
+
+
+@pytest.mark.parametrize("count", [1024, 3000, 4096, 10_001])
+def test_parts_of_a_tensor_are_read_and_checked_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
+    monkeypatch.setattr(tensor_file, "_PIECE", 256)
+    monkeypatch.setattr(tensor_file, "_PART", 512)
+    value = torch.randint(0, 256, (count,), dtype=torch.uint8)
+    with gl.record(tmp_path):
+        gl.tap("hidden", value)
+    assert torch.equal(gl.Recording(tmp_path).tensor("hidden"), value)
+    path = tmp_path / "rank-00000" / "000000.safetensors"
+    written = path.read_bytes()
+    for at in (0, count // 2, count - 1):
+        data = bytearray(written)
+        data[len(data) - count + at] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(gl.RecordingError, match="have changed since it was recorded"):
+            gl.Recording(tmp_path).tensor("hidden")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 
 import pytest
 from IPython.core.error import UsageError
@@ -29,6 +29,11 @@ def test_up_refuses_what_is_no_cluster(options: str) -> None:
         command_line.parse(f"up {options}")
 
 
+def test_gpus_of_ranks_are_refused_without_a_cluster() -> None:
+    with pytest.raises(UsageError, match="add --on"):
+        cluster_of("--gpus-per-rank 1")
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -45,6 +50,6 @@ def test_values_that_no_cluster_can_use_are_refused(given: dict[str, object]) ->
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(gl.DependencyError, match=r"pip install 'graftlab\[ray\]'"):
         gl.launch(on=gl.Ray())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kit.examples import examples
 from kit.rows import row
 
+from graftlab.plots import explorer
 from graftlab.rows.encoding import encode
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.schema import Row
@@ -42,6 +43,16 @@ def test_a_tap_has_one_line_for_all_ranks_and_one_for_its_recomputed_forward() -
         ("h layer=3", 1, 0.5),
         ("h layer=3 recompute", 0, 1e-6),
     ]
+
+
+def test_the_headline_has_the_most_important_sentence_of_several() -> None:
+    rows = [row("a", rel_l2=1e-7), row("b", rel_l2=0.5), row("c", rel_l2=None, status="failed", error="it broke")]
+    found = conclude_from(rows, noise_floor=FLOOR)
+    assert len(found.sentences) > 1
+    text = explorer.headline(found)
+    assert text.startswith("Run ")
+    assert f", 3 taps: {found.sentences[0]}." in text
+    assert not any(each in text for each in found.sentences[1:])
 
 
 def test_the_first_divergent_line_follows_the_order_of_the_rows_not_their_steps() -> None:

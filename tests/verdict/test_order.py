@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.examples import examples
 
 from graftlab import demo
 from graftlab.base.tags import RESERVED_TAGS, identity
@@ -50,6 +51,7 @@ some_rows = st.lists(
 
 
 @pytest.mark.slow
+@examples(40)
 @given(some_rows)
 def test_a_frame_and_the_newest_rows_distinguish_the_same_taps(rows: list[Row]) -> None:
     """Of one occurrence in one step; ranks of one tap are one tap, and have a newest row each."""
@@ -98,6 +100,7 @@ def test_a_frame_made_by_hand_is_read_by_the_same_tags() -> None:
 
 
 @pytest.mark.slow
+@examples(40)
 @given(
     st.lists(
         st.tuples(

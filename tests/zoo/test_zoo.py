@@ -21,7 +21,7 @@ FAULTY = [each for each in PROGRAMS if not each.is_benign]
 
 # One of each regime, and controls that cancel or are in another dtype; the soak has all of them.
 SAMPLE = [
-    *("positions_from_zero", "norms_mixed_up", "values_gradient_halved", "one_sum_forgotten"),
+    *("positions_from_zero", "values_gradient_halved", "one_sum_forgotten"),
     *("all_positions_shifted", "half_precision_fused_norm", "tensor_parallel"),
 ]
 
