@@ -153,10 +153,9 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
     first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
     inputs = first[first["name"].isin(names) & ~first.index.isin(data_rows(compared).index)]
     later = [] if grafted is None else _later_inputs(grafted, names)
-    settings = [] if grafted is None else _later_settings(compared, grafted, threshold)
     rows = [
         *(("input", row) for row in (*records(inputs), *later)),
-        *((_kind(row), row) for row in (*records(data_rows(compared)), *settings)),
+        *((_kind(row), row) for row in records(data_rows(compared))),
     ]
     differing: _RowsByKind = {}
     for kind, row in rows:
@@ -175,24 +174,6 @@ def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]
     return [
         {**row, "later": int(row["step"] - first)} for row in records(rows) if kind_of(row["tags"]) in (None, "input")
     ]
-
-
-def _later_settings(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> list[dict[str, Any]]:
-    """An optimizer's settings after the first step, with their step as ``later``, as far as no value made them so.
-
-    A schedule may follow the loss, so only those that differ in both runs count, in their first such step.
-    """
-
-    def later(frame: pd.DataFrame) -> dict[tuple[str, int, int], dict[str, Any]]:
-        if not len(frame):
-            return {}
-        first = frame["step"].min()
-        rows = records(frame[_is_data(frame) & (frame["step"] > first) & frame["status"].isin(MEASURED)])
-        chosen = [row for row in rows if _kind(row) == "optimizer" and _differs(row, threshold)]
-        return {(row["name"], row["rank"], row["step"]): {**row, "later": int(row["step"] - first)} for row in chosen}
-
-    both = later(grafted).keys() & later(compared).keys()
-    return [row for key, row in later(compared).items() if key in both]
 
 
 def _kind(row: Mapping[str, Any]) -> str:
