@@ -123,7 +123,8 @@ def _frame(columns: dict[str, Any], count: int) -> pd.DataFrame:
     """The frame of these columns of ``count`` rows; it shares their memory."""
     index = pd.RangeIndex(count)
     for name, cells in columns.items():
-        array = cells.to_numpy() if isinstance(cells, pd.arrays.NumpyExtensionArray) else cells
+        # Not columns of text, which are instances of it too.
+        array = cells.to_numpy() if type(cells) is pd.arrays.NumpyExtensionArray else cells
         if isinstance(array, np.ndarray) and array.dtype == object:
             # Otherwise pandas searches all objects for a common type.
             columns[name] = pd.Series(array, index, dtype=object, copy=False)
