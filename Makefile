@@ -56,6 +56,7 @@ docs: $(docs_ready) ## build the pages, the API and the executed notebooks into 
 	@echo "Open build/docs/index.html"
 
 soak: $(test_ready) ## run the tests that take minutes
+	$(install) -q 'ray>=2.40'
 	$(run) -m pytest -m soak $(PYTEST_ARGS)
 
 fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; prints its seed (FUZZ_SEED=1 to repeat one)
@@ -64,7 +65,7 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no test notices
-	$(install) -q 'cosmic-ray>=8.7,<9' 'coverage>=7.6'
+	$(install) -q 'cosmic-ray>=8.7,<9'
 	$(run) tests/mutants.py $(MUTANTS_ARGS)
 
 coverage: $(test_ready) ## run all tests under coverage.py; print lines and branches by room (COVERAGE_ARGS="--again --lines rows")

@@ -145,9 +145,9 @@ def _longest_pause(session: gl.Session, wanted: int, limit: float = 600.0) -> fl
 def _large_frames(setup: Setup) -> list[Line]:
     """Measure the frame of a session with very many rows, the frame after some more, and the rows on disk."""
     count, more = (10_000, 1000) if setup.quick else (1_000_000, 10_000)
-    sample = _Sample()
+    sample = SampleRows()
     with worlds.session(setup) as session:
-        sample.append(session, count)
+        sample.send(session, count)
         # Rows that came at once are decoded and moved at some 200,000 a second; a frame reads them from their files.
         while (session.folder / "rows.jsonl").stat().st_size > 4 << 20:
             time.sleep(0.1)
@@ -158,7 +158,7 @@ def _large_frames(setup: Setup) -> list[Line]:
         del frame
         appended = []
         for index in range(setup.repeats(3, 2)):
-            sample.append(session, more)
+            sample.send(session, more)
             began = time.perf_counter()
             frame = session.frame
             appended.append(time.perf_counter() - began)
@@ -187,7 +187,7 @@ def _judged(name: str, taken: Sequence[float], limit: float) -> Line:
     return Line("rows", name, "s", Spread.of(taken), budgets=(Budget("figure", "at most", limit),), in_docs=True)
 
 
-class _Sample:
+class SampleRows:
     """Rows of many steps of one model: each step has the same taps with different values."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class _Sample:
             self._parts.append((before, *between.split(b"%d" % _ORDER), after))
         self._count = 0
 
-    def append(self, session: gl.Session, count: int) -> None:
+    def send(self, session: gl.Session, count: int) -> None:
         """Pass rows to the session as its hub does, a thousand at once."""
         for start in range(self._count, self._count + count, 1000):
             lines = []

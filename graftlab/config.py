@@ -317,7 +317,8 @@ class GraftConfig:
         """Return the session's token. Raises :class:`ConfigError` for a token file that other users can read."""
         if self.token is None and self.token_file is not None:
             return read_token(Path(self.token_file).expanduser())
-        return self.token
+        # A scheduler's secret may be the text of a file, which ends with a newline.
+        return None if self.token is None else self.token.strip()
 
     def port_range(self) -> Sequence[int]:
         """Return the ports at which this rank may listen; 0 lets the system choose."""

@@ -17,6 +17,8 @@ _COPYING_METHODS = {"clone", "contiguous", "copy", "detach"}
 _COPYING_FUNCTIONS = {"list", "tuple", "dict", "set", "frozenset", "sorted", "bytes", "deepcopy"}
 # Calls whose last positional argument is what they return for what is missing, by their number of arguments.
 _DEFAULTING = {("get", 2), ("pop", 2), ("getattr", 3), ("next", 2)}
+# Arguments without which a correct program does the same; None is that of ``**options``.
+_SAFEGUARDS = (None, "strict", "maxsize", "stacklevel")
 _WIDE = ("Exception", "BaseException")
 _OPPOSITES = {"max": "min", "min": "max", "any": "all", "all": "any"}
 _UNITS = {60, 100, 1000, 1024, 3600, 1e6, 1e9, 1e-3, 1e-6, 1e-9}
@@ -141,7 +143,7 @@ class _Finder:
         arguments: list[ast.expr | ast.keyword] = sorted([*node.args, *node.keywords], key=self._at)
         for at, argument in enumerate(arguments):
             is_default = (name, len(node.args)) in _DEFAULTING and argument is node.args[-1]
-            if is_default or (isinstance(argument, ast.keyword) and argument.arg):
+            if is_default or (isinstance(argument, ast.keyword) and argument.arg not in _SAFEGUARDS):
                 start = self._end(arguments[at - 1]) if at else self._at(argument)
                 following = self._at(arguments[1]) if not at and len(arguments) > 1 else self._end(argument)
                 self._edit("argument", start, following, "")

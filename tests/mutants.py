@@ -4,14 +4,12 @@
 :mod:`faults` and Cosmic Ray's operators. It tries each in a copy of the checkout, and prints those that no test
 noticed. A survivor is a test to write, or a fault that changes nothing; only a person can tell which.
 
-A fault meets first the fast tests of its room that come past its line, by coverage.py, and if those notice nothing, the
-room's others, which start processes.
+A fault meets first the fast tests of its room, and if those notice nothing, the room's others, which start processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import difflib
 import itertools
@@ -23,14 +21,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from cosmic_ray.commands import init
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
-from coverage import CoverageData
 from faults import Fault, faults_of, is_fault
 
 FAST = "not ranks and not slow and not browser and not soak"
@@ -75,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kinds = [FAST] if options.fast else [FAST, SLOW]
         rooms = sorted({room_of(fault) for fault in drawn})
         # Once more, for a test that fails on a busy machine alone.
-        failing = [room for room in rooms if not passes(room) and not passes(room)]
+        failing = [room for room in rooms if fails(room) and fails(room)]
         if failing:
             say(f"the tests of {', '.join(failing)} fail without a fault; nothing was tried")
             return 1
@@ -135,67 +132,23 @@ def room_of(fault: Fault) -> str:
     return fault.path.with_suffix("").parts[1]
 
 
-def tests_of(room: str) -> str:
-    return MODULES.get(room, f"tests/{room}")
+def command(which: str, room: str) -> list[str]:
+    tests = MODULES.get(room, f"tests/{room}")
+    return ["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", which, tests]
 
 
-def command(which: str, tests: Iterable[str]) -> list[str]:
-    return ["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", which, *tests]
-
-
-def passes(room: str) -> bool:
-    """Run a room's fast tests, and note which of them comes past which line."""
-    Path(f"{room}.ini").write_text("[run]\ndynamic_context = test_function\n")
-    coverage = ["-m", "coverage", "run", f"--rcfile={room}.ini", f"--data-file={room}.coverage"]
-    coverage.append(f"--include={','.join(map(str, files_of(room)))}")
-    run = [sys.executable, *coverage, *command(FAST, [tests_of(room)])]
-    # 5: the room has no fast tests.
-    return subprocess.run(run, stdout=subprocess.DEVNULL, check=False).returncode in (0, 5)
-
-
-def fast_tests_past(fault: Fault) -> list[str]:
-    """The tests that come past a fault; all of the room where one may do so while it is imported or set up."""
-    room = room_of(fault)
-    data = CoverageData(f"{room}.coverage")
-    data.read()
-    contexts = data.contexts_by_lineno(str(fault.path.resolve()))
-    names = {name for line in lines_of(fault.path, fault.line) for name in contexts.get(line, ())}
-    tests = Path(tests_of(room))
-    if "" in names:
-        return [str(tests)]
-    wanted = {name.rpartition(".")[2] for name in names}
-    return [
-        f"{path}::{name}"
-        for path in (sorted(tests.glob("test_*.py")) if tests.is_dir() else [tests])
-        for name in re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE)
-        if name in wanted
-    ]
-
-
-def lines_of(path: Path, line: int) -> range:
-    """The lines of the statement that this one is in; of one with a body, those before it."""
-    ranges = [range(line, line + 1)]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or line):
-            ranges.append(range(node.lineno, min([(node.end_lineno or line) + 1, *_bodies(node)])))
-    return next(each for each in reversed(ranges) if line in each)
-
-
-def _bodies(node: ast.stmt) -> Iterator[int]:
-    """Where the statements within a statement begin, with their decorators."""
-    for inner in ast.iter_child_nodes(node):
-        if isinstance(inner, (ast.stmt, ast.excepthandler, ast.match_case)):
-            yield min(each.lineno for each in ast.walk(inner) if hasattr(each, "lineno"))
+def fails(room: str) -> str:
+    """The first fast test of a room that fails without a fault."""
+    return first_failure(command(FAST, room))
 
 
 def is_found(fault: Fault, kinds: Sequence[str], number: str) -> bool:
     """Put the fault into its file, run the tests until one fails, and take it out again."""
     original = fault.path.read_text()
-    tests = {FAST: fast_tests_past(fault), SLOW: [tests_of(room_of(fault))]}
     changed = fault.applied()
     fault.path.write_text(changed)
     try:
-        by = next((by for kind in kinds if tests[kind] and (by := first_failure(command(kind, tests[kind])))), "")
+        by = next((by for kind in kinds if (by := first_failure(command(kind, room_of(fault))))), "")
     finally:
         fault.path.write_text(original)
     say(f"{number} {'found' if by else 'SURVIVED'} {fault.kind} {fault.path}:{fault.line} {by}")

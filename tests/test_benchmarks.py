@@ -15,7 +15,7 @@ import torch.multiprocessing
 from kit import warm
 
 from benchmarks import __main__ as command
-from benchmarks import edit, machine, taps
+from benchmarks import edit, growth, machine, taps
 from benchmarks.lines import Budget, Line, Spread, quantity
 from benchmarks.reference import ReferenceGrafter, ReferencePlace, ReferenceWorld, diff_statistics
 from benchmarks.table import markdown, plain
@@ -100,6 +100,12 @@ def test_a_failing_subject_is_reported_and_costs_no_other_line(
 
 def line(**changes: Any) -> Line:
     return Line("taps", "a line", **changes)
+
+
+def test_the_slope_of_a_cost_is_its_steepest_growth() -> None:
+    assert growth.slope([10, 100, 1000], [1.0, 2.0, 20.0]) == pytest.approx(1)
+    assert growth.slope([2, 8, 32], [3.0, 48.0, 50.0]) == pytest.approx(2)
+    assert growth.slope([100, 1000], [1.0, 1.0]) == 0
 
 
 def test_less_time_and_more_a_second_are_better() -> None:

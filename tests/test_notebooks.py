@@ -58,6 +58,7 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
         "porting.ipynb",
         "quickstart.ipynb",
         "live_editing.ipynb",
+        "onnx.ipynb",
         "replay.ipynb",
         "tensor_diffs.ipynb",
         "verdict.ipynb",
@@ -164,6 +165,19 @@ def test_cuda_graphs_finds_a_stale_buffer_tail_and_repairs_the_tokens(tmp_path: 
     assert before == after
     assert re.search(r"rows that differ: +0\n", text), "once fixed, nothing differs"
     assert re.search(r"status of tails: +compared\nall tokens agree: +True", text)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_a_mistake_of_an_export_is_found_among_the_tensors_of_its_graph(tmp_path: Path) -> None:
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'graftlab[onnx]'")
+    outputs = execute("onnx.ipynb", tmp_path)
+    assert not any(output.output_type == "error" for output in outputs)
+    answers = re.findall(r"^(agree|differ) (\[.*\])$", texts(outputs), re.M)
+    assert answers == [("differ", "['*.attn.out']"), ("differ", "['div_1']"), ("agree", "[]")]
+    assert re.search(r"at div_1, the target's values are 2 times the baseline's", texts(outputs))
+    assert "29 of 30 target taps have a partner" in texts(outputs)
 
 
 @pytest.mark.soak

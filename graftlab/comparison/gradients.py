@@ -20,6 +20,8 @@ from graftlab.verdict.gradient_scaling import best_factor, left_over, norms_of
 _TIMES = 10.0
 # Gradients below this part of all gradients of a rank, over the unit roundoff, are what rounding leaves of zero.
 _OF_ALL = 16.0
+# What rounding leaves of zero has a direction by chance; from this cosine on a gradient is no such rest.
+_ALIKE = 0.99
 # Sums of ranks and steps are compared with this tolerance at least: their parts may cancel.
 _SUM = 1e-3
 # A product with a power of two is exact; the factor is computed from rounded sums.
@@ -79,7 +81,7 @@ def judge_gradients(
     unseen = []
     small = list(dict.fromkeys(line.name for line in lines if line.is_small))
     if small:
-        unseen.append(f"the gradients of {listed(small)}, which are zero but for rounding.")
+        unseen.append(f"the gradients of {listed(small)}, which are hardly above what rounding leaves of zero.")
     lines = [line for line in lines if not line.is_small]
     absent = _absent(baseline[0], target[0], {line.name: line.target_name for line in lines})
     factor, alike = _common_factor(lines)
@@ -154,10 +156,16 @@ def _lines(
         before = norms_of(row)[0]
         unit = max(roundoff(dtype) for dtype in dtypes)
         most = _OF_ALL * unit * math.sqrt(squares.get(row["rank"], 0.0))
-        apart = (row["rel_l2"] or 0.0) * before * math.sqrt(row["numel"] or 0)
-        is_small = math.isfinite(apart) and limit * before * math.sqrt(row["numel"] or 0) < apart <= most
+        size = math.sqrt(row["numel"] or 0)
+        apart = (row["rel_l2"] or 0.0) * before * size
+        is_small = math.isfinite(apart) and limit * before * size < apart <= most and _cosine(row) < _ALIKE
         lines.append(_Line(row["name"], row.get("target_name") or row["name"], row["rank"], row, limit, is_small))
     return lines
+
+
+def _cosine(row: Mapping[str, Any]) -> float:
+    before, after = norms_of(row)
+    return best_factor(row) * before / after if after else 0.0
 
 
 def _common_factor(lines: Sequence[_Line]) -> tuple[float, int]:

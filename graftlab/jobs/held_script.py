@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -73,7 +74,8 @@ class HeldScript:
         self._count = 0
         self._others: Counter[str] = Counter()
         # The models that were called, by name, with what is known of the training step in progress.
-        self._models: dict[str, torch.nn.Module] = {}
+        self._models: WeakValueDictionary[str, torch.nn.Module] = WeakValueDictionary()
+        self._seen = 0
         self._gradients = GradientWatch()
         self._previous: dict[str, TensorSample] = {}
         self._updates = self._calls_in_step = 0
@@ -103,7 +105,8 @@ class HeldScript:
             return
         kind = type(module).__name__
         if module not in self._models.values():
-            self._models[f"{kind}{len(self._models) or ''}"] = module
+            self._models[f"{kind}{self._seen or ''}"] = module
+            self._seen += 1
         # An update that raised never ended.
         self._updating = None
         if self._wanted not in (None, kind):
@@ -138,7 +141,7 @@ class HeldScript:
         update = HeldUpdate(
             step,
             optimizer,
-            self._models,
+            dict(self._models),
             self._gradients,
             self._previous,
             number=self._updates,

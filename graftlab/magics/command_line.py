@@ -179,7 +179,6 @@ def _commands() -> dict[str, Command]:
         "--gpus-per-rank",
         type=_amount,
         metavar="N",
-        default=1.0,
         help="GPUs of each rank on a cluster (default 1); with 0 each has one CPU",
     )
     up.add_argument("--replace", action="store_true", help="close the open session first, and lose its ranks")

@@ -378,9 +378,12 @@ class GraftMagics(Magics):
 
 def _cluster_of(arguments: argparse.Namespace) -> Ray | None:
     """The cluster on which `%graft up` starts ranks, if not on this machine."""
-    if arguments.on is None:
-        return None
     gpus = arguments.gpus_per_rank
+    if arguments.on is None:
+        if gpus is not None:
+            raise UsageError("%graft up --gpus-per-rank: is for ranks on a cluster; add --on, or choose --device")
+        return None
+    gpus = 1.0 if gpus is None else gpus
     return Ray(arguments.on, resources={"GPU": gpus} if gpus else {"CPU": 1})
 
 

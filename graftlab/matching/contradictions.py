@@ -174,9 +174,11 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
         if len(usual) < 2:
             continue
         example = usual[0]
+        targets = {each.target for each in usual}
         for pair in groups[place]:
             key = (pair.layout.text, pair.whole, layers_of(pair.baseline))
-            if pair in usual or 2 * odd[key] > len(usual) or any(each.target == pair.target for each in usual):
+            # The usual pairs are among these.
+            if pair.target in targets or 2 * odd[key] > len(usual):
                 continue
             if key[2] == layers_of(example.baseline):
                 said.append(

@@ -38,6 +38,7 @@ from graftlab.matching.sketch import limit_for
 FETCHED = 1 << 28
 # No dtype rounds quantiles further apart than this, relative to the tensor; see sketch.alike.
 COARSEST = 6e-2
+_FEW_QUANTILES = slice(0, None, 16)
 # Partners this much worse than the best are no longer a tie with it.
 TIE_FACTOR = 10.0
 TIE_FLOOR = 1e-6
@@ -158,9 +159,14 @@ class Matcher:
                 limit = min(COARSEST, 3 * (limit_for(tap.dtype, *dtypes) if self.limit is None else self.limit))
                 size = tap.sketch.rms
                 low, high = np.searchsorted(sizes, [size * (1 - 2 * limit), size * (1 + 2 * limit)])
-                scale = np.maximum(np.abs(quantiles[low:high]), size)
-                apart = (np.abs(quantiles[low:high] - tap.sketch.quantiles) / (scale + 1e-30)).max(axis=1, initial=0.0)
-                near = [others[low + place] for place in np.flatnonzero(apart <= limit)]
+                places = np.arange(low, high)
+                # Few quantiles rule out most of the others.
+                for some in (_FEW_QUANTILES, slice(None)):
+                    held = quantiles[places][:, some]
+                    apart = np.abs(held - tap.sketch.quantiles[some])
+                    scale = np.maximum(np.abs(held), size) + 1e-30
+                    places = places[(apart <= limit * scale).all(axis=1)]
+                near = [others[place] for place in places.tolist()]
                 near.sort(key=lambda other: other.order)
                 matching = [each for other in near if (each := self._find(other, tap)) is not None]
                 if matching:

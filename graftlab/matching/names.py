@@ -178,7 +178,10 @@ def role_of(name: str, family: str | None = None) -> tuple[str, str] | None:
     if fused_roles(name):
         return None
     for own, role, pattern in _ROLES:
-        if (family is None or own == family) and pattern.search(name):
+        if (family is None or own == family) and (found := pattern.search(name)):
+            if "." not in name and any(letter.isdigit() for letter in found.group()):
+                # Such as the layer_norm_1 of an exported graph, which counts the operations of one kind.
+                return None
             # Code that norms before and after a block uses the same words for different roles.
             return None if own == "norm" and "feedforward" in name else (own, role)
     return None

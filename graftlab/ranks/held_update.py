@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.calls import tap_handler
-from graftlab.taps.training import watch_training
+from graftlab.taps.training import scale_of, tap_scaled, watch_training
 from graftlab.taps.watch import Watch, weights_of
 
 # Elements of a gradient that are kept for a closer look.
@@ -76,14 +77,15 @@ class GradientWatch:
     def __init__(self) -> None:
         self.accumulated: dict[int, TensorSample] = {}
         self.of_results: dict[str, TensorSample] = {}
-        self._hooked: dict[int, torch.Tensor] = {}
+        # A script may make one model after the other.
+        self._hooked = WeakTensorKeyDictionary()
 
     def add_weights(self, model: torch.nn.Module) -> None:
         """Watch the gradients of a model's weights from now on."""
         for weight in model.parameters():
             # A sharded weight's gradient would need a collective here.
-            if weight.requires_grad and weight.is_leaf and id(weight) not in self._hooked and type(weight) in _WHOLE:
-                self._hooked[id(weight)] = weight
+            if weight.requires_grad and weight.is_leaf and weight not in self._hooked and type(weight) in _WHOLE:
+                self._hooked[weight] = True
                 weight.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
     def add_results(self, results: Mapping[str, torch.Tensor]) -> None:
@@ -146,8 +148,9 @@ class HeldUpdate:
         """Describe what the update is given, and whether it repeats itself."""
         weights = self._weights()
         held_by_optimizer = {id(w) for group in self._optimizer.param_groups for w in group["params"]}
+        scale = scale_of(self._optimizer)
         self.gradients = {
-            name: TensorSample.of(w.grad)
+            name: TensorSample.of(w.grad if scale is None else w.grad / scale.to(w.grad.device))
             for name, w in weights.items()
             if w.grad is not None and w.grad.layout == torch.strided
         }
@@ -183,9 +186,12 @@ class HeldUpdate:
             for key, value in self._optimizer.state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
                     handler.tap(f"{name}.{key}", value, None, {"kind": "optimizer"})
+        scale = scale_of(self._optimizer)
         for name, weight in reversed(weights.items()):
-            if weight.grad is not None:
+            if weight.grad is not None and scale is None:
                 handler.tap(name, weight.grad, None, {"kind": "param_grad"})
+            elif weight.grad is not None:
+                tap_scaled(handler, name, weight.grad, scale)
 
     def take_given(self) -> None:
         """Tap what the update is given, and begin repetitions with what the taps leave."""

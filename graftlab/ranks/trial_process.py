@@ -8,6 +8,8 @@ import pickle
 import sys
 from dataclasses import dataclass
 
+import torch
+
 from graftlab.base import shipping
 from graftlab.errors import SessionError
 from graftlab.grafting.trial import Trial, try_draft
@@ -76,4 +78,10 @@ def _enter(connection: multiprocessing.connection.Connection) -> None:
     connection.send_bytes(b"ready")
     # The notebook sends nothing more, so any event on the connection is the notebook's end.
     die_with_notebook(connection.fileno())
-    connection.send_bytes(pickle.dumps(try_draft(spec.draft, kept, spec.device, spec.plan)))
+    connection.send_bytes(pickle.dumps(try_draft(spec.draft, kept, device_here(spec.device), spec.plan)))
+
+
+def device_here(device: str) -> str:
+    """The device of a rank, or the CPU where this machine has no such device: the rank may be on another one."""
+    wanted = torch.device(device)
+    return device if wanted.type != "cuda" or (wanted.index or 0) < torch.cuda.device_count() else "cpu"

@@ -25,6 +25,9 @@ class RemoteProcess(Protocol):
     def signal(self, number: int) -> None:
         """Send it a signal."""
 
+    def release_in_child(self) -> None:
+        """Release it in a forked child of the notebook, which must not keep it alive."""
+
 
 class RankHosts(Protocol):
     """The machines that were reserved for a session's ranks."""

@@ -39,7 +39,7 @@ Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 # Seconds for the end of a rank's log to arrive, and for the driver to give everything back.
 _LOG_LIMIT = 10.0
-_RELEASE_LIMIT = 10.0
+_RELEASE_LIMIT = 5.0
 # Seconds beyond the launch's own timeout, within which the driver reports what is lacking.
 _REPORT_LIMIT = 30.0
 _BEGIN = "import sys, json; sys.path[:] = json.loads({path!r}); from graftlab.remote.ray_driver import main; main()"
@@ -161,6 +161,9 @@ class RayProcess:
         # Without waiting for the answer: its machine may be gone.
         self._driver.ask("signal", self._world_rank, number)
 
+    def release_in_child(self) -> None:
+        self._driver.release_in_child()
+
 
 def _reserve(wanted: Ray, options: LaunchOptions, driver: _DriverProcess) -> RayReservation:
     request = RayRequest(
@@ -243,6 +246,11 @@ class _DriverProcess:
             self._process.kill()
             self._process.wait()
         self._socket.close()
+
+    def release_in_child(self) -> None:
+        """Close a forked child's copies of the connection, whose end is that of the session."""
+        self._socket.close()
+        self._connection.close()
 
     def _read_answers(self) -> None:
         try:

@@ -110,6 +110,10 @@ class RemoteRankHandle(AttachedRankHandle):
             super().release()
             self._on_release(self)
 
+    def release_in_child(self) -> None:
+        super().release_in_child()
+        self.process.release_in_child()
+
     # ---- its log ------------------------------------------------------------------------------------------------
 
     def log_tail(self, lines: int = 30) -> str:

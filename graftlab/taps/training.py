@@ -103,12 +103,12 @@ class _TrainingTaps:
             return
         for setting, values in self._settings(optimizer).items():
             handler.tap(f"{self._prefix}optimizer.{setting}", values, None, {"kind": "optimizer"})
-        scale = _scale_of(optimizer)
+        scale = scale_of(optimizer)
         for name, weight in self._in_backward_order():
             if weight.grad is not None and scale is None:
                 handler.tap(name, weight.grad, None, {"kind": "param_grad"})
             elif weight.grad is not None:
-                _tap_scaled(handler, name, weight.grad, scale)
+                tap_scaled(handler, name, weight.grad, scale)
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._accumulated.clear()
@@ -153,13 +153,14 @@ def _numbers(group: Mapping[str, Any]) -> list[tuple[str, float]]:
     return numbers
 
 
-def _scale_of(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+def scale_of(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """Return the factor that a gradient scaler left in the gradients for a fused step to remove; None without one."""
     scaler = getattr(optimizer, "grad_scale", None)
     return scaler if isinstance(scaler, torch.Tensor) else None
 
 
-def _tap_scaled(handler: taps.TapHandler, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+def tap_scaled(handler: taps.TapHandler, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Tap a gradient without the factor that a scaler has left in it; a graft is written with the factor."""
     assert scale is not None
     factor = scale.to(gradient.device)
     shown = gradient.detach() / factor

@@ -164,6 +164,25 @@ def test_an_optimizer_of_two_models_and_a_loose_weight_has_names_for_all() -> No
     assert described.settings["lr"] == dict.fromkeys(described.dtypes, 0.1)
 
 
+def test_a_fused_step_that_unscales_by_itself_shows_unscaled_gradients() -> None:
+    model, found = model_of_test(), list[UpdateDescription]()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def describe(*_: object) -> None:
+        hook.remove()
+        step = partial(torch.optim.AdamW.step, optimizer)
+        found.append(HeldUpdate(step, optimizer, {"Net": model}, GradientWatch(), {}, number=1, calls=1).describe())
+
+    hook = optimizer.register_step_pre_hook(describe)
+    scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+    scaler.step(optimizer)
+    # The derivative of the sum by a bias is the number of rows.
+    assert found[0].gradients["3.bias"].values.tolist() == [2.0] * 4
+    assert not found[0].not_repeated
+    assert found[0].scale == 1024.0
+
+
 # ---- gradients of several ranks -------------------------------------------------------------------------------------
 
 
@@ -213,7 +232,9 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     ours, theirs = description({"w": large, "b": noise}), description({"w": large, "b": other})
     found = judge_gradients(rows, [ours], [theirs], {})
     assert found.sentences == ()
-    assert found.unseen == ("the gradients of b, which are zero but for rounding.",)
+    assert found.unseen == ("the gradients of b, which are hardly above what rounding leaves of zero.",)
+    doubled = [row("w", 0, large, large), row("b", 0, noise, 2 * noise)]
+    assert judge_gradients(doubled, [ours], [description({"w": large, "b": 2 * noise})], {}).named == ("b",)
 
 
 def test_gradients_are_held_to_what_an_agreeing_call_showed() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -131,6 +132,15 @@ def test_rows_carry_the_request_id_and_a_step_is_a_batch(session: gl.Session, tm
     assert replay.frame["rid"].unique().tolist() == ["r0,r1", "r2"]
     assert replay.summary["step"].nunique() == 2
     assert sorted(replay.summary["rid"]) == ["r0", "r1", "r2"]
+
+
+def test_a_replay_of_many_requests_is_shown_in_part() -> None:
+    run: Any = None
+    summary = pd.DataFrame({"rid": [f"r{i}" for i in range(500)], "status": "compared"})
+    shown = Replay(run, summary, [])._repr_mimebundle_()
+    assert shown["text/plain"].startswith("<Replay of 500 requests: 500 compared>\n")
+    assert shown["text/html"].count("<tr>") + shown["text/html"].count("<tr ") < 30
+    assert all(len(text.splitlines()) < 150 for text in shown.values())
 
 
 def test_returned_numbers_are_compared(session: gl.Session, tmp_path: Path) -> None:

@@ -146,6 +146,10 @@ def test_a_token_file_must_be_readable_by_its_user_only(tmp_path: Path) -> None:
         GraftConfig(token_file=str(tmp_path / "none")).join_token()
 
 
+def test_a_token_from_a_secret_may_end_with_a_newline() -> None:
+    assert GraftConfig(token="t" * 43 + "\n").join_token() == "t" * 43
+
+
 def test_a_token_that_could_be_guessed_is_refused() -> None:
     with pytest.raises(gl.ConfigError, match="has 6 characters"):
         derive_keys("secret")

@@ -42,6 +42,9 @@ class LocalProcess:
     def signal(self, number: int) -> None:
         self.supervisor.signal(number)
 
+    def release_in_child(self) -> None:
+        """The supervisor's own descriptors are closed by the programs that it starts."""
+
 
 class LocalHosts:
     """``on=LocalHosts()``. ``facts_of`` replaces what its one machine says of itself."""

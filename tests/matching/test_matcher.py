@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher
+from graftlab.matching.contradictions import other_roles
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal, pairs_of
@@ -670,3 +671,9 @@ def test_a_match_continues_past_a_tap_that_only_one_side_has_in_each_layer() -> 
     proposal = match_in_rounds(record)
     paired = {pair.target: pair.baseline for pair in proposal.pairs if pair.sureness != "guess"}
     assert [paired.get(f"second.{n}.mixing") for n in range(4)] == [f"second.{n}.attn" for n in range(4)]
+
+
+def test_numbers_that_count_operations_of_an_exported_graph_are_no_roles() -> None:
+    pairs = [Pair(f"layer_norm_{2 * n + m}", f"{n}.norm{m + 1}") for n in range(2) for m in range(2)]
+    assert other_roles(pairs) == []
+    assert other_roles([Pair("h.0.ln_2", "0.norm1")]) != []

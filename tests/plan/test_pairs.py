@@ -120,6 +120,10 @@ def test_pairs_travel_and_are_equal_at_the_other_end() -> None:
         ([("h.{n}", "l.{m}")], "same numbers in braces"),
         ([("a", "b", "part(")], "'a' and 'b'"),
         ([("", "b")], "must be a name"),
+        (
+            [{"baseline": "a", "target": "b", "whole": "received"}],
+            "not 'received'",
+        ),
     ],
 )
 def test_pairs_that_are_none_are_refused(pairs: Any, says: str) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
 from graftlab.ranks.devices import assign_devices
+from graftlab.ranks.trial_process import device_here
 
 # One baseline rank and two target ranks.
 PLACES = Place("baseline", 0, 1, 2).everyone()
@@ -52,3 +53,8 @@ def test_ranks_are_spread_over_gpus_and_those_of_a_side_that_share_one_get_gloo(
 def test_an_unavailable_device_is_refused(gpus: None, device: str) -> None:
     with pytest.raises(LaunchError, match=f"device='{device}'"):
         assign_devices(PLACES, device, None)
+
+
+def test_a_draft_is_tried_on_the_cpu_where_the_ranks_gpu_is_not_here() -> None:
+    assert device_here("cpu") == "cpu"
+    assert device_here(f"cuda:{torch.cuda.device_count()}") == "cpu"

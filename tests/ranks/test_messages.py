@@ -64,6 +64,7 @@ from graftlab.ranks.messages import (
     Shutdown,
     Stacks,
     StatusUpdate,
+    StoreAddress,
     TapSeen,
     ToRank,
     WaitReason,
@@ -142,6 +143,10 @@ FROM_RANK = [
 ]
 
 
+# A rank sends it, and the notebook passes it on.
+BOTH_WAYS = StoreAddress("10.0.0.7", 29500)
+
+
 def parts_of(message: Any) -> set[type]:
     """The types of a message and of the messages that it contains."""
     inner = [
@@ -156,9 +161,13 @@ def test_there_is_a_sample_of_every_message() -> None:
         for kind in vars(messages).values()
         if isinstance(kind, type) and issubclass(kind, messages.Message) and not kind.__subclasses__()
     }
-    assert set().union(*map(parts_of, TO_RANK + FROM_RANK)) >= concrete
-    assert {type(message) for message in TO_RANK} == set(get_args(ToRank))
-    assert {type(message) for message in FROM_RANK} == set(get_args(FromRank))
+    assert set().union(*map(parts_of, [*TO_RANK, *FROM_RANK, BOTH_WAYS])) >= concrete
+    assert {type(message) for message in [*TO_RANK, BOTH_WAYS]} == set(get_args(ToRank))
+    assert {type(message) for message in [*FROM_RANK, BOTH_WAYS]} == set(get_args(FromRank))
+
+
+def test_a_message_that_is_passed_on_arrives_equal_both_ways() -> None:
+    assert unpack_to_rank(pack(BOTH_WAYS)) == unpack_from_rank(pack(BOTH_WAYS)) == BOTH_WAYS
 
 
 @pytest.mark.parametrize("message", TO_RANK, ids=lambda message: type(message).__name__)

@@ -29,6 +29,11 @@ def test_up_refuses_what_is_no_cluster(options: str) -> None:
         command_line.parse(f"up {options}")
 
 
+def test_gpus_of_ranks_are_refused_without_a_cluster() -> None:
+    with pytest.raises(UsageError, match="add --on"):
+        cluster_of("--gpus-per-rank 1")
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -12,6 +12,7 @@ from torch import Tensor
 from graftlab.errors import LayoutError, TransformError
 from graftlab.layouts import Layout, Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
+from graftlab.layouts.sketching import SignedSums
 from graftlab.transforms import GraftTransformInput
 from graftlab.transforms.by_layout import INFERRED, _by_layout, _shape_of_one, _text, by_layout
 from graftlab.transforms.default import suggested
@@ -93,6 +94,30 @@ def test_partial_sum_is_measured_as_the_sum_or_refused_without_one() -> None:
         _by_layout(given)
     with pytest.raises(LayoutError, match="the group is gone"):
         _by_layout(dataclasses.replace(given, target_reduced="the group is gone"))
+    where = r"from \[\[2\]\] of senders \[0\] to \[2\] on rank 0.*or give the plan a transform: `"
+    with pytest.raises(TransformError, match=where):
+        by_layout(given)
+
+
+def test_a_recorded_sketch_is_compared_with_a_whole_tensor_of_one_rank_alone() -> None:
+    value = torch.arange(12.0).view(3, 4)
+    layout = Layout((SignedSums(4, (3, 4)),))
+    sums = layout.local(value)
+    sketched = RankLayout(layout)
+    given = GraftTransformInput(
+        {"name": "x"}, [sums], [None], value, received_layouts=[sketched], senders=[0], send_world_size=1
+    )
+    outcome = by_layout(given)
+    assert outcome.measured is not None
+    assert torch.equal(*outcome.measured)
+    changes: list[dict[str, Any]] = [
+        {"pair": parse_layout("a b -> b a")},
+        {"layout": rank_layout(value, "shard(dim=0, mesh='tp')", 2)},
+        {"received_list": [sums, sums], "received_layouts": [sketched] * 2, "senders": [0, 1], "send_world_size": 2},
+    ]
+    for change in changes:
+        with pytest.raises(TransformError, match=r"has a sketch of this tensor, .* record it whole"):
+            by_layout(dataclasses.replace(given, **change))
 
 
 @pytest.mark.parametrize(

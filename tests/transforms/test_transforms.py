@@ -117,6 +117,10 @@ def test_senders_that_differ_by_rounding_are_noted_and_may_be_grafted() -> None:
     taken = _taken_of_two(torch.nextafter(value, value + 1), value)
     assert "are not replicas (sender 1: 5 elements differ, by up to 2.38e-07)" in taken.note
     assert taken.graft_refused is None
+    # One that is near does not vouch for one that is far.
+    for others in ([torch.nextafter(value, value + 1), 2 * value], [value.clone(), 2 * value], [2 * value, value]):
+        taken = run_transform(None, the_input([value, *others], torch.zeros(5)))
+        assert "so it is not grafted" in (taken.graft_refused or "")
 
 
 FITS_NOT: dict[str, tuple[list[tuple[int, ...]], tuple[int, ...], tuple[int, int]]] = {

@@ -11,7 +11,7 @@ import pytest
 from graftlab.filters.expressions import compile_filter
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.added import added_frame, coarser_dtype, lonely_filter, named_groups, unseen_of
+from graftlab.verdict.added import added_frame, coarser_dtype, lonely_filter, named_groups, records, unseen_of
 from graftlab.verdict.floor import Floor, pool
 
 EPS = 2.0**-24
@@ -161,3 +161,22 @@ def test_one_sided_taps_have_their_own_filter() -> None:
     ]
     # One of the group was measured, so the sides do have it.
     assert lonely_filter(frame_of(row("layers.0.b"), row("layers.1.b", **lonely))) is None
+
+
+def test_rows_as_dicts_have_plain_numbers_and_none_for_what_is_missing() -> None:
+    frame = pd.DataFrame(
+        {
+            "name": pd.array(["a", None], dtype="string"),
+            "tags": [{"layer": 1}, {}],
+            "step": [3, 4],
+            "rel_l2": [0.5, math.nan],
+            "numel": pd.array([7, None], dtype="Int64"),
+            "cast": [None, "float16 -> float32"],
+        },
+        index=[8, 9],
+    )
+    first, last = records(frame)
+    assert first == {"name": "a", "tags": {"layer": 1}, "step": 3, "rel_l2": 0.5, "numel": 7, "cast": None}
+    assert last == {"name": None, "tags": {}, "step": 4, "rel_l2": None, "numel": None, "cast": "float16 -> float32"}
+    assert [type(value) for value in first.values()] == [str, dict, int, float, int, type(None)]
+    assert records(frame[:0]) == []

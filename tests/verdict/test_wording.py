@@ -133,6 +133,9 @@ def test_two_clearly_separate_sizes_may_have_two_causes() -> None:
     words = "two sizes, up to 0.06 in 0-4 and 0.4 in 5-7, may have two causes"
     assert words in text(0.06, 0.059, 0.05, 0.06, 0.06, 0.4, 0.39, 0.4)
     assert "sizes" not in text(0.06, 0.1, 0.2, 0.3, 0.4, 0.4)
+    # Far apart, and one of them is no single size.
+    assert "sizes" not in text(0.01, 0.02, 0.4, 0.4)
+    assert "sizes" not in text(0.01, 0.01, 0.4, 0.8)
     assert "sizes" not in text(0.06, 0.06, 0.06, 0.4)
 
 

@@ -136,6 +136,8 @@ def cluster(folder: Path) -> Iterator[list[Node]]:
         nodes += [worker(folder, 2), worker(folder, 3)]
         yield nodes
     finally:
+        # Ray ends a process that has lost its cluster, before it could say what was wrong.
+        ray.shutdown()
         for node in nodes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 node.kill()
