@@ -51,7 +51,9 @@ class GrowingFrame:
 
     def of(self, block: Block) -> pd.DataFrame:
         """The frame of a block. The caller may change it."""
-        if not _COPY_ON_WRITE or not self._columns.has_room(block):
+        if not _COPY_ON_WRITE:
+            return frame_of(self._columns, {name: cells.copy() for name, cells in block.items()})
+        if not self._columns.has_room(block):
             return frame_of(self._columns, block)
         steps: Any = block["step"].base
         if not self._arrays or self._arrays[0] is not steps:
