@@ -10,13 +10,13 @@ from typing import Any
 import pandas as pd
 
 from graftlab.base.tags import identity, own_tags
-from graftlab.base.tap_groups import kind_of
 from graftlab.base.world import Side
 from graftlab.control.verdict_runs import RunFilters, TracedRun, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, LostOperation, first_lost
+from graftlab.lines.remedies import Remedy
 from graftlab.lines.traces import SliceTrace, WantedCall
-from graftlab.ranks.line_tracer import LINE_TAP
+from graftlab.ranks.line_tracer import LINE_TAP, OperationChanges
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import records
 from graftlab.verdict.lines import MOST_LINES, DifferingLine
@@ -24,7 +24,9 @@ from graftlab.verdict.order import numbers
 
 MOST_GROUPS = 6
 """How many named groups are traced."""
-MOST_CONFIRMING_RUNS = 3
+MOST_GRAFTS = 3
+"""How many lines of one call have the baseline's values in one run."""
+MOST_CONFIRMING_RUNS = 6
 _SMALLEST_TOLERANCE = 3e-7
 
 
@@ -54,11 +56,33 @@ class _Traced:
     """Whether the next run is to show that the first of two operations is needed."""
     left_out: LineGraft | None = None
     is_settled: bool = False
+    untried: list[Remedy] = field(default_factory=list)
+    trying: Remedy | None = None
+    """What the next run changes in place of the grafts."""
+    cure: Remedy | None = None
+    """The change with which the tap agrees."""
+    prefers_graft: bool = False
+    """Whether the first operation has a counterpart that does the same with other arguments."""
 
     @property
     def grafted(self) -> LineGraft:
         """All operations of the target that have the baseline's values, with the baseline's."""
+        if self.trying is not None:
+            return dict(self.trying.grafted)
         return {target: baseline for line in self.grafts for target, baseline in line.items()}
+
+    @property
+    def touched(self) -> frozenset[int]:
+        """All operations of the target that are changed."""
+        return frozenset(self.grafted) if self.trying is None else self.trying.touched
+
+    @property
+    def taps(self) -> set[str]:
+        """The names of the taps at operations that both sides show."""
+        names = {_tap_of(*each) for each in self.grafted.items()}
+        if self.trying is not None and self.trying.partner is not None:
+            names.add(_fed_tap_of(self.trying))
+        return names
 
     @property
     def tolerance(self) -> float:
@@ -81,7 +105,10 @@ class LineSearch:
         self._found_calls: list[_Traced] = []
         self._traced: TracedRun | None = None
         self._grafted = frozenset(
-            (name, kind_of(tags)) for name, tags in zip(frame["name"], frame["tags"], strict=True)
+            (identity({**tags, "name": name}), int(step), int(occurrence))
+            for name, tags, step, occurrence in zip(
+                frame["name"], frame["tags"], frame["step"], frame["occurrence"], strict=True
+            )
         )
 
     def trace(self, groups: Sequence[str]) -> None:
@@ -110,13 +137,19 @@ class LineSearch:
     def confirm(self) -> None:
         """Graft single operations, to see whether the taps agree then."""
         calls, traced = self._found_calls, self._traced
+        for call in calls:
+            if call.untried and call.untried[0].is_certain:
+                call.cure, call.is_settled = call.untried[0], True
         for _ in range(MOST_CONFIRMING_RUNS):
             chosen = [] if traced is None else self._choose(calls, traced)
             if not chosen:
                 break
-            traced = self._trace("with the baseline's values at single operations", calls)
-            if traced is not None:
-                self._judge(chosen, traced, calls)
+            # Fingerprints are for what is compared again.
+            only = frozenset[int]() if all(each.trying is not None for each in chosen) else None
+            again = self._trace("with other values at single operations", calls, only)
+            if again is not None:
+                self._judge(chosen, again, calls)
+            traced = traced if only is not None else again
 
     @property
     def lines(self) -> list[DifferingLine]:
@@ -143,18 +176,15 @@ class LineSearch:
             for row in chosen
         ]
 
-    def _trace(self, why: str, calls: Sequence[_Traced]) -> TracedRun | None:
-        shown: dict[Side, dict[int, str]] = {"baseline": {}, "target": {}}
-        for call in calls:
-            for target, baseline in call.grafted.items():
-                shown["baseline"][baseline] = shown["target"][target] = _tap_of(target, baseline)
+    def _trace(self, why: str, calls: Sequence[_Traced], only: frozenset[int] | None = None) -> TracedRun | None:
+        changes = _changes(calls)
         filters = RunFilters(b2t="True", leaving=self._lonely)
         wanted = [each.wanted for each in calls]
-        traced = self._runs.traced(why, filters, wanted, self._grafted, shown)
-        if traced is None or not traced.without_fingerprint:
+        traced = self._runs.traced(why, filters, wanted, self._grafted, changes, only)
+        if traced is None or only is not None or not traced.without_fingerprint:
             return traced
         # Fingerprints had a budget, and were taken of what is not needed, too.
-        return self._runs.traced(f"{why}, again", filters, wanted, self._grafted, shown, traced.needed)
+        return self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
 
     def _compare(self, calls: Sequence[_Traced], traced: TracedRun) -> None:
         for call in calls:
@@ -170,6 +200,8 @@ class LineSearch:
                 call.kept += new
                 if call.before is None:
                     call.before = call.lost
+                    call.untried = list(call.lost.remedies)
+                    call.prefers_graft = _has_counterpart(call.lost)
 
     # ---- confirming -------------------------------------------------------------------------------------------------
 
@@ -192,20 +224,30 @@ class LineSearch:
                 continue
             # The most telling line, or none: what follows one that cannot be confirmed may be its consequence.
             graft = _next_graft(call)
-            if not graft:
+            graft = graft if len(call.grafts) < MOST_GRAFTS else {}
+            tries_remedy = bool(call.untried) and not (graft and call.prefers_graft)
+            if not graft and not tries_remedy:
                 continue
+            touched = call.untried[0].touched if tries_remedy else frozenset(graft)
             others = {calls.index(each) for each in chosen}
-            elsewhere = {target for each in chosen for target in each.grafted}
-            if any(graft.keys() & slices[other] for other in others) or elsewhere & slices[place]:
+            elsewhere = {target for each in chosen for target in each.touched}
+            if any(touched & slices[other] for other in others) or elsewhere & slices[place]:
                 continue
-            call.grafts.append(graft)
+            if tries_remedy:
+                call.trying = call.untried.pop(0)
+            else:
+                call.grafts.append(graft)
             chosen.append(call)
         return chosen
 
     def _judge(self, chosen: Sequence[_Traced], traced: TracedRun, calls: Sequence[_Traced]) -> None:
         for call in chosen:
             agrees = self._agrees(call, traced.rows)
-            if call.left_out is not None:
+            if call.trying is not None:
+                if agrees:
+                    call.cure, call.is_settled = call.trying, True
+                call.trying = None
+            elif call.left_out is not None:
                 # With both it agreed: each that is needed is a fault.
                 call.confirmed.update(call.grafted)
                 call.confirmed.update({} if agrees else call.left_out)
@@ -226,9 +268,8 @@ class LineSearch:
 
     def _agrees(self, call: _Traced, rows: pd.DataFrame) -> bool | None:
         """Whether the tap agrees now; None where an operation could not be grafted."""
-        names = {_tap_of(*each) for each in call.grafted.items()}
         measured = rows[rows["status"].isin(MEASURED)]
-        if not names <= set(measured["name"]):
+        if not call.taps <= set(measured["name"]):
             return None
         first = int(rows["step"].min())
         for row in records(measured[measured["name"] == call.wanted.name]):
@@ -246,14 +287,19 @@ class LineSearch:
     def _found(self, call: _Traced) -> list[DifferingLine]:
         if call.before is None:
             return []
+        cure = call.cure
         confirmed = [each for each in call.kept if each.operation.index in call.confirmed]
         first = [each for each in call.before.target if not each.is_later and each not in confirmed]
         # The fault may be in any of them where none could be confirmed.
-        later = [] if confirmed else [each for each in call.before.target if each.is_later]
+        later = [] if confirmed or cure is not None else [each for each in call.before.target if each.is_later]
         sides: list[tuple[Side, list[LostOperation]]] = [
             ("target", [*confirmed, *first, *later]),
             ("baseline", [each for each in call.before.baseline if not each.is_later]),
         ]
+        if cure is not None:
+            for side, lost in sides:
+                if side == cure.side:
+                    lost.insert(0, LostOperation(cure.operation, has_equal_inputs=True, follows_inputs=True))
         lines = []
         for side, lost in sides:
             seen: dict[tuple[str, int], DifferingLine] = {}
@@ -261,7 +307,8 @@ class LineSearch:
                 if not each.operation.frames:
                     continue
                 frame = each.operation.frames[0]
-                is_confirmed = side == "target" and each.operation.index in call.confirmed
+                is_cure = cure is not None and each.operation is cure.operation
+                is_confirmed = is_cure or (side == "target" and each.operation.index in call.confirmed)
                 line = DifferingLine(
                     call.group,
                     side,
@@ -272,6 +319,7 @@ class LineSearch:
                     is_confirmed,
                     each.is_suspect,
                     each.lacks_sum,
+                    cure is not None and is_cure and cure.is_one_sided,
                     each.state,
                     call.wanted.name,
                     call.wanted.step,
@@ -290,6 +338,37 @@ class LineSearch:
 def _all(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
     found = [each for each in traces if each is not None]
     return found if found and len(found) == len(traces) else None
+
+
+def _changes(calls: Sequence[_Traced]) -> dict[Side, OperationChanges]:
+    """What the next run changes on each side."""
+    baseline: dict[int, str] = {}
+    target: dict[int, str] = {}
+    passed: dict[int, int] = {}
+    fed: dict[int, tuple[int, str]] = {}
+    for call in calls:
+        for index, partner in call.grafted.items():
+            baseline[partner] = target[index] = _tap_of(index, partner)
+        if call.trying is not None and call.trying.partner is not None:
+            name = baseline[call.trying.partner] = _fed_tap_of(call.trying)
+            fed |= {index: (number, name) for index, number in call.trying.fed.items()}
+        passed |= {} if call.trying is None else call.trying.passed
+    return {"baseline": OperationChanges(baseline), "target": OperationChanges(target, passed, fed)}
+
+
+def _fed_tap_of(remedy: Remedy) -> str:
+    """The name of the tap that shows what operations read in place of a value."""
+    return f"{LINE_TAP}.{remedy.partner}.before.{min(remedy.fed)}"
+
+
+def _has_counterpart(lost: LostOnBothSides) -> bool:
+    """Whether the first lost operation has a partner of its name, or both sides have one alone."""
+    first = next((each for each in lost.target if not each.is_later), None)
+    if first is None or first.partner is None:
+        return False
+    alone = all(len([each for each in side if not each.is_later]) == 1 for side in (lost.target, lost.baseline))
+    named = {each.operation.index: each.operation.name for each in lost.baseline}
+    return alone or named.get(first.partner, first.operation.name) == first.operation.name
 
 
 def _tap_of(target: int, baseline: int) -> str:

@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
+from graftlab.base.tags import TapIdentity
 from graftlab.base.tap_groups import DATA, filter_of
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, start_under
@@ -27,7 +28,7 @@ from graftlab.lines.traces import SliceTrace, WantedCall
 from graftlab.matching.pair import Pair
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import FILTERS, PlanEdit
-from graftlab.ranks.line_tracer import TraceRequest, trace_callee
+from graftlab.ranks.line_tracer import OperationChanges, TraceRequest, trace_callee
 from graftlab.ranks.remote_functions import (
     Callee,
     call_with_lent_weights,
@@ -223,14 +224,13 @@ class VerdictRuns:
         why: str,
         filters: RunFilters,
         wanted: Sequence[WantedCall],
-        grafted: frozenset[tuple[str, str | None]],
-        shown: Mapping[Side, Mapping[int, str]],
+        grafted: frozenset[tuple[TapIdentity, int, int]],
+        changes: Mapping[Side, OperationChanges],
         only: frozenset[int] | None = None,
     ) -> TracedRun | None:
         """Trace the wanted calls in one run of both sides; None where runs cannot be traced.
 
-        ``shown`` are the operations of each side whose results are shown as taps, by index, with the taps' names.
-        ``only`` restricts fingerprints to these values.
+        ``changes`` are made at single operations of each side. ``only`` restricts fingerprints to these values.
         """
         return None
 
@@ -306,8 +306,8 @@ class CalledRuns(VerdictRuns):
         why: str,
         filters: RunFilters,
         wanted: Sequence[WantedCall],
-        grafted: frozenset[tuple[str, str | None]],
-        shown: Mapping[Side, Mapping[int, str]],
+        grafted: frozenset[tuple[TapIdentity, int, int]],
+        changes: Mapping[Side, OperationChanges],
         only: frozenset[int] | None = None,
     ) -> TracedRun | None:
         if self.recorded:
@@ -316,7 +316,7 @@ class CalledRuns(VerdictRuns):
         args, kwargs = self.request.arguments
         callees: dict[Side, Callee] = {
             side: partial(
-                trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, self.before, shown[side], only)
+                trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, self.before, changes[side], only)
             )
             for side, callee in self._callees().items()
         }

@@ -79,30 +79,37 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     if not wide.size:
         nothing = np.zeros(0)
         return Fingerprint(shape, dtype, 0, 0, np.zeros(5), np.zeros(len(_FREQUENCIES)), nothing, nothing, False, True)
-    finite = np.isfinite(wide)
-    nonfinite = int(wide.size - np.count_nonzero(finite))
+    lowest, highest = float(wide.min()), float(wide.max())
+    # A number that is not finite is the lowest, the highest, or makes both of them nan.
+    is_finite = math.isfinite(lowest) and math.isfinite(highest)
+    finite = None if is_finite else np.isfinite(wide)
+    nonfinite = 0 if finite is None else int(wide.size - np.count_nonzero(finite))
     mask = plain.dtype == torch.bool
-    if not mask and plain.is_floating_point() and wide.max() == 0 and wide.min() <= -_MASKED:
+    if not mask and plain.is_floating_point() and highest == 0 and lowest <= -_MASKED:
         visible = wide == 0
         mask = bool((visible | (wide <= -_MASKED)).all())
         if mask:
             wide, nonfinite = visible.astype(np.float64), 0
-    hidden = _hidden(wide) if plain.is_floating_point() and not mask else None
+    # Among numbers that are not finite there may be lower ones than nan.
+    may_hide = plain.is_floating_point() and not mask and not lowest > -_MASKED
+    hidden = _hidden(wide) if may_hide else None
     if hidden is not None:
         # Or the scores that may be seen would vanish beside what stands for infinity.
-        nonfinite = int(np.count_nonzero(hidden | ~finite))
+        nonfinite = int(np.count_nonzero(hidden if finite is None else hidden | ~finite))
         wide = np.where(hidden, 0.0, wide)
     if mask:
         # So that its opposite is its negation.
         wide = 2 * wide - 1
-    if nonfinite:
+    if nonfinite and finite is not None:
         wide = np.where(finite, wide, 0.0)
-    sizes = np.abs(wide)
-    moments = np.array([wide.sum(), sizes.sum(), wide @ wide, (wide * wide) @ wide, np.sqrt(sizes).sum()])
+    moments = _moments(wide)
     quantiles: list[Floats | None] = [None, None]
     if sorts:
         at = np.linspace(0, wide.size - 1, QUANTILES).astype(np.int64)
-        quantiles = [np.sort(each)[at] for each in (sizes, wide)]
+        # What was in single precision is sorted so, in half the time.
+        is_single = plain.is_floating_point() and plain.element_size() <= _SINGLE
+        sorted_as = np.float32 if is_single else np.float64
+        quantiles = [np.sort(each.astype(sorted_as))[at].astype(np.float64) for each in (np.abs(wide), wide)]
     constant = not nonfinite and bool(wide.min() == wide.max())
     return Fingerprint(
         shape, dtype, wide.size, nonfinite, moments, _projections(wide), quantiles[0], quantiles[1], mask, constant
@@ -118,7 +125,21 @@ def _hidden(wide: Floats) -> npt.NDArray[np.bool_] | None:
     return hidden if not rest.size or np.abs(rest).max() * 10 < _MASKED else None
 
 
+_SINGLE = 4
+"""The bytes of a number in single precision."""
 _BLOCK = 1 << 14
+
+
+def _moments(wide: Floats) -> Floats:
+    """Sums of the values, their magnitudes, squares, third powers and the roots of their magnitudes."""
+    whole = np.zeros(5)
+    # In blocks that stay in the processor's cache, and without products of vectors, for which numpy starts threads.
+    for begin in range(0, wide.size, _BLOCK):
+        part = wide[begin : begin + _BLOCK]
+        sizes = np.abs(part)
+        squares = part * part
+        whole += [part.sum(), sizes.sum(), squares.sum(), (squares * part).sum(), np.sqrt(sizes).sum()]
+    return whole
 
 
 def _projections(wide: Floats) -> Floats:

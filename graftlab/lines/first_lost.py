@@ -23,6 +23,7 @@ from graftlab.lines.fingerprints import (
     agreement,
     joined,
 )
+from graftlab.lines.remedies import LostPart, Remedy, remedies
 from graftlab.lines.traces import SliceTrace, TracedOperation
 
 TOLERANCE = 1e-5
@@ -53,11 +54,15 @@ class LostOperation:
 
 @dataclass(frozen=True)
 class LostOnBothSides:
-    """The lost operations of both sides, the most telling first. ``operations`` are how many were compared on each."""
+    """The lost operations of both sides, the most telling first. ``operations`` are how many were compared on each.
+
+    ``remedies`` are changes of the target's run that may show one line to be at fault.
+    """
 
     baseline: list[LostOperation]
     target: list[LostOperation]
     operations: tuple[int, int]
+    remedies: list[Remedy] = field(default_factory=list)
 
 
 def first_lost(
@@ -70,8 +75,13 @@ def first_lost(
     ours = rank if len(baseline) == len(target) else 0
     # A step that both sides take as a whole must not be judged by a part of it.
     theirs_by_rank, ours_by_rank = _every_value(target), _every_value(baseline)
-    on_target = _Side(target[rank], target, rank, _Known(ours_by_rank, tolerance), _result(baseline[ours]))
-    on_baseline = _Side(baseline[ours], baseline, ours, _Known(theirs_by_rank, tolerance), _result(target[rank]))
+    elsewhere, ours_elsewhere = (
+        _Known([each for trace in side for each in trace.elsewhere], tolerance) for side in (baseline, target)
+    )
+    on_target = _Side(target[rank], target, rank, _Known(ours_by_rank, tolerance), _result(baseline[ours]), elsewhere)
+    on_baseline = _Side(
+        baseline[ours], baseline, ours, _Known(theirs_by_rank, tolerance), _result(target[rank]), ours_elsewhere
+    )
     if (missing := _missing_sum(baseline[ours], target, rank, tolerance)) is not None:
         return LostOnBothSides([], [missing], (len(baseline[ours].operations), len(target[rank].operations)))
     # Where the results differ in their order alone, so must what leads to them.
@@ -83,6 +93,7 @@ def first_lost(
         _with_partners(lost_here, lost_there, baseline[ours], target[rank], tolerance),
         _with_partners(lost_there, lost_here, target[rank], baseline[ours], tolerance),
         (len(baseline[ours].operations), len(target[rank].operations)),
+        remedies(on_baseline.part(lost_here, level), on_target.part(lost_there, level), tolerance),
     )
 
 
@@ -203,6 +214,8 @@ class _Side:
     known: _Known
     other_result: Fingerprint | None
     """The other side's value of the tap, which differs from this side's."""
+    elsewhere: _Known
+    """What the other side computed before the tap, and not for it."""
     _levels: dict[int, tuple[Level, bool]] = field(default_factory=dict)
     _of_all_ranks: dict[int, list[Fingerprint]] | None = None
 
@@ -245,7 +258,7 @@ class _Side:
 
     def first_lost(self, level: int) -> list[LostOperation]:
         """The lost operations without a lost one before them, judged at this level; the most telling first."""
-        everything = self._lost(level)
+        everything = self._lost_here(level)
         # What only arranges numbers that the other side has is lost because what reads it is.
         lost = [each for each in everything if not self._arranges_known(each, level)] or everything
         follows = self._following_inputs()
@@ -264,11 +277,18 @@ class _Side:
                 found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
             found[each.index] = LostOperation(each, self._has_equal_inputs(each), True, state=self._state(each))
         for each in alone:
+            for suspect in self._suspects(each):
+                found.setdefault(suspect.index, LostOperation(suspect, False, False, is_suspect=True))
             found.setdefault(each.index, LostOperation(each, self._has_equal_inputs(each), False))
         for each in tap_dependent:
             # Where the other side does it all in one operation, the fault may be in any of them.
             found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
         return list(found.values())
+
+    def part(self, lost: Sequence[LostOperation], level: int) -> LostPart:
+        """Return what a search for remedies needs of this side."""
+        first = [each.operation for each in lost if not each.is_later]
+        return LostPart(self.trace, self._lost_here(level), first[:3], lambda n: self.says(n) and self._is_equal(n))
 
     def _state(self, operation: TracedOperation) -> tuple[str, ...]:
         """The names of tensors from before the trace that this reads, also arranged, and that the other side lacks."""
@@ -320,12 +340,7 @@ class _Side:
         """The operations of which the other side has neither the result nor any that depends on it."""
         rescued: set[int] = set()
         equal: set[int] = set()
-        readers: dict[int, list[int]] = defaultdict(list)
-        sources = self._sources()
-        for each in self.trace.operations:
-            for number in each.inputs:
-                for index in sources[number]:
-                    readers[index].append(each.index)
+        readers = self._readers(informed=True)
         for each in reversed(self.trace.operations):
             own = any(self.says(number) and self.level(number) >= level for number in each.outputs)
             # A number alone, or a constant, tells nothing of what came before it, but it may be equal itself.
@@ -335,6 +350,43 @@ class _Side:
             if own or any(index in rescued for index in readers[each.index]):
                 rescued.add(each.index)
         return [each for each in self.trace.operations if each.index not in rescued | equal]
+
+    def _lost_here(self, level: int) -> list[TracedOperation]:
+        """The lost operations without those whose results the other side computed, but not for this tap.
+
+        An operation after them reads a wrong value, and the operations that made this value are right.
+        """
+        lost = self._lost(level)
+        follows = self._following_inputs()
+        readers = self._readers()
+        excused: set[int] = set()
+        for each in reversed(lost):
+            # A constant of another layer may be the mistake.
+            is_known = follows[each.index] and any(
+                self.says(number) and self.elsewhere.find(self.trace.fingerprints[number])[0] >= level
+                for number in each.outputs
+            )
+            if is_known or (readers[each.index] and all(index in excused for index in readers[each.index])):
+                excused.add(each.index)
+        left = [each for each in lost if each.index not in excused]
+        return left if any(not each.only_arranges for each in left) else lost
+
+    def _readers(self, *, informed: bool = False) -> Mapping[int, list[int]]:
+        """The operations that read each one's results; only those whose own results tell of what they read."""
+        found: dict[int, list[int]] = defaultdict(list)
+        sources = self._sources()
+        for each in self.trace.operations:
+            if informed and each.outputs and all(self._is_constant(number) for number in each.outputs):
+                # Multiplied by zero, a wrong value gives the right one.
+                continue
+            for number in each.inputs:
+                for index in sources[number]:
+                    found[index].append(each.index)
+        return found
+
+    def _is_constant(self, number: int) -> bool:
+        own = self.trace.fingerprints.get(number)
+        return own is not None and own.constant and own.numel > 1
 
     def _sources(self) -> Mapping[int, tuple[int, ...]]:
         present = {each.index for each in self.trace.operations}

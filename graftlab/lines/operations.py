@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,10 +18,10 @@ from graftlab.lines.state import path_of
 from graftlab.taps.untraced import outside_compiled_code
 
 MOST_OPERATIONS = 50_000
-SORT_BUDGET = 1 << 25
-"""The elements that one recording sorts for fingerprints: a few seconds of one processor core."""
+SORT_BUDGET = 1 << 24
+"""The elements that one recording sorts for fingerprints: about a second of one processor core."""
 LARGE = 1 << 16
-"""A tensor of more elements is large; see :class:`OperationRecorder`."""
+"""A tensor of more elements is large: its values are not sorted, which takes thirty times as long as their sums."""
 NUMBER_BUDGET = 1 << 29
 """The elements that one recording reads for fingerprints at all."""
 
@@ -107,7 +107,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Only fingerprints are kept, of each tensor that is read, so memory does not grow with their size. ``only`` limits
     fingerprints to these values, by number; while ``takes_large`` is False, large tensors have none. While ``is_open``
     is False, operations pass unrecorded. ``replaced`` are functions by the index of an operation: each receives the
-    operation's first result, and returns the one to continue with.
+    operation's first result, and returns the one to continue with. ``passed`` are the numbers of values, by the index
+    of an operation whose first result each replaces; ``fed`` the number of a value that an operation reads, by its
+    index, with a function that receives the value and returns the one to read.
 
     >>> from graftlab.lines.operations import OperationRecorder
     >>> with OperationRecorder() as recorder:
@@ -127,7 +129,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.takes_large = True
         self.is_cut_short = False
         """Whether there were too many operations to record them all."""
-        self.replaced: dict[int, Any] = {}
+        self.replaced: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.passed: dict[int, int] = {}
+        self.fed: dict[int, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._taps_from: int | None = None
+        self._small: dict[int, Fingerprint] = {}
         self._only = only
         self._paused = 0
         self._known: dict[tuple[Any, ...], int] = {}
@@ -171,14 +178,19 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not (changes and (argument.kwarg_only or name in _OVERWRITING)):
                 read += found
         inputs = tuple(dict.fromkeys(self.read(each) for each in read))
+        self._keep(read)
         index = len(self.operations)
         node = _autograd_node()
         stack, backward_of = tuple(stack_entries(sys._getframe(1))), _forward_lines(node)
         call = _in_words(func, args, given)
         # Operations inside this one are not recorded: torch takes the mode away meanwhile.
+        if index in self.fed:
+            args, given = self._feed(index, written, args, given)
         result = func(*args, **given)
         if index in self.replaced:
             result = _with_first(result, self.replaced[index])
+        if (kept := self._kept.get(self.passed.get(index, -1))) is not None:
+            result = _passing(result, written, kept)
         for each in written:
             self._write(each, index)
         changed = {_address(each) for each in written}
@@ -217,15 +229,50 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.over_budget.add(number)
             elif _is_plain(tensor):
                 self._numbers -= size
-                sorts = size <= self._sorts
+                sorts = size <= min(LARGE, self._sorts)
                 self._sorts -= size if sorts else 0
                 self.fingerprints[number] = fingerprint(tensor, sorts=sorts)
         return number
+
+    def _keep(self, read: Sequence[torch.Tensor]) -> None:
+        """Copy those of the values that are to be passed on, before an operation overwrites them."""
+        wanted = set(self.passed.values()) - self._kept.keys()
+        for each in read if wanted else ():
+            number = self._number(each, None)
+            if number in wanted and number not in self._kept:
+                self._kept[number] = each.clone()
+
+    def _feed(
+        self, index: int, written: Sequence[torch.Tensor], args: Sequence[Any], given: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments with another tensor in place of a value, except where the operation writes to it."""
+        number, replace = self.fed[index]
+        changed = {id(each) for each in written}
+
+        def fed(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                is_wanted = id(value) not in changed and self._number(value, None) == number
+                return replace(value.clone()) if is_wanted else value
+            return type(value)(map(fed, value)) if type(value) in (list, tuple) else value
+
+        return [fed(each) for each in args], {name: fed(each) for name, each in given.items()}
+
+    def begin_taps(self) -> None:
+        """Note that taps begin: parameters that were written before are what the model has, however it was built."""
+        if self._taps_from is None:
+            self._taps_from = len(self.operations)
+
+    def without_quantiles(self, number: int) -> Fingerprint:
+        """Return the fingerprint of a value in its smaller form."""
+        if number not in self._small:
+            self._small[number] = replace(self.fingerprints[number], magnitudes=None, values=None)
+        return self._small[number]
 
     def set_by_tap(self, tensor: torch.Tensor, tap: str, *, changed: bool) -> int:
         """Note that a tap showed this tensor, and whether it has overwritten it; returns the value's number."""
         if changed:
             self._write(tensor, None)
+        self.begin_taps()
         number = self._number(tensor, None)
         self.values[number] = replace(self.values[number], tap=tap)
         return number
@@ -258,7 +305,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_parameter = not wrote and isinstance(tensor, torch.nn.Parameter)
             path = None if wrote else path_of(tensor, sys._getframe(1))
             self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter, path=path))
+        value = self.values[number]
+        if not value.is_parameter and isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value):
+            self.values[number] = replace(value, is_parameter=True, path=path_of(tensor, sys._getframe(1)))
         return number
+
+    def _is_from_before(self, value: TracedValue) -> bool:
+        """Whether a value is as it was before the first tap."""
+        return all(self._taps_from is None or index < self._taps_from for index in value.sources)
 
 
 def _arguments(schema: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -297,7 +351,16 @@ def _address(tensor: torch.Tensor) -> int:
     return memory_of(inner) or id(inner)
 
 
-def _with_first(result: Any, replace: Any) -> Any:
+def _passing(result: Any, written: Sequence[torch.Tensor], kept: torch.Tensor) -> Any:
+    """The result of an operation that changes nothing: the value from before it."""
+    for each in written:
+        if each.shape == kept.shape:
+            each.copy_(kept)
+            return result
+    return _with_first(result, lambda _: kept.clone())
+
+
+def _with_first(result: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(result, torch.Tensor):
         return replace(result)
     return type(result)([replace(result[0]), *result[1:]])

@@ -11,6 +11,8 @@ from graftlab.lines.fingerprints import Fingerprint
 from graftlab.lines.frames import SourceFrame
 from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
 
+MOST_ELSEWHERE = 4096
+
 
 @dataclass(frozen=True)
 class WantedCall:
@@ -65,8 +67,9 @@ class SliceTrace:
     """The operations that lead to one value on one rank, in execution order.
 
     ``values`` are what they read and wrote, by number, and ``fingerprints`` those that were taken. ``result`` is the
-    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``of_forward`` are, for a
-    value of the backward pass, the fingerprints of what the forward pass computed: only one side's backward pass may
+    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``elsewhere`` are
+    fingerprints, without quantiles, of what was computed before and did not lead to the value. ``of_forward`` are, for
+    a value of the backward pass, the fingerprints of what the forward pass computed: only one side's backward pass may
     read it.
     """
 
@@ -76,6 +79,7 @@ class SliceTrace:
     result: int
     without_fingerprint: tuple[int, ...]
     is_cut_short: bool
+    elsewhere: tuple[Fingerprint, ...] = ()
     of_forward: tuple[Fingerprint, ...] = ()
 
 
@@ -89,7 +93,7 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
     left = [result]
     while left:
         value = recorder.values[left.pop()]
-        if value.tap is not None:
+        if value.tap is not None or value.is_parameter:
             continue
         for index in value.sources:
             if index in operations:
@@ -110,6 +114,7 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
             if number in recorder.fingerprints
         )
     read = {result, *(number for each in chosen for number in each.inputs)}
+    elsewhere = tuple(recorder.without_quantiles(number) for number in recorder.fingerprints if number not in values)
     return SliceTrace(
         tuple(TracedOperation.of(each) for each in chosen),
         {number: recorder.values[number] for number in values},
@@ -117,5 +122,6 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
         result,
         tuple(sorted(read & recorder.over_budget)),
         recorder.is_cut_short,
+        elsewhere[-MOST_ELSEWHERE:],
         of_forward,
     )

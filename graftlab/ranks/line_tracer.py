@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,18 +30,30 @@ LINE_TAP = "graftlab.line"
 
 
 @dataclass(frozen=True)
+class OperationChanges:
+    """What a traced run changes at single operations, by their index.
+
+    ``shown`` are operations whose results are shown as taps, each with its name. ``passed`` are the numbers of values
+    that operations return unchanged, ``fed`` those of values in whose place they read what a tap shows.
+    """
+
+    shown: Mapping[int, str] = field(default_factory=dict)
+    passed: Mapping[int, int] = field(default_factory=dict)
+    fed: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TraceRequest:
     """What to trace in one run.
 
-    ``grafted`` are the names and kinds of the taps that have the baseline's values. ``shown`` are operations by their
-    index, whose results are shown as taps, each with its name. ``only`` are the values to take fingerprints of; all if
-    it is None.
+    ``grafted`` are the calls of taps that have the baseline's values, each with its step and its occurrence. ``only``
+    are the values to take fingerprints of; all if it is None.
     """
 
     wanted: Sequence[WantedCall]
-    grafted: frozenset[tuple[str, str | None]]
+    grafted: frozenset[tuple[TapIdentity, int, int]]
     plan: GraftPlan
-    shown: Mapping[int, str] = field(default_factory=dict)
+    changes: OperationChanges = field(default_factory=OperationChanges)
     only: frozenset[int] | None = None
 
 
@@ -78,8 +91,13 @@ class _LineTracer:
         self._reached: Counter[TapIdentity] = Counter()
         self._taps = 0
         self._last = max((each.step for each in request.wanted), default=-1)
-        for index, name in request.shown.items():
-            self.recorder.replaced[index] = lambda result, name=name: self._show(name, result)
+        changes = request.changes
+        for index, name in changes.shown.items():
+            self.recorder.replaced[index] = partial(self._show, name)
+        self.recorder.passed.update(changes.passed)
+        self._fed: dict[str, torch.Tensor] = {}
+        for index, (number, name) in changes.fed.items():
+            self.recorder.fed[index] = (number, partial(self._show_once, name))
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         with self.recorder.pause():
@@ -88,14 +106,17 @@ class _LineTracer:
     def _tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool) -> Any:
         self._follow_steps()
         own = plain_tensor(value) if isinstance(value, torch.Tensor) else None
+        self.recorder.begin_taps()
         if not isinstance(own, torch.Tensor) or not self.recorder.is_open:
             return self._grafter.tap(name, value, extras, tags, replace)
         given, _ = given_tags(name, dict(ambient.get()), tags, _ignore_warning)
         names = [(each.name, each.tags) for each in self._request.plan.pairings(self._side, name, given)]
-        for paired, paired_tags in names:
-            self._note(paired, paired_tags if paired_tags is not None else given, own)
+        calls = [
+            self._note(paired, paired_tags if paired_tags is not None else given, own) for paired, paired_tags in names
+        ]
         result = self._grafter.tap(name, value, extras, tags, replace)
-        is_grafted = any((paired, kind_of(given)) in self._request.grafted for paired, _ in names)
+        # A call that only one side makes has its own value, and what it computed belongs to what differs.
+        is_grafted = any(call in self._request.grafted for call in calls)
         is_copied = is_grafted and replace and result is value and kind_of(given) == "grad"
         if is_copied:
             # A graft sets the gradient of one branch. Without a copy, the other branches that autograd gives the same
@@ -119,18 +140,25 @@ class _LineTracer:
             each.step == self._step and each.order - _TAPS_BEFORE <= self._taps for each in self._request.wanted
         )
 
-    def _note(self, name: str, tags: Mapping[str, Any], own: torch.Tensor) -> None:
-        """Keep the operations before this call if it is a wanted one."""
+    def _note(self, name: str, tags: Mapping[str, Any], own: torch.Tensor) -> tuple[TapIdentity, int, int]:
+        """Keep the operations before this call if it is a wanted one; returns the call."""
         which = identity({**tags, "name": name, "recompute_status": recompute_status()})
         occurrence = self._reached[which]
         self._reached[which] += 1
         for place, wanted in enumerate(self._request.wanted):
             if place not in self.found and wanted.is_at(which, self._step, occurrence):
                 self.found[place] = slice_of(self.recorder, self.recorder.read(own))
+        return which, self._step, occurrence
 
     def _show(self, name: str, result: torch.Tensor) -> torch.Tensor:
         shown: torch.Tensor = self._grafter.tap(name, result, None, {})
         return shown
+
+    def _show_once(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Show a value at the first operation that reads it; the others read the same."""
+        if name not in self._fed:
+            self._fed[name] = self._show(name, value)
+        return self._fed[name]
 
 
 def _ignore_warning(name: str, what: str) -> None:

@@ -24,7 +24,8 @@ class DifferingLine:
     ``occurrence`` and the side's ``rank``. ``operation`` is torch's operation with its arguments, tensors by dtype and
     shape. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone; ``is_suspect``
     that a value has another order or other signs from here on, which may be meant; ``lacks_sum`` that the results of
-    the ranks are summands of the baseline's value, and are not summed. ``state`` are the names of tensors that the
+    the ranks are summands of the baseline's value, and are not summed; ``is_only_here`` that the sides agree without
+    what this line does, so that only this side does it. ``state`` are the names of tensors that the
     line reads, that existed before, and that the other side does not have: a weight, a buffer, a cache. ``stack`` are
     the line itself and then all lines that led to it, innermost first.
     """
@@ -38,6 +39,7 @@ class DifferingLine:
     confirmed: bool
     is_suspect: bool
     lacks_sum: bool
+    is_only_here: bool
     state: tuple[str, ...]
     tap: str
     step: int
@@ -64,7 +66,11 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str]) -> lis
     sides: tuple[Side, ...] = ("target", "baseline")
     shown = [each for side in sides for each in _shown_of([e for e in found if e.side == side])]
     head = "First difference, from equal values before it"
-    if any(each.confirmed for each in shown):
+    if any(each.confirmed and each.side == "target" and each.is_only_here for each in shown):
+        head += "; without what the target does there the tap agrees:"
+    elif any(each.confirmed and each.is_only_here for each in shown):
+        head += "; with what the target lacks there the tap agrees:"
+    elif any(each.confirmed for each in shown):
         head += "; with the baseline's value there the tap agrees:"
     elif len(found) > len(shown):
         head += f" (not confirmed; {len(found) - len(shown)} more in verdict.lines):"
@@ -83,8 +89,15 @@ def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
 def _in_words(line: DifferingLine, place: str) -> str:
     operation = f"  [{line.operation}]" if line.source else line.operation
     said = "  (its results on the ranks sum to the baseline's; no sum over the ranks follows)" if line.lacks_sum else ""
+    if line.is_only_here:
+        said += f"  ({only_here_in_words(line)})"
     if line.state:
         said += (
             f"  (reads {', '.join(line.state)}, which the {'target' if line.side == 'baseline' else 'baseline'} lacks)"
         )
     return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{said}"
+
+
+def only_here_in_words(line: DifferingLine) -> str:
+    """What it means that only one side does what a line does."""
+    return "only the target does this" if line.side == "target" else "the target lacks this"

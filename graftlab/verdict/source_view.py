@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Callable, Sequence
 
 from graftlab.base.jupyter import file_link
-from graftlab.verdict.lines import DifferingLine
+from graftlab.verdict.lines import DifferingLine, only_here_in_words
 
 AROUND = 3
 """How many lines of source are shown before and after each line."""
@@ -39,7 +39,7 @@ def _group(group: str, lines: Sequence[DifferingLine], link: Callable[[str, str]
 def _excerpt(line: DifferingLine, link: Callable[[str, str], str]) -> str:
     place = link(line.file, str(line.stack[0]))
     notes = [
-        "confirmed: with the baseline's value there, the tap agrees" if line.confirmed else "",
+        _confirmation(line) if line.confirmed else "",
         "another order or other signs, which may be meant" if line.is_suspect else "",
         f"reads what the other side lacks: {', '.join(line.state)}" if line.state else "",
         "its results on the ranks sum to the baseline's; no sum over the ranks follows" if line.lacks_sum else "",
@@ -51,6 +51,13 @@ def _excerpt(line: DifferingLine, link: Callable[[str, str], str]) -> str:
         f'<pre style="{_PRE}" title="{html.escape(line.file, quote=True)}">{shown}</pre>'
         f'<div style="font-size:12px;overflow-wrap:anywhere">{html.escape(line.operation)}</div></div>'
     )
+
+
+def _confirmation(line: DifferingLine) -> str:
+    if line.is_only_here:
+        without = "without it" if line.side == "target" else "with it"
+        return f"confirmed: {only_here_in_words(line)}, and {without} the tap agrees"
+    return "confirmed: with the baseline's value there, the tap agrees"
 
 
 def _numbered(number: int, text: str, is_marked: bool) -> str:

@@ -278,6 +278,37 @@ def tagged_calls(wrong: int) -> list[Tensor]:
 def test_a_line_is_confirmed_by_the_call_that_was_wrong_and_no_other(session: gl.Session) -> None:
     verdict = session.verdict(tagged_calls, tagged_calls, args=(3,))
     assert verdict.named == ["mixed"]
-    # The graft of the product alone leaves the other factor, so the tap differs still; in the other calls it never did.
-    assert lines(verdict)
-    assert not any(confirmed for _, confirmed in lines(verdict)), verdict.text
+    # Both factors stand on one line, which is left out as a whole; in the other calls the tap agreed anyway.
+    assert lines(verdict)[0] == ("scores = (scores * 1.5) * 0.9", True)
+    assert "(only the target does this)" in verdict.text
+    assert verdict.lines["is_only_here"].iloc[0]
+
+
+def stages(wrong: str) -> Tensor:
+    """Two stages; the target lacks a line of the first, or shows a value once more than the baseline."""
+    x = gl.tap("x", torch.randn(4, 8, generator=torch.Generator().manual_seed(4)))
+    hidden = x.tanh()
+    if not (on_target() and wrong == "lacks"):
+        hidden = hidden * hidden.abs().mean(-1, keepdim=True)
+    first = gl.tap("first", hidden.softmax(-1) + 1)
+    second = gl.tap("norm", F.layer_norm(first, (8,)))
+    if on_target() and wrong == "twice":
+        second = gl.tap("norm", second.exp())
+    return gl.tap("out", second @ x.T)
+
+
+def test_a_line_that_the_target_lacks_is_confirmed_on_the_baseline(session: gl.Session) -> None:
+    verdict = session.verdict(stages, stages, args=("lacks",))
+    assert lines(verdict, "baseline")[0] == ("hidden = hidden * hidden.abs().mean(-1, keepdim=True)", True)
+    assert not any(confirmed for _, confirmed in lines(verdict))
+    assert (
+        "First difference, from equal values before it; with what the target lacks there the tap agrees:"
+        in verdict.text
+    )
+    assert "(the target lacks this)" in verdict.text
+
+
+def test_a_call_that_the_target_makes_once_more_is_part_of_what_differs(session: gl.Session) -> None:
+    verdict = session.verdict(stages, stages, args=("twice",))
+    assert verdict.named == ["out"]
+    assert lines(verdict)[0] == ('second = gl.tap("norm", second.exp())', True)

@@ -25,6 +25,7 @@ def line(file: Path, **values: Any) -> DifferingLine:
             "confirmed": True,
             "is_suspect": False,
             "lacks_sum": False,
+            "is_only_here": False,
             "state": (),
             "tap": "attn",
             "step": 0,
@@ -60,6 +61,18 @@ def test_both_sides_are_shown_side_by_side_with_the_line_marked(model: Path) -> 
     assert "    3  \n    4  def attend(q, k):\n    5      scores = q @ k\n" in shown
     assert "    7      return scores * scale &lt; 1" in shown
     assert shown.count("confirmed") == 1
+
+
+@pytest.mark.parametrize(
+    ("side", "said"),
+    [
+        ("target", "confirmed: only the target does this, and without it the tap agrees"),
+        ("baseline", "confirmed: the target lacks this, and with it the tap agrees"),
+    ],
+)
+def test_a_line_that_one_side_alone_has_is_said_to_be(model: Path, side: str, said: str) -> None:
+    page = text_of(source_view([line(model, side=side, is_only_here=True)], link=lambda file, text: text))
+    assert said in page
 
 
 def test_a_file_that_is_not_the_one_that_ran_shows_no_lines_around(model: Path) -> None:

@@ -1,0 +1,263 @@
+"""What to change in the target's run to see whether one line is at fault: leave its operations out, or put them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from graftlab.base.world import Side
+from graftlab.lines.fingerprints import ANY_ORDER, IN_ORDER, Fingerprint, agreement
+from graftlab.lines.frames import SourceFrame
+from graftlab.lines.traces import SliceTrace, TracedOperation
+
+_DEEPEST = 4
+"""How many lines of a stack are tried: an operation's own, and those that call it."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the target's run after which a tap agrees, if the operations of one line are at fault.
+
+    ``side`` is the side whose line it is, ``operation`` one of the line's, with that line first among its frames.
+    ``passed`` are the target's operations that pass a value on unchanged, with the value's number: what only the target
+    does is left out. ``fed`` are those that read the result of the baseline's operation ``partner`` in place of a
+    value, by its number: what the target lacks is put in. ``grafted`` are those whose result is replaced by that of an
+    operation of the baseline. ``is_certain`` means that the values prove it without a run.
+    """
+
+    side: Side
+    operation: TracedOperation
+    passed: Mapping[int, int] = field(default_factory=dict)
+    fed: Mapping[int, int] = field(default_factory=dict)
+    partner: int | None = None
+    grafted: Mapping[int, int] = field(default_factory=dict)
+    is_certain: bool = False
+
+    @property
+    def touched(self) -> frozenset[int]:
+        """The target's operations that it changes."""
+        return frozenset((*self.passed, *self.fed, *self.grafted))
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether the other side does nothing in place of the line."""
+        return not self.grafted
+
+
+@dataclass(frozen=True)
+class LostPart:
+    """A side's trace, the operations that the other side lacks, the first of them, and which values it has."""
+
+    trace: SliceTrace
+    lost: Sequence[TracedOperation]
+    first: Sequence[TracedOperation]
+    is_known: Callable[[int], bool]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The lost operations of one line, which make a single value. ``operation`` has the line first in its frames."""
+
+    operation: TracedOperation
+    last: TracedOperation
+    made: int
+    inputs: tuple[int, ...]
+    indices: frozenset[int]
+
+
+def remedies(baseline: LostPart, target: LostPart, tolerance: float) -> list[Remedy]:
+    """Return what could be changed, the most likely first."""
+    kinds = (
+        (2, _without_added(baseline, target, tolerance, alone=True)),
+        (2, _with_lacking(baseline, target, tolerance)),
+        (1, _with_whole_line(baseline, target, tolerance)),
+        (1, _without_added(baseline, target, tolerance, alone=False)),
+    )
+    found: dict[object, Remedy] = {}
+    for most, tried in kinds:
+        # Where the other side's next operation reads the same, that is more likely.
+        likely = sorted(tried, key=lambda pair: not pair[0])
+        if (certain := next((each for _, each in likely if each.is_certain), None)) is not None:
+            return [certain]
+        new = {_key(each): each for _, each in reversed(likely) if _key(each) not in found}
+        found |= dict(list(new.items())[: -most - 1 : -1])
+    return list(found.values())
+
+
+def _key(remedy: Remedy) -> object:
+    """What a remedy changes."""
+    changes = (remedy.passed, remedy.fed, remedy.grafted)
+    return remedy.partner, tuple(tuple(sorted(each.items())) for each in changes)
+
+
+def _without_added(
+    baseline: LostPart, target: LostPart, tolerance: float, *, alone: bool
+) -> Iterator[tuple[bool, Remedy]]:
+    """Each with whether the other side has an operation that reads what would be left."""
+    for region in _regions(target, alone=alone):
+        after = _readers(region, target.trace)
+        for number in _of_same_shape(region, target):
+            alike = _equal_values(number, target.trace, baseline.trace, tolerance)
+            if _does_nothing(region.last.name, alike, baseline.trace):
+                continue
+            reads = any(
+                not alike.isdisjoint(each.inputs) and each.call in {own.call for own in after}
+                for each in baseline.trace.operations
+            )
+            yield reads, Remedy("target", region.operation, passed={region.last.index: number})
+
+
+def _with_lacking(baseline: LostPart, target: LostPart, tolerance: float) -> Iterator[tuple[bool, Remedy]]:
+    computing = [each for each in target.lost if not each.only_arranges]
+    for region in (*_regions(baseline, alone=True), *_regions(baseline, alone=False)):
+        after = {each.call for each in _readers(region, baseline.trace)}
+        for number in _of_same_shape(region, baseline):
+            alike = _equal_values(number, baseline.trace, target.trace, tolerance)
+            if _does_nothing(region.last.name, alike, target.trace):
+                continue
+            readers = {each.index: n for each in target.lost for n in each.inputs if n in alike}
+            if readers:
+                reads = any(each.index in readers and each.call in after for each in target.lost)
+                yield reads, Remedy("baseline", region.operation, fed=readers, partner=region.last.index)
+            elif not computing and target.trace.result in alike and _makes_all(region, baseline, tolerance):
+                yield True, Remedy("baseline", region.operation, is_certain=True)
+
+
+def _readers(region: _Region, trace: SliceTrace) -> list[TracedOperation]:
+    """The operations that read what a region makes."""
+    return [each for each in trace.operations if region.made in each.inputs and each.index not in region.indices]
+
+
+def _with_whole_line(baseline: LostPart, target: LostPart, tolerance: float) -> Iterator[tuple[bool, Remedy]]:
+    """Where both sides compute one value from the same ones, each on one line."""
+    for own in _regions(target, alone=False, deepest=1):
+        for other in _regions(baseline, alone=False, deepest=1):
+            shapes = target.trace.values[own.made].shape, baseline.trace.values[other.made].shape
+            if shapes[0] == shapes[1] and _read_the_same(own, other, target, baseline, tolerance):
+                yield False, Remedy("target", own.operation, grafted={own.last.index: other.last.index})
+
+
+def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterator[_Region]:
+    """From each first lost operation: it alone, or the lost operations of its line, and of the lines that call it."""
+    wrong = {each.index for each in (*part.lost, *part.first)}
+    right = {
+        (each.frames[0], each.call)
+        for each in part.trace.operations
+        if each.frames and each.index not in wrong and any(map(part.is_known, each.outputs))
+    }
+
+    def ran_right(operations: Sequence[TracedOperation], frame: SourceFrame | None) -> bool:
+        """Whether the same was done on the lines of these operations, except this one, with right results."""
+        computing = [each for each in operations if not each.only_arranges and each.frames[0] != frame]
+        return all((each.frames[0], each.call) in right for each in computing)
+
+    for first in part.first:
+        if alone:
+            chosen = [([first], first)]
+        else:
+            chosen = []
+            for depth, frame in enumerate(first.frames[:deepest]):
+                of_line = [each for each in part.lost if frame in each.frames]
+                # Of a line that calls others, those must be right elsewhere, or one of them is at fault.
+                if depth == 0 or ran_right(of_line, frame):
+                    chosen.append((of_line, replace(first, frames=first.frames[depth:])))
+        for operations, named in chosen:
+            # Lines that do the same elsewhere with right results are not at fault; the line that calls them is.
+            own = named.frames[:1] == first.frames[:1]
+            if own and deepest > 1 and len(first.frames) > 1 and ran_right(operations, None):
+                continue
+            if (region := _region(operations, named, part.trace)) is not None:
+                yield region
+
+
+def _region(operations: Sequence[TracedOperation], named: TracedOperation, trace: SliceTrace) -> _Region | None:
+    """These operations, if only one of the values that they make is read by others."""
+    own = frozenset(each.index for each in operations)
+    outside = [number for each in trace.operations if each.index not in own for number in each.inputs]
+    values = trace.values
+    made = {n for n in (*outside, trace.result) if values[n].tap is None and own.intersection(values[n].sources)}
+    if len(made) != 1:
+        return None
+    (number,) = made
+    last = [each for each in operations if each.outputs[:1] == (number,)]
+    if not last:
+        return None
+    read = dict.fromkeys(n for each in operations for n in each.inputs)
+    inputs = tuple(n for n in read if values[n].tap is not None or not own.intersection(values[n].sources))
+    return _Region(named, last[-1], number, inputs, own)
+
+
+def _of_same_shape(region: _Region, part: LostPart) -> list[int]:
+    """The values that a region reads, that the other side has, and that could stand in place of its result."""
+    values = part.trace.values
+    made = values[region.made]
+    by_index = {each.index: each for each in part.trace.operations}
+    read = dict.fromkeys(region.inputs)
+    left = list(read)
+    while left:
+        # A part of a value may be read, or the value in another arrangement.
+        value = values[left.pop()]
+        for index in value.sources if value.tap is None else ():
+            if index in by_index and by_index[index].only_arranges and index not in region.indices:
+                left += [number for number in by_index[index].inputs if number not in read]
+                read |= dict.fromkeys(by_index[index].inputs)
+    return [
+        number
+        for number in read
+        if (values[number].shape, values[number].dtype) == (made.shape, made.dtype)
+        and not values[number].is_parameter
+        and part.is_known(number)
+    ]
+
+
+def _equal_values(number: int, trace: SliceTrace, other: SliceTrace, tolerance: float) -> set[int]:
+    """The other side's values that equal this one and have its shape."""
+    wanted = trace.fingerprints.get(number)
+    if wanted is None:
+        return set()
+    return {
+        each
+        for each, found in other.fingerprints.items()
+        if found.shape == wanted.shape and agreement(wanted, found, tolerance) == IN_ORDER
+    }
+
+
+def _does_nothing(name: str, numbers: set[int], trace: SliceTrace) -> bool:
+    """Whether an operation of this name leaves one of these values as it is, as one with a mask that hides nothing.
+
+    Then this side does the same with other arguments, which are at fault.
+    """
+    return any(
+        each.name == name and not numbers.isdisjoint(each.inputs) and not numbers.isdisjoint(each.outputs)
+        for each in trace.operations
+    )
+
+
+def _makes_all(region: _Region, part: LostPart, tolerance: float) -> bool:
+    """Whether the region has all lost operations that compute, and its value is the result."""
+    if any(each.index not in region.indices and not each.only_arranges for each in part.lost):
+        return False
+    made, result = (part.trace.fingerprints.get(number) for number in (region.made, part.trace.result))
+    return made is not None and result is not None and agreement(made, result, tolerance) >= ANY_ORDER
+
+
+def _read_the_same(own: _Region, other: _Region, part: LostPart, others: LostPart, tolerance: float) -> bool:
+    """Whether two regions read the same values."""
+    ours = [part.trace.fingerprints.get(number) for number in own.inputs]
+    theirs = [others.trace.fingerprints.get(number) for number in other.inputs]
+    known = [each for each in theirs if each is not None]
+    if None in ours or len(known) < len(theirs):
+        return False
+    both = [each for each in ours if each is not None], known
+    return all(
+        any(_is_equal(each, found, tolerance) for found in there)
+        for here, there in (both, both[::-1])
+        for each in here
+        if not each.says_nothing
+    )
+
+
+def _is_equal(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
+    """Whether two values are equal; in another order only if their shapes differ."""
+    level = agreement(one, other, tolerance)
+    return level == IN_ORDER or (level == ANY_ORDER and one.shape != other.shape)

@@ -1,0 +1,202 @@
+"""Lines that only one side has: the change that is proposed makes the sides agree, and names that line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graftlab.lines.first_lost import first_lost
+from graftlab.lines.operations import OperationRecorder
+from graftlab.lines.remedies import Remedy
+from graftlab.lines.traces import SliceTrace, slice_of
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+Function = Callable[[Tensor], Tensor]
+
+
+def trace(function: Function, recorder: OperationRecorder | None = None) -> tuple[SliceTrace, Tensor]:
+    """The operations between an input that counts as a tap and the result."""
+    recorder = recorder or OperationRecorder()
+    with recorder:
+        x = X.clone()
+        recorder.set_by_tap(x, "x", changed=False)
+        result = function(x)
+        number = recorder.read(result)
+    return slice_of(recorder, number), result
+
+
+def remedies(baseline: Function, target: Function) -> list[Remedy]:
+    return first_lost([trace(baseline)[0]], [trace(target)[0]], 0).remedies
+
+
+def cures(remedy: Remedy, baseline: Function, target: Function) -> bool:
+    """Whether the target agrees with the baseline after the change."""
+    theirs = OperationRecorder()
+    shown: dict[int, Tensor] = {}
+
+    def show(index: int) -> Callable[[Tensor], Tensor]:
+        return lambda result: shown.setdefault(index, result.clone())
+
+    partners = [each for each in (remedy.partner, *remedy.grafted.values()) if each is not None]
+    theirs.replaced.update({index: show(index) for index in partners})
+    expected = trace(baseline, theirs)[1]
+    ours = OperationRecorder()
+    ours.passed.update(remedy.passed)
+    for index, number in remedy.fed.items():
+        assert remedy.partner is not None
+        ours.fed[index] = (number, lambda value: shown[remedy.partner].reshape(value.shape))  # type: ignore[index]
+    for index, partner in remedy.grafted.items():
+        ours.replaced[index] = lambda result, partner=partner: shown[partner].reshape(result.shape)  # type: ignore[misc]
+    return torch.allclose(trace(target, ours)[1], expected, atol=1e-6)
+
+
+def project(x: Tensor) -> Tensor:
+    return (x @ WEIGHT).tanh()
+
+
+def scaled(x: Tensor) -> Tensor:
+    x = x * 1.05
+    return (x @ WEIGHT).tanh()
+
+
+def clamped_in_place(x: Tensor) -> Tensor:
+    x = x + 1
+    x.clamp_(max=1.0)
+    return (x @ WEIGHT).tanh()
+
+
+def raised(x: Tensor) -> Tensor:
+    x = x + 1
+    return (x @ WEIGHT).tanh()
+
+
+def turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * 0.8 - second * 0.6, second * 0.8 + first * 0.6], -1)
+
+
+def turned_once(x: Tensor) -> Tensor:
+    return F.relu(turned(x))
+
+
+def turned_twice(x: Tensor) -> Tensor:
+    x = turned(turned(x))
+    return F.relu(x)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "target", "line"),
+    [
+        (project, scaled, "x = x * 1.05"),
+        (raised, clamped_in_place, "x.clamp_(max=1.0)"),
+        (turned_once, turned_twice, "x = turned(turned(x))"),
+    ],
+)
+def test_what_only_the_target_does_is_left_out(baseline: Function, target: Function, line: str) -> None:
+    found = remedies(baseline, target)
+    helping = [each for each in found if cures(each, baseline, target)]
+    assert {each.operation.frames[0].source for each in helping} == {line}
+    assert all(each.side == "target" and each.is_one_sided for each in helping)
+    # What is left out is certain to be right only after a run.
+    assert not any(each.is_certain for each in found)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "target", "line"), [(scaled, project, "x = x * 1.05"), (clamped_in_place, raised, "x.clamp_(max=1.0)")]
+)
+def test_what_the_target_lacks_is_put_in(baseline: Function, target: Function, line: str) -> None:
+    helping = [each for each in remedies(baseline, target) if cures(each, baseline, target)]
+    assert {(each.side, each.operation.frames[0].source) for each in helping} == {("baseline", line)}
+
+
+def test_a_last_operation_that_the_target_lacks_needs_no_run() -> None:
+    def halved(x: Tensor) -> Tensor:
+        return project(x) / 2
+
+    (found,) = remedies(halved, project)
+    assert (found.side, found.is_certain) == ("baseline", True)
+    assert found.operation.frames[0].source == "return project(x) / 2"
+    # Two operations on two lines: neither alone is what the target lacks.
+    assert not any(each.is_certain for each in remedies(lambda x: halved(x).sin(), project))
+
+
+def test_a_line_that_computes_in_another_order_is_replaced_as_a_whole() -> None:
+    def inside(x: Tensor) -> Tensor:
+        return F.relu(x.tanh() + X) * 2
+
+    def outside(x: Tensor) -> Tensor:
+        return (F.relu(x.tanh()) + X) * 2
+
+    helping = [each for each in remedies(inside, outside) if each.grafted and cures(each, inside, outside)]
+    assert [each.operation.frames[0].source for each in helping] == ["return (F.relu(x.tanh()) + X) * 2"]
+
+
+def test_no_line_is_replaced_that_reads_another_value() -> None:
+    def angle(sign: int) -> Function:
+        def shifted(x: Tensor) -> Tensor:
+            apart = sign * (torch.arange(8.0) - torch.arange(8.0)[:, None])
+            bucket = (apart > 0).float() * 3
+            return x @ bucket
+
+        return shifted
+
+    found = remedies(angle(1), angle(-1))
+    assert not any(each.grafted and "bucket =" in each.operation.frames[0].source for each in found)
+
+
+# ---- what hid the line ----------------------------------------------------------------------------------------------
+
+
+def test_a_factor_of_zero_does_not_hide_a_wrong_value() -> None:
+    def scan(sign: int) -> Function:
+        def scanned(x: Tensor) -> Tensor:
+            decay = (sign * x).exp()
+            state = torch.zeros(8)
+            for row in range(3):
+                state = decay[row] * state + x[row]
+            return state
+
+        return scanned
+
+    found = first_lost([trace(scan(1))[0]], [trace(scan(-1))[0]], 0)
+    assert found.target[0].operation.frames[0].source == "decay = (sign * x).exp()"
+
+
+def test_what_the_baseline_computed_for_another_tap_is_not_blamed() -> None:
+    def reading(which: int) -> SliceTrace:
+        recorder = OperationRecorder()
+        with recorder:
+            x = X.clone()
+            recorder.set_by_tap(x, "x", changed=False)
+            values = (x.tanh(), x.sin())
+            chosen = values[which]
+            number = recorder.read(chosen @ WEIGHT)
+            recorder.read(values[1 - which] * 2)
+        return slice_of(recorder, number)
+
+    found = first_lost([reading(0)], [reading(1)], 0)
+    assert [each.operation.name for each in found.target if not each.is_later] == ["mm"]
+
+
+def test_weights_that_the_run_itself_builds_are_no_operations() -> None:
+    def normed(scales: bool) -> Function:
+        def norm(x: Tensor) -> Tensor:
+            y = x * x.pow(2).mean(-1, keepdim=True).rsqrt()
+            return weight * y if scales else y
+
+        return norm
+
+    with OperationRecorder() as recorder:
+        weight = torch.nn.Parameter(torch.randn(8, generator=torch.Generator().manual_seed(2)))
+        weight.data = weight.data * 2
+        x = X.clone()
+        recorder.set_by_tap(x, "x", changed=False)
+        number = recorder.read(normed(True)(x))
+    (found,) = first_lost([slice_of(recorder, number)], [trace(normed(False))[0]], 0).baseline
+    assert found.operation.name == "mul"
+    assert found.state == ("weight",)
