@@ -224,7 +224,7 @@ class Judgement:
             lines = search.lines
             remarks += search.remarks
         hints: dict[str, str] = {}
-        if causes or (self._explains(naming) and naming.job_remarks is not None):
+        if causes or (self._explains(naming) and not naming.not_repeated):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
         of_functions = naming.job_remarks is None
         return Verdict(
@@ -485,7 +485,7 @@ class Judgement:
             groups = [
                 g for g in named if _judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.place
             ]
-            if not groups:
+            if not groups or not swaps.can_measure(groups, output):
                 continue
             # The effect of a gradient is measured with the baseline's values, which are computed before it.
             settled = [*(g for g in named if _judged_at(g) < rank), *naming.following, *naming.scaled]

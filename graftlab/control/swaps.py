@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,7 @@ class Swaps:
         """A function of the groups that keep the target's code, to how far the output is then. Each call is a run."""
         recorded = [each.last.get(output.group) for each in self._selves]
         name = self._kept_name(output)
-        at_output = filter_of(sorted(self._names[output.group], key=str))
+        at_output = self._filter_at(output)
         later = f"kind in {_computed_after(output.group)!r}"
         orders, known = self._orders(), set(self._rows["name"])
 
@@ -170,6 +171,35 @@ class Swaps:
             return self._distance(recorded, name, output, side)
 
         return distance_with
+
+    def can_measure(self, groups: Sequence[str], output: OutputTap) -> bool:
+        """Whether the effect of these groups on the output shows: not if they contain earlier calls of its own tap."""
+        if output.group not in groups:
+            return True
+        rows = zip(self._rows["name"], self._rows["tags"], self._rows["rank"], self._rows["step"], strict=True)
+        calls = Counter(
+            (rank, step)
+            for name, tags, rank, step in rows
+            if group_of(name, tags) == output.group
+            and (not self._is_exact or (name == output.name and own_tags(tags) == output.tags))
+        )
+        return max(calls.values(), default=0) <= 1
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether both sides know the output by the same name and tags."""
+        return not (self._runs.before.pairs or self._runs.before.rename)
+
+    def _filter_at(self, output: OutputTap) -> str:
+        """A filter for the output's tap alone where that is possible, otherwise for its group."""
+        if not self._is_exact:
+            group = filter_of(sorted(self._names[output.group], key=str))
+            assert group is not None
+            return group
+        kind = kind_of_group(output.group)
+        tags = {tag: value for tag, value in output.tags.items() if tag != "kind" and value is not None}
+        parts = [f"name == {output.name!r}", f"kind == {kind!r}" if kind else f"kind not in {KINDS!r}"]
+        return " and ".join(parts + [f"{tag} == {value!r}" for tag, value in tags.items()])
 
     def _kept_name(self, output: OutputTap) -> str:
         """The name under which the output's newest pair is kept: that of the pair, where its tap is in several."""

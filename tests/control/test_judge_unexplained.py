@@ -397,6 +397,27 @@ def test_an_output_that_is_wrong_in_an_earlier_request_is_not_minor(session: gl.
     assert "without changing the output" not in verdict.text
 
 
+def one_tap_for_all_layers(tagged: bool) -> None:
+    h = torch.linspace(-1, 1, 64)
+    for layer in range(4):
+        wrong = gl.here().side == "target" and layer == 1
+        h = gl.tap("h", torch.tanh(h * 1.5) * (1.05 if wrong else 1.0), **({"layer": layer} if tagged else {}))
+
+
+def test_the_output_may_be_a_later_call_of_the_named_tap(session: gl.Session) -> None:
+    verdict = session.verdict(one_tap_for_all_layers, one_tap_for_all_layers, args=(True,))
+    assert "h is computed differently in layer 1 of 0-3" in verdict.text
+    assert "With the baseline's h the output h agrees (0 x its floor; " in verdict.text
+
+
+def test_an_effect_that_calls_without_tags_hide_is_not_claimed(session: gl.Session) -> None:
+    verdict = session.verdict(one_tap_for_all_layers, one_tap_for_all_layers, args=(False,))
+    assert "h is computed differently in occurrence 1 of 0-3" in verdict.text
+    assert "something outside the taps" not in verdict.text
+    assert "The effect of h on the output was not measured." in verdict.text
+    assert "1.05 times the baseline's" in verdict.text
+
+
 def other_inputs() -> torch.Tensor:
     ids = gl.tap("ids", torch.arange(16) + (1 if gl.here().side == "target" else 0))
     return gl.tap("out", torch.linspace(-1, 1, 32)[ids].tanh())
