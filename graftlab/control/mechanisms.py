@@ -60,8 +60,8 @@ class LentWeights:
     def of(cls, runs: VerdictRuns, plain: pd.DataFrame, threshold: float) -> LentWeights:
         """Lend weights from now on, if they differ in ``plain``, the rows of a run without grafts."""
         rows = weights_to_lend(plain, threshold) if runs.can_lend_weights else []
-        distance = _distance(plain, runs.returned)
-        if not rows or not distance > threshold:
+        distance = _distance(plain, runs.returned) if rows else math.nan
+        if not distance > threshold:
             # Weights that are folded into each other, or permuted together, compute the same: each side needs its own.
             return cls()
         looked_at = rows[:_WEIGHTS_LOOKED_AT]
@@ -99,7 +99,10 @@ def _distance(rows: pd.DataFrame, returned: ReturnedValues | None) -> float:
     ]
     if not found:
         last = max(records(without_data(rows[rows["status"].isin(MEASURED)])), key=_place, default=None)
-        found = [] if last is None else [last["rel_l2"] / assumed_floor([last["dtype"]])[0]]
+        if last is not None and last["nonfinite_differ"]:
+            found = [math.inf]
+        elif last is not None and last["rel_l2"] is not None:
+            found = [last["rel_l2"] / assumed_floor([last["dtype"]])[0]]
     return max(found, default=math.nan)
 
 
