@@ -309,6 +309,8 @@ class LineSearch:
                 frame = each.operation.frames[0]
                 is_cure = cure is not None and each.operation is cure.operation
                 is_confirmed = is_cure or (side == "target" and each.operation.index in call.confirmed)
+                # Other draws have other values: the fault may be in what uses them, such as a swapped weight.
+                is_confirmed = is_confirmed and (not each.operation.is_random or bool(each.operation.inputs))
                 line = DifferingLine(
                     call.group,
                     side,
