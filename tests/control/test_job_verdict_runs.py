@@ -21,6 +21,7 @@ from graftlab.plan.wire import to_wire
 from graftlab.ranks.messages import FallbackPlan, JobCode, PlanUpdate, RunDone, RunRequest, RunSettled
 from graftlab.ranks.options import LaunchOptions
 from graftlab.rows.store import RowStore
+from graftlab.verdict.optimizer_settings import SETTINGS
 
 PLAN = GraftPlan().edit(b2t="name == 'mine'", keep="layer == 3")
 
@@ -64,7 +65,7 @@ def test_a_verdict_times_out_if_jobs_end_no_step(session: SessionCore, ranks: li
     for each in ranks:
         # Whatever becomes of the notebook, a job knows to which plan it goes back.
         assert each.hear_a(FallbackPlan).plan == to_wire(PLAN)
-        assert filters(each.hear_a(PlanUpdate).plan) == (None, None, "True", None)
+        assert filters(each.hear_a(PlanUpdate).plan) == (None, None, "True", SETTINGS)
         assert filters(each.hear_a(PlanUpdate).plan) == filters(PLAN)
         assert each.hear_a(FallbackPlan).plan is None
 
