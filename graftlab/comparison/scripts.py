@@ -343,6 +343,11 @@ class _HeldInTurn:
                 f"Before call {number} the weights differ, so the difference arises in what follows the last call: "
                 "the loss, the update, or code that writes weights."
             )
+        if number > 1 and compared.findings.named and set(compared.findings.named) <= set(compared.findings.inputs):
+            return (
+                f"Before call {number}, of {self._models[-1]}, its inputs differ, and the calls before it agree: the "
+                "scripts' own code between the calls differs, or rounding has turned a choice, such as a token."
+            )
         return f"At call {number}, of {self._models[-1]}:"
 
     def _differing_buffers(self, compared: Comparison) -> bool:

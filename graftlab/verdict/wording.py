@@ -515,7 +515,7 @@ def _over_floor(times: float) -> str:
 
 
 def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
-    groups = ", ".join(causes.labels)
+    groups = ", ".join(group.removesuffix("@input") for group in causes.labels)
     # The last tap of a model that is watched as a whole has this name.
     named = "" if output == "output" else f" {output}"
     output = f", {described(output)}," if kind_of_group(output) else named

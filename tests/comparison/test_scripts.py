@@ -93,6 +93,15 @@ def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict
     assert turns._at_last_call(compared).startswith(text)
 
 
+def test_inputs_that_differ_before_a_later_call_are_put_down_to_the_scripts() -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    turns._models = ["Net", "Net"]
+    for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "At call 2, of Net:")):
+        frame = pd.DataFrame({"group": [group], "label": ["culprit"]})
+        findings = Findings(frame, 5.0, 1, inputs=["input.ids@input"])
+        assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
+
+
 def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
