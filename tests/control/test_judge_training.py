@@ -125,6 +125,7 @@ def test_differing_inputs_are_reported_first(
     assert first_line(verdict).startswith(first), verdict.text
     if named is not None:
         assert verdict.named == named, verdict.text
+        assert "@input" not in verdict.text
     if fault == "weight":
         # One sentence has the weight and the module that reads it.
         assert "), with weights that already differ: layers.*.up.weight in layer 1 (rel_l2 0.01)." in verdict.text
