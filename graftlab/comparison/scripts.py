@@ -147,7 +147,7 @@ class _HeldInTurn:
         self._models: list[str] = []
         self._proposals: dict[tuple[str, str], Proposal | None] = {}
         self._updates = self._since_update = 0
-        # Calls after the judged ones, of which the results agree.
+        # The models of calls after the judged ones whose results agree.
         self._results: list[str] = []
         self._began = time.monotonic()
         self._judged_by = math.inf

@@ -130,7 +130,7 @@ class HeldScript:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._rank is None or self._updating is not None:
-            # The optimizer may be part of another one, whose step is held.
+            # The optimizer may be part of a larger one, whose step is held.
             return
         self._updating = optimizer
         if len(args) > 1 or kwargs:

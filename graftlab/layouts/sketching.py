@@ -1,4 +1,4 @@
-"""Sketches: sums of a tensor's elements under random signs, which show how far two tensors are apart, and no more."""
+"""Sketches: sums of a tensor's elements under random signs, which show only how far two tensors are apart."""
 
 from __future__ import annotations
 

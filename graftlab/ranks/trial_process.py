@@ -82,6 +82,6 @@ def _enter(connection: multiprocessing.connection.Connection) -> None:
 
 
 def device_here(device: str) -> str:
-    """The device of a rank, or the CPU where this machine has no such device: the rank may be on another one."""
+    """The device of a rank, or the CPU where this machine has no such device: the rank may be elsewhere."""
     wanted = torch.device(device)
     return device if wanted.type != "cuda" or (wanted.index or 0) < torch.cuda.device_count() else "cpu"

@@ -1,4 +1,4 @@
-"""Taps of which a recording has sketches, which cannot be grafted: what is behind a difference there is not judged."""
+"""Taps that a recording has as sketches, which cannot be grafted: what is behind a difference there is not judged."""
 
 from __future__ import annotations
 
