@@ -342,7 +342,7 @@ class _Side:
         An operation after them reads a wrong value, and the operations that made this value are right.
         """
         lost = self._lost(level)
-        follows, drawn = self._following_inputs(), self._following_draws()
+        follows, drawn = self._following_inputs(), self._drawn_data()
         readers = self._readers()
         excused: set[int] = set()
         for each in reversed(lost):
@@ -399,12 +399,17 @@ class _Side:
             )
         return found
 
-    def _following_draws(self) -> set[int]:
-        """The operations that draw random numbers, and those that depend on them."""
+    def _drawn_data(self) -> set[int]:
+        """The operations that draw random numbers into a new tensor, and those that arrange these.
+
+        What a weight is initialised with, which is drawn in place, is no data.
+        """
         sources = self._sources()
         found: set[int] = set()
         for each in self.trace.operations:
-            if each.is_random or any(index in found for number in each.inputs for index in sources[number]):
+            draws = each.is_random and not each.inputs and not each.name.endswith("_")
+            arranges = each.only_arranges and each.name not in ("clone", "copy")
+            if draws or (arranges and any(index in found for number in each.inputs for index in sources[number])):
                 found.add(each.index)
         return found
 

@@ -111,8 +111,8 @@ class _Writes:
     life: int
     writes: int = 0
     writers: list[int] = field(default_factory=list)
-    present: list[int] = field(default_factory=list)
-    """The values that it holds now."""
+    present: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The values that it holds now, each with the part of the memory that it takes."""
     is_written_in_place: bool = False
     path: str | None = None
     searches: int = 0
@@ -306,7 +306,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _of_same_numbers(self, tensor: torch.Tensor) -> set[int]:
         """The known values that hold the same numbers in another shape, as before heads were split."""
-        numbers = self._memory(tensor).present
+        extent = _extent(tensor)
+        numbers = {number for number, own in self._memory(tensor).present.items() if own == extent}
         return {number for number in numbers if math.prod(self.values[number].shape) == tensor.numel()}
 
     def _write(self, tensor: torch.Tensor, index: int | None) -> None:
@@ -338,7 +339,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = str(tensor.dtype).removeprefix("torch.")
             is_parameter = not wrote and isinstance(tensor, torch.nn.Parameter)
             path = None if wrote else path_of(tensor, sys._getframe(1))
-            memory.present.append(number)
+            memory.present[number] = _extent(tensor)
             self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter, path=path))
         value = self.values[number]
         if not value.is_parameter and isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value):
@@ -393,6 +394,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The first element of a tensor in its memory, and how far the last one is from it."""
+    if not _is_plain(tensor):
+        return ()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.storage_offset(), sum((size - 1) * stride for size, stride in steps)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -147,3 +147,14 @@ def test_a_tap_sets_its_value_in_every_shape_that_was_known() -> None:
         recorder.set_by_tap(shown, "h", changed=False)
         result = recorder.read((shown.view(6, 8) + 1).tanh())
     assert [each.name for each in slice_of(recorder, result).operations] == ["add", "tanh"]
+
+
+def test_a_tap_does_not_set_another_part_of_the_same_memory() -> None:
+    weight = drawn(8, 8)
+    recorder = OperationRecorder()
+    with recorder:
+        first, second = (drawn(6, 8) @ weight).chunk(2, -1)
+        recorder.read(second)
+        recorder.set_by_tap(first, "h", changed=False)
+        result = recorder.read(second.tanh())
+    assert "mm" in [each.name for each in slice_of(recorder, result).operations]
