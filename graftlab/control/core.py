@@ -397,10 +397,11 @@ class SessionCore:
 
         Raises :class:`SessionError` if no edit is left to redo, or while a verdict has its own plan in force.
 
-        >>> session.redo().text
-        'b2t: nothing -> layer == 3'
-        >>> session.undo().parts
-        ('b2t',)
+        >>> plan = session.edit(b2t="layer == 3")
+        >>> session.undo().parts, session.redo().text
+        (('b2t',), 'b2t: nothing -> layer == 3')
+        >>> session.undo().plan.b2t is None
+        True
         """
         return self._revert("redo")
 
