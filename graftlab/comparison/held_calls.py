@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ _ENOUGH = 0.8
 _MOST_WEIGHTS = 4
 
 
-@dataclass(frozen=True)
+# A repr of its own would have the whole frame.
+@dataclass(frozen=True, repr=False)
 class Comparison(Verdict):
     """The answer of :func:`graftlab.compare`: a verdict, the session that gave it, and the match by which taps pair.
 
@@ -51,6 +53,13 @@ class Comparison(Verdict):
     @property
     def text(self) -> str:
         return "\n".join(filter(None, [*self.remarks, super().text, self.how]))
+
+    def _html(self) -> str:
+        first = [each for each in self.remarks if not each.startswith(NOT_CHECKED)]
+        last = [each for each in [*self.remarks, self.how] if each and each not in first]
+        # The remarks may overturn the verdict, as the first sentences of a verdict may.
+        bold = "".join(f"<p><b>{html.escape(each)}</b></p>" for each in first)
+        return bold + super()._html() + "".join(f"<p>{html.escape(each)}</p>" for each in last)
 
     def report(self, path: str | Path = "report.html", *, tensors: bool = False) -> Path:
         """Write the comparison as one page; returns its path. See :meth:`graftlab.Session.report`."""
