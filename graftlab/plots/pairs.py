@@ -153,17 +153,8 @@ def _draw_profile(ax: Axes, found: DifferenceMap, dim: int, spans: Sequence[tupl
         ax.axvspan(first - 0.5, last + 0.5, color=style.ORANGE, alpha=0.25, linewidth=0, gid="span")
     ax.stairs(np.nan_to_num(drawn), edges, color=style.BLUE, fill=True, gid="profile")
     if odd.any():
-        style.marks(
-            ax,
-            (edges[:-1] + edges[1:])[odd] / 2,
-            np.zeros(int(odd.sum())),
-            style.Mark(ODD, "x"),
-            face=ODD,
-            edge=ODD,
-            size=30,
-            above=5,
-            gid="non-finite",
-        )
+        at = (edges[:-1] + edges[1:])[odd] / 2
+        ax.scatter(at, np.zeros(len(at)), marker="x", s=30, color=ODD, zorder=5, clip_on=False, gid="non-finite")
     ax.set_xlim(-0.5, size - 0.5)
     ax.set_ylim(0, max(float(np.nan_to_num(drawn).max()) * 1.08, 1e-300) if np.nan_to_num(drawn).any() else 1.0)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
