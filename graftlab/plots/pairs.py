@@ -106,10 +106,12 @@ def draw_difference_map(
     for dim, first, last in spans:
         # Lines at both ends, except where the span ends with the tensor.
         ends = [at for at, inside in ((first - 0.5, first > 0), (last + 0.5, last < found.shape[dim] - 1)) if inside]
-        draw = ax.axhline if dim == rows else ax.axvline if dim == columns else None
-        for at in ends if draw is not None else ():
+        if dim not in (rows, columns):
+            continue
+        draw = ax.axhline if dim == rows else ax.axvline
+        for at in ends:
             draw(at, color=style.ORANGE, linestyle="--", linewidth=1.4, gid="span", zorder=5)
-        if draw is not None and ends and not any(each.get_label() == _SPAN_KEY for each in keys):
+        if ends and not keys:
             keys.append(style.key(_SPAN_KEY, style.ORANGE, line="--"))
     if found.worst > 0 and found.worst_index is not None:
         y, x = _two([found.worst_index[dim] for dim in found.dims], 0)
