@@ -627,7 +627,7 @@ def test_the_first_kept_tap_is_chosen_unless_the_person_has_chosen(session: gl.S
 
 
 @pytest.mark.ranks
-def test_a_draft_is_tried_on_what_the_plan_grafts_and_an_unrelated_pair_blocks_no_apply(show: Show) -> None:
+def test_a_draft_is_tried_on_what_the_plan_grafts_and_no_other_pair_blocks_it(show: Show) -> None:
     with gl.launch(1, 1) as session:
         # Pairs that an earlier plan kept, as the runs of a verdict leave them.
         session.edit(keep="True")
