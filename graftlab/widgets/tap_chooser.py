@@ -5,14 +5,16 @@ from __future__ import annotations
 import html
 import logging
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ipywidgets as widgets
 
 from graftlab.base.text import shortened
 from graftlab.errors import SessionError
+from graftlab.rows.schema import Row
 from graftlab.widgets.inputs import Menu
-from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
+from graftlab.widgets.kept_taps import TapOption, default_option, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, row, update
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,13 @@ _TEXT_SHOWN = 200
 class TapChooser(Panel):
     """A menu of the kept taps, then of the others, and a button that extends the plan's keep filter.
 
-    The button submits ``"keep"`` to the parent, which reads ``menu`` and calls :meth:`keep`.
+    The button submits ``"keep"`` to the parent, which reads ``menu`` and calls :meth:`keep`. ``rows`` returns the
+    newest row of each tap.
     """
 
-    def __init__(self, parent: Panel) -> None:
+    def __init__(self, parent: Panel, rows: Callable[[], Iterable[Row]]) -> None:
         super().__init__(parent.session, parent=parent)
+        self._rows = rows
         self._kept: list[TapOption] = []
         self._listed: object = None
         self._is_picked = False
@@ -77,11 +81,9 @@ class TapChooser(Panel):
         plan = self.session.plan
         wanted = filter_to_keep(plan, tap)
         if wanted == (plan.keep or "").strip():
-            self.say("The plan already keeps this; tensors arrive with the next step.", "good")
+            self.say_kept("this", plan, self._rows)
             return
-        plan = self.session.edit(keep=wanted)
-        kept = shortened(wanted, _TEXT_SHOWN)
-        self.say(f"Plan {plan.version} keeps {kept}; tensors arrive with the next step.", "good")
+        self.say_kept(shortened(wanted, _TEXT_SHOWN), self.session.edit(keep=wanted), self._rows)
 
     def _follow(self) -> None:
         """Update the menu, and query the ranks for kept pairs in the background, at intervals."""
@@ -113,7 +115,8 @@ class TapChooser(Panel):
 
     def _fill(self) -> None:
         taps, words = self.session.taps, self._search.value.lower().split()
-        state = (self._kept, len(taps), words)
+        # Another plan has another default.
+        state = (self._kept, len(taps), words, self.session.plan.version)
         if self._listed == state:
             return
         self._listed = state
@@ -121,8 +124,7 @@ class TapChooser(Panel):
         found = [option for option in every if all(word in option.label.lower() for word in words)]
         chosen = self.chosen
         if chosen is None and not self._is_picked and self._kept:
-            # By default choose a kept pair, so that a draft can be tried.
-            chosen = self._kept[0]
+            chosen = default_option(self.session.plan, self._kept)
         elif chosen is not None and chosen not in every:
             # It has been kept since, or is no longer kept.
             same = [option for option in every if (option.name, option.tags) == (chosen.name, chosen.tags)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import logging
+import math
 from typing import Any
 
 import anywidget
@@ -88,6 +89,9 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
     def _on_message(self, _view: Any, content: Any, _buffers: Any) -> None:
         what, value = content["what"], content["value"]
         if what == "floor":
+            # NaN or infinity would be above every difference, and so clear all taps.
+            if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
+                raise ValueError(f"a noise floor is a finite number of at least 0, not {value!r:.80}")
             self._noise_floor = None if value is None else float(value)
             self.follow()
             self.show()
@@ -97,7 +101,10 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
             self._act(what, self._line(str(value)))
 
     def _line(self, label: str) -> TapSummary:
-        labels: list[str] = self.view.taps["label"]
+        # Not those of the view, which a page can change.
+        labels: list[str] = explorer.taps(self.found)["label"]
+        if label not in labels:
+            raise ValueError(f"there is no tap {label!r:.80}")
         return self.found.lines[labels.index(label)]
 
     def _act(self, what: str, line: TapSummary) -> None:
@@ -108,10 +115,9 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         elif what == "keep":
             wanted = filter_to_keep(session.plan, option)
             if wanted == (session.plan.keep or "").strip():
-                self._panel.say("The plan already keeps this tap; tensors arrive with the next step.", "good")
+                self._panel.say_kept(line.name, session.plan, lambda: self.found.rows)
             else:
-                plan = session.edit(keep=wanted)
-                self._panel.say(f"Plan {plan.version} keeps {line.name}; tensors arrive with the next step.", "good")
+                self._panel.say_kept(line.name, session.edit(keep=wanted), lambda: self.found.rows)
         elif what == "open":
             where = f"{line.row.side}[{line.row.rank}]"
             self._show_pair(

@@ -115,6 +115,39 @@ def test_a_projection_is_right_where_the_scores_before_it_are_wrong(session: gl.
     assert (origin.rank, origin.step, origin.occurrence, origin.is_itself) == (0, 0, 0, False)
 
 
+class Stack(nn.Module):
+    """Its fault is between its layers; the taps before the first layer are others than those before the second."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.first, self.embed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mixers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
+        self.fault = fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.first(x)
+        h = self.embed(x)
+        for mixer in self.mixers:
+            h = mixer(h)
+        for layer in self.layers:
+            h = layer(torch.cat([skip, h] if self.fault else [h, skip], -1))
+        return h
+
+
+def stacked(fault: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Stack(fault if gl.here().side == "target" else "")
+    with gl.watch(model, inputs=True), torch.no_grad():
+        return gl.tap("logits", model(torch.randn(1, 6, WIDTH)))
+
+
+def test_what_all_layers_are_given_wrongly_has_one_sentence(session: gl.Session) -> None:
+    verdict = session.verdict(stacked, stacked, args=("order",))
+    assert verdict.named == ["layers.*"]
+    assert verdict.text.count("layers.* is right: from equal inputs it agrees.") == 1
+
+
 def test_modules_that_read_one_wrong_tensor_share_a_sentence(session: gl.Session) -> None:
     verdict = session.verdict(decode, decode, args=("before",))
     assert verdict.named == ["layers.*.attn.q", "layers.*.attn.k", "layers.*.attn.v"]
@@ -245,9 +278,16 @@ def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) ->
     assert "Hint (y): at y, they differ only at indices 4-7 of dim 0 (equal up to 3, all from 4 on)" in verdict.text
     (drawn,) = [axes for axes in verdict.plot("y").axes if axes.get_images()]
     assert drawn.get_title(loc="left").startswith("y, occurrence 1")
+    assert "hint: they differ only at indices 4-7 of dim 0" in drawn.get_title(loc="left")
     (image,) = drawn.get_images()
     assert (image.get_array()[:4] == image.get_array().min()).all()
     assert len(session.plot.verdict("y").axes) == len(verdict.plot("y").axes)
+    (turned,) = [axes for axes in verdict.plot("y", dims=(1, 0)).axes if axes.get_images()]
+    assert turned.get_ylabel() == "dim 1  (element index)"
+    shown = verdict._repr_mimebundle_()["text/html"]
+    assert shown.count('<details class="graftlab-where">') == 1
+    assert ">Where y differs, at y, occurrence 1</summary>" in shown
+    assert "hint: they differ only at indices 4-7 of dim 0" in shown
     with pytest.raises(SessionError, match=r"no heat map of that tap; it has those of y\."):
         verdict.plot("x")
 
