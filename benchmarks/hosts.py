@@ -130,8 +130,8 @@ class _SimulatedHosts:
         if first % _RANKS_OF_A_PROCESS:
             return
         sides = (place.world_size, place.other_world_size)
-        numbers = (spec.port, first, min(first + _RANKS_OF_A_PROCESS, self._count))
-        numbers += sides if place.side == "baseline" else sides[::-1]
+        last = min(first + _RANKS_OF_A_PROCESS, self._count)
+        numbers = (spec.port, first, last, *(sides if place.side == "baseline" else sides[::-1]))
         command = [sys.executable, "-m", "benchmarks.simulated_ranks", spec.host, *map(str, numbers)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert process.stdin is not None
