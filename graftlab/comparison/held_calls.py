@@ -29,6 +29,8 @@ Answer = Literal["agree", "differ", "inconclusive"]
 
 # The share of the taps of the side with fewer that must have a partner of the same name, or taps are matched by value.
 _ENOUGH = 0.8
+# Sentences on weights that have another weight's values.
+_MOST_WEIGHTS = 4
 
 
 # A repr of its own would have the whole frame.
@@ -100,6 +102,8 @@ def judge_held_calls(
         repeat_call, repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold
     )
     trusted = not remarks
+    if proposal is not None:
+        remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
     results = compare_returned([each.plain for each in baseline], [each.plain for each in target])
     answer = answer_of(verdict.findings, trusted, results.compared)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
