@@ -401,7 +401,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, ...]:
     if not _is_plain(tensor):
         return ()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.storage_offset(), sum((size - 1) * stride for size, stride in steps)
+    return int(tensor.storage_offset()), sum((size - 1) * stride for size, stride in steps)
 
 
 def _address(tensor: torch.Tensor) -> int:
