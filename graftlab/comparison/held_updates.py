@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
-from graftlab.comparison.gradients import judge_gradients, listed
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, answer_of
+from graftlab.comparison.gradients import GradientFindings, judge_gradients, listed
+from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, answer_of
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.plan.plan import FILTERS
-from graftlab.ranks.held_call import repeat_call, show_given, take_given
+from graftlab.ranks.held_call import show_given, take_given
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
@@ -29,7 +29,7 @@ _DRIFT = 100.0
 
 
 def judge_held_updates(
-    session: Session,
+    repeats: Repeats,
     baseline: Sequence[UpdateDescription],
     target: Sequence[UpdateDescription],
     choice: JudgingChoice,
@@ -40,18 +40,20 @@ def judge_held_updates(
 
     ``known`` has, by weight, how far its gradients are apart in a call that agrees.
     """
+    session = repeats.session
     before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
         session.edit(b2t=None, t2b=None, compare="True", keep=None)
         given = session.run(show_given, show_given).frame
-        session.edit(b2t="True")
-        taken = session.run(take_given, take_given).frame
     finally:
         session.edit(**before)
+    taken = take_given_values(session)
     rows = records(given[given["status"].isin(MEASURED)])
-    gradients = judge_gradients(rows, baseline, target, known)
+    # A closure computes the gradients within the step, from values that are tapped there.
+    has_closure = any(each.has_closure for each in (*baseline, *target))
+    gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
     # Swaps and lines of source show where a model's values arise; an update is the code of one optimizer.
-    verdict = session.verdict(repeat_call, repeat_call, floor=choice.floor, threshold=choice.threshold, explain=False)
+    verdict = repeats.verdict(choice, explain=False)
     moved = [
         f"The {side}'s step of {each[0].optimizer} cannot be replayed: from the same weights, gradients and state it "
         "gives something else. Do not rely on anything below."
@@ -65,6 +67,8 @@ def judge_held_updates(
     computed = bool(findings.named)
     if not computed:
         remarks.append("From equal weights, gradients and state both sides compute the same update.")
+    elif has_closure:
+        remarks.append("From equal weights and state both sides compute different steps.")
     elif not gradients.sentences:
         remarks.append("The gradients agree, and the updates that are computed from equal ones differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
@@ -75,12 +79,22 @@ def judge_held_updates(
         inputs=[*findings.inputs, *(f"{group_of(name)}@param_grad" for name in gradients.named)],
     )
     answer = answer_of(verdict.findings, not moved, True)
-    if answer == "agree" and not any(kind_of(row["tags"]) == "param_grad" for row in rows):
+    if answer == "agree" and not has_closure and not any(kind_of(row["tags"]) == "param_grad" for row in rows):
         answer = "inconclusive"
         remarks.insert(0, "No gradient was compared: those of the two sides have no names and shapes in common.")
     if not moved and (parted or gradients.sentences or settings):
         answer = "differ"
     return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def take_given_values(session: Session) -> pd.DataFrame:
+    """Begin repetitions of the target's held update with the baseline's values; returns the rows of the grafts."""
+    before = {name: getattr(session.plan, name) for name in FILTERS}
+    try:
+        session.edit(b2t="True", t2b=None, compare="True", keep=None)
+        return session.run(take_given, take_given).frame
+    finally:
+        session.edit(**before)
 
 
 def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
