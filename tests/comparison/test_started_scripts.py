@@ -20,8 +20,10 @@ from torch import nn
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison.held_calls import Comparison, JudgingChoice
+from graftlab.comparison.held_updates import take_given_values
 from graftlab.comparison.started_scripts import StartedScripts
 from graftlab.ranks.held_call import HeldCall, WatchChoice, describe_call, hold, prepare_once
+from graftlab.ranks.held_update import GradientWatch, HeldUpdate
 from graftlab.taps.outermost_calls import OutermostCalls
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
@@ -150,6 +152,56 @@ def test_a_side_that_differs_between_two_starts_is_named_with_its_first_tap(sess
     )
     assert compared.text.startswith(text + "input")
     assert "torch.manual_seed(0)" in compared.text
+
+
+def hold_closure(fault: str) -> None:
+    """Hold the first step of LBFGS, whose closure calls the model."""
+    me = gl.here()
+    wrong = fault if me is not None and me.side == "target" else ""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    x, wanted = torch.randn(32, 8), torch.randn(32, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.6 if wrong == "rate" else 0.5, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - wanted).square().mean() * (1.1 if wrong == "scaled" else 1.0)
+        loss.backward()
+        return loss
+
+    step = partial(torch.optim.LBFGS.step, optimizer, closure)
+    watched = partial(gl.watch, inputs=True, grads=True)
+    models = {"Net": model}
+    hold(HeldUpdate(step, optimizer, models, GradientWatch(), {}, number=1, calls=0, watch_calls=watched))
+
+
+class ClosureInPlace(StartedInPlace):
+    def _reach(self, *, takes_given: bool = True) -> None:
+        self.starts += 1
+        self.session.run(hold_closure, hold_closure, args=(self._fault,))
+        if takes_given:
+            take_given_values(self.session)
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer", "said"),
+    [
+        ("", "agree", "From equal weights, gradients and state both sides compute the same update."),
+        ("rate", "differ", "The optimizer's lr is 0.5 on the baseline and 0.6 on the target."),
+        ("scaled", "differ", "From equal weights and state both sides compute different steps."),
+    ],
+)
+def test_a_step_with_a_closure_is_judged_with_its_calls(
+    session: gl.Session, fault: str, answer: str, said: str
+) -> None:
+    session.run(hold_closure, hold_closure, args=(fault,))
+    run = session.run(describe_call, describe_call)
+    assert all(each.has_closure for each in (*run.baseline, *run.target))
+    compared = ClosureInPlace(session, fault).judge_update(run.baseline, run.target, JudgingChoice(), None, {})
+    assert compared.answer == answer, compared.text
+    assert said in compared.text
+    # The closure's calls are among the taps.
+    assert {"0", "2"} <= {*compared.frame["name"]}
 
 
 # ---- scripts --------------------------------------------------------------------------------------------------------
