@@ -11,6 +11,7 @@ import pandas as pd
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.comparison.gradients import GradientFindings, judge_gradients, listed
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, answer_of
+from graftlab.control.core import lend_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.plan.plan import FILTERS
 from graftlab.ranks.held_call import show_given, take_given
@@ -18,7 +19,7 @@ from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.wording import NOT_CHECKED
+from graftlab.verdict.wording import NOT_CHECKED, Findings
 
 if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
@@ -43,10 +44,10 @@ def judge_held_updates(
     session = repeats.session
     before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
-        session.edit(b2t=None, t2b=None, compare="True", keep=None)
+        lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
         given = session.run(show_given, show_given).frame
     finally:
-        session.edit(**before)
+        lend_plan(session, **before)
     taken = take_given_values(session)
     rows = records(given[given["status"].isin(MEASURED)])
     # A closure computes the gradients within the step, from values that are tapped there.
@@ -69,6 +70,11 @@ def judge_held_updates(
         remarks.append("From equal weights, gradients and state both sides compute the same update.")
     elif has_closure:
         remarks.append("From equal weights and state both sides compute different steps.")
+        if not _differs_in_first_call(findings):
+            remarks.append(
+                "The first call of the closure agrees. Its later calls have weights that the step has moved, so what "
+                "is named in the model follows from the step."
+            )
     elif not gradients.sentences:
         remarks.append("The gradients agree, and the updates that are computed from equal ones differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
@@ -91,10 +97,10 @@ def take_given_values(session: Session) -> pd.DataFrame:
     """Begin repetitions of the target's held update with the baseline's values; returns the rows of the grafts."""
     before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
-        session.edit(b2t="True", t2b=None, compare="True", keep=None)
+        lend_plan(session, b2t="True", t2b=None, compare="True", keep=None)
         return session.run(take_given, take_given).frame
     finally:
-        session.edit(**before)
+        lend_plan(session, **before)
 
 
 def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
@@ -103,6 +109,15 @@ def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
     chosen = given[(kinds == "param_grad") & given["name"].isin(named)]
     frame = added_frame(chosen, {}, constant=assumed_floor(chosen["dtype"].dropna())[0])
     return frame.assign(label="culprit")
+
+
+def _differs_in_first_call(findings: Findings) -> bool:
+    """Whether a value or a gradient of the model is named where the closure calls it first."""
+    frame = findings.frame
+    kinds = frame["tags"].map(kind_of)
+    of_model = kinds.isna() | (kinds == "grad")
+    over = frame["group"].isin(findings.named) & (frame["ratio"] > findings.threshold)
+    return bool((of_model & over & (frame["occurrence"] == 0)).any())
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:

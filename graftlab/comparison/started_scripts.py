@@ -11,7 +11,7 @@ from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_held_calls, why_no_backward
 from graftlab.comparison.held_updates import judge_held_updates, take_given_values
-from graftlab.control.core import replace_ranks
+from graftlab.control.core import lend_plan, replace_ranks
 from graftlab.control.judge import judge_runs
 from graftlab.control.match_runs import match
 from graftlab.control.started_runs import RecordedSteps, StartedRuns
@@ -221,9 +221,9 @@ class StartedScripts(Repeats):
 def take_baseline_weights(session: Session) -> None:
     """Give the target's models of the held calls the baseline's weights."""
     before = session.plan.b2t
-    session.edit(b2t="kind == 'param'")
+    lend_plan(session, b2t="kind == 'param'")
     session.run(take_weights, take_weights)
-    session.edit(b2t=before)
+    lend_plan(session, b2t=before)
 
 
 def announcement(why: str) -> str:

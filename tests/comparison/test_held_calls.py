@@ -16,8 +16,8 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.command import command_of, ranks_of_command
 from graftlab.comparison.held_calls import answer_of, names_pair
+from graftlab.comparison.sides import command_of, ranks_of_command
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs import held_script
 from graftlab.ranks.held_call import CallDescription, FunctionInFile, HeldCall, WatchChoice, arguments_of
@@ -329,6 +329,27 @@ def test_models_without_a_name_in_common_are_matched_and_judged() -> None:
         assert comparison.match is not None
         assert "in layer 1 of 0-2" in comparison.text
         assert len(comparison.named) == 1
+
+
+def gated(x: torch.Tensor, gate: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"mixed": torch.tanh(x) * gate.sigmoid()}
+
+
+def ungated(x: torch.Tensor, gate: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"mixed": torch.tanh(x) * gate.tanh()}
+
+
+@pytest.mark.ranks
+def test_functions_without_a_model_are_compared_to_the_line() -> None:
+    inputs = {"x": torch.randn(4, 8), "gate": torch.randn(8)}
+    comparison = gl.compare(gated, ungated, inputs)
+    with comparison.session:
+        assert (comparison.answer, comparison.named) == ("differ", ["output.mixed"])
+        lines = comparison.lines.set_index("side")["source"]
+        assert lines["target"] == 'return {"mixed": torch.tanh(x) * gate.tanh()}'
+        assert gl.compare(gated, gated, inputs, folder=None).answer == "agree"
+    with pytest.raises(gl.errors.RunError, match="compare: gated needs x, gate; give inputs"):
+        gl.compare(gated, gated)
 
 
 @pytest.mark.ranks

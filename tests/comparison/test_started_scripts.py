@@ -200,6 +200,8 @@ def test_a_step_with_a_closure_is_judged_with_its_calls(
     compared = ClosureInPlace(session, fault).judge_update(run.baseline, run.target, JudgingChoice(), None, {})
     assert compared.answer == answer, compared.text
     assert said in compared.text
+    first_agrees = "what is named in the model follows from the step" in compared.text
+    assert first_agrees == (fault == "rate")
     # The closure's calls are among the taps.
     assert {"0", "2"} <= {*compared.frame["name"]}
 
