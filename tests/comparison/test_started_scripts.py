@@ -246,7 +246,7 @@ Net(2, 2)(torch.ones(1, 2))
 """
 
 
-@pytest.mark.parametrize("how", ["fails", "waits"])
+@pytest.mark.parametrize("how", ["fails", pytest.param("waits", marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_what_happens_in_a_later_start_ends_both_sides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
@@ -258,7 +258,7 @@ def test_what_happens_in_a_later_start_ends_both_sides(
 
     def interrupt() -> None:
         try:
-            wait_until(lambda: all(note.exists() for note in again), "both scripts to wait in their second start")
+            wait_until(lambda: all(note.exists() for note in again), "both scripts to wait in their second start", 600)
             watched.update(watch(int(note.read_text()) for note in again))
         finally:
             os.kill(os.getpid(), signal.SIGINT)
