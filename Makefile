@@ -37,8 +37,8 @@ help: ## show this list
 demo: $(demo_ready) ## run notebooks/quickstart.ipynb, print where the two models part ways, plot it to build/demo
 	$(run) -m graftlab demo --out build/demo $(DEMO_ARGS)
 
-lab: $(demo_ready) ## open JupyterLab on notebooks/
-	$(run) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_ARGS)
+lab: $(demo_ready) ## open JupyterLab on the index of notebooks/
+	$(run) -m jupyterlab --ServerApp.root_dir=notebooks --LabApp.default_url=/lab/tree/index.ipynb $(LAB_ARGS)
 
 test: $(test_ready) ## run all tests but the soak tests (PYTEST_ARGS="-k name" to choose)
 	$(keep_bytecode) $(run) -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)

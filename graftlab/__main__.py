@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attach_command.add_arguments(attach)
     attach.set_defaults(run=attach_command.run)
     from graftlab.comparison import command as compare_command
+    from graftlab.comparison import new_notebook
     from graftlab.jobs import status_commands
     from graftlab.jobs.attach import forget_first_tap
 
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare = commands.add_parser("compare", help=summary, description=summary, epilog=compare_command.EPILOG)
     compare_command.add_arguments(compare)
     compare.set_defaults(run=compare_command.run)
+    summary = "write a notebook that compares two sides, ready to be run"
+    new = commands.add_parser("new", help=summary, description=summary, epilog=new_notebook.EPILOG)
+    new_notebook.add_arguments(new)
+    new.set_defaults(run=new_notebook.run)
     for name, summary in (
         ("status", "show where each rank of a session of jobs is, and the taps that differ most"),
         ("watch", "show the same continuously"),

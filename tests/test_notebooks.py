@@ -6,42 +6,18 @@ compared with their text in the soak.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import kernels, notebooks, warm
-from traitlets.config import Config
+from kit import notebooks, warm
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 
 
 def execute(name: str, tmp_path: Path, imports: tuple[str, ...] = ()) -> list[Any]:
-    """Run a notebook as a person would; returns the outputs of its code cells.
-
-    What takes seconds to import in the kernel and in each rank may be imported once, before: ``imports``.
-    """
-    from nbclient import NotebookClient
-
-    kernels.start_warm()
-    document = notebooks.read(NOTEBOOKS / name)
-    kernel = {"transport": "ipc", "connection_file": str(tmp_path / "kernel.json")}
-    client = NotebookClient(
-        document,
-        timeout=100,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(NOTEBOOKS)}},
-        config=Config({"KernelManager": kernel}),
-    )
-    path = os.pathsep.join(filter(None, [str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH")]))
-    client.execute(env={**os.environ, "PYTHONPATH": path, kernels.IMPORTS: " ".join(imports)})
-    return [output for cell in document.cells for output in cell.get("outputs", [])]
-
-
-def texts(outputs: list[Any]) -> str:
-    return "\n".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in outputs)
+    return notebooks.execute(NOTEBOOKS / name, tmp_path, imports)
 
 
 def pictures(outputs: list[Any]) -> int:
@@ -54,8 +30,10 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
         "attach.ipynb",
         "compiled.ipynb",
+        "index.ipynb",
         "cuda_graphs.ipynb",
         "porting.ipynb",
+        "recording.ipynb",
         "quickstart.ipynb",
         "live_editing.ipynb",
         "onnx.ipynb",
@@ -68,22 +46,29 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
         assert not any(cell.get("outputs") for cell in document.cells), path.name
 
 
+@pytest.mark.slow
+def test_the_index_leads_to_every_notebook() -> None:
+    cells = notebooks.read(NOTEBOOKS / "index.ipynb").cells
+    links = re.findall(r"\]\((\w+\.ipynb)\)", cells[0].source)
+    assert sorted([*links, "index.ipynb"]) == sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_tensor_diffs_draws_every_figure_of_real_divergences(tmp_path: Path) -> None:
     outputs = execute("tensor_diffs.ipynb", tmp_path)
     assert pictures(outputs) == 10
     # One element, its vector of 128, and behind attention every one of the 96 positions of its sequence.
-    spread = [int(count) for count in re.findall(r"^\d+ .* +(\d+)$", texts(outputs), re.M)[-8:]]
+    spread = [int(count) for count in re.findall(r"^\d+ .* +(\d+)$", notebooks.texts(outputs), re.M)[-8:]]
     assert spread == [1, 1, 128, 128, 64, 64, 96 * 128, 96 * 128]
     assert not any(output.output_type == "error" for output in outputs)
 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(400)
-def test_attach_steers_two_scripts_and_compares_three_candidates_with_a_recording(tmp_path: Path) -> None:
+def test_attach_steers_two_scripts_that_join(tmp_path: Path) -> None:
     outputs = execute("attach.ipynb", tmp_path)
-    said = texts(outputs)
+    said = notebooks.texts(outputs)
     assert pictures(outputs) == 1
     assert "shared memory" in said
     assert re.search(r"logits before: 0\.1\b", said)
@@ -92,8 +77,14 @@ def test_attach_steers_two_scripts_and_compares_three_candidates_with_a_recordin
     assert re.search(
         r"hidden is computed differently in layer 1 of 0-2 \(added 0\.1, \S+ x the assumed floor, float32\)", said
     )
-    assert "<Session 1+1: 2 ranks alive" in said
     assert "exit codes: [0, 0]" in said
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_recording_compares_three_candidates_with_one_recording(tmp_path: Path) -> None:
+    said = notebooks.texts(execute("recording.ipynb", tmp_path))
+    assert "<Recording of 1 rank" in said
     table = said[said.rindex("first divergent tap") :]
     assert re.search(r"like the reference +12 +0 +none", table)
     assert re.search(r"second layer +12 +9 +hidden, layer 1, step 0", table)
@@ -107,7 +98,7 @@ def test_live_editing_edits_filters_and_a_transform_while_the_loop_runs(tmp_path
     outputs = execute("live_editing.ipynb", tmp_path)
     models = [o for o in outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
     assert len(models) >= 3, "the dashboard and both editors"
-    table = next(text for text in (texts([o]) for o in outputs) if "nunique" in text)
+    table = next(text for text in (notebooks.texts([o]) for o in outputs) if "nunique" in text)
     steps = [[int(number) for number in line.split()] for line in table.splitlines()[2:5]]
     assert [version for version, *_ in steps] == [1, 2, 3]
     # Every step had one plan: where one ends the next begins, and none is missing.
@@ -120,7 +111,7 @@ def test_live_editing_edits_filters_and_a_transform_while_the_loop_runs(tmp_path
 @pytest.mark.timeout(240)
 def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: Path) -> None:
     outputs = execute("replay.ipynb", tmp_path)
-    text = texts(outputs)
+    text = notebooks.texts(outputs)
     assert not any(output.output_type == "error" for output in outputs)
     assert re.search(r"^50$", text, re.M), "all were answered"
     assert "requests        50" in text
@@ -148,7 +139,7 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
 @pytest.mark.timeout(240)
 def test_cuda_graphs_finds_a_stale_buffer_tail_and_repairs_the_tokens(tmp_path: Path) -> None:
     outputs = execute("cuda_graphs.ipynb", tmp_path)
-    text = texts(outputs)
+    text = notebooks.texts(outputs)
     assert not any(output.output_type == "error" for output in outputs)
     assert "['req-12', 'req-13', 'req-14']" in text, "some answers are wrong"
     first = re.search(r"^\d+ +\d+ +(\S+) +(\S+)", text[text.index("max_target") :], re.M)
@@ -174,10 +165,10 @@ def test_a_mistake_of_an_export_is_found_among_the_tensors_of_its_graph(tmp_path
         pytest.importorskip(package, reason=f"{package} is not installed: pip install 'graftlab[onnx]'")
     outputs = execute("onnx.ipynb", tmp_path)
     assert not any(output.output_type == "error" for output in outputs)
-    answers = re.findall(r"^(agree|differ) (\[.*\])$", texts(outputs), re.M)
+    answers = re.findall(r"^(agree|differ) (\[.*\])$", notebooks.texts(outputs), re.M)
     assert answers == [("differ", "['*.attn.out']"), ("differ", "['div_1']"), ("agree", "[]")]
-    assert re.search(r"at div_1, the target's values are 2 times the baseline's", texts(outputs))
-    assert "29 of 30 target taps have a partner" in texts(outputs)
+    assert re.search(r"at div_1, the target's values are 2 times the baseline's", notebooks.texts(outputs))
+    assert "29 of 30 target taps have a partner" in notebooks.texts(outputs)
 
 
 @pytest.mark.soak
@@ -185,7 +176,7 @@ def test_a_mistake_of_an_export_is_found_among_the_tensors_of_its_graph(tmp_path
 @pytest.mark.timeout(240)
 def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path: Path) -> None:
     outputs = execute("porting.ipynb", tmp_path, imports=warm.TRANSFORMERS)
-    said = texts(outputs)
+    said = notebooks.texts(outputs)
     assert "12 problems" in said
     assert "in_proj_weight has encoder.layer.0.attention.self.key.weight in place of its v" in said, said
     assert "clean: True with 0 problems" in said
@@ -203,14 +194,14 @@ def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Pa
     outputs = execute("verdict.ipynb", tmp_path, imports=warm.TRANSFORMERS)
     assert not any(output.output_type == "error" for output in outputs)
     assert pictures(outputs) == 2
-    verdicts = re.findall(r"<Verdict of \d+ runs: (.*)>", texts(outputs))
+    verdicts = re.findall(r"<Verdict of \d+ runs: (.*)>", notebooks.texts(outputs))
     assert verdicts == [
         "nothing named",
         "encoder.layer.*.output.dense",
         "encoder.layer.*.intermediate.intermediate_act_fn",
         "encoder.layer.*.attention[0]@grad",
     ]
-    shown = texts(outputs)
+    shown = notebooks.texts(outputs)
     assert "output.dense is computed differently in layer 3 of 0-5 on all ranks (" in shown
     assert "the target computes gelu (tanh approximation) of encoder.layer" in shown
     assert "attention[0] is computed differently in layer 2 of 0-5 on all ranks (" in shown
@@ -223,7 +214,7 @@ def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Pa
 def test_compiled_names_the_compilers_mistake_and_the_tap_across_which_it_fuses(tmp_path: Path) -> None:
     outputs = execute("compiled.ipynb", tmp_path)
     assert not any(output.output_type == "error" for output in outputs)
-    said = texts(outputs)
+    said = notebooks.texts(outputs)
     assert "gelu is computed differently in layers 0-2" in said
     assert "They differ only without the tap 'scaled' in the graph" in said
     assert re.search(r"off by \de-05 \(relative L2\)\ncompiled, with the graft: the output is off by 0e\+00", said)

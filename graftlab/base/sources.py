@@ -1,12 +1,13 @@
-"""Register source text that is not in a file (cells, expressions, transforms), so that tracebacks show it."""
+"""Source text: parsed, written, and registered where it is not in a file, so that tracebacks show it."""
 
 from __future__ import annotations
 
 import ast
 import linecache
+import math
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _TRIES = 100
 _EXPRESSION = "<expression>"
@@ -56,3 +57,26 @@ def _whole(read: Callable[[], Tree]) -> Tree:
             if "recursion depth mismatch" not in str(error):
                 raise
     return read()
+
+
+def literal(value: Any) -> str:
+    """Return a value of a plan as an expression; a text of several lines is written as lines.
+
+    ``value`` is a text, a number, a boolean, None, or a tuple of them.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, tuple):
+        inner = ", ".join(map(literal, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if not isinstance(value, str) or "\n" not in value:
+        return repr(value)
+    body = value.replace("\\", "\\\\")
+    if '"""' in value or value.endswith('"'):
+        body = body.replace('"', '\\"')
+    written = f'"""\\\n{body}"""'
+    try:
+        # A carriage return, for example, would be read as another character.
+        return written if ast.literal_eval(written) == value else repr(value)
+    except (SyntaxError, ValueError):
+        return repr(value)

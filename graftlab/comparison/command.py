@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import shlex
 import sys
 import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from graftlab.base.progress import reported_to
+from graftlab.comparison.sides import (
+    WRONG_USAGE,
+    command_of,
+    function_in_file,
+    kind_of_sides,
+    refuse_wrong_usage,
+)
 from graftlab.errors import ConfigError, GraftError
 
 # What compares is imported when it is needed: every command of graftlab imports this module for its arguments, and a
 # job that attaches must not import pandas.
 if TYPE_CHECKING:
     from graftlab.comparison.held_calls import Comparison
-    from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess
-    from graftlab.ranks.held_call import FunctionInFile
+    from graftlab.jobs.script_launcher import ScriptProcess
     from graftlab.recordings.recorded_side import RecordedSide
 
-_AGREE, _DIFFER, _INCONCLUSIVE, _USAGE = 0, 1, 2, 64
+_AGREE, _DIFFER, _INCONCLUSIVE = 0, 1, 2
 # As a shell reports a command that SIGINT has ended.
 _INTERRUPTED = 130
 _EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
-_FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
-_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 EPILOG = (
     "exit codes: 0, they agree to rounding; 1, they differ, located or not; 2, inconclusive, with the reason; 64, "
     "wrong usage; 130, interrupted"
@@ -41,7 +42,7 @@ _SHOWN = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.error = lambda message: _refuse(parser, message)  # type: ignore[method-assign]
+    refuse_wrong_usage(parser)
     side = "a script, a command in quotes, or FILE.py:FUNCTION, a function that returns a model"
     parser.add_argument(
         "baseline", metavar="BASELINE", help=f"the side that you trust: {side}; or a folder of its arrays"
@@ -113,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             compared = _compared(arguments, progress)
     except ConfigError as error:
         sys.stderr.write(f"graftlab compare: {error}\n")
-        return _USAGE
+        return WRONG_USAGE
     except GraftError as error:
         # Nothing was concluded, and the reason is in the message.
         if arguments.json:
@@ -147,8 +148,8 @@ def _run_compiled(arguments: argparse.Namespace) -> int:
     if arguments.target is not None:
         raise ConfigError("--compiled takes one function, which is compared with its compiled form; leave TARGET out")
     session, found, answer = compare_with_compiled(
-        _function(arguments.baseline),
-        None if arguments.inputs is None else _function(arguments.inputs),
+        function_in_file(arguments.baseline),
+        None if arguments.inputs is None else function_in_file(arguments.inputs),
         {} if arguments.backend is None else {"backend": arguments.backend},
         include=arguments.include,
         threshold=arguments.threshold,
@@ -168,11 +169,6 @@ def _run_compiled(arguments: argparse.Namespace) -> int:
     return _EXIT_CODES[answer]
 
 
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    parser.print_usage(sys.stderr)
-    parser.exit(_USAGE, f"{parser.prog}: {message}\n")
-
-
 def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
     from graftlab.comparison.functions import compare
     from graftlab.comparison.held_calls import JudgingChoice
@@ -182,17 +178,18 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
 
     if arguments.target is None:
         raise ConfigError("the following argument is required: TARGET, or --compiled")
-    sides = [_FUNCTION.fullmatch(side) for side in (arguments.baseline, arguments.target)]
+    kind = kind_of_sides(arguments.baseline, arguments.target)
     judging = JudgingChoice(
         arguments.match, arguments.output, "auto" if arguments.floor is None else arguments.floor, arguments.threshold
     )
     functions = tuple(name.strip() for name in arguments.functions.split(",") if name.strip())
-    recorded = _recorded_side(arguments)
-    if recorded is not None or all(sides):
-        inputs = None if arguments.inputs is None else _function(arguments.inputs)
+    if arguments.pattern is not None and kind != "recording":
+        raise ConfigError("--pattern is for a BASELINE that is a folder of arrays")
+    if kind != "scripts":
+        inputs = None if arguments.inputs is None else function_in_file(arguments.inputs)
         return compare(
-            _function(arguments.baseline) if recorded is None else recorded,
-            _function(arguments.target),
+            _recorded_side(arguments) if kind == "recording" else function_in_file(arguments.baseline),
+            function_in_file(arguments.target),
             inputs,
             backward=arguments.backward,
             match=judging.match,
@@ -205,10 +202,6 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
             device=arguments.device,
             timeout=arguments.timeout,
             folder=arguments.folder,
-        )
-    if any(sides):
-        raise ConfigError(
-            "one side is a function and the other a script; give two scripts, or two functions as FILE.py:FUNCTION"
         )
     if arguments.inputs is not None:
         raise ConfigError("--inputs is for two functions, FILE.py:FUNCTION; a script makes its own inputs")
@@ -232,43 +225,15 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
     return compare_scripts(baseline, target, choice, progress.wait_for)
 
 
-def _recorded_side(arguments: argparse.Namespace) -> RecordedSide | None:
-    """The baseline, if it is a folder. Raises :class:`ConfigError` for what cannot be compared with one."""
+def _recorded_side(arguments: argparse.Namespace) -> RecordedSide:
+    """The baseline, a folder. Raises :class:`ConfigError` for a request of what it does not have."""
     from graftlab.recordings.recording import Recording
 
-    if Path(arguments.target).is_dir():
-        raise ConfigError(
-            f"TARGET {arguments.target} is a folder; a recording computes nothing, so give it as BASELINE"
-        )
-    if not Path(arguments.baseline).is_dir():
-        if arguments.pattern is not None:
-            raise ConfigError("--pattern is for a BASELINE that is a folder of arrays")
-        return None
-    if not _FUNCTION.fullmatch(arguments.target):
-        raise ConfigError(
-            f"BASELINE {arguments.baseline} is a folder of recorded values, and a script may call its model with other "
-            "inputs; give TARGET as FILE.py:FUNCTION, a function that returns the model, with --inputs"
-        )
     if arguments.backward:
         raise ConfigError("--backward is for two functions; a folder of recorded values computes no backward pass")
     if arguments.pattern is None:
         return Recording.open(arguments.baseline)
     return Recording.from_files(arguments.baseline, pattern=arguments.pattern)
-
-
-def _function(text: str) -> FunctionInFile:
-    from graftlab.ranks.held_call import FunctionInFile
-
-    found = _FUNCTION.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"{text!r} names no function; write FILE.py:FUNCTION")
-    path = Path(found["path"]).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist")
-    return FunctionInFile(str(path.resolve()), found["name"])
-
-
-# ---- commands -------------------------------------------------------------------------------------------------------
 
 
 def _given_ranks(text: str | None) -> list[int | None]:
@@ -278,58 +243,6 @@ def _given_ranks(text: str | None) -> list[int | None]:
     if len(counts) != 2 or not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
         raise ConfigError(f"--ranks {text!r}: give two numbers, of the baseline's and the target's ranks, such as 1,2")
     return [int(count) for count in counts]
-
-
-def command_of(text: str, ranks: int | None) -> ScriptCommand:
-    """The command of a side; a script runs in the Python of this process."""
-    from graftlab.jobs.script_launcher import ScriptCommand
-
-    try:
-        words = [text] if text.endswith(".py") and os.path.isfile(text) else shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is no command: {error}") from error
-    variables: dict[str, str] = {}
-    if words[:1] == ["env"]:
-        words.pop(0)
-    while words and (given := _VARIABLE.fullmatch(words[0])):
-        variables[given["name"]] = given["value"]
-        words.pop(0)
-    if not words:
-        raise ConfigError("a side is empty; give a script, a command in quotes, or FILE.py:FUNCTION")
-    if words[0].endswith(".py"):
-        if not os.path.isfile(words[0]):
-            raise ConfigError(f"{words[0]} does not exist")
-        words.insert(0, sys.executable)
-    return ScriptCommand(tuple(words), ranks_of_command(words) if ranks is None else ranks, variables=variables)
-
-
-_COUNTS = {
-    "torchrun": ("--nproc-per-node", "--nproc_per_node"),
-    "torch.distributed.run": ("--nproc-per-node", "--nproc_per_node"),
-    "torch.distributed.launch": ("--nproc-per-node", "--nproc_per_node"),
-    "accelerate": ("--num_processes", "--num-processes"),
-    "mpirun": ("-n", "-np"),
-    "mpiexec": ("-n", "-np"),
-}
-
-
-def ranks_of_command(words: Sequence[str]) -> int:
-    """The number of ranks that a command starts, as its launcher's option says; 1 without a launcher.
-
-    Raises :class:`ConfigError` if the option is not a number.
-
-    >>> ranks_of_command(["torchrun", "--nproc-per-node", "2", "train.py"])
-    2
-    """
-    options = next((_COUNTS[name] for word in words if (name := os.path.basename(word)) in _COUNTS), ())
-    for place, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in options:
-            count = value if equals else (words[place + 1] if place + 1 < len(words) else "")
-            if not count.isdecimal():
-                raise ConfigError(f"{name} {count}: how many ranks that is, is not known; give --ranks B,T")
-            return int(count)
-    return 1
 
 
 # ---- progress and answer --------------------------------------------------------------------------------------------

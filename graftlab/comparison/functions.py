@@ -1,4 +1,4 @@
-"""``compare``: two functions that return models, and the inputs to call them with."""
+"""``compare``: two functions that return models with the inputs to call them with, or two scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from graftlab.comparison.held_calls import (
     judge_against_recording,
     judge_held_calls,
 )
+from graftlab.comparison.scripts import ScriptChoice, compare_scripts
+from graftlab.comparison.sides import command_of, function_in_file, kind_of_sides, names_function
 from graftlab.control.compiled_comparison import CompiledComparison
+from graftlab.errors import ConfigError
+from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.ranks.held_call import (
     CALL,
     FunctionInFile,
@@ -36,10 +40,13 @@ from graftlab.recordings.recorder import record_held_call
 from graftlab.recordings.recording import Recording
 from graftlab.session import Session, launch
 
+# Seconds that a script has at least to reach a call of its model.
+_SCRIPT_TIMEOUT = 600.0
+
 
 def compare(
     baseline: Callable[[], Any] | RecordedSide | str | Path,
-    target: Callable[[], Any],
+    target: Callable[[], Any] | str,
     inputs: Any = None,
     *,
     backward: bool = False,
@@ -64,6 +71,9 @@ def compare(
     gradients; with ``backward`` a backward pass follows each call, from random gradients of the results. Call
     ``model.eval()`` in the function if dropout is not wanted.
 
+    Sides may also be texts, as for ``graftlab compare``: ``"FILE.py:FUNCTION"``, for the inputs too, or two scripts or
+    commands. These make their own inputs and choose their devices, and wait in the calls of their models.
+
     The outputs of all modules, the model's inputs and its weights are tapped: ``include`` chooses modules,
     ``functions`` names torch functions that are tapped too, and ``inside`` modules whose forward is tapped line by
     line, as for :func:`watch`. Taps are paired by name, or by value
@@ -72,7 +82,8 @@ def compare(
     repeats the call from the same state: buffers, attributes, caches among the arguments, random numbers.
 
     Returns the verdict, which also has the ``answer`` (``"agree"``, ``"differ"`` or ``"inconclusive"``), the
-    ``session``, which stays open, and the ``match``. Raises what :func:`launch` and :meth:`Session.run` raise.
+    ``session``, which stays open, and the ``match``. Raises :class:`ConfigError` for sides that cannot be compared, and
+    what :func:`launch` and :meth:`Session.run` raise.
 
     >>> def reference():
     ...     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
@@ -83,10 +94,16 @@ def compare(
     ('differ', ['*'])
     >>> comparison.session.close()
     """
-    recording = Recording.open(baseline) if isinstance(baseline, (str, Path)) else baseline
+    judging = JudgingChoice(match, output, floor, threshold)
+    if isinstance(target, str) and not names_function(target):
+        if inputs is not None or backward or device is not None:
+            raise ConfigError("inputs, backward and device are for two functions; scripts choose these themselves")
+        settings = ScriptSettings(WatchChoice(include, tuple(functions), inside), timeout=max(timeout, _SCRIPT_TIMEOUT))
+        return _compare_commands(baseline, target, ScriptChoice(settings, judging, folder=folder))
+    recording = _side_of(baseline)
+    target, inputs = _named_function(target), _named_function(inputs)
     recorded = isinstance(recording, RecordedSide)
     choice = WatchChoice(include, tuple(functions), inside, params=not recorded)
-    judging = JudgingChoice(match, output, floor, threshold)
     side = recording if isinstance(recording, RecordedSide) else 1
     session = launch(baseline=side, target=1, device=device, timeout=timeout, folder=folder)
     try:
@@ -99,6 +116,26 @@ def compare(
     except BaseException:
         session.close()
         raise
+
+
+def _compare_commands(baseline: object, target: str, choice: ScriptChoice) -> Comparison:
+    if not isinstance(baseline, (str, Path)):
+        raise ConfigError(
+            f"the target {target!r} is a script or a command, and the baseline is neither; give two scripts, or two "
+            "functions"
+        )
+    kind_of_sides(str(baseline), target)
+    return compare_scripts(command_of(str(baseline), None), command_of(target, None), choice)
+
+
+def _side_of(baseline: Callable[[], Any] | RecordedSide | str | Path) -> Callable[[], Any] | RecordedSide:
+    found = _named_function(baseline)
+    return Recording.open(found) if isinstance(found, (str, Path)) else found
+
+
+def _named_function(given: Any) -> Any:
+    """The function that a text names; anything else is returned as it is."""
+    return function_in_file(given) if isinstance(given, str) and names_function(given) else given
 
 
 def compare_with_compiled(

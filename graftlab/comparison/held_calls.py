@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,9 +29,12 @@ Answer = Literal["agree", "differ", "inconclusive"]
 
 # The share of the taps of the side with fewer that must have a partner of the same name, or taps are matched by value.
 _ENOUGH = 0.8
+# Sentences on weights that have another weight's values.
+_MOST_WEIGHTS = 4
 
 
-@dataclass(frozen=True)
+# A repr of its own would have the whole frame.
+@dataclass(frozen=True, repr=False)
 class Comparison(Verdict):
     """The answer of :func:`graftlab.compare`: a verdict, the session that gave it, and the match by which taps pair.
 
@@ -49,6 +53,13 @@ class Comparison(Verdict):
     @property
     def text(self) -> str:
         return "\n".join(filter(None, [*self.remarks, super().text, self.how]))
+
+    def _html(self) -> str:
+        first = [each for each in self.remarks if not each.startswith(NOT_CHECKED)]
+        last = [each for each in [*self.remarks, self.how] if each and each not in first]
+        # The remarks may overturn the verdict, as the first sentences of a verdict may.
+        bold = "".join(f"<p><b>{html.escape(each)}</b></p>" for each in first)
+        return bold + super()._html() + "".join(f"<p>{html.escape(each)}</p>" for each in last)
 
     def report(self, path: str | Path = "report.html", *, tensors: bool = False) -> Path:
         """Write the comparison as one page; returns its path. See :meth:`graftlab.Session.report`."""
@@ -91,6 +102,8 @@ def judge_held_calls(
         repeat_call, repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold
     )
     trusted = not remarks
+    if proposal is not None:
+        remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
     results = compare_returned([each.plain for each in baseline], [each.plain for each in target])
     answer = answer_of(verdict.findings, trusted, results.compared)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)

@@ -11,6 +11,7 @@ import pandas as pd
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.comparison.gradients import judge_gradients, listed
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, answer_of
+from graftlab.control.core import lend_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.plan.plan import FILTERS
 from graftlab.ranks.held_call import repeat_call, show_given, take_given
@@ -42,12 +43,12 @@ def judge_held_updates(
     """
     before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
-        session.edit(b2t=None, t2b=None, compare="True", keep=None)
+        lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
         given = session.run(show_given, show_given).frame
-        session.edit(b2t="True")
+        lend_plan(session, b2t="True")
         taken = session.run(take_given, take_given).frame
     finally:
-        session.edit(**before)
+        lend_plan(session, **before)
     rows = records(given[given["status"].isin(MEASURED)])
     gradients = judge_gradients(rows, baseline, target, known)
     # Swaps and lines of source show where a model's values arise; an update is the code of one optimizer.

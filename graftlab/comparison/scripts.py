@@ -16,6 +16,7 @@ from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice, is_beyond_rounding, judge_held_calls
 from graftlab.comparison.held_updates import judge_held_updates
+from graftlab.control.core import lend_plan
 from graftlab.control.run import state_of
 from graftlab.control.run_folder import make_run_folder
 from graftlab.jobs.held_script import leave
@@ -209,9 +210,9 @@ class _HeldInTurn:
     def _first(self) -> _Held:
         if self._choice.training:
             before = self._session.plan.b2t
-            self._session.edit(b2t="kind == 'param'")
+            lend_plan(self._session, b2t="kind == 'param'")
             self._session.run(take_weights, take_weights)
-            self._session.edit(b2t=before)
+            lend_plan(self._session, b2t=before)
         run = self._session.run(describe_call, describe_call)
         return _Held(run.baseline, run.target)
 

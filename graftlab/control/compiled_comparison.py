@@ -15,7 +15,7 @@ from graftlab.base import shipping
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
-from graftlab.control.core import start_under
+from graftlab.control.core import lend_plan, start_under
 from graftlab.control.judge import judge
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
@@ -406,7 +406,7 @@ class _CompiledRuns:
         finally:
             # A newer plan was published by the user, and stays.
             if self._session.plan.version == plan.version:
-                self._session.edit(b2t=before.b2t, t2b=before.t2b, compare=before.compare, keep=before.keep)
+                lend_plan(self._session, b2t=before.b2t, t2b=before.t2b, compare=before.compare, keep=before.keep)
 
 
 def _results(ranks: Sequence[Any]) -> Results:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import pandas as pd
 
@@ -20,7 +20,7 @@ from graftlab.control.hub import Hub
 from graftlab.control.joined_jobs import JoinedJobs
 from graftlab.control.kept_pairs import PairsOnRanks, keep_advice
 from graftlab.control.message_router import MessageRouter
-from graftlab.control.plans import Plans
+from graftlab.control.plans import Action, Plans
 from graftlab.control.queries import A, Queries
 from graftlab.control.ranks_table import ranks_frame, titled_table
 from graftlab.control.run import Run, state_of
@@ -30,6 +30,7 @@ from graftlab.control.tap_catalog import TapCatalog
 from graftlab.control.work import WorkFactory, arguments, code_of, warn_of_grafts_into_recordings
 from graftlab.errors import SessionClosedError, SessionError, TransformError
 from graftlab.grafting.trial import Trial
+from graftlab.plan.changes import PlanChange, parts_of
 from graftlab.plan.overlap import refuse_overlap
 from graftlab.plan.plan import GraftPlan, PlanEdit, filters_of, takes_plan_edit
 from graftlab.ranks.handle import RankHandle
@@ -59,6 +60,7 @@ class SessionInternals:
 
     reports: MessageRouter
     jobs: JoinedJobs
+    plans: Plans
     set_aside: set[int]
     """The numbers of runs that displays of the newest run leave out."""
     default_callees: Mapping[str, Callee] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class SessionCore:
         reports = MessageRouter(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, reports)
         jobs = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock, rows, self._ask)
-        self._internals = SessionInternals(reports, jobs, rows.set_aside)
+        self._internals = SessionInternals(reports, jobs, self._plans, rows.set_aside)
         close_at_exit(self)
         self._plans.publish(plan)
         for rank in self._ranks:
@@ -212,7 +214,7 @@ class SessionCore:
             self._require_open()
             self._require_workers("run code on")
             self._runs.require_can_begin(works)
-            plan = self.edit(**changes) if changes else self.plan
+            plan = self._lend_plan(changes) if changes else self.plan
             return self._runs.begin(works, plan, on_failure, code), plan
 
     @property
@@ -373,10 +375,52 @@ class SessionCore:
         True
         """
         with self._lock:
-            self._require_open()
-            plan = self.plan.edit(**changes)
-            refuse_overlap(plan, self._taps.all(plan))
-            self._plans.publish(plan)
+            plan = self._edited(changes)
+            self._plans.publish_edit(plan)
+            return plan
+
+    def undo(self) -> PlanChange:
+        """Take back the last edit of the plan, of any of its parts, and return what that changed.
+
+        Each call takes back one more edit, whether a cell, a magic or a widget made it; the plans of a verdict's own
+        runs do not count. Like an edit, it publishes a new version. Raises :class:`SessionError` if no edit is left,
+        or while a verdict or a match has its own plan in force.
+
+        >>> plan = session.edit(b2t="layer == 3")
+        >>> session.undo().text
+        'b2t: layer == 3 -> nothing'
+        """
+        return self._revert("undo")
+
+    def redo(self) -> PlanChange:
+        """Make the edit again that :meth:`undo` took back, and return what that changed; an edit ends the chance to.
+
+        Raises :class:`SessionError` if no edit is left to redo, or while a verdict has its own plan in force.
+
+        >>> plan = session.edit(b2t="layer == 3")
+        >>> session.undo().parts, session.redo().text
+        (('b2t',), 'b2t: nothing -> layer == 3')
+        >>> session.undo().plan.b2t is None
+        True
+        """
+        return self._revert("redo")
+
+    def _revert(self, action: Action) -> PlanChange:
+        with self._lock:
+            plan = self._edited(parts_of(self._plans.wanted(action)))
+            return self._plans.revert(action, plan)
+
+    def _edited(self, changes: Mapping[str, Any]) -> GraftPlan:
+        """The next version of the plan, checked and not yet published."""
+        self._require_open()
+        plan = self.plan.edit(**changes)
+        refuse_overlap(plan, self._taps.all(plan))
+        return plan
+
+    def _lend_plan(self, changes: PlanEdit) -> GraftPlan:
+        with self._lock:
+            plan = self._edited(changes)
+            self._plans.publish_temporary(plan)
             return plan
 
     def adopted(self, version: int) -> dict[str, int]:
@@ -599,3 +643,8 @@ def start_under(
 ) -> tuple[Run, GraftPlan]:
     """Start a run with these changes of the plan, and return it with that plan. A refused run changes no plan."""
     return session._start_under(changes, callees, args, kwargs or {})
+
+
+def lend_plan(session: SessionCore, **changes: Any) -> GraftPlan:
+    """Publish a plan for runs of the package's own, or restore the one from before them; no undo stops at it."""
+    return session._lend_plan(cast("PlanEdit", changes))

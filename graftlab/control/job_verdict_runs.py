@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
+from graftlab.control.core import lend_plan
 from graftlab.control.job_steps import JobSteps
 from graftlab.control.pickles import open_value
 from graftlab.control.verdict_request import VerdictRequest
@@ -111,7 +112,7 @@ class StepRuns(VerdictRuns):
         """Publish the plan of a run of the verdict; returns its version."""
         # Before the edit too, because an interrupt may come between the edit and its result.
         self.expect()
-        plan = self.session.edit(**self.changes(wanted))
+        plan = lend_plan(self.session, **self.changes(wanted))
         self.expect(plan.version)
         return plan.version
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
-from graftlab.control.core import internals_of
+from graftlab.control.core import internals_of, lend_plan
 from graftlab.control.job_steps import JobSteps
 from graftlab.control.pickles import open_value
 from graftlab.control.work import arguments, refuse_invalid_expressions
@@ -293,7 +293,7 @@ class _MatchedSteps(_Match):
         # A newer plan was published by the user, and stays.
         if self._session.plan.version in self._ours:
             before = {name: getattr(self._before, name) for name in FILTERS}
-            self._session.edit(**before, pairs=self._before.pairs, transform=self._before.transform)
+            lend_plan(self._session, **before, pairs=self._before.pairs, transform=self._before.transform)
         self._jobs.tell(FallbackPlan(None, self._session.plan.version))
 
     def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
@@ -308,8 +308,14 @@ class _MatchedSteps(_Match):
             self._jobs.ask(rank, order, Acknowledgement)
         # Before the edit too, because an interrupt may come between the edit and its result.
         self._ours.add(version)
-        plan = self._session.edit(
-            pairs=rules, b2t=_GRAFTED if rules else "False", t2b=None, compare=None, keep=None, transform=None
+        plan = lend_plan(
+            self._session,
+            pairs=rules,
+            b2t=_GRAFTED if rules else "False",
+            t2b=None,
+            compare=None,
+            keep=None,
+            transform=None,
         )
         self._ours.add(plan.version)
         why = f"round {self._runs}: {len(grafts)} pairs grafted" if self._runs else "both sides"

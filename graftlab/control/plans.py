@@ -1,13 +1,18 @@
-"""The plans of a session: all that were published, and the step from which each rank uses them."""
+"""The plans of a session: all that were published, undo and redo, and the step from which each rank uses them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+from graftlab.errors import SessionError
+from graftlab.plan.changes import PlanChange
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import PlanAdopted, PlanUpdate, pack
+
+Action = Literal["undo", "redo"]
 
 
 class Plans:
@@ -17,6 +22,10 @@ class Plans:
         self._ranks = ranks
         self._published: list[GraftPlan] = []
         self._adopted: dict[int, dict[str, int]] = {}
+        # Versions that a verdict, a match or a comparison published for its own runs, and to restore what was before.
+        self._temporary: set[int] = set()
+        self._done: list[PlanChange] = []
+        self._undone: list[PlanChange] = []
 
     @property
     def newest(self) -> GraftPlan:
@@ -25,10 +34,55 @@ class Plans:
     def all(self) -> list[GraftPlan]:
         return list(self._published)
 
+    def lasting(self) -> list[GraftPlan]:
+        """All plans except those of a verdict's own runs and the like; never empty."""
+        return [plan for plan in self._published if plan.version not in self._temporary]
+
     def publish(self, plan: GraftPlan) -> None:
         """Make this the newest plan, and send it to every live rank."""
         self._published.append(plan)
         self._send()
+
+    def publish_temporary(self, plan: GraftPlan) -> None:
+        """Publish a plan of a verdict's own runs and the like, or the one that restores what was before them."""
+        self._temporary.add(plan.version)
+        self.publish(plan)
+
+    def publish_edit(self, plan: GraftPlan) -> None:
+        """Publish a plan that a person has edited; :meth:`revert` undoes it."""
+        change = PlanChange(self.lasting()[-1], plan)
+        self.publish(plan)
+        if change.parts:
+            self._done.append(change)
+            self._undone.clear()
+
+    def last(self, action: Action) -> PlanChange | None:
+        """The edit that an undo or a redo applies to; None without one."""
+        changes = self._done if action == "undo" else self._undone
+        return changes[-1] if changes else None
+
+    def wanted(self, action: Action) -> GraftPlan:
+        """The plan that an undo or a redo restores.
+
+        Raises :class:`SessionError` without such an edit, and while a verdict or a match has its own plan in force.
+        """
+        change = self.last(action)
+        if change is None:
+            raise SessionError(f"session.{action}: there is no edit of the plan to {action}")
+        if PlanChange(self.lasting()[-1], self.newest).parts:
+            raise SessionError(
+                f"session.{action}: the plan in force is that of a verdict, a match or a comparison, which restores "
+                "yours at its end. Stop it, or wait"
+            )
+        return change.before if action == "undo" else change.plan
+
+    def revert(self, action: Action, plan: GraftPlan) -> PlanChange:
+        """Publish the plan that :meth:`wanted` gave, as a new version; returns what it changes."""
+        made = PlanChange(self.newest, plan)
+        self.publish(plan)
+        source, other = (self._done, self._undone) if action == "undo" else (self._undone, self._done)
+        other.append(source.pop())
+        return made
 
     def publish_again(self) -> None:
         """Send the newest plan to ranks that have just begun, and forget which plans earlier ranks used."""

@@ -16,7 +16,7 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tags import TapIdentity
 from graftlab.base.tap_groups import DATA, filter_of
 from graftlab.base.world import Side
-from graftlab.control.core import internals_of, start_under
+from graftlab.control.core import internals_of, lend_plan, start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.match_runs import match
 from graftlab.control.run import Run
@@ -158,7 +158,7 @@ class VerdictRuns:
         # A newer plan was published by the user, and stays.
         if not self.session.closed and self.session.plan.version in self._ours:
             before = {name: getattr(self.before, name) for name in FILTERS}
-            self.session.edit(**before, transform=self.before.transform, pairs=self.before.pairs)
+            lend_plan(self.session, **before, transform=self.before.transform, pairs=self.before.pairs)
 
     def changes(self, wanted: RunFilters) -> PlanEdit:
         """The edit that turns the earlier plan into the plan of a run with these filters."""

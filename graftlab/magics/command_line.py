@@ -334,6 +334,9 @@ def _commands() -> dict[str, Command]:
     rename.add_argument("replacement", nargs="?", default="", metavar="TEXT", help='replacement (default "")')
     rename.add_argument("--clear", action="store_true", help="remove the current rules first")
 
+    command("undo", "Take back the last edit of the plan, of any of its parts, and show what that changes.")
+    command("redo", "Make the edit again that `%graft undo` took back, and show what that changes.")
+
     frame = command("frame", "Show the rows of the newest run that has rows, as a pandas frame.")
     frame.add_argument("--all", action="store_true", help="show the rows of all runs")
     frame.add_argument("-o", "--out", type=_variable, metavar="NAME", help="assign the frame to this variable")
@@ -383,7 +386,7 @@ COMMANDS = _commands()
 GROUPS: dict[str, tuple[str, ...]] = {
     "Start and end": ("up", "listen", "restart", "down"),
     "Compare": ("run", "compare", "verdict", "lines", "check", "match", "compiled", "replay"),
-    "The plan": ("filter", "transform", "rename"),
+    "The plan": ("filter", "transform", "rename", "undo", "redo"),
     "Look": ("ui", "frame", "plot", "report"),
     "The ranks": ("status", "log", "stacks", "interrupt", "debug"),
 }

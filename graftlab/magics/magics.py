@@ -23,6 +23,7 @@ from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.magics import command_line
+from graftlab.plan.changes import PlanChange
 from graftlab.ranks.forkserver import warm_up
 from graftlab.remote.ray_cluster import Ray
 from graftlab.session import Session, launch, listen
@@ -324,6 +325,12 @@ class GraftMagics(Magics):
         elif not arguments.clear:
             return session.plan
         return session.edit(rename=rules or None)
+
+    def _undo(self, arguments: argparse.Namespace) -> PlanChange:
+        return self._open().undo()
+
+    def _redo(self, arguments: argparse.Namespace) -> PlanChange:
+        return self._open().redo()
 
     def _frame(self, arguments: argparse.Namespace) -> Any:
         session = self._open()

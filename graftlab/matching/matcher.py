@@ -30,7 +30,7 @@ from graftlab.matching.pair import Pair, Sureness
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.row_orders import call_of
-from graftlab.matching.rules import rules_of
+from graftlab.matching.rules import Rule, rules_of
 from graftlab.matching.search import KnownStrides, ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
 
@@ -93,7 +93,7 @@ class Matcher:
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
         self._known: KnownStrides = {}
-        # With the number of pairs at which they were made. Pairs are only added.
+        # With the number of pairs at which they were made.
         self._names: dict[Side, tuple[int, set[str]]] = {}
         self._alone: dict[Side, tuple[int, set[str]]] = {}
         self._wholes: dict[tuple[Side, int], tuple[int, list[RecordedTap]]] = {}
@@ -353,15 +353,18 @@ class Matcher:
                 shared = (
                     rule.example.whole == "baseline" and rule.example.layout.leaves_out
                 ) or rule.example in trusted
-                if self._has(name, "baseline") and not shared:
-                    partner = next(pair.target for pair in self.pairs if pair.baseline == name)
+                partner = next((pair.target for pair in self.pairs if pair.baseline == name), None)
+                if partner is not None and not (shared or self._share_elsewhere(rule, partner)):
                     self.why[tap.name] = (
                         f"by the rule of {rule.seen} layers it would be {name}, which is paired with {partner}"
                     )
                     continue
-                self.pairs.append(self._by_rule(rule.example, rule.seen, other, tap))
+                self.pairs.append(self.by_rule(rule.example, rule.seen, other, tap))
+            if rule.example.whole == "target" and rule.example.layout.leaves_out:
+                self._apply_rules_of_parts(rule)
 
-    def _by_rule(self, example: Pair, seen: int, baseline: RecordedTap, target: RecordedTap) -> Pair:
+    def by_rule(self, example: Pair, seen: int, baseline: RecordedTap, target: RecordedTap) -> Pair:
+        """The pair of two taps that ``seen`` other layers have as ``example``."""
         outer, inner = (baseline, target) if example.whole == "baseline" else (target, baseline)
         rel = applied(example.layout, outer, inner)
         note = f"as in {seen} other layers"
@@ -394,6 +397,22 @@ class Matcher:
                     Pair(other.name, tap.name, Layout(), "baseline", "guess", rel, "by name and shape alone")
                 )
 
+    def _share_elsewhere(self, rule: Rule, partner: str) -> bool:
+        """Whether a tap like ``partner`` has the same baseline tap as the example of a rule."""
+        example = rule.example
+        return any(
+            pair.baseline == example.baseline and pair.target != example.target and pair.by_value
+            for pair in self.pairs
+            if place_of(pair.target) == place_of(partner)
+        )
+
+    def _apply_rules_of_parts(self, rule: Rule) -> None:
+        """Pair the remaining parts of wholes of the target, which have other parts already."""
+        left = {tap.name for tap in self.left("baseline")}
+        for tap in self.target.values():
+            if rule.covers(tap.name) and (name := rule.baseline_for(tap.name)) in left:
+                self.pairs.append(self.by_rule(rule.example, rule.seen, self.baseline[name], tap))
+
     # ---- what is left -------------------------------------------------------------------------------------------
 
     def _has(self, name: str, side: Side) -> bool:
@@ -410,6 +429,13 @@ class Matcher:
         taps = self.baseline if side == "baseline" else self.target
         have = self._paired(side)
         return [tap for name, tap in taps.items() if name not in have]
+
+    def replace_pairs(self, pairs: Sequence[Pair]) -> None:
+        """Have these pairs in place of those so far."""
+        self.pairs = list(pairs)
+        self._names.clear()
+        self._alone.clear()
+        self._wholes.clear()
 
     def in_order(self, pairs: Iterable[Pair]) -> list[Pair]:
         return sorted(pairs, key=lambda pair: (self.target[pair.target].order, self.baseline[pair.baseline].order))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,19 +25,14 @@ _HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
     """One sentence for each mistake, in the order of the target's parameters."""
-    said: list[str] = []
     sure = [pair for pair in pairs if pair.by_value]
-    misplaced: set[str] = set()
-    for name, wrong in (*other_roles(sure), *_other_kinds(sure)):
-        misplaced.add(name)
-        said.append(wrong)
-    said += _other_layers(sure, misplaced)
-    odd = odd_layouts(sure, [*baseline])
-    said += [text for text in odd if text.partition(" ")[0] not in misplaced]
+    wrong = misplaced(sure, baseline)
+    said = [text for _, text in wrong]
+    names = {name for name, _ in wrong}
     said += _odd_transpositions(sure, baseline)
     said += _odd_biases(sure)
-    said += odd_heads(sure, baseline, target, {*misplaced, *(text.partition(" ")[0] for text in odd)})
-    said += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in misplaced]
+    said += odd_heads(sure, baseline, target, names)
+    said += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in names]
     for pair in pairs:
         said += _changed_values(pair, baseline, target)
     said += _not_covered(sure, target)
@@ -47,6 +42,16 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
             said.append(_without_partner(name, tap, baseline))
     order = {name: place for place, name in enumerate(target)}
     return sorted(dict.fromkeys(said), key=lambda text: order.get(text.partition(" ")[0], len(order)))
+
+
+def misplaced(pairs: Sequence[Pair], baseline: Iterable[str]) -> list[tuple[str, str]]:
+    """Targets whose values are of another role, kind or layer, or in another layout than in most layers, and why."""
+    said = [*other_roles(pairs), *_other_kinds(pairs)]
+    names = {name for name, _ in said}
+    said += [(text.partition(" ")[0], text) for text in _other_layers(pairs, names)]
+    names |= {name for name, _ in said}
+    odd = [(text.partition(" ")[0], text) for text in odd_layouts(pairs, [*baseline])]
+    return [*said, *(each for each in odd if each[0] not in names)]
 
 
 def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:

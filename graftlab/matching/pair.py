@@ -15,7 +15,8 @@ MEANINGS = {
     "exact": "the values are bit-equal",
     "near": "the values are equal up to rounding",
     "confirmed": "first by rule, then by value once earlier taps were grafted",
-    "rule": "as in other layers, where the values match, or because later taps match once it is grafted",
+    "rule": "as in other layers, where the values match, because later taps match once it is grafted, or, of a weight, "
+    "because the outputs of the modules pair or most of its values are equal",
     "guess": "by name alone; never grafted",
 }
 

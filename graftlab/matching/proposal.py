@@ -44,6 +44,8 @@ class Proposal:
     notices: tuple[str, ...] = ()
     moved: int = field(default=0, kw_only=True)
     order: Mapping[Side, Sequence[str]] = field(default_factory=dict, kw_only=True)
+    wrong_weights: tuple[str, ...] = field(default=(), kw_only=True)
+    """The problems of weights that have the values of another weight, or a layout unlike their neighbours'."""
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from graftlab.base.world import Side
-from graftlab.matching.aligned_taps import AlignedTaps
+from graftlab.matching.aligned_taps import AlignedTaps, Sides
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.row_orders import CallKey, call_of, row_orders
 from graftlab.matching.suspects import NOTE, copies, suspects
+from graftlab.matching.weight_taps import with_weights, without_weights
 
 Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[RecordedTap]]]
 """Runs both sides once and records their taps, with the baseline's values grafted into the target at these pairs. For a
@@ -42,12 +43,20 @@ def match_in_rounds(
     may have another batch. The fetches are as in :func:`match_taps`.
     """
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
-    baseline, target = record(())
+    every = record(())
+    baseline, target = map(without_weights, every)
+
+    def values(grafts: tuple[Pair, ...]) -> Sides:
+        ours, theirs = record(grafts)
+        return without_weights(ours), without_weights(theirs)
+
     proposal, rows = _first(baseline, target, match, {"baseline": fetch_baseline, "target": fetch_target})
     if rows is not None:
-        found = _in_rounds(_aligned(record, rows, varies), rows.of(baseline, target), proposal, match, rounds, guesses)
-        return rows.real_proposal(found)
-    return _in_rounds(record, (baseline, target), proposal, match, rounds, guesses)
+        found = _in_rounds(_aligned(values, rows, varies), rows.of(baseline, target), proposal, match, rounds, guesses)
+        proposal = rows.real_proposal(found)
+    else:
+        proposal = _in_rounds(values, (baseline, target), proposal, match, rounds, guesses)
+    return with_weights(proposal, *every, fetch_baseline, fetch_target)
 
 
 def match_once(
@@ -59,8 +68,10 @@ def match_once(
 ) -> Proposal:
     """Match what one run showed. Where rows are in another order, it is found first."""
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
-    proposal, rows = _first(baseline, target, match, {"baseline": fetch_baseline, "target": fetch_target})
-    return proposal if rows is None else rows.real_proposal(proposal)
+    ours, theirs = without_weights(baseline), without_weights(target)
+    proposal, rows = _first(ours, theirs, match, {"baseline": fetch_baseline, "target": fetch_target})
+    proposal = proposal if rows is None else rows.real_proposal(proposal)
+    return with_weights(proposal, baseline, target, fetch_baseline, fetch_target)
 
 
 # Where fewer of the target's taps than this match by value, the rows may be in another order.
@@ -93,8 +104,7 @@ def _of_unmatched_calls(target: Sequence[RecordedTap], proposal: Proposal) -> li
     wholes = {pair.target for pair in proposal.graftable if not pair.layout.leaves_out}
     first: dict[CallKey, list[bool]] = defaultdict(list)
     for tap in target:
-        # Weights are the same in every batch.
-        if len(tap.shape) > 1 and tap.tags.get("kind") not in ("param", "buffer", "optimizer"):
+        if len(tap.shape) > 1:
             first[call_of(tap.name)].append(tap.name in wholes)
     same = {call for call, found in first.items() if 2 * sum(found[:_FIRST]) > len(found[:_FIRST])}
     return [tap for tap in target if call_of(tap.name) not in same]

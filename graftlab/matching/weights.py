@@ -86,10 +86,10 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     matcher = Matcher(mine, theirs, None, None, LIMIT)
     matcher.match_equals()
     matcher.match_parts()
-    _match_siblings(matcher)
+    match_siblings(matcher)
     _match_scaled(matcher)
     matcher.apply_rules()
-    _match_constants(matcher)
+    match_constants(matcher)
     _match_differing(matcher)
     pairs = tuple(matcher.in_order(_worded(matcher, pair) for pair in matcher.pairs))
     unmatched_baseline, unmatched_target = matcher.unmatched()
@@ -141,7 +141,7 @@ def _items(state: Mapping[str, Tensor]) -> list[RecordedTap]:
 # ---- parameters whose own values are not enough ---------------------------------------------------------------------
 
 
-def _match_siblings(matcher: Matcher) -> None:
+def match_siblings(matcher: Matcher) -> None:
     """Pair a parameter without a partner as the others of its module are paired, in the same layout."""
     for pair in list(matcher.pairs):
         if not pair.by_value:
@@ -259,7 +259,7 @@ def _scaled(layout: Layout, other: RecordedTap, tap: RecordedTap) -> Pair | None
     return Pair(other.name, tap.name, layout.then(Scale(factor, add)), "baseline", "near", rel)
 
 
-def _match_constants(matcher: Matcher) -> None:
+def match_constants(matcher: Matcher) -> None:
     """Pair constants, such as zeros of biases and ones of norms, by name."""
     left = [tap for tap in matcher.left("target") if tap.sketch.constant]
     scored = []

@@ -10,11 +10,11 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
-from graftlab.base.sources import parse_expression
+from graftlab.base.sources import literal, parse_expression
 from graftlab.base.tags import Plain, identity, name_with
 from graftlab.base.world import Side
 from graftlab.errors import LayoutError, PlanError
@@ -86,6 +86,12 @@ class PairRule:
 
     def name(self, side: Side) -> str:
         return self.baseline if side == "baseline" else self.target
+
+    def to_code(self) -> str:
+        """Return the rule as a dict in source text; parts that have their defaults are left out."""
+        given = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
+        parts = [f"{literal(name)}: {literal(value)}" for name, value, default in given if value != default]
+        return "{" + ", ".join(parts) + "}"
 
     def counterpart(self, side: Side, name: str) -> tuple[str, str] | None:
         """Return both names of the pair in which this side's tap has this name; None without such a pair."""

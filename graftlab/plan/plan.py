@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from graftlab.base.html import bundle, cell, marked_up, rest_of, table
+from graftlab.base.sources import literal
 from graftlab.base.tags import own_tags
 from graftlab.base.text import shortened
 from graftlab.base.world import Direction, Side
@@ -19,6 +20,7 @@ from graftlab.filters.expressions import Filter, compile_filter
 from graftlab.filters.patterns import bounded_rewrite
 from graftlab.plan.pairs import Pairing, PairRule, PairTable, as_tags, rules_from
 from graftlab.transforms import TransformSpec
+from graftlab.transforms.code import source_to_share
 from graftlab.transforms.spec import AnyTransform, Specs, each_of, specs_of
 
 if TYPE_CHECKING:
@@ -162,6 +164,33 @@ class GraftPlan:
             )
         parts: dict[str, Any] = {**changes, "version": self.version + 1}
         return replace(self, **parts)
+
+    def to_code(self) -> str:
+        """Return one cell that puts this plan in force in another session: ``session.edit(...)`` with every part.
+
+        A transform that was given as a function is written as source text, with the modules and plain values that it
+        reads. Raises :class:`TransformError` if it reads anything else. The options of a verdict, such as ``floor`` and
+        ``exact``, are no part of a plan.
+
+        >>> print(gl.GraftPlan(b2t="layer == 3").to_code())
+        session.edit(
+            b2t='layer == 3',
+            t2b=None,
+            compare='True',
+            keep=None,
+            transform=None,
+            rename=None,
+            pairs=[],
+        )
+        """
+        lines = [f"{name}={literal(getattr(self, name))}," for name in FILTERS]
+        transforms = [_transform_code(spec) for spec in self.transforms]
+        lines += ["transform=[", *(f"    {each}," for each in transforms), "],"] if transforms else ["transform=None,"]
+        rename = [f"    {literal(rule)}," for rule in self.rename]
+        lines += ["rename=(", *rename, "),"] if rename else ["rename=None,"]
+        pairs = [f"    {rule.to_code()}," for rule in self.pairs]
+        lines += ["pairs=[", *pairs, "],"] if pairs else ["pairs=[],"]
+        return "\n".join(["session.edit(", *(f"    {line}" for line in lines), ")"])
 
     @cached_property
     def _filters(self) -> dict[str, Filter]:
@@ -307,6 +336,11 @@ class GraftPlan:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _transform_code(spec: TransformSpec) -> str:
+    text = literal(source_to_share(spec))
+    return text if spec.where is None else f"({literal(spec.where)}, {text})"
 
 
 def filters_of(transforms: Sequence[TransformSpec]) -> list[Filter | None]:

@@ -58,20 +58,24 @@ def lines_frame(lines: Sequence[DifferingLine]) -> pd.DataFrame:
 
 def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str]) -> list[str]:
     """The first line of each side behind these groups, as text: a heading, and indented lines. None without lines."""
-    found = [each for each in lines if each.group in groups]
-    if not found:
+    with_lines = [group for group in groups if first_places(lines, [group])]
+    if not with_lines:
         return []
-    # Of several groups in one sentence, the first that has lines; all are in verdict.lines.
-    found = [each for each in found if each.group == found[0].group]
-    sides: tuple[Side, ...] = ("target", "baseline")
-    shown = [each for side in sides for each in _shown_of([e for e in found if e.side == side])]
-    head = "First difference, from equal values before it"
+    # Of several groups, the first that is confirmed, or else the first; all are in verdict.lines.
+    of_group = {group: [each for each in lines if each.group == group] for group in with_lines}
+    shown_of_group = {group: _first_of_sides(found) for group, found in of_group.items()}
+    confirmed = [group for group, shown in shown_of_group.items() if any(each.confirmed for each in shown)]
+    group = next(iter(confirmed or with_lines))
+    found, shown = of_group[group], shown_of_group[group]
+    is_of_all = len(with_lines) > 1 and len({first_places(lines, [each]) for each in with_lines}) == 1
+    head = f"First difference{' in each of them' if is_of_all else ''}, from equal values before it"
+    tap = f"{_listed(confirmed)} agrees" if is_of_all and len(confirmed) < len(with_lines) else "the tap agrees"
     if any(each.confirmed and each.side == "target" and each.is_only_here for each in shown):
-        head += "; without what the target does there the tap agrees:"
+        head += f"; without what the target does there {tap}:"
     elif any(each.confirmed and each.is_only_here for each in shown):
-        head += "; with what the target lacks there the tap agrees:"
+        head += f"; with what the target lacks there {tap}:"
     elif any(each.confirmed for each in shown):
-        head += "; with the baseline's value there the tap agrees:"
+        head += f"; with the baseline's value there {tap}:"
     elif len(found) > len(shown):
         head += f" (not confirmed; {len(found) - len(shown)} more in verdict.lines):"
     else:
@@ -79,6 +83,18 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str]) -> lis
     places = [str(each.stack[0]) for each in shown]
     width = max(map(len, places))
     return [head, *(_in_words(each, place.ljust(width)) for each, place in zip(shown, places, strict=True))]
+
+
+def first_places(lines: Sequence[DifferingLine], groups: Sequence[str]) -> tuple[tuple[Side, str, int, str], ...]:
+    """The file, the line and its source that the text shows of each side for the first of these groups with lines."""
+    found = [each for each in lines if each.group in groups]
+    shown = _first_of_sides([each for each in found if each.group == found[0].group]) if found else []
+    return tuple((each.side, each.file, each.line, each.source) for each in shown)
+
+
+def _first_of_sides(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
+    sides: tuple[Side, ...] = ("target", "baseline")
+    return [each for side in sides for each in _shown_of([e for e in lines if e.side == side])]
 
 
 def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
@@ -96,6 +112,10 @@ def _in_words(line: DifferingLine, place: str) -> str:
             f"  (reads {', '.join(line.state)}, which the {'target' if line.side == 'baseline' else 'baseline'} lacks)"
         )
     return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{said}"
+
+
+def _listed(groups: Sequence[str]) -> str:
+    return f"{', '.join(groups[:3])} and {len(groups) - 3} more" if len(groups) > 4 else ", ".join(groups)
 
 
 def only_here_in_words(line: DifferingLine) -> str:

@@ -315,7 +315,9 @@ def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:
     """One origin for all taps of a group of which the same holds: that of the tap which adds the most."""
     alike: dict[Any, list[ErrorOrigin]] = {}
     for each in origins:
-        what = None if each.is_itself else (_what_differs([each]), group_of(each.given_to))
+        # The taps before it vary from layer to layer, in the first one above all: one sentence is enough.
+        where = (group_of(each.given_to), _place_in_code(each), each.arguments, each.not_compared)
+        what = None if each.is_itself else where
         alike.setdefault(what, []).append(each)
     return [
         replace(

@@ -18,7 +18,7 @@ from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
-from graftlab.verdict.lines import DifferingLine, lines_in_words
+from graftlab.verdict.lines import DifferingLine, first_places, lines_in_words
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
 from graftlab.verdict.rounds_differently import RoundsDifferently
@@ -183,14 +183,9 @@ def _conclusion(findings: Findings) -> list[str]:
         lines = [*findings.rounding.sentences, _nothing_named(findings)]
     else:
         lines = []
-        for groups in _sentence_groups(frame, computed):
-            label = _label(frame, groups[0])
-            what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
-            weights = [findings.weights[weight] for group in groups for weight in _weights_of(findings, group)]
-            ending = {"culprit": "", "minor": ", without changing the output", "cancels": ""}[label]
-            ending += f", with weights that already differ: {_shown(weights)}" if weights else ""
-            lines.append(f"{what}{ending}.")
-            lines += lines_in_words(findings.lines, groups)
+        for alike in _with_the_same_lines(_sentence_groups(frame, computed), findings.lines):
+            lines += [_sentence_on(findings, groups) for groups in alike]
+            lines += lines_in_words(findings.lines, [group for groups in alike for group in groups])
         if findings.origins is not None:
             lines += sentences_on(findings.origins)
         elif any(kind_of_group(group) is None for group in computed):
@@ -207,6 +202,22 @@ def _conclusion(findings: Findings) -> list[str]:
         measured = " that was measured" if (findings.frame["label"] == "unmeasured").any() else ""
         lines.append(f"Everything else{measured} is inherited.")
     return lines
+
+
+def _sentence_on(findings: Findings, groups: Sequence[str]) -> str:
+    what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
+    weights = [findings.weights[weight] for group in groups for weight in _weights_of(findings, group)]
+    ending = {"culprit": "", "minor": ", without changing the output", "cancels": ""}[_label(findings.frame, groups[0])]
+    ending += f", with weights that already differ: {_shown(weights)}" if weights else ""
+    return f"{what}{ending}."
+
+
+def _with_the_same_lines(sentences: Sequence[list[str]], lines: Sequence[DifferingLine]) -> list[list[list[str]]]:
+    """The groups of each sentence, those together whose first lines are the same, as where one class has many users."""
+    alike: dict[object, list[list[str]]] = {}
+    for number, groups in enumerate(sentences):
+        alike.setdefault(first_places(lines, groups) or number, []).append(groups)
+    return list(alike.values())
 
 
 def _computed(findings: Findings) -> list[str]:

@@ -9,23 +9,24 @@ filter in force, and Apply only changes the filters of edited lines.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import ipywidgets as widgets
 
 from graftlab.base.html import cell, table
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run import Run
 from graftlab.filters.check import TAP_LIMIT, FilterCheck, matched_by_both
 from graftlab.filters.expressions import HELPERS
-from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.plan.changes import parts_of
+from graftlab.plan.plan import FILTERS, GraftPlan, PlanEdit
 from graftlab.widgets import filter_view as view
 from graftlab.widgets.code_editor import NOT_BUILT, TextAreaEditor
 from graftlab.widgets.filter_line import FilterLine, is_same
 from graftlab.widgets.kept_taps import join_filters
 from graftlab.widgets.panel import Panel, row, update
-from graftlab.widgets.plan_view import PlanList, adoption
-from graftlab.widgets.rename_list import RenameList, rules_of
+from graftlab.widgets.plan_view import PlanList, UndoButtons, adoption
+from graftlab.widgets.rename_list import RenameList
 
 
 class FilterEditor(Panel):
@@ -57,13 +58,14 @@ class FilterEditor(Panel):
         keys = NOT_BUILT if isinstance(self._lines["b2t"].editor, TextAreaEditor) else "Ctrl/⌘-Enter applies"
         self._adopted = widgets.HTML().add_class("graftlab-adopted")
         self._renames = RenameList(self)
+        self._undo = UndoButtons(self)
         self._earlier = PlanList(self, self.restore)
         self.add_class("graftlab-filter-editor")
         self._open(
             [
                 # Above everything that changes size while typing: a button that moves between the press and the
                 # release of the mouse is not clicked.
-                row(self._apply, self._revert, widgets.HTML(f'<span class="quiet">{keys}</span>')),
+                row(self._apply, self._revert, self._undo, widgets.HTML(f'<span class="quiet">{keys}</span>')),
                 self._message_line,
                 *self._lines.values(),
                 self._adopted,
@@ -99,12 +101,7 @@ class FilterEditor(Panel):
     def restore(self, plan: GraftPlan) -> None:
         """Publish the filters, transform, renames and pairs of an earlier plan as the next version."""
         with self._lock:
-            new = self.session.edit(
-                **{name: getattr(plan, name) for name in FILTERS},
-                transform=plan.transform,
-                rename=rules_of(plan),
-                pairs=plan.pairs,
-            )
+            new = self.session.edit(**cast("PlanEdit", parts_of(plan)))
             self.revert()
             self.say(f"Restored version {plan.version} as version {new.version}.")
 
@@ -211,5 +208,6 @@ class FilterEditor(Panel):
         update(self._revert, disabled=closed)
         update(self._adopted, value=adoption(self._plan.version, adopted, alive, closed))
         self._renames.show(self._plan, closed)
-        self._earlier.show(self.session.plans, closed)
+        self._undo.show(closed)
+        self._earlier.show(internals_of(self.session).plans.lasting(), closed)
         self._shown = state

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,8 @@ from IPython.display import publish_display_data
 
 from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError
+from graftlab.plan.plan import GraftPlan
+from graftlab.rows.schema import Row
 from graftlab.widgets.inputs import Inputs, PanelInput
 from graftlab.widgets.refresher import explain, refresher_of
 from graftlab.widgets.style import PANEL_STYLE
@@ -68,6 +70,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"graftlab-{type(self).__name__}")
         self._in_progress = 0
         self._current_message = ("", "quiet")
+        self._message_later: Callable[[], str] | None = None
         self._refresh_error = ""
         self._closed = False
         self._inputs: Inputs | None = None
@@ -103,6 +106,8 @@ class Panel(widgets.VBox):  # type: ignore[misc]
                 # Before the display: a run that ends meanwhile, with its last rows, is not shown yet.
                 stage = self._session_state()
                 self._follow()
+                if self._message_later is not None and (text := self._message_later()):
+                    self._current_message, self._message_later = (text, self._current_message[1]), None
                 self._show()
                 if stage is not None:
                     self._renew_snapshot(stage, stage[0])
@@ -140,15 +145,31 @@ class Panel(widgets.VBox):  # type: ignore[misc]
             self._refresh_error = text
             self._show_message()
 
-    def say(self, text: str, status: str = "quiet") -> None:
-        """Replace the message; ``status`` is one of :data:`STATUSES`."""
+    def say(self, text: str, status: str = "quiet", later: Callable[[], str] | None = None) -> None:
+        """Replace the message; ``status`` is one of :data:`STATUSES`.
+
+        ``later`` returns the text to show instead once this one is outdated, and an empty one until then.
+        """
         if self._parent is not None:
-            self._parent.say(text, status)
+            self._parent.say(text, status, later)
             return
         with self._lock:
-            self._current_message = text, status
+            self._current_message, self._message_later = (text, status), later
             if not self._closed:
                 self._show()
+
+    def say_kept(self, what: str, plan: GraftPlan, rows: Callable[[], Iterable[Row]]) -> None:
+        """Say that this plan keeps ``what``: from the next step on or, if ``rows`` are of it, since which step."""
+
+        def since() -> str:
+            if not any(row.plan_version >= plan.version for row in rows()):
+                return ""
+            return f"Plan {plan.version} keeps {what} since step {min(self.session.adopted(plan.version).values())}."
+
+        if text := since():
+            self.say(text, "good")
+        else:
+            self.say(f"Plan {plan.version} keeps {what}; tensors arrive with the next step.", "good", since)
 
     def submit(self, action: str, **known: Any) -> None:
         """Perform ``action`` with the inputs on the screen. Without a page that shows the panel nothing happens.
@@ -212,7 +233,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
                 # Not with say, which redraws everything: that may be what failed.
                 panel = self if self._parent is None else self._parent
                 with panel._lock:
-                    panel._current_message = explain(error), "bad"
+                    panel._current_message, panel._message_later = (explain(error), "bad"), None
                     panel._show_message()
 
         return call

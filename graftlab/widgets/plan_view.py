@@ -7,6 +7,8 @@ from functools import partial
 
 import ipywidgets as widgets
 
+from graftlab.control.core import internals_of
+from graftlab.control.plans import Action
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets.filter_view import code, quiet
 from graftlab.widgets.panel import FoldableBox, Panel, close_all, row, update
@@ -44,6 +46,33 @@ class PlanList(FoldableBox):
         again = f"Publish version {plan.version} again"
         button = self._panel.button(f"Restore {plan.version}", "restore", again, partial(self._restore, plan))
         return row(button, widgets.HTML(plan_html(plan))).add_class(f"graftlab-plan-{plan.version}")
+
+
+class UndoButtons(widgets.HBox):  # type: ignore[misc]
+    """Undo and Redo for all edits of a session's plan; their tooltips name the edit."""
+
+    def __init__(self, panel: Panel) -> None:
+        self._panel = panel
+        self._undo = panel.button("Undo", "undo", "", partial(self._press, "undo"))
+        self._redo = panel.button("Redo", "redo", "", partial(self._press, "redo"))
+        self._undo.icon, self._redo.icon = "undo", "repeat"
+        super().__init__([self._undo, self._redo])
+
+    def _press(self, action: Action) -> None:
+        session = self._panel.session
+        change = session.undo() if action == "undo" else session.redo()
+        self._panel.refresh()
+        done = "Undone" if action == "undo" else "Redone"
+        self._panel.say(f"{done}, as plan {change.plan.version}: {change.text}.")
+
+    def show(self, closed: bool) -> None:
+        """Offer what can be undone and redone now."""
+        plans = internals_of(self._panel.session).plans
+        actions: tuple[tuple[widgets.Button, Action], ...] = ((self._undo, "undo"), (self._redo, "redo"))
+        for button, action in actions:
+            change = plans.last(action)
+            what = "there is no edit" if change is None else change.text
+            update(button, disabled=closed or change is None, tooltip=f"{action.capitalize()}: {what}")
 
 
 _RANKS_SHOWN = 16

@@ -124,11 +124,6 @@ class RenameList(FoldableBox):
         return [each for each in self._panel.session.plan.rename if each[:2] != (side, pattern)]
 
 
-def rules_of(plan: GraftPlan) -> dict[Side, dict[str, str]]:
-    """A plan's renames in the form that ``session.edit`` takes."""
-    return _as_given(plan.rename)
-
-
 def _as_given(rules: Iterable[Rule]) -> dict[Side, dict[str, str]]:
     made: dict[Side, dict[str, str]] = {}
     for side, pattern, new in rules:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import logging
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ipywidgets as widgets
 
 from graftlab.base.text import shortened
 from graftlab.errors import SessionError
+from graftlab.rows.schema import Row
 from graftlab.widgets.inputs import Menu
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, row, update
@@ -34,11 +36,13 @@ _TEXT_SHOWN = 200
 class TapChooser(Panel):
     """A menu of the kept taps, then of the others, and a button that extends the plan's keep filter.
 
-    The button submits ``"keep"`` to the parent, which reads ``menu`` and calls :meth:`keep`.
+    The button submits ``"keep"`` to the parent, which reads ``menu`` and calls :meth:`keep`. ``rows`` returns the
+    newest row of each tap.
     """
 
-    def __init__(self, parent: Panel) -> None:
+    def __init__(self, parent: Panel, rows: Callable[[], Iterable[Row]]) -> None:
         super().__init__(parent.session, parent=parent)
+        self._rows = rows
         self._kept: list[TapOption] = []
         self._listed: object = None
         self._is_picked = False
@@ -77,11 +81,9 @@ class TapChooser(Panel):
         plan = self.session.plan
         wanted = filter_to_keep(plan, tap)
         if wanted == (plan.keep or "").strip():
-            self.say("The plan already keeps this; tensors arrive with the next step.", "good")
+            self.say_kept("this", plan, self._rows)
             return
-        plan = self.session.edit(keep=wanted)
-        kept = shortened(wanted, _TEXT_SHOWN)
-        self.say(f"Plan {plan.version} keeps {kept}; tensors arrive with the next step.", "good")
+        self.say_kept(shortened(wanted, _TEXT_SHOWN), self.session.edit(keep=wanted), self._rows)
 
     def _follow(self) -> None:
         """Update the menu, and query the ranks for kept pairs in the background, at intervals."""

@@ -108,10 +108,9 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
         elif what == "keep":
             wanted = filter_to_keep(session.plan, option)
             if wanted == (session.plan.keep or "").strip():
-                self._panel.say("The plan already keeps this tap; tensors arrive with the next step.", "good")
+                self._panel.say_kept(line.name, session.plan, lambda: self.found.rows)
             else:
-                plan = session.edit(keep=wanted)
-                self._panel.say(f"Plan {plan.version} keeps {line.name}; tensors arrive with the next step.", "good")
+                self._panel.say_kept(line.name, session.edit(keep=wanted), lambda: self.found.rows)
         elif what == "open":
             where = f"{line.row.side}[{line.row.rank}]"
             self._show_pair(

@@ -17,7 +17,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from graftlab.base.tags import PLACE_TAGS
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, internals_of
 from graftlab.errors import SessionError
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.rows.schema import Row
@@ -39,7 +39,7 @@ from graftlab.widgets.drafts import (
 )
 from graftlab.widgets.kept_taps import TapOption
 from graftlab.widgets.panel import Panel, row, update
-from graftlab.widgets.plan_view import adoption
+from graftlab.widgets.plan_view import UndoButtons, adoption
 from graftlab.widgets.refresher import explain
 from graftlab.widgets.tap_chooser import TapChooser
 from graftlab.widgets.version_list import VersionList
@@ -122,7 +122,7 @@ class TransformEditor(Panel):
         self._header = widgets.HTML().add_class("graftlab-in-force")
         self._box = DraftBox(text, self._source_of)
         self.editor = self._box.editor
-        self._taps = TapChooser(self)
+        self._taps = TapChooser(self, lambda: self._rows)
         try_ = "Run the draft on the chosen tensors, without touching the ranks"
         apply = "Try the draft, and publish it if that succeeds"
         self._try = self.button("Try", "try", try_, partial(self.submit, "try"))
@@ -133,8 +133,9 @@ class TransformEditor(Panel):
         self._progress = widgets.HTML().add_class("graftlab-busy")
         self._trial = widgets.HTML().add_class("graftlab-result")
         self._adopted = widgets.HTML().add_class("graftlab-adopted")
+        self._undo = UndoButtons(self)
         self._versions = VersionList(self)
-        self._versions.follow(session.plans)
+        self._versions.follow(internals_of(session).plans.lasting())
         if in_force is not None:
             self._box.take(self._versions.in_force.draft)
 
@@ -148,7 +149,7 @@ class TransformEditor(Panel):
                 self._header,
                 self._box,
                 self._taps,
-                row(self._try, self._apply, self._revert, self._keys, self._progress),
+                row(self._try, self._apply, self._revert, self._undo, self._keys, self._progress),
                 self._message_line,
                 self._trial,
                 self._adopted,
@@ -319,7 +320,10 @@ class TransformEditor(Panel):
 
     def _follow_plan(self) -> None:
         is_applied = self._is_applied(self._box.draft)
-        if not self._versions.follow(self.session.plans) or self._versions.in_force.spec == self._in_force:
+        if (
+            not self._versions.follow(internals_of(self.session).plans.lasting())
+            or self._versions.in_force.spec == self._in_force
+        ):
             return
         self._in_force = self._versions.in_force.spec
         if self._publishing is not None and self._publishing[0] == self._in_force:
@@ -373,6 +377,7 @@ class TransformEditor(Panel):
         update(self._apply, disabled=stopped, button_style="" if applied or closed else "primary")
         for button in (self._revert, self._versions.buttons["restore"]):
             update(button, disabled=stopped)
+        self._undo.show(stopped)
         update(self._progress, value=view.progress_html(tasks[0].label, len(tasks) - 1) if tasks else "")
         update(self._keys.layout, display=None if not tasks and draft.kind == "text" else "none")
         alive = [rank.label for rank in self.session.ranks if rank.alive]

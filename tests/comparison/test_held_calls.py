@@ -18,9 +18,9 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.command import command_of, ranks_of_command
 from graftlab.comparison.held_calls import answer_of, names_pair
 from graftlab.comparison.scripts import _failure
+from graftlab.comparison.sides import command_of, ranks_of_command
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs import held_script
 from graftlab.ranks import held_call

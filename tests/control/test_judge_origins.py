@@ -115,6 +115,39 @@ def test_a_projection_is_right_where_the_scores_before_it_are_wrong(session: gl.
     assert (origin.rank, origin.step, origin.occurrence, origin.is_itself) == (0, 0, 0, False)
 
 
+class Stack(nn.Module):
+    """Its fault is between its layers; the taps before the first layer are others than those before the second."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.first, self.embed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mixers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(3))
+        self.fault = fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.first(x)
+        h = self.embed(x)
+        for mixer in self.mixers:
+            h = mixer(h)
+        for layer in self.layers:
+            h = layer(torch.cat([skip, h] if self.fault else [h, skip], -1))
+        return h
+
+
+def stacked(fault: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Stack(fault if gl.here().side == "target" else "")
+    with gl.watch(model, inputs=True), torch.no_grad():
+        return gl.tap("logits", model(torch.randn(1, 6, WIDTH)))
+
+
+def test_what_all_layers_are_given_wrongly_has_one_sentence(session: gl.Session) -> None:
+    verdict = session.verdict(stacked, stacked, args=("order",))
+    assert verdict.named == ["layers.*"]
+    assert verdict.text.count("layers.* is right: from equal inputs it agrees.") == 1
+
+
 def test_modules_that_read_one_wrong_tensor_share_a_sentence(session: gl.Session) -> None:
     verdict = session.verdict(decode, decode, args=("before",))
     assert verdict.named == ["layers.*.attn.q", "layers.*.attn.k", "layers.*.attn.v"]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+
+from traitlets.config import Config
+
+from kit import kernels
 
 
 def read(path: Path) -> Any:
@@ -26,3 +31,33 @@ def validate(document: Any) -> None:
     import nbformat
 
     nbformat.validate(document)
+
+
+def execute(notebook: Path, tmp_path: Path, imports: tuple[str, ...] = ()) -> list[Any]:
+    """Run a notebook as a person would, in its folder; returns the outputs of its code cells.
+
+    What takes seconds to import in the kernel and in each rank may be imported once, before: ``imports``.
+    """
+    from nbclient import NotebookClient
+
+    import graftlab
+
+    kernels.start_warm()
+    document = read(notebook)
+    kernel = {"transport": "ipc", "connection_file": str(tmp_path / "kernel.json")}
+    client = NotebookClient(
+        document,
+        timeout=100,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(notebook.parent)}},
+        config=Config({"KernelManager": kernel}),
+    )
+    package = str(Path(graftlab.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    client.execute(env={**os.environ, "PYTHONPATH": path, kernels.IMPORTS: " ".join(imports)})
+    return [output for cell in document.cells for output in cell.get("outputs", [])]
+
+
+def texts(outputs: list[Any]) -> str:
+    """The text that outputs show, one after the other."""
+    return "\n".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in outputs)

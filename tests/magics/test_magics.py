@@ -24,6 +24,8 @@ SUBCOMMANDS = (
     "log",
     "replay",
     "rename",
+    "undo",
+    "redo",
     "report",
     "run",
     "filter",

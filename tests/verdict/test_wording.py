@@ -10,7 +10,10 @@ import pandas as pd
 import pytest
 
 from graftlab.base.tap_groups import group_of
+from graftlab.base.world import Side
+from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
+from graftlab.verdict.lines import DifferingLine
 from graftlab.verdict.wording import Findings, text_of
 
 
@@ -163,3 +166,29 @@ def test_a_cause_that_neighbouring_values_may_share_is_mentioned() -> None:
     assert "read a tensor" not in said(tap("l.0.q", 9.0), tap("l.1.k", 9.0))
     assert "read a tensor" not in said(tap("q", 9.0), tap("k", 9.0, step=1))
     assert "read a tensor" not in said(tap("q", 9.0), tap("q", 9.0, kind="grad"))
+
+
+def line(group: str, side: Side, number: int = 7, *, confirmed: bool = False) -> DifferingLine:
+    frame = SourceFrame(f"{side}.py", number, "forward", "t = silu(t)")
+    flags: dict[str, Any] = dict.fromkeys(("is_suspect", "lacks_sum", "is_only_here"), False)
+    place: dict[str, Any] = {"tap": group, "step": 0, "occurrence": 0, "rank": 0}
+    known: dict[str, Any] = {"operation": f"silu({group})", "state": (), "stack": (frame,), **flags, **place}
+    return DifferingLine(group, side, frame.file, number, frame.source, confirmed=confirmed, **known)
+
+
+def test_groups_with_the_same_first_line_have_it_once_below_them() -> None:
+    frame = pd.DataFrame([tap(name, 9.0) for name in ("down", "odd", "up")], columns=list(COLUMNS))
+    sides: tuple[Side, Side] = ("target", "baseline")
+    lines = [line(group, side, 9 if group == "odd" else 7) for group in ("down", "odd", "up") for side in sides]
+    shown = text_of(Findings(frame, 5.0, 1, lines=lines)).splitlines()
+    assert [text.partition(" ")[0] for text in shown[:3]] == ["down", "up", "First"]
+    assert shown[2] == "First difference in each of them, from equal values before it (not confirmed):"
+    assert shown[3].startswith("  target    target.py:7")
+    assert shown[4].startswith("  baseline  baseline.py:7")
+    assert shown[5].startswith("odd ")
+    assert shown[6] == "First difference, from equal values before it (not confirmed):"
+    # A graft at one of them confirms that one alone, and its operation is shown.
+    lines[-2] = line("up", "target", confirmed=True)
+    shown = text_of(Findings(frame, 5.0, 1, lines=lines)).splitlines()
+    assert shown[2].endswith("from equal values before it; with the baseline's value there up agrees:")
+    assert "[silu(up)]" in shown[3]

@@ -173,8 +173,11 @@ def test_a_kept_pair_opens_and_others_can_be_kept(session: gl.Session, board: Bo
     board.act("keep", f"{name} layer=1")
     board.settle()
     assert session.plan.keep == f"name == '{name}' and layer == 1"
-    session.run(own, own)
+    says = f"Plan {session.plan.version} keeps {name} layer=1"
+    assert board.message == f"{says}; tensors arrive with the next step."
+    began = session.run(own, own).first_step
     board.settle()
+    assert board.message == f"{says} since step {began}."
     board.act("open", f"{name} layer=1")
     board.settle()
     assert board.markup("pair").count("data:image/png;base64,") == 4, "two figures, each for light and for dark pages"

@@ -20,8 +20,10 @@ from kit.pages import Browser, MirrorPage, Screen, descendants, page_of, words
 from kit.support import own_value, reset, wait_for_file, wait_until
 
 import graftlab as gl
+from graftlab.control.plans import Plans
 from graftlab.filters.check import TAP_LIMIT
 from graftlab.filters.expressions import MAX_LENGTH, Filter
+from graftlab.plan.changes import PlanChange, parts_of
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.widgets import filter_view
 from graftlab.widgets.code_editor import CodeEditor
@@ -39,7 +41,9 @@ class FakeSession:
     """A session without ranks: the plan, its versions, and the taps that it has been given."""
 
     def __init__(self, *taps: dict[str, Any]) -> None:
-        self.plans = [GraftPlan()]
+        self.published = Plans([])
+        self.published.publish(GraftPlan())
+        self._internals = SimpleNamespace(plans=self.published)
         self.seen = list(taps)
         self.ranks = [SimpleNamespace(label=label, alive=True) for label in ("baseline[0]", "target[0]")]
         self.adoptions: dict[int, dict[str, int]] = {}
@@ -48,7 +52,11 @@ class FakeSession:
 
     @property
     def plan(self) -> GraftPlan:
-        return self.plans[-1]
+        return self.published.newest
+
+    @property
+    def plans(self) -> list[GraftPlan]:
+        return self.published.all()
 
     @property
     def taps(self) -> list[dict[str, Any]]:
@@ -57,8 +65,14 @@ class FakeSession:
     def edit(self, **changes: Any) -> GraftPlan:
         if self.closed:
             raise gl.SessionClosedError("this session is closed")
-        self.plans.append(self.plan.edit(**changes))
+        self.published.publish_edit(self.plan.edit(**changes))
         return self.plan
+
+    def undo(self) -> PlanChange:
+        return self.published.revert("undo", self.plan.edit(**parts_of(self.published.wanted("undo"))))
+
+    def redo(self) -> PlanChange:
+        return self.published.revert("redo", self.plan.edit(**parts_of(self.published.wanted("redo"))))
 
     def adopted(self, version: int) -> dict[str, int]:
         return dict(self.adoptions.get(version, {}))
@@ -783,3 +797,25 @@ def test_a_callback_beside_the_refresher_and_edits_loses_nothing(one_and_one: gl
     shown = {name: line.value for name, line in zip(FILTERS, lines_of(editor), strict=True)}
     assert shown == {"b2t": "", "t2b": "", "compare": "True", "keep": "layer == 49"}
     editor.close()
+
+
+def test_undo_and_redo_take_back_edits_and_say_what_they_change(screen: FilterScreen, session: FakeSession) -> None:
+    undo, redo = screen.find("undo"), screen.find("redo")
+    assert (undo.disabled, redo.disabled) == (True, True)
+    assert undo.tooltip == "Undo: there is no edit"
+    session.edit(b2t="layer == 0")
+    session.edit(rename={"target": {"^m": ""}})
+    screen.editor.refresh()
+    assert undo.tooltip == "Undo: rename: none -> 1 rule (target ^m -> )"
+    screen.click("undo")
+    screen.browser.kernel_works()
+    assert screen.message == "Undone, as plan 3: rename: 1 rule (target ^m -> ) -> none."
+    screen.click("undo")
+    screen.browser.kernel_works()
+    assert screen.message == "Undone, as plan 4: b2t: layer == 0 -> nothing."
+    assert screen.text("b2t") == ""
+    assert (undo.disabled, redo.disabled) == (True, False)
+    screen.click("redo")
+    screen.browser.kernel_works()
+    assert screen.message == "Redone, as plan 5: b2t: nothing -> layer == 0."
+    assert screen.text("b2t") == "layer == 0"

@@ -265,7 +265,7 @@ def test_the_figure_names_selects_opens_keeps_and_grafts_a_tap(screen: Screen) -
     board.locator(".gle button.open").click()
     expect(board.locator(".graftlab-pair")).to_contain_text("keep filter")
     board.locator(".gle button.keep").click()
-    expect(board.locator(".graftlab-message").first).to_contain_text("tensors arrive with the next step")
+    expect(board.locator(".graftlab-message").first).to_contain_text("keeps hidden layer=2 since step")
 
     floor = board.locator(".gle input.floor")
     floor.fill("100")

@@ -1,0 +1,188 @@
+"""``graftlab new NOTEBOOK BASELINE TARGET``: a notebook that compares these two sides, ready to be executed."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graftlab.comparison.sides import WRONG_USAGE, Kind, command_of, function_in_file, kind_of_sides, refuse_wrong_usage
+from graftlab.errors import ConfigError, GraftError
+
+if TYPE_CHECKING:
+    from graftlab.ranks.held_call import FunctionInFile
+
+EPILOG = "exit codes: 0, the notebook is written; 64, wrong usage, and nothing is written"
+
+_HOW: dict[Kind, str] = {
+    "functions": "Each function is called in a process of its own, and both models get the same inputs.",
+    "recording": (
+        "The baseline is a recording: nothing of it is computed again. The target's function is called in a process\n"
+        "of its own, and its model must get the inputs that were recorded."
+    ),
+    "scripts": "Both scripts run as they are, until they call a model. There they wait, and the call is repeated.",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    refuse_wrong_usage(parser)
+    parser.add_argument("notebook", metavar="NOTEBOOK", type=Path, help="the file to write, such as my_bug.ipynb")
+    parser.add_argument(
+        "baseline",
+        metavar="BASELINE",
+        help="the side that you trust: a script, a command in quotes, FILE.py:FUNCTION, or the folder of a recording",
+    )
+    parser.add_argument("target", metavar="TARGET", help="the other side: a script, a command or FILE.py:FUNCTION")
+    parser.add_argument(
+        "--inputs", metavar="FILE.py:NAME", help="of functions: the inputs of the models, or a function of them"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the notebook; returns the exit code."""
+    notebook: Path = arguments.notebook
+    try:
+        document = notebook_of(notebook, arguments.baseline, arguments.target, arguments.inputs)
+        _write(notebook, document)
+    except GraftError as error:
+        sys.stderr.write(f"graftlab new: {error}\n")
+        return WRONG_USAGE
+    sys.stdout.write(f"{notebook} is written. Open it with: jupyter lab {notebook}\n")
+    return 0
+
+
+def notebook_of(notebook: Path, baseline: str, target: str, inputs: str | None = None) -> dict[str, Any]:
+    """Make the document of a notebook at this path that compares two sides, which are texts as on a command line.
+
+    Raises :class:`ConfigError` if the sides do not exist or cannot be compared, and :class:`RecordingError` if the
+    baseline is a folder without a recording.
+    """
+    if notebook.suffix != ".ipynb":
+        raise ConfigError(f"{notebook} is no name of a notebook; give one that ends in .ipynb")
+    if notebook.exists():
+        raise ConfigError(f"{notebook} exists and is not overwritten; give another name, or remove it first")
+    kind = kind_of_sides(baseline, target)
+    if kind == "scripts":
+        if inputs is not None:
+            raise ConfigError("--inputs is for functions, FILE.py:FUNCTION; a script makes its own inputs")
+        command_of(baseline, None)
+        command_of(target, None)
+    else:
+        for text in [baseline, target, inputs] if kind == "functions" else [target, inputs]:
+            if text is not None:
+                _check_defined(function_in_file(text))
+        if kind == "recording":
+            from graftlab.recordings.recording import Recording
+
+            Recording.open(baseline)
+    return _document(_cells(notebook, kind, baseline, target, inputs))
+
+
+def _check_defined(function: FunctionInFile) -> None:
+    """Raise :class:`ConfigError` unless the file defines or imports what is named; it is read, and not executed."""
+    path = Path(function.path)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} is no Python file: {error}; mend it first") from error
+    known: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            known.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            known.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            known.add(node.id)
+    name = function.name.partition(".")[0]
+    if name in known or "*" in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it defines {', '.join(sorted(known)[:8]) or 'nothing'}"
+    raise ConfigError(f"{path.name} does not define {name}; {hint}")
+
+
+def _cells(notebook: Path, kind: Kind, baseline: str, target: str, inputs: str | None) -> list[tuple[str, str]]:
+    here = Path.cwd()
+    folder = [] if notebook.resolve().parent == here else ["import os", ""]
+    moved = [] if not folder else ["", f"os.chdir({str(here)!r})  # the folder that the paths below start from"]
+    sides = ", ".join(_quoted(text) for text in (baseline, target, inputs) if text is not None)
+    return [
+        (
+            "markdown",
+            f"# Where does the target differ?\n\nThe baseline, which is trusted, is `{baseline}`. The target is "
+            f"`{target}`.\n{_HOW[kind]}",
+        ),
+        ("code", "\n".join([*folder, "import graftlab as gl", *moved, "", "%load_ext graftlab"])),
+        (
+            "markdown",
+            "## The answer\n\nThe text names the computation that differs, or says that none does, and ends with what "
+            "was not checked.",
+        ),
+        ("code", f"comparison = gl.compare({sides})\ncomparison"),
+        (
+            "markdown",
+            "## Every tap\n\nA point is the output of a module, in the order of execution. A filled point is the error "
+            "that arose at the tap itself, a\nhollow one the error in a plain run. What is above the dashed line is "
+            'more than rounding. `comparison.plot("NAME")` shows where the\ntensors of a named group differ.',
+        ),
+        ("code", "comparison.plot()"),
+        (
+            "markdown",
+            "## The taps that add most\n\n`added` is the error that arose at a tap, and `ratio` is `added` over its "
+            "noise floor.",
+        ),
+        (
+            "code",
+            'columns = ["name", "rank", "added", "floor", "ratio", "label"]\n'
+            'comparison.frame.sort_values("ratio", ascending=False)[columns].head(8)',
+        ),
+        (
+            "markdown",
+            "## After a change\n\nEdit the code, restart the kernel and run all cells: each side then starts in a new "
+            'process. `comparison.report("report.html")`\nwrites this as a page. The last cell ends the processes of '
+            "both sides.",
+        ),
+        (
+            "code",
+            'comparison.session.close()\nprint("The sides", comparison.answer, *comparison.named)',
+        ),
+    ]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _document(cells: list[tuple[str, str]]) -> dict[str, Any]:
+    return {
+        "cells": [
+            {
+                "cell_type": kind,
+                "id": f"cell-{number}",
+                "metadata": {},
+                "source": source.splitlines(keepends=True),
+                **({"execution_count": None, "outputs": []} if kind == "code" else {}),
+            }
+            for number, (kind, source) in enumerate(cells, 1)
+        ],
+        "metadata": {
+            "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        },
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+
+
+def _write(notebook: Path, document: dict[str, Any]) -> None:
+    try:
+        # A file that has appeared meanwhile is not overwritten either.
+        with notebook.open("x", encoding="utf-8") as file:
+            json.dump(document, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+    except OSError as error:
+        raise ConfigError(f"{notebook} cannot be written: {error.strerror}; give another path") from error

@@ -1,0 +1,135 @@
+"""What a side of a comparison is on the command line: a function in a file, a script or a command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from graftlab.errors import ConfigError
+
+# A job that attaches imports this module for the arguments of commands, and must not import what compares.
+if TYPE_CHECKING:
+    from graftlab.jobs.script_launcher import ScriptCommand
+    from graftlab.ranks.held_call import FunctionInFile
+
+# The exit code of a command that was wrong.
+WRONG_USAGE = 64
+Kind = Literal["functions", "recording", "scripts"]
+
+_FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
+
+
+def names_function(text: str) -> bool:
+    """Whether a side is written as ``FILE.py:FUNCTION``.
+
+    >>> names_function("port.py:load_model"), names_function("port.py")
+    (True, False)
+    """
+    return _FUNCTION.fullmatch(text) is not None
+
+
+def kind_of_sides(baseline: str, target: str) -> Kind:
+    """What two sides are: functions, a folder of recorded values and a function, or scripts.
+
+    Raises :class:`ConfigError` for two sides that cannot be compared.
+    """
+    if Path(target).is_dir():
+        raise ConfigError(f"TARGET {target} is a folder; a recording computes nothing, so give it as BASELINE")
+    if Path(baseline).is_dir():
+        if names_function(target):
+            return "recording"
+        raise ConfigError(
+            f"BASELINE {baseline} is a folder of recorded values, and a script may call its model with other "
+            "inputs; give TARGET as FILE.py:FUNCTION, a function that returns the model, with --inputs"
+        )
+    functions = [names_function(side) for side in (baseline, target)]
+    if any(functions) and not all(functions):
+        raise ConfigError(
+            "one side is a function and the other a script; give two scripts, or two functions as FILE.py:FUNCTION"
+        )
+    return "functions" if all(functions) else "scripts"
+
+
+def function_in_file(text: str) -> FunctionInFile:
+    """The function that a text ``FILE.py:FUNCTION`` names. Raises :class:`ConfigError` if it names none."""
+    from graftlab.ranks.held_call import FunctionInFile
+
+    found = _FUNCTION.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text!r} names no function; write FILE.py:FUNCTION")
+    path = Path(found["path"]).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist")
+    return FunctionInFile(str(path.resolve()), found["name"])
+
+
+def command_of(text: str, ranks: int | None) -> ScriptCommand:
+    """The command of a side; a script runs in the Python of this process. ``ranks`` is read from it if it is None.
+
+    Raises :class:`ConfigError` if the text is no command, or its script does not exist.
+    """
+    from graftlab.jobs.script_launcher import ScriptCommand
+
+    try:
+        words = [text] if text.endswith(".py") and os.path.isfile(text) else shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no command: {error}") from error
+    variables: dict[str, str] = {}
+    if words[:1] == ["env"]:
+        words.pop(0)
+    while words and (given := _VARIABLE.fullmatch(words[0])):
+        variables[given["name"]] = given["value"]
+        words.pop(0)
+    if not words:
+        raise ConfigError("a side is empty; give a script, a command in quotes, or FILE.py:FUNCTION")
+    if words[0].endswith(".py"):
+        if not os.path.isfile(words[0]):
+            raise ConfigError(f"{words[0]} does not exist")
+        words.insert(0, sys.executable)
+    return ScriptCommand(tuple(words), ranks_of_command(words) if ranks is None else ranks, variables=variables)
+
+
+_COUNTS = {
+    "torchrun": ("--nproc-per-node", "--nproc_per_node"),
+    "torch.distributed.run": ("--nproc-per-node", "--nproc_per_node"),
+    "torch.distributed.launch": ("--nproc-per-node", "--nproc_per_node"),
+    "accelerate": ("--num_processes", "--num-processes"),
+    "mpirun": ("-n", "-np"),
+    "mpiexec": ("-n", "-np"),
+}
+
+
+def ranks_of_command(words: Sequence[str]) -> int:
+    """The number of ranks that a command starts, as its launcher's option says; 1 without a launcher.
+
+    Raises :class:`ConfigError` if the option is not a number.
+
+    >>> ranks_of_command(["torchrun", "--nproc-per-node", "2", "train.py"])
+    2
+    """
+    options = next((_COUNTS[name] for word in words if (name := os.path.basename(word)) in _COUNTS), ())
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in options:
+            count = value if equals else (words[place + 1] if place + 1 < len(words) else "")
+            if not count.isdecimal():
+                raise ConfigError(f"{name} {count}: how many ranks that is, is not known; give --ranks B,T")
+            return int(count)
+    return 1
+
+
+def refuse_wrong_usage(parser: argparse.ArgumentParser) -> None:
+    """Let a parser end the process with :data:`WRONG_USAGE` in place of argparse's 2, which has another meaning."""
+
+    def refuse(message: str) -> NoReturn:
+        parser.print_usage(sys.stderr)
+        parser.exit(WRONG_USAGE, f"{parser.prog}: {message}\n")
+
+    parser.error = refuse  # type: ignore[method-assign]

@@ -1,0 +1,319 @@
+"""Weights among taps: paired by value, by rule, by their modules, or by most of their values, and never grafted.
+
+The same weight has other names in a port, may be transposed or a part of a fused one, and may be the mistake. So where
+its values match none, or those of the wrong weight, the other layers and the outputs of the modules show its partner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from graftlab.base.tags import name_with
+from graftlab.base.tap_groups import is_data
+from graftlab.layouts import Layout, Part, Rearrange, Step
+from graftlab.matching.contradictions import uncovered
+from graftlab.matching.matcher import Matcher
+from graftlab.matching.mistakes import TRANSPOSED, misplaced
+from graftlab.matching.names import last_role, module_of
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.recorded_taps import Fetch, RecordedTap
+from graftlab.matching.rules import Rule, rules_of
+from graftlab.matching.search import applied
+from graftlab.matching.sketch import limit_for
+from graftlab.matching.weights import LIMIT, match_constants, match_siblings
+from graftlab.plan.pairs import TapCallName
+
+# A weight with this share of another's values is that weight, partly overwritten.
+_MOST = 0.5
+
+
+def without_weights(taps: Iterable[RecordedTap]) -> list[RecordedTap]:
+    """The taps of computed values. A graft into a weight or a setting would stay there for all later runs."""
+    return [tap for tap in taps if not is_data(tap.tags)]
+
+
+def with_weights(
+    proposal: Proposal,
+    baseline: Sequence[RecordedTap],
+    target: Sequence[RecordedTap],
+    fetch_baseline: Fetch | None = None,
+    fetch_target: Fetch | None = None,
+) -> Proposal:
+    """The proposal on computed values, with the pairs of the weights among these taps, which no graft has changed."""
+    names = [{_plain_name(tap): tap.name for tap in side if is_data(tap.tags)} for side in (baseline, target)]
+    ours, theirs = (
+        [replace(tap, name=_plain_name(tap)) for tap in side if is_data(tap.tags)] for side in (baseline, target)
+    )
+    if not ours or not theirs:
+        return _joined(proposal, (), [{tap.name: _LACKING for tap in side} for side in (ours, theirs)], names)
+    fetches = [
+        None if fetch is None else partial(_fetched, fetch, known)
+        for fetch, known in zip((fetch_baseline, fetch_target), names, strict=True)
+    ]
+    matcher = Matcher(ours, theirs, *fetches, LIMIT)
+    matcher.match_equals()
+    matcher.match_parts()
+    match_siblings(matcher)
+    said, moved = _put_right(matcher)
+    proposal = _with_modules_put_right(proposal, {module_of(name) for name in moved})
+    matcher.apply_rules()
+    _WeightsOfModules(matcher, proposal).match()
+    _match_mostly_equal(matcher)
+    match_constants(matcher)
+    for tap in (*ours, *theirs):
+        tap.forget()
+    unmatched = [{name: why.replace(" tap ", " weight ") for name, why in left.items()} for left in matcher.unmatched()]
+    places = {tap.name: place for place, tap in enumerate(target)}
+    found = _joined(proposal, matcher.pairs, unmatched, names)
+    return replace(
+        found,
+        pairs=tuple(sorted(found.pairs, key=lambda pair: places.get(pair.target, len(places)))),
+        problems=(*proposal.problems, *said),
+        wrong_weights=tuple(said),
+    )
+
+
+_LACKING = "the other side taps no weights"
+
+
+def _plain_name(tap: RecordedTap) -> str:
+    """The name without the tag that says that it is a weight, which each of these taps has."""
+    call = TapCallName.of(tap.name)
+    number = f"#{call.occurrence}" if call.occurrence else ""
+    return name_with(call.name, {tag: value for tag, value in (call.tags or {}).items() if tag != "kind"}) + number
+
+
+def _fetched(fetch: Fetch, names: Mapping[str, str], name: str) -> Tensor | None:
+    return fetch(names[name])
+
+
+def _joined(
+    proposal: Proposal,
+    pairs: Iterable[Pair],
+    unmatched: Sequence[Mapping[str, str]],
+    names: Sequence[Mapping[str, str]],
+) -> Proposal:
+    """The proposal with these pairs of weights, and those without a partner, under the names of their taps."""
+    mine, theirs = names
+    own = [replace(pair, baseline=mine[pair.baseline], target=theirs[pair.target]) for pair in pairs]
+    left = [{known[name]: why for name, why in each.items()} for each, known in zip(unmatched, names, strict=True)]
+    return replace(
+        proposal,
+        pairs=(*proposal.pairs, *own),
+        unmatched_baseline={**proposal.unmatched_baseline, **left[0]},
+        unmatched_target={**proposal.unmatched_target, **left[1]},
+    )
+
+
+# ---- weights in the wrong place -------------------------------------------------------------------------------------
+
+
+def _put_right(matcher: Matcher) -> tuple[list[str], set[str]]:
+    """Pair weights whose values are another weight's, or in another layout, as most layers do.
+
+    Returns a sentence on each such weight, and the names of those that were put right.
+    """
+    wrong = misplaced([pair for pair in matcher.pairs if pair.by_value], matcher.baseline)
+    names = {name for name, _ in wrong}
+    if not names:
+        return [], set()
+    moved: set[str] = set()
+    rules = rules_of(pair for pair in matcher.pairs if pair.by_value)
+    against: dict[int, set[str]] = defaultdict(set)
+    for place, rule in enumerate(rules):
+        for pair in matcher.pairs:
+            if pair.target in names and rule.covers(pair.target) and not _is_like(rule, pair):
+                against[place].add(pair.target)
+    for place, targets in against.items():
+        rule = rules[place]
+        # Where as many layers contradict a rule as follow it, none of them is known to be wrong.
+        if rule.seen <= len(targets):
+            continue
+        for name in targets:
+            other = matcher.baseline.get(rule.baseline_for(name))
+            if other is None or (rule.example.layout.leaves_out and _has_part(matcher, rule, other.name, name)):
+                continue
+            kept = [pair for pair in matcher.pairs if pair.target != name or _follows(rules, pair)]
+            matcher.replace_pairs([*kept, matcher.by_rule(rule.example, rule.seen, other, matcher.target[name])])
+            moved.add(name)
+    return list(dict.fromkeys(text for _, text in wrong)), moved
+
+
+def _with_modules_put_right(proposal: Proposal, modules: Collection[str]) -> Proposal:
+    """The proposal with the outputs of modules that have another's weights paired as in most layers.
+
+    They have the values of another module's outputs only as long as the weights are wrong.
+    """
+    rules = [rule for rule in rules_of(proposal.graftable) if any(map(rule.covers, modules))]
+    pairs = list(proposal.pairs)
+    for rule in rules:
+        for place, pair in enumerate(pairs):
+            if pair.target in modules and rule.covers(pair.target) and rule.example.layout.text == pair.layout.text:
+                note = f"as in {rule.seen} other layers, because the weights of {pair.target} are another module's"
+                pairs[place] = replace(
+                    pair, baseline=rule.baseline_for(pair.target), sureness="rule", rel=None, note=note
+                )
+    return replace(proposal, pairs=tuple(pairs))
+
+
+def _is_like(rule: Rule, pair: Pair) -> bool:
+    return rule.baseline_for(pair.target) == pair.baseline and rule.example.layout.text == pair.layout.text
+
+
+def _follows(rules: Sequence[Rule], pair: Pair) -> bool:
+    return pair.layout.leaves_out and any(rule.covers(pair.target) and _is_like(rule, pair) for rule in rules)
+
+
+def _has_part(matcher: Matcher, rule: Rule, baseline: str, target: str) -> bool:
+    layout = rule.example.layout.text
+    return any((pair.baseline, pair.target, pair.layout.text) == (baseline, target, layout) for pair in matcher.pairs)
+
+
+# ---- weights of paired modules --------------------------------------------------------------------------------------
+
+
+class _WeightsOfModules:
+    """Pairs the remaining weights of modules whose outputs are paired."""
+
+    def __init__(self, matcher: Matcher, proposal: Proposal) -> None:
+        self._matcher = matcher
+        self._modules: dict[tuple[str, str], Pair] = {}
+        for pair in proposal.pairs:
+            if pair.sureness != "guess":
+                names = TapCallName.of(pair.baseline).name, TapCallName.of(pair.target).name
+                self._modules.setdefault(names, pair)
+
+    def match(self) -> None:
+        ours, theirs = _by_module(self._matcher.baseline.values()), _by_module(self._matcher.target.values())
+        # How the weights of other modules lie in each other, by their number of dimensions.
+        usual = Counter(
+            (len(self._matcher.target[pair.target].shape), pair.layout.text)
+            for pair in self._matcher.pairs
+            if pair.by_value and not pair.layout.leaves_out
+        )
+        for (one, other), outputs in self._modules.items():
+            if one not in ours or other not in theirs:
+                continue
+            for mine, tap in _with_one_role(ours[one], theirs[other]):
+                if outputs.whole == "target" and outputs.layout.leaves_out:
+                    self._add_part(mine, tap, other)
+                elif mine in self._matcher.left("baseline") and tap in self._matcher.left("target"):
+                    self._add_whole(mine, tap, usual)
+
+    def _add_whole(self, mine: RecordedTap, tap: RecordedTap, usual: Counter[tuple[int, str]]) -> None:
+        layouts = [Layout()] if mine.shape == tap.shape else []
+        if len(tap.shape) == 2 and mine.shape == tap.shape[::-1]:
+            layouts.append(Layout((Rearrange(TRANSPOSED),)))
+        if layouts:
+            self._add(mine, tap, max(layouts, key=lambda each: usual[len(tap.shape), each.text]), "baseline")
+
+    def _add_part(self, mine: RecordedTap, tap: RecordedTap, module: str) -> None:
+        """Pair a weight with the part of a fused one that no other weight has."""
+        known = [pair for pair in self._matcher.pairs if pair.target == tap.name]
+        if mine not in self._matcher.left("baseline") or not known or any(pair.whole != "target" for pair in known):
+            return
+        gap = uncovered((pair.layout for pair in known), tap.shape)
+        if gap is None or int(gap.sum()) != mine.sketch.numel:
+            return
+        free = gap.nonzero()
+        for layout in _parts_like(known, tap.shape):
+            # Exactly the free elements.
+            if uncovered([*(pair.layout for pair in known), layout], tap.shape) is None and len(free):
+                self._add(mine, tap, layout, "target")
+                return
+
+    def _add(self, mine: RecordedTap, tap: RecordedTap, layout: Layout, whole: str) -> None:
+        outer, inner = (mine, tap) if whole == "baseline" else (tap, mine)
+        rel = applied(layout, outer, inner)
+        if rel is None and outer.value is not None and inner.value is not None:
+            return
+        note = "as the outputs of their modules"
+        if rel is not None and rel > limit_for(mine.dtype, tap.dtype):
+            note += f"; the values differ by rel_l2 {rel:.2g}"
+        self._matcher.pairs.append(
+            Pair(mine.name, tap.name, layout, "target" if whole == "target" else "baseline", "rule", rel, note)
+        )
+
+
+def _by_module(taps: Iterable[RecordedTap]) -> dict[str, list[RecordedTap]]:
+    found: dict[str, list[RecordedTap]] = defaultdict(list)
+    for tap in taps:
+        found[module_of(TapCallName.of(tap.name).name)].append(tap)
+    return found
+
+
+def _with_one_role(
+    ours: Sequence[RecordedTap], theirs: Sequence[RecordedTap]
+) -> Iterator[tuple[RecordedTap, RecordedTap]]:
+    """Weights of two modules that have the same role, or else the same name."""
+    for tap in theirs:
+        role, name = last_role(tap.name), tap.name.rpartition(".")[2]
+        same = [
+            other
+            for other in ours
+            if (last_role(other.name) == role if role else other.name.rpartition(".")[2] == name)
+        ]
+        if len(same) == 1:
+            yield same[0], tap
+
+
+def _parts_like(known: Sequence[Pair], shape: Sequence[int]) -> Iterator[Layout]:
+    """The layouts of the other equal parts of a fused weight."""
+    for pair in known:
+        for place, step in enumerate(pair.layout.steps):
+            if isinstance(step, Part):
+                for index in range(len(step.of)):
+                    steps: list[Step] = list(pair.layout.steps)
+                    steps[place] = replace(step, index=index)
+                    yield Layout(tuple(steps))
+
+
+# ---- weights that are partly overwritten ----------------------------------------------------------------------------
+
+
+def _match_mostly_equal(matcher: Matcher) -> None:
+    """Pair remaining weights with those that have most of their values, in the same or in a transposed layout."""
+    by_shape: dict[tuple[int, ...], list[RecordedTap]] = defaultdict(list)
+    for other in matcher.baseline.values():
+        by_shape[tuple(sorted(other.shape))].append(other)
+    for tap in matcher.left("target"):
+        if not tap.sketch.telling:
+            continue
+        best: tuple[float, Pair] | None = None
+        for other in by_shape[tuple(sorted(tap.shape))]:
+            for layout in (Layout(), Layout((Rearrange(TRANSPOSED),))):
+                share = _share(layout, other, tap)
+                if share >= _MOST and (best is None or share > best[0]):
+                    rel = applied(layout, other, tap)
+                    note = f"{share:.0%} of its values are equal"
+                    best = share, Pair(other.name, tap.name, layout, "baseline", "rule", rel, note)
+        if best is not None:
+            matcher.pairs.append(best[1])
+
+
+# Values that are compared before all are.
+_FEW = 256
+
+
+def _share(layout: Layout, other: RecordedTap, tap: RecordedTap) -> float:
+    if other.value is None or tap.flat is None or (layout.steps and len(tap.shape) != 2):
+        return 0.0
+    taken = layout.local(other.value.detach())
+    if tuple(taken.shape) != tap.shape:
+        return 0.0
+    flat = taken.reshape(-1)
+    step = max(1, len(flat) // _FEW)
+    if _equal_share(flat[::step].double().cpu().numpy(), tap.flat[::step]) < _MOST / 2:
+        return 0.0
+    return _equal_share(flat.double().cpu().numpy(), tap.flat)
+
+
+def _equal_share(one: np.ndarray, other: np.ndarray) -> float:
+    return float((np.abs(one - other) <= 1e-6 * np.abs(one)).mean())

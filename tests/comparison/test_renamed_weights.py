@@ -1,0 +1,86 @@
+"""Weights of a port that have other names, are fused or transposed: paired by value, and named where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kit.renamed import WIDTH, Port, port, reference
+from torch import nn
+
+import graftlab as gl
+from graftlab.comparison.held_calls import Comparison
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+
+def compared(change: Callable[[Port], None] = lambda model: None, *, tied: bool = True) -> Comparison:
+    def changed() -> nn.Module:
+        model = port(tied)
+        with torch.no_grad():
+            change(model)
+        return model
+
+    ids = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(3))
+    ids[0, 0] = 7
+    return gl.compare(reference, changed, ids)
+
+
+def test_weights_that_are_wrong_in_a_port_are_named_each_with_how_it_differs() -> None:
+    def change(model: Port) -> None:
+        wrong = model.h[0].attn.c_proj.weight
+        wrong.copy_(wrong.T.clone())
+        model.h[1].attn.c_attn.weight[:, :WIDTH].mul_(1.25)
+        model.h[2].mlp.c_fc.weight[2, 5] = float("nan")
+        model.h[2].ln_2.weight[5] = 3.0
+        model.h[1].mlp.c_proj.bias.zero_()
+
+    with (comparison := compared(change)).session:
+        text = comparison.text
+        assert comparison.answer == "differ"
+    wrong = "h.0.attn.c_proj.weight is layers.0.self_attn.o_proj.weight in the layout 'same', where 2 others"
+    assert text.startswith(wrong)
+    differing = text[text.index("The weights already differ: ") :].partition("\n")[0]
+    assert differing.endswith("With the baseline's weights the target agrees.")
+    for weight, where, hint in (
+        ("self_attn.o_proj.weight", "layer 0", "dims 0 and 1 are transposed"),
+        ("self_attn.q_proj.weight", "layer 1", "the target's values are 5/4 times the baseline's"),
+        ("up.weight", "layer 2", "1 of 4096 numbers are not finite on the target only"),
+        ("post_norm.weight", "layer 2", "they differ only at index 5 of dim 0"),
+        ("down.bias", "layer 1", "the target's values are all zero"),
+    ):
+        assert f"layers.*.{weight} in {where} (" in differing, text
+        assert hint in next(line for line in text.splitlines() if line.startswith(f"Hint (layers.*.{weight})")), text
+
+
+def test_two_fused_weights_that_are_swapped_are_named_as_such() -> None:
+    def change(model: Port) -> None:
+        for swapped in (model.h[1].attn.c_attn.weight, model.h[1].attn.c_attn.bias):
+            q, k, v = swapped.split(WIDTH, -1)
+            swapped.copy_(torch.cat([k, q, v], -1))
+
+    with (comparison := compared(change)).session:
+        text = comparison.text
+        assert comparison.answer == "differ"
+        # The code is right: its outputs are paired as the weights should be.
+        assert comparison.named == []
+    for kind in ("weight", "bias"):
+        q, k = (f"layers.1.self_attn.{name}_proj.{kind}" for name in "qk")
+        assert (
+            f"h.1.attn.c_attn.{kind} has {q} in place of its k, and {k} in place of its q: the two are swapped." in text
+        )
+    assert "With the baseline's weights the target agrees." in text
+
+
+def test_a_row_of_an_embedding_is_no_padding_and_tied_weights_pair_with_both() -> None:
+    def change(model: Port) -> None:
+        model.wte.weight[7].mul_(1.5)
+
+    with (comparison := compared(change, tied=False)).session:
+        assert comparison.answer == "differ"
+        assert "The weights already differ: wte.weight (rel_l2 " in comparison.text
+        assert "only at index 7 of dim 0, the target's values are 3/2 times the baseline's" in comparison.text
+        assert comparison.match is not None
+        partners = {pair.target for pair in comparison.match.pairs if pair.baseline.startswith("embed.weight")}
+        assert partners == {"wte.weight[kind=param]", "head.weight[kind=param]"}
