@@ -53,11 +53,11 @@ def with_weights(
     )
     if not ours or not theirs:
         return _joined(proposal, (), [{tap.name: _LACKING for tap in side} for side in (ours, theirs)], names)
-    fetches = [
+    fetch_ours, fetch_theirs = (
         None if fetch is None else partial(_fetched, fetch, known)
         for fetch, known in zip((fetch_baseline, fetch_target), names, strict=True)
-    ]
-    matcher = Matcher(ours, theirs, *fetches, LIMIT)
+    )
+    matcher = Matcher(ours, theirs, fetch_ours, fetch_theirs, LIMIT)
     matcher.match_equals()
     matcher.match_parts()
     match_siblings(matcher)
@@ -168,7 +168,7 @@ def _is_like(rule: Rule, pair: Pair) -> bool:
 
 
 def _follows(rules: Sequence[Rule], pair: Pair) -> bool:
-    return pair.layout.leaves_out and any(rule.covers(pair.target) and _is_like(rule, pair) for rule in rules)
+    return bool(pair.layout.leaves_out) and any(rule.covers(pair.target) and _is_like(rule, pair) for rule in rules)
 
 
 def _has_part(matcher: Matcher, rule: Rule, baseline: str, target: str) -> bool:
