@@ -164,7 +164,7 @@ def test_rows_of_another_kind_are_not_found() -> None:
         (0, [140], [40]),
         (0, [300, *range(140, 150)], [-1, *range(40, 50)]),
         (0, [*range(140, 150), 170], [*range(40, 50), -1]),
-        # Of sequences of two, one that is there from beginning to end.
+        # Of sequences of two, a whole one.
         (2, [300, 104, 105, 301], [-1, 4, 5, -1]),
         (2, [300, 105, 301], [-1, -1, -1]),
         # Of sequences of twenty, what follows in the same one.
