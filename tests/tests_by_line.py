@@ -127,7 +127,9 @@ class _Found:
         self._lines: dict[str, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
 
     def add(self, path: str, line: int, test: str) -> None:
-        self._lines[path][line].append(self._tests[test])
+        # A test that was interrupted has no time.
+        if test in self._tests:
+            self._lines[path][line].append(self._tests[test])
 
     def as_json(self) -> dict[str, Any]:
         return {"seconds": self._seconds, "tests": list(self._tests), "lines": self._lines}

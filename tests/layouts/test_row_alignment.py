@@ -61,13 +61,13 @@ def found(whole: list[int], part: list[int], place: int = -1, lengths: tuple[int
         ),
     ],
 )
-def test_equal_rows_are_told_apart_by_those_beside_them(
+def test_equal_rows_are_distinguished_by_those_beside_them(
     whole: list[int], part: list[int], place: int, lengths: tuple[int, int], rows: list[int]
 ) -> None:
     assert found(whole, part, place, lengths) == rows
 
 
-def test_how_well_rows_are_told_apart() -> None:
+def test_the_part_of_rows_that_is_unique_is_returned() -> None:
     outer = np.array([[1.0], [2.0], [2.0], [3.0]])
     assert aligned(outer, outer, 0.0)[1] == (1 + 0.5 + 0.5 + 1) / 4
     assert aligned(outer, np.array([[7.0]]), 0.0)[1] == 0.0
@@ -117,7 +117,7 @@ def test_rows_of_values_are_found_despite_rounding(dtype: torch.dtype) -> None:
     assert rows.index.tolist() == order.tolist()
 
 
-def test_values_that_differ_by_more_than_rounding_are_other_rows() -> None:
+def test_values_that_differ_by_more_than_rounding_are_not_found() -> None:
     whole = torch.randn(1, 40, 24, generator=torch.Generator().manual_seed(3))
     for dtype, expected in ((torch.float32, {-1}), (torch.bfloat16, set(range(40)))):
         rows = rows_between([ShownRows.of(whole.to(dtype))], [ShownRows.of((whole * 1.01).to(dtype))])
