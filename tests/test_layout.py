@@ -178,7 +178,7 @@ MUTABLE = {
 
 
 def test_values_are_frozen() -> None:
-    """So that nobody changes what another holds, and they are keys of dicts and caches."""
+    """They are shared, and keys of dicts and caches."""
     mutable = set()
     for path in modules().values():
         for node in nodes_of(path):

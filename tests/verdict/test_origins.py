@@ -104,7 +104,7 @@ def test_a_module_whose_inputs_were_not_all_compared_is_not_called_wrong(
 @pytest.mark.parametrize(
     ("taps", "calls"),
     [
-        # No longer measured, a tap of no module, and a module that agrees whose inputs nobody compared or that agree.
+        # No longer measured, a tap of no module, and a module that agrees, without inputs or with equal ones.
         ((given("attn.o", 9.0), Tap("attn.o", float("nan"))), CALLS),
         ((given("attn.o", 9.0), Tap("attn.o", 0.5)), {}),
         ((Tap("attn.o", 0.5),), CALLS),
