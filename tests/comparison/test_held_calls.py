@@ -214,7 +214,7 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
 
 
 @pytest.mark.parametrize(("error", "failure"), [(None, None), (ValueError("no such file"), "ValueError: no such file")])
-def test_a_script_that_ends_says_so_once_it_is_asked(
+def test_a_script_that_ends_answers_the_next_request(
     error: Exception | None, failure: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held_call, "_held", None)
