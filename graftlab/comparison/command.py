@@ -43,7 +43,7 @@ _SHOWN = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     refuse_wrong_usage(parser)
-    side = "a script, a command in quotes, or FILE.py:FUNCTION, a function that returns a model"
+    side = "a script, a command in quotes, or FILE.py:FUNCTION, a function that returns a model, or one of the inputs"
     parser.add_argument(
         "baseline", metavar="BASELINE", help=f"the side that you trust: {side}; or a folder of its arrays"
     )

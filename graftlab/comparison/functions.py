@@ -64,12 +64,12 @@ def compare(
     """Load two models, each in a process of its own, call both with the same inputs, and judge the target.
 
     ``baseline`` and ``target`` are functions, each called once on its rank, that return a ``torch.nn.Module``, or a
-    function of the inputs that calls models. ``inputs`` is a tensor, a tuple or list of positional arguments, a mapping
-    of named ones, or a function that returns one of these on each rank. A baseline may also be a recording of such a
-    call, or its folder; then a floor is assumed, and no code is swapped. Before a function is called, and before the
-    inputs are made, the random numbers of torch, numpy and Python are seeded alike. Models are called without
-    gradients; with ``backward`` a backward pass follows each call, from random gradients of the results. Call
-    ``model.eval()`` in the function if dropout is not wanted.
+    function of the inputs; one that takes arguments is such a function itself. ``inputs`` is a tensor, a tuple or
+    list of positional arguments, a mapping of named ones, or a function that returns one of these on each rank. A
+    baseline may also be a recording of such a call, or its folder; then a floor is assumed, and no code is swapped.
+    Before a function is called, and before the inputs are made, the random numbers of torch, numpy and Python are
+    seeded alike. Models are called without gradients; with ``backward`` a backward pass follows each call, from
+    random gradients of the results. Call ``model.eval()`` in the function if dropout is not wanted.
 
     Sides may also be texts, as for ``graftlab compare``: ``"FILE.py:FUNCTION"``, for the inputs too, or two scripts or
     commands. These make their own inputs and choose their devices, and wait in the calls of their models.

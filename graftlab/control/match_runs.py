@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graftlab.base.progress import LongWait
+from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, lend_plan
 from graftlab.control.job_steps import JobSteps
@@ -89,6 +91,7 @@ class _Match:
         self._session = session
         self._budget, self._sent = budget, sent
         self._runs = 0
+        self._began = time.monotonic()
         self._notes: dict[str, None] = {}
         self._moved = 0
         self._order: dict[Side, tuple[str, ...]] = {}
@@ -107,6 +110,10 @@ class _Match:
     def _fetch(self, side: Side, name: str) -> Tensor | None:
         """Fetch a value that only a rank has."""
         raise NotImplementedError
+
+    def _progress(self) -> str:
+        """The number of the round, with the seconds so far. How many there will be depends on what each finds."""
+        return f"round {self._runs}, {time.monotonic() - self._began:.0f} s" if self._runs else "both sides"
 
     def proposal(self, rounds: int) -> Proposal:
         fetch: dict[str, Any] = {
@@ -214,7 +221,8 @@ class _MatchedRuns(_Match):
         given = self._args, self._kwargs, self._budget, self._sent
         ours = None if self._runs else partial(record_taps, self._callees[0], *given, {}, [])
         theirs = partial(record_taps, self._callees[1], *given, new, gone)
-        title = "match, both sides" if not self._runs else f"match, round {self._runs}: {len(grafts)} pairs grafted"
+        grafted = f": {counted(len(grafts), 'pair')} grafted" if self._runs else ""
+        title = f"match, {self._progress()}{grafted}"
         self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)
         try:
@@ -318,7 +326,7 @@ class _MatchedSteps(_Match):
             transform=None,
         )
         self._ours.add(plan.version)
-        why = f"round {self._runs}: {len(grafts)} pairs grafted" if self._runs else "both sides"
+        why = self._progress() + (f": {counted(len(grafts), 'pair')} grafted" if self._runs else "")
         if plan.version != version or self._jobs.after(why, version, 1) is None:
             raise SessionError("match: the plan was edited during the match. Do not edit it until the match is done")
         self._runs += 1

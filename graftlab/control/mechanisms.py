@@ -22,7 +22,7 @@ from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import NOT_NAMED, records
-from graftlab.verdict.hints import hint_of
+from graftlab.verdict.hints import Hint, hint_of
 from graftlab.verdict.model_data import weights_to_lend, with_data_of, without_data
 from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
 from graftlab.verdict.stale_rows import stale_rows
@@ -31,6 +31,8 @@ from graftlab.verdict.wording import ShownMap
 
 _MOST_MAPS = 24
 """Each map has at most 2 MiB."""
+_PAIR_BUDGET = 16 << 20
+"""Bytes of the pairs that a verdict keeps, for maps over other dimensions."""
 _WEIGHTS_LOOKED_AT = 8
 """Groups of differing weights whose pairs are kept."""
 
@@ -83,9 +85,10 @@ class LentWeights:
             except SessionError:
                 # Without room for the pair there is no hint.
                 continue
+            hint = hint_of(*pair)
             if pair[0].shape == pair[1].shape:
-                maps[group] = ShownMap(name, difference_map(*pair))
-            if (hint := hint_of(*pair)) is not None:
+                maps[group] = ShownMap(name, difference_map(*pair), hint)
+            if hint is not None:
                 hints[group] = f"at {name}, {hint}"
         return cls(with_data_of(compared, plain), hints, maps)
 
@@ -117,6 +120,7 @@ class Mechanisms:
         self._runs = runs
         self._lonely = lonely
         self._of_inputs: dict[str, str | None] = {}
+        self._pair_budget = _PAIR_BUDGET
         self.maps: dict[str, ShownMap] = {}
         """Where the tensors of a group differ, for the first named groups, by group."""
 
@@ -156,13 +160,17 @@ class Mechanisms:
             # Inputs share the budget with each other. Then the output is looked at.
             return
         what = "" if origin.arguments[0] == FIRST else f" as {origin.arguments[0]}"
-        self._map(origin.group, f"what {origin.given_to} is given{what}", pair)
         hint = hint_of(*pair)
+        self._map(origin.group, f"what {origin.given_to} is given{what}", pair, hint)
         self._of_inputs[origin.group] = None if hint is None else f"at what {origin.given_to} is given{what}, {hint}"
 
-    def _map(self, group: str, title: str, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if pair[0].shape == pair[1].shape and len(self.maps) < _MOST_MAPS:
-            self.maps[group] = ShownMap(title, difference_map(*pair))
+    def _map(self, group: str, title: str, pair: tuple[torch.Tensor, torch.Tensor], hint: Hint | None) -> None:
+        if pair[0].shape != pair[1].shape or len(self.maps) >= _MOST_MAPS:
+            return
+        size = sum(each.numel() * each.element_size() for each in pair)
+        kept = size <= self._pair_budget
+        self._pair_budget -= size if kept else 0
+        self.maps[group] = ShownMap(title, difference_map(*pair), hint, pair if kept else None)
 
     def hints(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, str]:
         """What the tensors of each culprit show, at the tap that adds the most, or at its module's input."""
@@ -187,9 +195,9 @@ class Mechanisms:
             except SessionError as error:
                 hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
                 continue
-            self._map(group, _title(row), pair)
             last = dict(list(inputs.items())[-_INPUTS_OF_AN_ACTIVATION:])
             hint = stale_rows(*pair, agreeing) or hint_of(*pair) or activation_hint(*pair, last)
+            self._map(group, _title(row), pair, hint)
             if hint is not None:
                 hints[group] = f"at {row['name']}, {hint}"
         return hints
@@ -205,7 +213,7 @@ def _title(row: pd.Series[Any]) -> str:
     own = [f"{tag}={value}" for tag, value in row["tags"].items() if value is not None and tag != "kind"]
     kind = kind_of(row["tags"])
     what = f"gradient of {row['name']}" if kind == "grad" else str(row["name"])
-    calls = [f"{word} {int(row[word])}" for word in ("step", OCCURRENCE) if row[word]]
+    calls = [f"{word} {int(row[word])}" for word in ("step", OCCURRENCE, "rank") if row[word]]
     return ", ".join([what, *own, *calls])
 
 

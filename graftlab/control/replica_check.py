@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graftlab.base.html import bundle
+from graftlab.base.progress import LongWait
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import is_data
 from graftlab.base.world import Side
 from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.diffs.rounding import roundoff
-from graftlab.errors import SessionError
+from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.filters.expressions import compile_filter
 from graftlab.layouts.replicas import Replicas, TapSketch, replicas_of
 from graftlab.layouts.text import parse_layout
@@ -109,17 +110,28 @@ def check(
             "mesh={name: size} whose sizes multiply to that"
         )
     declared = _DeclaredLayouts(layouts or {}, mesh, size)
-    if target is not None:
-        call = partial(sketch_callee, target, *given)
-        results: list[tuple[list[TapSketch], list[str]]] = session.run(target=call).target
-    else:
-        assert baseline is not None
-        call = partial(sketch_callee, baseline, *given)
-        results = session.run(baseline=call).baseline
+    callee = baseline if target is None else target
+    assert callee is not None
+    results = _sketched(session, side, partial(sketch_callee, callee, *given))
     checked = check_replicas([shown for shown, _ in results], declared, _groups_along(mesh, size))
     skipped = list(dict.fromkeys(name for _, names in results for name in names))
     inputs = tuple(_inputs(results[0][0]))
     return ReplicaCheck(replace(checked, skipped=skipped), inputs)
+
+
+def _sketched(session: SessionCore, side: Side, call: Callee) -> list[tuple[list[TapSketch], list[str]]]:
+    """Run this on one side. The stop button stops its code too, since without the check nobody waits for it."""
+    run = session.start(baseline=call) if side == "baseline" else session.start(target=call)
+    steps = LongWait(f"check of the {side}'s ranks", "steps", lambda: run.steps)
+    try:
+        run.wait(bar=steps)
+    except KeyboardInterrupt:
+        session.interrupt()
+        raise WaitInterrupted(
+            f"the check was stopped, and its code on the {side}'s ranks was interrupted; the plan is unchanged"
+        ) from None
+    sketches: list[tuple[list[TapSketch], list[str]]] = getattr(run, side)
+    return sketches
 
 
 def _groups_along(mesh: Mapping[str, int] | None, size: int) -> dict[str, list[tuple[int, ...]]]:

@@ -6,10 +6,15 @@ request; messages of errors and notes are included unchanged.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
 import html
 import json
+import os
 import platform
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -44,7 +49,8 @@ _FAILED = 20
 _NOTES = 30
 _PICTURES = 12
 _CODE = 100
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+# The page's own script by its hash, so that no other one runs, whatever a text contains.
+_POLICY = "default-src 'none'; script-src '{script}'; style-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
 :root { color-scheme: light dark }
@@ -100,24 +106,48 @@ def write_report_of_rows(folder: Path, path: str | Path, verdict: Verdict | None
 
 def _written(path: str | Path, parts: Sequence[str], found: Conclusion) -> Path:
     made = Path(path).expanduser()
+    page = _page(parts, {**explorer.taps(found), **explorer.figures(found)}).encode()
     try:
-        made.write_text(_page(parts, {**explorer.taps(found), **explorer.figures(found)}), encoding="utf-8")
+        _replace(made, page)
     except OSError as error:
         raise SessionError(f"the report cannot be written to {made}: {error.strerror}; give another path") from error
     return made
 
 
+def _replace(path: Path, content: bytes) -> None:
+    """Write the file whole, or leave the former one as it was. Raises OSError."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        # A pipe, a device, or a file that is kept elsewhere: it stays what it is.
+        path.write_bytes(content)
+        return
+    descriptor, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(part, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+        raise
+
+
 def _page(parts: Sequence[str], state: dict[str, Any]) -> str:
     # A closing tag in the data would end the script element.
     data = json.dumps(state, separators=(",", ":")).replace("<", "\\u003c")
-    script = explorer.SCRIPT.read_text(encoding="utf-8")
+    script = (
+        f"\n{explorer.SCRIPT.read_text(encoding='utf-8')}\n"
+        'mount(document.getElementById("explorer")).show(JSON.parse(document.getElementById("state").textContent));\n'
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = _POLICY.format(script=f"sha256-{digest}")
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>graftlab report</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><style>{_STYLE}</style></head>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{_STYLE}</style></head>\n'
         f'<body>\n{"".join(parts)}\n<script type="application/json" id="state">{data}</script>\n'
-        f'<script type="module">\n{script}\n'
-        'mount(document.getElementById("explorer")).show(JSON.parse(document.getElementById("state").textContent));\n'
-        "</script></body></html>\n"
+        f'<script type="module">{script}</script></body></html>\n'
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from graftlab.base.html import bundle, cell, number, table
@@ -86,7 +87,8 @@ class Verdict:
         """Added and inherited error of each tap over the floor, with the culprits marked.
 
         With ``tap``, a named group or a tap of one, a heat map of where its tensors differ: of the call that adds the
-        most, or of what its module is given, if the module is right. ``options`` are those of
+        most, or of what its module is given, if the module is right, with the verdict's hint drawn in. ``dims`` are the
+        dimensions to show, rows and columns; the other ``options`` are those of
         :func:`graftlab.plots.draw_difference_map`, such as ``ax``. Raises :class:`SessionError` for a tap whose tensors
         were not looked at: only culprits' are, and those of 24 groups at most.
 
@@ -99,7 +101,8 @@ class Verdict:
         return added_errors(self.frame, threshold=self.findings.threshold, **options)
 
     def _heat_map(self, tap: str, options: dict[str, Any]) -> Figure:
-        from graftlab.plots.pairs import draw_difference_map
+        from graftlab.diffs.maps import difference_map
+        from graftlab.plots.verdict import draw_shown_map
 
         maps = self.findings.maps
         groups = [tap, *dict.fromkeys(self.frame.loc[self.frame["name"] == tap, "group"])]
@@ -110,7 +113,15 @@ class Verdict:
                 f"verdict.plot({tap!r}): this verdict has no heat map of that tap; it has those of {known}. For "
                 "another tap, set session.edit(keep=...), run again and call session.plot.heatmap"
             )
-        return draw_difference_map(shown.found, **{"title": shown.title, **options})
+        found, dims = shown.found, options.pop("dims", None)
+        if dims is not None:
+            if shown.pair is None:
+                raise SessionError(
+                    f"verdict.plot({tap!r}, dims=...): its tensors are too large to be kept with the verdict. Set "
+                    "session.edit(keep=...), run again and call session.plot.heatmap(dims=...)"
+                )
+            found = difference_map(*shown.pair, dims=dims)
+        return draw_shown_map(shown, found, **options)
 
     def __repr__(self) -> str:
         differs = self.findings.unexplained or self.findings.inconclusive
@@ -138,7 +149,17 @@ class Verdict:
             cells += [cell(number(row[column]), "number") for column in ("added", "floor", "ratio", "alone")]
             lines.append(f"<tr>{''.join(cells)}</tr>")
         head = ("group", "label", "added", "floor", "ratio", "alone")
-        return text + (table(head, lines) if lines else "") + source_view(self.findings.lines)
+        return text + (table(head, lines) if lines else "") + self._pictures + source_view(self.findings.lines)
+
+    @cached_property
+    def _pictures(self) -> str:
+        """Where the tensors of named groups differ: a line for each that unfolds its picture, also without a kernel."""
+        shown = {group: self.findings.maps[group] for group in self.named if group in self.findings.maps}
+        if not shown:
+            return ""
+        from graftlab.plots.verdict import unfolding_maps
+
+        return unfolding_maps(shown)
 
 
 def _paragraph(line: str) -> str:

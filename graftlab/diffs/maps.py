@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,9 @@ class DifferenceMap:
     ``extent`` places it in element indices (left, right, bottom, top). ``worst`` is the largest finite
     difference, found at ``worst_index`` (full index, None when no finite pair exists) with ``worst_values``
     (baseline, target). ``nonfinite_differ`` counts pairs where at least one value is not finite and the two
-    are not the same; ``nonfinite_equal`` counts those where both are NaN, or both the same infinity.
+    are not the same; ``nonfinite_equal`` counts those where both are NaN, or both the same infinity. ``profiles`` has
+    for each dimension of the tensors the largest difference at each index, in at most ``limit`` bins of equal size;
+    an entry is NaN where a non-finite value differs.
     """
 
     grid: Array
@@ -49,6 +51,7 @@ class DifferenceMap:
     nonfinite_equal: int
     nonfinite_index: Index | None
     nonfinite_values: tuple[Any, Any] | None
+    profiles: tuple[Array, ...] = ()
 
 
 def check_pair(baseline: Tensor, target: Tensor) -> None:
@@ -232,12 +235,16 @@ def difference_map(
     y, _, _ = _lift(target, chosen)
     work = working_dtype(baseline, target)
     worst, worst_index, first, differs, equals = -1.0, None, None, 0, 0
+    hidden = {dim: torch.full((x.shape[dim],), -math.inf, device=x.device) for dim in range(x.ndim) if dim not in pair}
     if x.numel():
         grid = _Grid(x, pair, limit, torch.float64 if work in (torch.float64, torch.complex128) else torch.float32)
         for tile in grid.tiles(x.shape):
             diff, bad, same = _difference(x[tile].to(work), y[tile].to(x.device, work))
             equals += same
             grid.add(diff, tile)
+            for dim, largest in hidden.items():
+                place = largest[tile[dim]]
+                torch.maximum(place, diff.amax([each for each in range(diff.ndim) if each != dim]).to(place), out=place)
             if bad is not None:
                 differs += int(bad.sum())
                 found = _global_index(int(bad.reshape(-1).to(torch.uint8).argmax()), bad.shape, tile)
@@ -264,7 +271,19 @@ def difference_map(
         nonfinite_equal=equals,
         nonfinite_index=bad_at,
         nonfinite_values=None if bad_at is None else (_item(baseline, bad_at), _item(target, bad_at)),
+        profiles=_profiles(cells, pair, hidden, limit)[added:] if cells.size else (),
     )
+
+
+def _profiles(cells: Array, pair: tuple[int, int], hidden: Mapping[int, Tensor], limit: int) -> tuple[Array, ...]:
+    """The largest difference at each index of each dimension, of those that ``cells`` shows and of the others."""
+    found = {pair[0]: cells.max(axis=1), pair[1]: cells.max(axis=0)}
+    for dim, largest in hidden.items():
+        values = largest.cpu().numpy()
+        unit = max(1, math.ceil(len(values) / limit))
+        padded = np.pad(values, (0, -len(values) % unit), constant_values=-math.inf)
+        found[dim] = padded.reshape(-1, unit).max(axis=1)
+    return tuple(found[dim] for dim in sorted(found))
 
 
 def blocks(baseline: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[slice, ...]]]:

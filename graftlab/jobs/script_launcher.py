@@ -320,7 +320,8 @@ class _Admission:
             raise LaunchError(
                 f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why} A model is a "
                 f"torch.nn.Module with parameters that is called from Python; a program that sets PYTHONPATH, or "
-                f"starts Python with -I, -E or -S, is not seen. Its output ({process.log}) ends:\n"
+                f"starts Python with -I, -E or -S, is not seen. FILE.py:FUNCTION with --inputs compares functions "
+                f"without a model. Its output ({process.log}) ends:\n"
                 f"{process.last_lines()}"
             )
 

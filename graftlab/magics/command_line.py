@@ -6,6 +6,7 @@ Expressions are taken from the line unchanged, so that their quotes and brackets
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import keyword
 import re
@@ -26,9 +27,9 @@ PLOT_KINDS: dict[str, tuple[str, ...]] = {
     "over_steps": ("--steps", "--noise-floor"),
     "history": ("TAP",),
     "ranks": ("TAP",),
-    "heatmap": ("TAP",),
-    "histogram": ("TAP",),
-    "scatter": ("TAP",),
+    "heatmap": ("TAP", "--tags", "--dims"),
+    "histogram": ("TAP", "--tags"),
+    "scatter": ("TAP", "--tags"),
 }
 """The kinds of ``%graft plot``, each with the arguments that it takes; one that takes a tap needs it."""
 
@@ -116,6 +117,27 @@ def _steps(text: str) -> tuple[int | None, int | None]:
     if not colon or not all(part.strip().isdecimal() or not part.strip() for part in (first, last)):
         raise argparse.ArgumentTypeError(f"expected steps A:B, such as 0:100 or 50:, or `all`, not {text!r}")
     return (int(first) if first.strip() else None, int(last) if last.strip() else None)
+
+
+def _tag(text: str) -> tuple[str, Any]:
+    tag, equals, value = text.partition("=")
+    if not equals or not tag.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected TAG=VALUE, such as layer=3, not {text!r}")
+    try:
+        return tag, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        # A text: its quotes, if any, were removed when the line was split.
+        return tag, value
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    try:
+        dims = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        dims = ()
+    if len(dims) not in (1, 2):
+        raise argparse.ArgumentTypeError(f"expected one or two dimensions R,C, such as 0,2, not {text!r}")
+    return dims
 
 
 def _variable(text: str) -> str:
@@ -346,7 +368,8 @@ def _commands() -> dict[str, Command]:
     plot.add_argument(
         "--kind",
         choices=tuple(PLOT_KINDS),
-        help="default: divergence, or over_steps with --steps, or history with a tap; heatmap, histogram and scatter "
+        help="default: divergence, or over_steps with --steps, or history with a tap, or heatmap with a tap and --tags "
+        "or --dims; heatmap, histogram and scatter "
         "need a kept pair",
     )
     plot.add_argument(
@@ -366,6 +389,19 @@ def _commands() -> dict[str, Command]:
         type=float,
         metavar="X",
         help="divergence and over_steps: differences up to X count as rounding",
+    )
+    plot.add_argument(
+        "--tags",
+        nargs="+",
+        type=_tag,
+        metavar="TAG=VALUE",
+        help="heatmap, histogram and scatter: which pair of the tap, such as layer=3 step=0 rank=1",
+    )
+    plot.add_argument(
+        "--dims",
+        type=_dims,
+        metavar="R,C",
+        help="heatmap, and --verdict with a tap: the dimensions to show as rows and columns (default the last two)",
     )
     report = command("report", "Write a report of the session as one HTML page, to attach to an issue.")
     report.add_argument("file", nargs="?", metavar="FILE", default="report.html", help="path (default report.html)")
@@ -443,17 +479,22 @@ def _choose_plot(arguments: argparse.Namespace) -> None:
     """Set the kind where the line leaves it out. Raises UsageError for an argument that the kind does not take."""
     kind = arguments.kind
     if arguments.verdict:
-        given = (arguments.kind, arguments.step, arguments.steps, arguments.noise_floor)
+        given = (arguments.kind, arguments.step, arguments.steps, arguments.noise_floor, arguments.tags)
         if any(each is not None for each in given):
-            raise UsageError("%graft plot --verdict takes a tap, and no other option")
+            raise UsageError("%graft plot --verdict takes a tap, and with it --dims, and no other option")
+        if arguments.dims is not None and not arguments.tap:
+            raise UsageError("%graft plot --verdict --dims: name a tap")
         return
     if kind is None:
-        kind = "history" if arguments.tap else "over_steps" if arguments.steps is not None else "divergence"
+        of_tap = "history" if arguments.tags is None and arguments.dims is None else "heatmap"
+        kind = of_tap if arguments.tap else "over_steps" if arguments.steps is not None else "divergence"
     options = {
         "TAP": arguments.tap,
         "--step": arguments.step,
         "--steps": arguments.steps,
         "--noise-floor": arguments.noise_floor,
+        "--tags": arguments.tags,
+        "--dims": arguments.dims,
     }
     for argument in (name for name, value in options.items() if value is not None):
         if argument not in PLOT_KINDS[kind]:

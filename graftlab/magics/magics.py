@@ -344,7 +344,7 @@ class GraftMagics(Magics):
     def _plot(self, arguments: argparse.Namespace) -> Any:
         plot = self._open().plot
         if arguments.verdict:
-            return plot.verdict(arguments.tap)
+            return plot.verdict(arguments.tap, **({} if arguments.dims is None else {"dims": arguments.dims}))
         options = {} if arguments.noise_floor is None else {"noise_floor": arguments.noise_floor}
         if arguments.kind == "divergence":
             return plot.divergence(step=arguments.step, **options)
@@ -364,7 +364,10 @@ class GraftMagics(Magics):
                 + (f" and {len(names) - 5} others" if len(names) > 5 else "")
             )
             raise UsageError(f"%graft plot: no tap is called {arguments.tap!r}; {hint}")
-        return getattr(plot, arguments.kind)(arguments.tap)
+        of_pair = dict(arguments.tags or ())
+        if arguments.dims is not None:
+            of_pair["dims"] = arguments.dims
+        return getattr(plot, arguments.kind)(arguments.tap, **of_pair)
 
     def _report(self, arguments: argparse.Namespace) -> None:
         path = self._open().report(arguments.file, tensors=arguments.tensors)

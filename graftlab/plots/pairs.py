@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ from graftlab.plots import style
 from graftlab.plots.scales import EXACT, ODD, color_bar, log_image
 
 _MAX_CROSSES = 400
+# More would be too small to read.
+_MOST_PROFILES = 4
+_NOTE_WIDTH = 90
+_SPAN_KEY = "where the hint says"
 
 
 def heatmap(
@@ -41,6 +46,8 @@ def heatmap(
       infinity on one side only is vermillion (and crossed, unless there are many).
     - title: the largest difference with the element's full index and both values, and how many non-finite
       pairs there are (equal ones, such as a mask's ``-inf`` on both sides, count as 0).
+    - at the right, unless ``ax`` is given: the largest difference at each index of each dimension, so that a
+      head, a token or a channel stands out in the dimensions that the map does not show.
 
     The tensors have the same shape, any dtype (complex: magnitude of the difference) and device, and are read in
     blocks. Raises TypeError when an argument is not a tensor, ValueError when the shapes differ or ``dims`` does not
@@ -51,19 +58,32 @@ def heatmap(
     return draw_difference_map(difference_map(baseline, target, dims=dims), title=title, ax=ax)
 
 
-def draw_difference_map(found: DifferenceMap, *, title: str | None = None, ax: Axes | None = None) -> Figure:
+def draw_difference_map(
+    found: DifferenceMap,
+    *,
+    title: str | None = None,
+    note: str = "",
+    spans: Sequence[tuple[int, int, int]] = (),
+    ax: Axes | None = None,
+) -> Figure:
     """Draw a `heatmap` from a map that `difference_map` made, for instance on a rank.
+
+    ``note`` is a sentence for the title, such as a verdict's hint; ``spans`` are places to mark, each a dimension with
+    its first and last index.
 
     >>> found = gl.plots.difference_map(torch.zeros(8, 16), torch.eye(8, 16))
     >>> figure = gl.plots.draw_difference_map(found, title="attn_out")
     """
     rows, columns = _two(found.dims, None)
     flat = rows is None
-    figure, ax = style.new_axes(ax, 7.4, 3.0 if flat else 6.4)
+    beside = [] if ax is not None or flat else [dim for dim, each in enumerate(found.profiles) if len(each) > 1]
+    beside = beside[-_MOST_PROFILES:]
+    figure, ax, grid = _map_axes(ax, flat, len(beside))
     style.label_axes(ax, _dim_label(columns), _dim_label(rows))
     dtypes = " / ".join(dict.fromkeys(found.dtypes))
     head = f"{style.shorten(title, 70) + '  ' if title else ''}{list(found.shape)} {dtypes}"
-    style.head(ax, head, *_findings(found), size=style.NOTE)
+    lines = textwrap.wrap(f"hint: {note}", _NOTE_WIDTH) if note else []
+    style.head(ax, head, *_findings(found), *lines, size=style.NOTE)
     if not found.grid.size:
         style.say(ax, _no_elements(found.shape))
         return figure
@@ -83,6 +103,16 @@ def draw_difference_map(found: DifferenceMap, *, title: str | None = None, ax: A
     if flat:
         ax.set_yticks([])
     keys: list[Any] = []
+    for dim, first, last in spans:
+        # Lines at both ends, except where the span ends with the tensor.
+        ends = [at for at, inside in ((first - 0.5, first > 0), (last + 0.5, last < found.shape[dim] - 1)) if inside]
+        if dim not in (rows, columns):
+            continue
+        draw = ax.axhline if dim == rows else ax.axvline
+        for at in ends:
+            draw(at, color=style.ORANGE, linestyle="--", linewidth=1.4, gid="span", zorder=5)
+        if ends and not keys:
+            keys.append(style.key(_SPAN_KEY, style.ORANGE, line="--"))
     if found.worst > 0 and found.worst_index is not None:
         y, x = _two([found.worst_index[dim] for dim in found.dims], 0)
         style.rings(ax, np.array([x]), np.array([y]), size=190, gid="worst")
@@ -98,7 +128,42 @@ def draw_difference_map(found: DifferenceMap, *, title: str | None = None, ax: A
         keys.append(style.key("non-finite differs", ODD, "x"))
     color_bar(figure, drawn, ax, "|baseline - target|  (tensor's units)")
     style.legend_below(ax, keys)
+    for place, dim in enumerate(beside):
+        panel = figure.add_subplot(grid[place, 1])
+        _draw_profile(panel, found, dim, [(first, last) for each, first, last in spans if each == dim])
     return figure
+
+
+def _map_axes(ax: Axes | None, flat: bool, panels: int) -> tuple[Figure, Axes, Any]:
+    """The axes of a map, in a grid with room for panels below each other at its right."""
+    if not panels:
+        return *style.new_axes(ax, 7.4, 3.0 if flat else 6.4), None
+    figure, whole = style.new_axes(None, 10.0, 5.4)
+    whole.remove()
+    grid = figure.add_gridspec(panels, 2, width_ratios=(2.4, 1.0))
+    return figure, figure.add_subplot(grid[:, 0]), grid
+
+
+def _draw_profile(ax: Axes, found: DifferenceMap, dim: int, spans: Sequence[tuple[int, int]]) -> None:
+    """Draw the largest difference at each index of a dimension, from 0 on."""
+    values = np.asarray(found.profiles[dim], dtype=float)
+    size = found.shape[dim]
+    edges = np.minimum(np.arange(len(values) + 1) * -(-size // len(values)), size) - 0.5
+    odd = ~np.isfinite(values)
+    drawn = np.where(odd, np.nan, values)
+    for first, last in spans:
+        ax.axvspan(first - 0.5, last + 0.5, color=style.ORANGE, alpha=0.25, linewidth=0, gid="span")
+    ax.stairs(np.nan_to_num(drawn), edges, color=style.BLUE, fill=True, gid="profile")
+    if odd.any():
+        at = (edges[:-1] + edges[1:])[odd] / 2
+        ax.scatter(at, np.zeros(len(at)), marker="x", s=30, color=ODD, zorder=5, clip_on=False, gid="non-finite")
+    ax.set_xlim(-0.5, size - 0.5)
+    ax.set_ylim(0, max(float(np.nan_to_num(drawn).max()) * 1.08, 1e-300) if np.nan_to_num(drawn).any() else 1.0)
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(3))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+    style.label_axes(ax, f"dim {dim}: the largest at each index", "")
+    ax.xaxis.label.set_fontsize(style.TICK)
 
 
 def histogram(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: Axes | None = None) -> Figure:

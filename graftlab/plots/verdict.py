@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import html
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from graftlab.plots import style
+from graftlab.base.text import counted
+from graftlab.diffs.maps import DifferenceMap
+from graftlab.plots import style, themes
+from graftlab.plots.pairs import draw_difference_map
 from graftlab.plots.scales import value_axis
 from graftlab.verdict.facts import tap_name
 from graftlab.verdict.order import require
+from graftlab.verdict.wording import ShownMap
 
 _MARKED = {
     "culprit": style.VERMILLION,
@@ -21,6 +29,8 @@ _MARKED = {
 }
 MAX_LABELS = 60
 _NAMED = 4
+_PICTURES = 4
+_PICTURE_SIZE = (9.0, 4.8)
 
 
 def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None = None) -> Figure:
@@ -143,3 +153,26 @@ def _name_groups(ax: Axes, taps: pd.DataFrame, x: style.Array, y: style.Array) -
             level=level,
             color=style.VERMILLION,
         ).set_gid("culprit")
+
+
+def draw_shown_map(shown: ShownMap, found: DifferenceMap | None = None, **options: Any) -> Figure:
+    """Draw a verdict's map of a group with its hint, or ``found``, a map of the same pair over other dimensions."""
+    hint: dict[str, Any] = {} if shown.hint is None else {"note": str(shown.hint), "spans": shown.hint.spans}
+    return draw_difference_map(shown.found if found is None else found, **{"title": shown.title, **hint, **options})
+
+
+def unfolding_maps(maps: Mapping[str, ShownMap]) -> str:
+    """Return HTML with a line for each group that unfolds the picture of its map; it needs no script and no kernel."""
+    lines = []
+    for group, shown in [*maps.items()][:_PICTURES]:
+        figure = draw_shown_map(shown)
+        # As wide as a notebook's output, so that its text keeps its size.
+        figure.set_size_inches(*_PICTURE_SIZE)
+        picture = style.to_html(figure, f"Where {group} differs: {themes.in_words(figure)}", dpi=100)
+        name = f"Where {html.escape(group)} differs, at {html.escape(shown.title)}"
+        lines.append(
+            f'<details class="graftlab-where"><summary style="cursor:pointer">{name}</summary>{picture}</details>'
+        )
+    more = len(maps) - _PICTURES
+    rest = f"<p>{counted(more, 'picture')} more: <code>verdict.plot(group)</code></p>" if more > 0 else ""
+    return f"{themes.STYLE}{''.join(lines)}{rest}"

@@ -376,20 +376,27 @@ def release_call() -> None:
 def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool) -> CallDescription:
     """Load a model and hold its call with these inputs; returns its description. ``backward`` calls it with gradients.
 
-    ``load`` returns a model, or a function that calls models. ``inputs`` is a tensor, a tuple of positional arguments,
-    a mapping of named ones, or a function that returns one of them.
+    ``load`` returns a model, or a function of the inputs; if it has parameters without defaults, it is that function
+    itself. ``inputs`` is a tensor, a tuple of positional arguments, a mapping of named ones, or a function that returns
+    one of them.
     """
     _seed()
-    model = bind_callee(load, (), {})()
+    model = _function_of_inputs(load, inputs) or bind_callee(load, (), {})()
     if not callable(model):
         raise SessionError(
             f"compare: the function that loads a model returned {type(model).__name__}, which cannot be called; return "
-            "a torch.nn.Module, or a function that calls one"
+            "a torch.nn.Module or a function of the inputs, or take the inputs as arguments"
         )
     _seed()
     args, kwargs = arguments_of(inputs)
+    models: dict[str, torch.nn.Module] = {}
+    if not isinstance(model, torch.nn.Module):
+        once = partial(model, *args, **kwargs) if backward else partial(_without_gradients, model, args, kwargs)
+        models, has_taps = _models_called(once, (args, kwargs))
+        model = model if models or has_taps else _as_module(model)
+    if isinstance(model, torch.nn.Module):
+        models = {"": model}
     call = partial(model, *args, **kwargs) if backward else partial(_without_gradients, model, args, kwargs)
-    models = {"": model} if isinstance(model, torch.nn.Module) else _models_called(call, (args, kwargs))
     hold(HeldCall(call, models, (args, kwargs), choice))
     return held_call().describe()
 
@@ -397,10 +404,12 @@ def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool
 def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], choice: WatchChoice) -> CallDescription:
     """Hold a call of this code, as it is. Its models are tapped, unless it has taps already."""
     call = bind_callee(callee, args, kwargs)
-    names = _TapLister()
-    with handled_by(names):
-        models = _models_called(call, (args, kwargs), names.reached)
-    hold(HeldCall(call, {} if names.reached else models, (models, args, kwargs), choice))
+    models, has_taps = _models_called(call, (args, kwargs))
+    watched: Mapping[str, torch.nn.Module] = {} if has_taps else models
+    if not models and not has_taps:
+        call = _as_module(call)
+        watched = {"": call}
+    hold(HeldCall(call, watched, (models, args, kwargs), choice))
     return held_call().describe()
 
 
@@ -421,7 +430,7 @@ def define_call(function: FunctionInFile, inputs: Any, include: str | None) -> N
         found, is_model = (made, isinstance(made, torch.nn.Module)) if callable(made) else (found, False)
     _seed()
     args, kwargs = arguments_of(inputs)
-    models = {"": found} if is_model else _models_called(partial(found, *args, **kwargs), (args, kwargs), {"": None})
+    models = {"": found} if is_model else _models_called(partial(found, *args, **kwargs), (args, kwargs))[0]
     for prefix, model in models.items():
         watch(model, prefix, include)
     me = here()
@@ -429,11 +438,41 @@ def define_call(function: FunctionInFile, inputs: Any, include: str | None) -> N
     me.vars.update(graftlab_call=found, graftlab_args=args, graftlab_kwargs=kwargs)
 
 
-def _required(function: Callable[..., Any]) -> bool:
-    """Whether the function has a parameter without a default."""
+def _function_of_inputs(load: Callee, inputs: Any) -> Callable[..., Any] | None:
+    """What was given in the place of a function that loads a model, if it is a function of the inputs itself."""
+    function = load.find() if isinstance(load, FunctionInFile) else load
+    if isinstance(function, (str, type, torch.nn.Module)) or not (required := _required(function)):
+        return None
+    if inputs is None:
+        raise SessionError(
+            f"compare: {getattr(function, '__name__', function)} needs {', '.join(required)}; give inputs (--inputs "
+            "FILE.py:FUNCTION), or a function without arguments that returns a model"
+        )
+    return function
+
+
+class _FunctionModule(torch.nn.Module):
+    """A function as a module, so that its inputs and its result have taps."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _as_module(function: Callable[..., Any]) -> torch.nn.Module:
+    """A module that calls the function, of a class with the function's name."""
+    made: torch.nn.Module = type(getattr(function, "__name__", "function"), (_FunctionModule,), {})(function)
+    return made
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The names of the function's parameters that have no default."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    return any(each.default is each.empty and each.kind not in variable for each in parameters)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
 
 
 def _without_gradients(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -460,10 +499,10 @@ def _seed() -> None:
         numpy.random.seed(_SEED)
 
 
-def _models_called(call: Callable[[], Any], state: Any, taps: Mapping[str, None] | None = None) -> dict[str, Any]:
+def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch.nn.Module], bool]:
     """Call once, and return the models that were called outermost, by the prefix of the names of their taps.
 
-    The call leaves ``state`` and the models as they were. ``taps`` are those that it reaches by itself.
+    The second result is whether the call reaches taps by itself. The call leaves ``state`` and the models as they were.
     """
     found: dict[int, torch.nn.Module] = {}
     before = [StateSnapshot([state])]
@@ -473,22 +512,18 @@ def _models_called(call: Callable[[], Any], state: Any, taps: Mapping[str, None]
             found[id(module)] = module
             before.append(StateSnapshot([module]))
 
-    with OutermostCalls(note):
+    taps = _TapLister()
+    with handled_by(taps), OutermostCalls(note):
         call()
     for each in reversed(before):
         each.restore()
     models = list(found.values())
-    if not models and taps:
-        return {}
-    if not models:
-        raise SessionError(
-            "compare: the code calls no torch.nn.Module that has parameters, so it shows no taps; give code that does, "
-            "or show its tensors with gl.tap"
-        )
-    if len(models) == 1:
-        return {"": models[0]}
+    has_taps = bool(taps.reached)
+    if len(models) < 2:
+        return ({"": models[0]} if models else {}), has_taps
     kinds = [type(model).__name__ for model in models]
-    return {
+    named = {
         f"{kind}{f'[{kinds[:place].count(kind)}]' if kinds.count(kind) > 1 else ''}.": model
         for place, (kind, model) in enumerate(zip(kinds, models, strict=True))
     }
+    return named, has_taps

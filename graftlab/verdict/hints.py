@@ -22,10 +22,14 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True)
 class Hint:
-    """``fit`` is the share of the difference that is explained, 1 for all of it."""
+    """``fit`` is the share of the difference that is explained, 1 for all of it.
+
+    ``spans`` are the places to which the difference is confined: a dimension, its first index and its last.
+    """
 
     text: str
     fit: float
+    spans: tuple[tuple[int, int, int], ...] = ()
 
     def __str__(self) -> str:
         percent = math.floor(self.fit * 1e4) / 100
@@ -54,12 +58,13 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
         where, places = _confined(x, y, _at_few, _from_some, _at_every_nth)
     if not where:
         return _in_few_rows(x, y, baseline.dtype) or next(_changes(x, y, _FITTED), None)
+    spans = tuple((dim, int(chosen[0]), int(chosen[-1])) for dim, chosen in places.items() if _is_span(chosen))
     for dim, chosen in places.items():
         x, y = x.index_select(dim, chosen), y.index_select(dim, chosen)
     found = next(_changes(x, y, (*_WHOLE, *_FITTED)), None)
     if found is None:
-        return Hint(f"they differ only at {where}", 1.0)
-    return Hint(f"only at {where}, {found.text}", found.fit)
+        return Hint(f"they differ only at {where}", 1.0, spans)
+    return Hint(f"only at {where}, {found.text}", found.fit, spans)
 
 
 def _is_real(tensor: Tensor) -> bool:

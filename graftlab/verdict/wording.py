@@ -18,6 +18,7 @@ from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.hints import Hint
 from graftlab.verdict.lines import DifferingLine, first_places, lines_in_words
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
@@ -49,10 +50,15 @@ class JobRemarks:
 
 @dataclass(frozen=True)
 class ShownMap:
-    """Where two tensors differ, and which tensors they are."""
+    """Where two tensors differ, which tensors they are, and a hint at how, if there is one.
+
+    ``pair`` are the tensors, where they are small enough to be kept with the verdict.
+    """
 
     title: str
     found: DifferenceMap
+    hint: Hint | None = None
+    pair: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from graftlab.base.tags import RESERVED_TAGS, plain
 from graftlab.filters.expressions import HELPERS
-from graftlab.plan.plan import GraftPlan
+from graftlab.plan.plan import GraftPlan, filters_of, first_for
+from graftlab.transforms.spec import Specs, each_of
 
 Tags = tuple[tuple[str, Any], ...]
 
@@ -86,6 +87,30 @@ def other_options(seen: Iterable[Mapping[str, Any]], kept: Iterable[TapOption]) 
 
 def _own(tags: Mapping[str, Any]) -> Tags:
     return tuple((name, plain(value)) for name, value in tags.items() if name not in RESERVED_TAGS)
+
+
+def default_option(plan: GraftPlan, kept: Iterable[TapOption]) -> TapOption | None:
+    """The kept tap to try a draft on by default: one that the plan grafts, or else keeps; None without one.
+
+    Other kept pairs are left over from earlier plans or from the runs of a verdict.
+    """
+    actions = [(option, plan.action_for(_tags_of(option))) for option in kept]
+    grafted = [option for option, action in actions if action.graft]
+    return next(iter([*grafted, *(option for option, action in actions if action.keep)]), None)
+
+
+def concerns(plan: GraftPlan, specs: Specs, option: TapOption) -> bool:
+    """Whether these transforms would apply to this tap under the plan's filters.
+
+    A transform without a filter is for the taps that the plan grafts; while it grafts none, for any.
+    """
+    tags = _tags_of(option)
+    grafts = plan.action_for(tags).graft or plan.grafts_nothing
+    return first_for(filters_of(each_of(specs)), tags, grafts) is not None
+
+
+def _tags_of(option: TapOption) -> dict[str, Any]:
+    return {"side": option.side, "rank": option.rank, **dict(option.tags), "name": option.name}
 
 
 def filter_to_keep(plan: GraftPlan, option: TapOption | None) -> str:

@@ -14,7 +14,7 @@ from graftlab.base.text import shortened
 from graftlab.errors import SessionError
 from graftlab.rows.schema import Row
 from graftlab.widgets.inputs import Menu
-from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
+from graftlab.widgets.kept_taps import TapOption, default_option, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, row, update
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,8 @@ class TapChooser(Panel):
 
     def _fill(self) -> None:
         taps, words = self.session.taps, self._search.value.lower().split()
-        state = (self._kept, len(taps), words)
+        # Another plan has another default.
+        state = (self._kept, len(taps), words, self.session.plan.version)
         if self._listed == state:
             return
         self._listed = state
@@ -123,8 +124,7 @@ class TapChooser(Panel):
         found = [option for option in every if all(word in option.label.lower() for word in words)]
         chosen = self.chosen
         if chosen is None and not self._is_picked and self._kept:
-            # By default choose a kept pair, so that a draft can be tried.
-            chosen = self._kept[0]
+            chosen = default_option(self.session.plan, self._kept)
         elif chosen is not None and chosen not in every:
             # It has been kept since, or is no longer kept.
             same = [option for option in every if (option.name, option.tags) == (chosen.name, chosen.tags)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import logging
+import math
 from typing import Any
 
 import anywidget
@@ -88,6 +89,9 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
     def _on_message(self, _view: Any, content: Any, _buffers: Any) -> None:
         what, value = content["what"], content["value"]
         if what == "floor":
+            # NaN or infinity would be above every difference, and so clear all taps.
+            if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
+                raise ValueError(f"a noise floor is a finite number of at least 0, not {value!r:.80}")
             self._noise_floor = None if value is None else float(value)
             self.follow()
             self.show()
@@ -97,7 +101,10 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
             self._act(what, self._line(str(value)))
 
     def _line(self, label: str) -> TapSummary:
-        labels: list[str] = self.view.taps["label"]
+        # Not those of the view, which a page can change.
+        labels: list[str] = explorer.taps(self.found)["label"]
+        if label not in labels:
+            raise ValueError(f"there is no tap {label!r:.80}")
         return self.found.lines[labels.index(label)]
 
     def _act(self, what: str, line: TapSummary) -> None:

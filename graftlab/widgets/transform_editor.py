@@ -37,7 +37,7 @@ from graftlab.widgets.drafts import (
     source_of,
     spec_of,
 )
-from graftlab.widgets.kept_taps import TapOption
+from graftlab.widgets.kept_taps import TapOption, concerns
 from graftlab.widgets.panel import Panel, row, update
 from graftlab.widgets.plan_view import UndoButtons, adoption
 from graftlab.widgets.refresher import explain
@@ -292,7 +292,10 @@ class TransformEditor(Panel):
         return "" if check.hits else f" Its filter matches {check_summary(check, taps)}"
 
     def _try_succeeds(self, task: DraftTask, spec: Specs) -> bool:
-        selection = task.tap.selection if task.tap is not None and task.tap.kept else {}
+        tap = task.tap if task.tap is not None and task.tap.kept else None
+        # A tap to which the draft would not apply says nothing against publishing it.
+        is_left_out = task.published and tap is not None and not concerns(self.session.plan, spec, tap)
+        selection = {} if tap is None or is_left_out else tap.selection
         trial = self.session.try_transform(spec, limit=self.limit, **selection)
         with self._lock:
             if self._closed:

@@ -331,6 +331,27 @@ def test_models_without_a_name_in_common_are_matched_and_judged() -> None:
         assert len(comparison.named) == 1
 
 
+def gated(x: torch.Tensor, gate: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"mixed": torch.tanh(x) * gate.sigmoid()}
+
+
+def ungated(x: torch.Tensor, gate: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"mixed": torch.tanh(x) * gate.tanh()}
+
+
+@pytest.mark.ranks
+def test_functions_without_a_model_are_compared_to_the_line() -> None:
+    inputs = {"x": torch.randn(4, 8), "gate": torch.randn(8)}
+    comparison = gl.compare(gated, ungated, inputs)
+    with comparison.session:
+        assert (comparison.answer, comparison.named) == ("differ", ["output.mixed"])
+        lines = comparison.lines.set_index("side")["source"]
+        assert lines["target"] == 'return {"mixed": torch.tanh(x) * gate.tanh()}'
+        assert gl.compare(gated, gated, inputs, folder=None).answer == "agree"
+    with pytest.raises(gl.errors.RunError, match="compare: gated needs x, gate; give inputs"):
+        gl.compare(gated, gated)
+
+
 @pytest.mark.ranks
 def test_a_function_is_compared_with_its_compiled_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "compiled_in_test.py"

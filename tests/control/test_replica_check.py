@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kit.support import reset
+from kit.support import DEADLINE, reset
 from torch import nn
 
 import graftlab as gl
+from graftlab.base.progress import LongWait
+from graftlab.control import replica_check
 from graftlab.errors import SessionError
 from graftlab.zoo.scoring import run_specimen
 
@@ -328,3 +331,31 @@ def test_a_check_has_text_and_html(session: gl.Session) -> None:
     shown = check._repr_mimebundle_()
     assert shown["text/plain"].startswith("<ReplicaCheck of 2 ranks: near>\nnear should be equal")
     assert "<p>near should be equal" in shown["text/html"]
+
+
+def steps_forever() -> None:
+    while True:
+        gl.tap("x", torch.ones(2))
+        gl.step()
+        time.sleep(0.01)  # the pace of a model
+
+
+def test_a_stopped_check_stops_its_code_and_leaves_the_plan(
+    session: gl.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(LongWait):
+        """The stop button, pressed once the code has made a step."""
+
+        def next_look(self, remaining: float | None) -> float:
+            if session.runs[-1].steps:
+                raise KeyboardInterrupt
+            return super().next_look(remaining)
+
+    plan = session.plan
+    with monkeypatch.context() as patched:
+        patched.setattr(replica_check, "LongWait", Stopped)
+        with pytest.raises(KeyboardInterrupt, match="the check was stopped, and its code on the target's ranks"):
+            session.check(target=steps_forever)
+    assert session.runs[-1].wait_steps(10**9, timeout=DEADLINE).done
+    assert session.plan is plan
+    assert session.check(target=run_specimen, args=("control", "tensor_parallel")).found == []

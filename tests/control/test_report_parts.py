@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +14,7 @@ import pytest
 from kit.rows import row
 
 from graftlab.control import report
+from graftlab.errors import SessionError
 from graftlab.rows.store import to_frame
 
 
@@ -30,3 +35,37 @@ def test_a_report_of_rows_has_their_notes(monkeypatch: pytest.MonkeyPatch, tmp_p
     text = report.write_report_of_rows(tmp_path, tmp_path / "report.html", None).read_text(encoding="utf-8")
     assert "Notes of rows" in text
     assert "the layouts differ" in text
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_full_disk_leaves_the_former_report_and_no_part_of_the_new_one(
+    is_new: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    if not is_new:
+        path.write_text("the former report")
+    monkeypatch.setattr(report.loading, "load_run", lambda folder: to_frame([row("a", order=0)]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(SessionError, match=r"the report cannot be written to .*report\.html: .*give another path"):
+            report.write_report_of_rows(tmp_path, path, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [each.name for each in tmp_path.iterdir()] == ([] if is_new else ["report.html"])
+    assert is_new or path.read_text() == "the former report"
+
+
+def test_only_the_pages_own_script_may_run_in_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    rows = [row(hostile, order=0, note=hostile), row("b", order=1, status="failed", error=hostile)]
+    monkeypatch.setattr(report.loading, "load_run", lambda folder: to_frame(rows))
+    text = report.write_report_of_rows(tmp_path, tmp_path / "report.html", None).read_text(encoding="utf-8")
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert re.search(r"script-src '(sha256-[^']*)';", policy)
+    assert "default-src 'none'" in policy
+    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", text, flags=re.DOTALL)
+    assert [attributes for attributes, _ in scripts] == [' type="application/json" id="state"', ' type="module"']
+    digest = base64.b64encode(hashlib.sha256(scripts[1][1].encode()).digest()).decode()
+    assert f"'sha256-{digest}'" in policy
+    assert "<img" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import random
 import select
 import socket
 import threading
@@ -160,6 +161,112 @@ def test_frames_are_encrypted_in_transit(posts: tuple[RouterSocket, RouterSocket
             assert heard(posts[0].channels()[0], 1) == [secret]
     assert b"CURVE" in seen
     assert b"a secret" not in seen
+
+
+class Relay:
+    """Passes a connection on; ``to_first`` may change each piece that goes to the first post."""
+
+    def __init__(self, first: RouterSocket, to_first: Callable[[Relay, bytes], bytes]) -> None:
+        self.sent = bytearray()
+        self._to_first = to_first
+        self._first = first
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        near, _ = self._listener.accept()
+        with near, socket.create_connection(("127.0.0.1", self._first.port)) as far:
+            threading.Thread(target=pass_on, args=(far, near, bytearray()), daemon=True).start()
+            with contextlib.suppress(OSError):
+                while (data := near.recv(random.randint(1, 3000))) and (changed := self._to_first(self, data)):
+                    self.sent += data
+                    far.sendall(changed)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def relayed(posts: tuple[RouterSocket, RouterSocket]) -> Iterator[Callable[..., tuple[Relay, TcpChannel]]]:
+    """Connect the second post to the first through a relay."""
+    made: list[Relay] = []
+
+    def connect(to_first: Callable[[Relay, bytes], bytes]) -> tuple[Relay, TcpChannel]:
+        made.append(Relay(posts[0], to_first))
+        return made[-1], posts[1].connect(posts[0].name, "127.0.0.1", made[-1].port)
+
+    yield connect
+    for relay in made:
+        relay.close()
+
+
+def test_a_handshake_and_frames_that_are_sent_again_are_not_heard(
+    posts: tuple[RouterSocket, RouterSocket], relayed: Callable[..., tuple[Relay, TcpChannel]]
+) -> None:
+    relay, channel = relayed(lambda relay, data: data)
+    channel.send(b"run this once")
+    wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
+    [theirs] = posts[0].channels()
+    assert heard(theirs, 1) == [b"run this once"]
+    with socket.create_connection(("127.0.0.1", posts[0].port)) as again:
+        again.setblocking(False)
+        again.sendall(bytes(relay.sent))
+        wait_until(lambda: posts[0].pump() or not still_open([again]), "the refusal")
+    assert posts[0].channels() == [theirs]
+    assert theirs.receive() == []
+    theirs.send(b"still here")
+    assert heard(channel, 1) == [b"still here"]
+
+
+# The greeting has 64 bytes, and the handshake's first command 202, more than a third of which is filling.
+@pytest.mark.parametrize("place", [200, 300, 700, 5_000, 300_000])
+def test_a_connection_that_is_tampered_with_ends_and_changes_no_frame(
+    place: int, posts: tuple[RouterSocket, RouterSocket], relayed: Callable[..., tuple[Relay, TcpChannel]]
+) -> None:
+    def flip(relay: Relay, data: bytes) -> bytes:
+        at = place - len(relay.sent)
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if 0 <= at < len(data) else data
+
+    _, channel = relayed(flip)
+    sent = [b"%d" % number * 50_000 for number in range(10)]
+    for frame in sent:
+        channel.send(frame)
+    found: list[bytes] = []
+
+    def has_ended() -> bool:
+        posts[0].pump()
+        for each in posts[0].channels():
+            found.extend(each.receive())
+        channel.receive()
+        return channel.closed
+
+    wait_until(has_ended, "the end of the connection")
+    assert len(found) < len(sent)
+    assert found == sent[: len(found)]
+
+
+def test_frames_over_a_line_that_stalls_and_cuts_them_into_pieces_arrive_in_order(
+    posts: tuple[RouterSocket, RouterSocket], relayed: Callable[..., tuple[Relay, TcpChannel]]
+) -> None:
+    stalled, may_pass = threading.Event(), threading.Event()
+
+    def stall(relay: Relay, data: bytes) -> bytes:
+        if len(relay.sent) > 100_000 and not may_pass.is_set():
+            stalled.set()
+            may_pass.wait(DEADLINE)
+        return data
+
+    _, channel = relayed(stall)
+    tensor = memoryview(os.urandom(MIB))
+    for number in range(20):
+        channel.send(b"frame %d" % number, tensor if number % 5 == 0 else None)
+    assert stalled.wait(DEADLINE)
+    wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
+    may_pass.set()
+    frames = heard(posts[0].channels()[0], 20)
+    assert frames == [b"frame %d" % number for number in range(20)]
+    assert b"".join(map(bytes, getattr(frames[5], "payload", ()))) == tensor
 
 
 # ---- frames ---------------------------------------------------------------------------------------------------------

@@ -489,7 +489,14 @@ def test_frame_is_empty_before_the_first_run(notebook: Kernel) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "line", ["plot", "plot hidden", "plot hidden --kind ranks", "plot --kind heatmap hidden", "plot --noise-floor 1e-5"]
+    "line",
+    [
+        "plot",
+        "plot hidden",
+        "plot hidden --kind ranks",
+        "plot hidden --dims 0 --tags layer=3",
+        "plot --noise-floor 1e-5",
+    ],
 )
 def test_plot_shows_a_picture(notebook: Kernel, line: str) -> None:
     typed(notebook, DEFINE)
@@ -613,7 +620,13 @@ def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:
         ("%graft frame --every", "unrecognized arguments: --every"),
         ("%graft plot --kind pie", "invalid choice: 'pie'"),
         ("%graft plot --kind heatmap", "name a tap"),
-        ("%graft plot --verdict --step 3", "%graft plot --verdict takes a tap, and no other option"),
+        (
+            "%graft plot --verdict --step 3",
+            "--verdict takes a tap, and with it --dims, and no other option",
+        ),
+        ("%graft plot hidden --dims a", "expected one or two dimensions R,C"),
+        ("%graft plot hidden --tags layer", "expected TAG=VALUE, such as layer=3"),
+        ("%graft plot --verdict --dims 0,1", "--dims: name a tap"),
         ("%graft plot --noise-floor low", "invalid float value: 'low'"),
         ("%%graft nowhere\n1", "target[1]"),
         ("%%graft run\nf(x)", "`%graft run`, with one %"),

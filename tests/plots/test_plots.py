@@ -748,6 +748,38 @@ def test_heatmap_shows_the_chosen_axes_with_units_on_a_log_scale() -> None:
     assert ax.get_ylim() == (39.5, -0.5)
 
 
+def test_beside_a_heatmap_each_dimension_has_its_profile_and_the_hint_is_drawn() -> None:
+    baseline, target = torch.zeros(3, 40, 6), torch.zeros(3, 40, 6)
+    target[1, 15:, 2] = 8
+    target[2, 30, 5] = math.nan
+    found = plots.difference_map(baseline, target)
+    figure = plots.draw_difference_map(found, title="attn", note="equal up to 14", spans=[(1, 15, 39)])
+    panels = [each for each in figure.axes if "the largest at each index" in each.get_xlabel()]
+    assert [panel.get_xlabel().partition(":")[0] for panel in panels] == ["dim 0", "dim 1", "dim 2"]
+    heights = [next(p for p in panel.patches if p.get_gid() == "profile").get_data().values for panel in panels]
+    assert [each.tolist() for each in heights] == [[0, 8, 0], [0] * 15 + [8] * 15 + [0] + [8] * 9, [0, 0, 8, 0, 0, 0]]
+    assert [len([c for c in panel.collections if c.get_gid() == "non-finite"]) for panel in panels] == [1, 1, 1]
+    assert title(figure).splitlines()[-1] == "hint: equal up to 14"
+    assert [line.get_ydata()[0] for line in axes(figure).lines if line.get_gid() == "span"] == [14.5]
+    assert "where the hint says" in legend(figure)
+    own = Figure().subplots()
+    assert plots.draw_difference_map(found, ax=own).axes[0] is own
+    assert not any("largest at each" in each.get_xlabel() for each in own.figure.axes), "no room beside given axes"
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.integers(1, 4), st.data())
+def test_profiles_are_the_largest_difference_at_each_index(shape: list[int], limit: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    x, y = (torch.rand(shape, generator=generator) for _ in range(2))
+    dims = data.draw(st.permutations(range(len(shape))).map(lambda each: each[:2])) if shape else None
+    found = plots.difference_map(x, y, dims=dims, limit=limit)
+    assert len(found.profiles) == len(shape)
+    for dim, profile in enumerate(found.profiles):
+        largest = (x - y).abs().movedim(dim, 0).reshape(shape[dim], -1).amax(1).tolist()
+        unit = -(-len(largest) // limit)
+        assert profile.tolist() == [max(largest[at : at + unit]) for at in range(0, len(largest), unit)]
+
+
 def test_the_axes_end_with_the_tensor_even_if_the_last_cell_is_larger() -> None:
     figure = plots.heatmap(torch.zeros(2, 1025), torch.ones(2, 1025))
     assert by_gid(figure, "cells").get_array().shape == (2, 342)

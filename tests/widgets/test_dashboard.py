@@ -358,3 +358,48 @@ def test_closing_it_closes_its_editors_and_leaves_nothing_in_the_browser(
     board.panel.close()
     left = {board.browser.models[comm_id]["_model_name"] for comm_id in board.browser.comms}
     assert {name for name in left if not re.search("Layout|Style", name)} == set()
+
+
+FORGED = {
+    "nothing": None,
+    "text": "floor",
+    "a list": [],
+    "no action": {},
+    "an action without a value": {"what": "keep"},
+    "a floor that is above everything": {"what": "floor", "value": float("inf")},
+    "a floor that nothing is above": {"what": "floor", "value": float("nan")},
+    "a negative floor": {"what": "floor", "value": -1},
+    "a floor as text": {"what": "floor", "value": "1e300"},
+    "a floor as a truth value": {"what": "floor", "value": True},
+    "a floor of a megabyte": {"what": "floor", "value": "9" * (1 << 20)},
+    "a tap that does not exist": {"what": "keep", "value": "third'); import os #"},
+    "a tap of a megabyte": {"what": "graft", "value": "x" * (1 << 20)},
+    "a tap that is a list": {"what": "open", "value": ["first layer=0"]},
+}
+
+
+@pytest.mark.parametrize("content", FORGED.values(), ids=FORGED)
+def test_a_forged_message_changes_neither_the_plan_nor_the_conclusion(
+    session: gl.Session, board: BoardScreen, content: Any
+) -> None:
+    session.run(three_taps, three_taps)
+    board.panel.refresh()
+    before, headline = session.plan, board.view["headline"]
+    board.browser.send(board.find("tap-view").comm.comm_id, content)
+    board.browser.kernel_works()
+    board.panel.refresh()
+    assert session.plan == before
+    assert board.view["headline"] == headline
+    assert board.panel.status == "bad"
+    assert len(board.panel.message) < 2000
+
+
+def test_taps_that_a_page_has_renamed_are_not_taken_for_others(session: gl.Session, board: BoardScreen) -> None:
+    session.run(three_taps, three_taps)
+    board.panel.refresh()
+    view = board.find("tap-view")
+    board.browser.save(view.comm.comm_id, taps={**view.taps, "label": ["second layer=1", "first layer=0", "x"]})
+    board.browser.kernel_works()
+    board.act("keep", "second layer=1")
+    board.browser.kernel_works()
+    assert "second" in (session.plan.keep or "")

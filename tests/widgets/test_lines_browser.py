@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -75,6 +76,16 @@ def test_the_panel_and_the_cell_show_both_sources_and_open_the_file(lab: Lab) ->
     panel.locator("button", has_text="Judge").click()
     lines = panel.locator(".graftlab-lines")
     expect(lines).to_be_visible(timeout=90_000)
+    # One click on the named group opens where its tensors differ, in view.
+    where = panel.locator("details.graftlab-where")
+    expect(where.locator("img").first).to_be_hidden()
+    where.locator("summary").click()
+    expect(where.locator("img:visible")).to_have_count(1)
+    expect(where.locator("img:visible")).to_be_in_viewport(ratio=0.3)
+    expect(where.locator("img:visible")).to_have_attribute("alt", re.compile("Where attn differs: .*hint:"))
+    lab.screenshot("where_a_named_group_differs", of=panel.locator(".graftlab-verdict-text"))
+    where.locator("summary").press("Enter")
+    expect(where.locator("img:visible")).to_have_count(0)
     marked = lines.locator("mark")
     expect(marked).to_have_text(["▶  12      scores = q @ k.mT * self.scale"] * 2)
     # Side by side: the target's source is to the left of the baseline's.

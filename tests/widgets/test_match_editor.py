@@ -150,3 +150,29 @@ def test_a_match_of_two_functions_knows_the_order_in_which_their_taps_ran(sessio
     proposal = session.match(mine, theirs, args=(torch.randn(8, 5),))
     assert list(proposal.order["baseline"]) == ["zero", "a.only", "last"]
     assert list(proposal.order["target"]) == ["first", "end"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "apply",
+        {},
+        {"what": "accept", "targets": 5},
+        {"what": "accept", "targets": ["lonely"]},
+        {"what": "accept", "targets": ["x" * (1 << 20)]},
+        {"what": "fold"},
+        {"what": "undo"},
+        {"what": "__class__", "targets": ["logits"]},
+    ],
+    ids=lambda content: repr(content)[:40],
+)
+def test_a_forged_message_changes_no_pair(editing: Editing, content: Any) -> None:
+    before = editing.editor.proposal
+    editing.browser.send(editing.editor.view.comm.comm_id, content)
+    editing.browser.kernel_works()
+    assert editing.editor.proposal.pairs == before.pairs
+    assert editing.editor.session.plan.pairs == ()
+    assert len(editing.editor.message) < 2000
+    editing.act("accept", "logits")
+    assert "1 tap accepted" in editing.editor.message

@@ -627,6 +627,26 @@ def test_the_first_kept_tap_is_chosen_unless_the_person_has_chosen(session: gl.S
 
 
 @pytest.mark.ranks
+def test_a_draft_is_tried_on_what_the_plan_grafts_and_no_other_pair_blocks_it(show: Show) -> None:
+    with gl.launch(1, 1) as session:
+        # Pairs that an earlier plan kept, as the runs of a verdict leave them.
+        session.edit(keep="True")
+        session.run(both_taps, both_taps, args=(0,))
+        session.edit(keep=None)
+        screen = show(session)
+        wait_until(lambda: screen.editor.refresh() or len(screen.options("tap")) > 2, "what is kept")
+        assert screen.chosen("tap") == "nothing (only load it)", "left over, and none of the plan's"
+        session.edit(b2t="name == 'y'")
+        screen.settle()
+        assert screen.chosen("tap") == "y · layer=0 · target[0]"
+        assert screen.applies(RAISES).startswith("Not applied: the draft failed.")
+        screen.choose("tap", "x · layer=0 · target[0]")
+        assert "✗ failed on x · layer=0 · target[0]" in screen.tries(RAISES)
+        assert screen.applies(RAISES).startswith("Applied as plan")
+        assert "not run on any tensors" in screen.shown("result")
+
+
+@pytest.mark.ranks
 def test_a_tap_at_which_the_default_transform_fails_can_be_tried_on(session: gl.Session, show: Show) -> None:
     def wide_and_tall() -> None:
         me = gl.here()
