@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import graftlab as gl
+from benchmarks.hosts import measure_hosts
 from benchmarks.lines import Line, Setup, Spread
 from benchmarks.remote import measure_remote
 from benchmarks.row_sink import RowSink, framed_row
@@ -24,7 +25,7 @@ def measure(setup: Setup) -> list[Line]:
         lines += _real_ranks(setup, ranks)
     for ranks in (2, 64) if setup.quick else (2, 32, 1024):
         lines += _many_senders(setup, ranks, rows=20_000 if setup.quick else 200_000)
-    return lines + measure_remote(setup)
+    return lines + measure_remote(setup) + measure_hosts(setup)
 
 
 # ---- real ranks -----------------------------------------------------------------------------------------------------

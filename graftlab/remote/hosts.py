@@ -19,8 +19,8 @@ class RemoteProcess(Protocol):
     def end(self, timeout: float) -> RankEnd | str | None:
         """Return how it ended, in words if its supervisor is gone; None if it has not within ``timeout`` seconds."""
 
-    def log_tail(self) -> bytes:
-        """Return the end of its output; empty if that cannot be reached."""
+    def log_tail(self, timeout: float) -> bytes:
+        """Return the end of its output; empty if that cannot be reached within ``timeout`` seconds."""
 
     def signal(self, number: int) -> None:
         """Send it a signal."""

@@ -37,8 +37,7 @@ from graftlab.remote.ray_messages import RayRequest, RayReservation
 
 Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
-# Seconds for the end of a rank's log to arrive, and for the driver to give everything back.
-_LOG_LIMIT = 10.0
+# Seconds for the driver to give everything back.
 _RELEASE_LIMIT = 5.0
 # Seconds beyond the launch's own timeout, within which the driver reports what is lacking.
 _REPORT_LIMIT = 30.0
@@ -150,9 +149,9 @@ class RayProcess:
         except GraftError as error:
             return f"ended with its Ray actor: {error}"
 
-    def log_tail(self) -> bytes:
+    def log_tail(self, timeout: float) -> bytes:
         try:
-            tail: bytes = self._driver.ask("log_tail", self._world_rank).result(_LOG_LIMIT)
+            tail: bytes = self._driver.ask("log_tail", self._world_rank).result(timeout)
         except (GraftError, NotYet):
             return b""
         return tail

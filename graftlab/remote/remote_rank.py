@@ -99,6 +99,8 @@ def main() -> None:
     rank = _connected(spec)
     rank.redirect_output()
     signal.signal(signal.SIGINT, rank.on_interrupt)
+    # A thread of a Ray actor blocks it, and what it starts inherits that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     rank.serve()
     end_cleanly(rank)
 

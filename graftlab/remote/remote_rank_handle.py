@@ -15,6 +15,8 @@ from graftlab.remote.hosts import RemoteProcess
 
 # Seconds to wait for the report of a process whose connection has ended.
 _END_LIMIT = 1.0
+# Seconds to wait for the log of one that runs.
+_LOG_LIMIT = 10.0
 # Ends that are further apart than this, in seconds, are waited for separately.
 _BETWEEN = 5.0
 
@@ -117,8 +119,11 @@ class RemoteRankHandle(AttachedRankHandle):
     # ---- its log ------------------------------------------------------------------------------------------------
 
     def log_tail(self, lines: int = 30) -> str:
-        if self._look(0.0) is None and (tail := self.process.log_tail()):
-            self._keep_log(tail)
+        if self._look(0.0) is None:
+            # On a machine that has vanished nobody answers, and the session's other ranks would not be read meanwhile.
+            limit = self._patience.remaining() if self.has_joined and not self.alive else _LOG_LIMIT
+            if limit and (tail := self.process.log_tail(limit)):
+                self._keep_log(tail)
         text = self._tail.decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:]) or "(nothing, or its machine cannot be reached)"
 

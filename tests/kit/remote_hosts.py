@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,6 +24,8 @@ class LocalProcess:
 
     def start(self, spec: bytes) -> None:
         def run() -> None:
+            # As the threads of Ray's actors.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 self.ended.set_result(self.supervisor.run(spec))
             except BaseException as error:
@@ -36,7 +39,7 @@ class LocalProcess:
         except NotYet:
             return None
 
-    def log_tail(self) -> bytes:
+    def log_tail(self, timeout: float) -> bytes:
         return self.supervisor.log_tail()
 
     def signal(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""A trainer and a rollout engine that live in Ray already: they join a session, and a stale cache is found.
+"""Two trainers and two rollout engines that live in Ray already: they join a session, and a stale cache is found.
 
 Run by tests/remote/test_ray_soak.py, in namespaces of its own for network and processes.
 """
@@ -11,11 +11,14 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 from ray_story import HEAD, Node, note, wait_until
 
 import graftlab as gl
 
 VOCABULARY, WIDTH, STEPS = 32, 16, 6
+# Actors of each group; each has its own samples.
+ACTORS = 2
 
 
 class Policy(torch.nn.Module):
@@ -36,8 +39,16 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
 
 
-class Trainer:
-    """Makes the tokens that it is given more likely."""
+class Member:
+    """An actor of a group whose ranks are connected as those of any training job."""
+
+    def join(self, rank: int, store: str) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ACTORS)
+        self.rank = rank
+
+
+class Trainer(Member):
+    """Makes the tokens that its group is given more likely. Each actor of it has the same weights."""
 
     def __init__(self) -> None:
         self.policy = Policy()
@@ -50,11 +61,13 @@ class Trainer:
         gl.step()
         self.optimizer.zero_grad()
         (-logprobs.mean()).backward()
+        for parameter in self.policy.parameters():
+            dist.all_reduce(parameter.grad)
         self.optimizer.step()
         return ray.put({name: value.clone() for name, value in self.policy.state_dict().items()})
 
 
-class Rollout:
+class Rollout(Member):
     """Samples from a table of all logits, as an engine that has folded its weights. ``refolds`` after each update."""
 
     def __init__(self, refolds: bool) -> None:
@@ -71,7 +84,7 @@ class Rollout:
             self.fold()
 
     def sample(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(self.rank)
         tokens = [0]
         for _ in range(24):
             tokens.append(int(torch.multinomial(self.table[tokens[-1]].softmax(-1), 1, generator=generator)))
@@ -85,29 +98,35 @@ class Rollout:
 
 def differing_steps(folder: Path, refolds: bool) -> dict[str, list[int]]:
     """The steps at which each tap differs, of a training run whose engine folds its weights again, or does not."""
-    with gl.listen(1, 1, folder=folder, address="tcp://127.0.0.1:0", timeout=240) as session:
-
-        def joining(side: gl.session.Side) -> dict[str, Any]:
+    with gl.listen(ACTORS, ACTORS, folder=folder, address="tcp://127.0.0.1:0", timeout=240) as session:
+        # Each trainer has the samples of the engine with its rank, with which graftlab compares it by default.
+        def group(side: gl.session.Side, actor: type[Member], *arguments: object) -> list[Any]:
             # Of these variables Ray's dashboard shows all, so the token is in a file.
-            return {"runtime_env": {"env_vars": session.environment(side)}}
+            environment = {"env_vars": session.environment(side)}
+            made = [ray.remote(actor).options(runtime_env=environment).remote(*arguments) for _ in range(ACTORS)]
+            ray.get([each.join.remote(rank, f"{folder}-{side}") for rank, each in enumerate(made)])
+            return made
 
-        trainer = ray.remote(Trainer).options(**joining("baseline")).remote()
-        rollout = ray.remote(Rollout).options(**joining("target")).remote(refolds)
+        trainers, engines = group("baseline", Trainer), group("target", Rollout, refolds)
         for _ in range(STEPS):
-            tokens = ray.get(rollout.sample.remote())
-            scored = rollout.score.remote(tokens)
-            reference = ray.get(trainer.train.remote(tokens))
+            samples = ray.get([engine.sample.remote() for engine in engines])
+            scored = [engine.score.remote(tokens) for engine, tokens in zip(engines, samples, strict=True)]
+            trained = [trainer.train.remote(tokens) for trainer, tokens in zip(trainers, samples, strict=True)]
+            reference, *_ = ray.get(trained)
             ray.get(scored)
-            ray.get(rollout.update.remote([reference]))
-        wait_until(lambda: session.row_count >= 2 * STEPS, "the last row")
+            # All trainers have the same weights; each engine reads the first one's from the object store.
+            ray.get([engine.update.remote([reference]) for engine in engines])
+        wait_until(lambda: session.row_count >= 2 * ACTORS * STEPS, "the last row")
         frame = session.frame
         frame = frame[frame["status"] == "compared"]
-        assert sorted(set(frame["name"])) == ["head", "logprobs"], frame
-        assert len(frame) == 2 * STEPS, frame
-        for actor in (trainer, rollout):
+        assert set(zip(frame["name"], frame["rank"], strict=True)) == {
+            (name, rank) for name in ("head", "logprobs") for rank in range(ACTORS)
+        }, frame
+        assert len(frame) == 2 * ACTORS * STEPS, frame
+        for actor in (*trainers, *engines):
             ray.kill(actor)
     different = frame[frame["rel_l2"] > 1e-5]
-    return {name: sorted(different.loc[different["name"] == name, "step"]) for name in ("head", "logprobs")}
+    return {name: sorted(set(different.loc[different["name"] == name, "step"])) for name in ("head", "logprobs")}
 
 
 def main(folder: Path) -> None:

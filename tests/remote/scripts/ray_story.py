@@ -203,6 +203,14 @@ def dies_with(session: gl.Session, label: str, kill: Callable[[], None]) -> str:
     raise AssertionError("the run did not fail")
 
 
+def is_interrupted(session: gl.Session) -> None:
+    run = session.start(serve, serve).wait_steps(1, timeout=120)
+    session.interrupt()
+    with pytest.raises(gl.RunError, match="KeyboardInterrupt"):
+        run.wait(timeout=60)
+    wait_until(lambda: set(session.status()["state"]) == {"idle"}, "the end of the run on every rank")
+
+
 def main(folder: Path) -> None:
     with cluster(folder) as nodes:
         ray.init(HEAD, logging_level="ERROR")
@@ -214,12 +222,19 @@ def main(folder: Path) -> None:
         wait_until(nothing_is_left, "the kernel's session to leave nothing")
         note("a verdict in a kernel")
 
+        # The address of the head's client server, as from a machine that is not in the cluster.
+        with gl.launch(1, 1, timeout=240.0, on=gl.Ray("ray://127.0.0.1:10001", resources={"CPU": 1})) as session:
+            works(session)
+        wait_until(nothing_is_left, "the client's session to leave nothing")
+        note("a session through Ray's client")
+
         with over_ray() as session:
             note("launched 2+4")
             status = session.status()
             assert status["state"].tolist() == ["idle"] * 6
             works(session)
             assert session.run(right, right, on_failure="stop").target[0].shape == (8,)
+            is_interrupted(session)
             token_is_secret(session, folder)
             pid = session.ranks[3].pid or 0
             said = dies_with(session, "a rank", lambda: os.kill(pid, signal.SIGKILL))
