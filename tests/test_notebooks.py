@@ -47,6 +47,12 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
 
 
 @pytest.mark.slow
+def test_a_notebook_is_one_story_of_at_most_15_cells() -> None:
+    counted = {path.name: len(notebooks.read(path).cells) for path in NOTEBOOKS.glob("*.ipynb")}
+    assert {name: count for name, count in counted.items() if count > 15} == {}
+
+
+@pytest.mark.slow
 def test_the_index_leads_to_every_notebook() -> None:
     cells = notebooks.read(NOTEBOOKS / "index.ipynb").cells
     links = re.findall(r"\]\((\w+\.ipynb)\)", cells[0].source)
@@ -55,9 +61,9 @@ def test_the_index_leads_to_every_notebook() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
-def test_tensor_diffs_draws_every_figure_of_real_divergences(tmp_path: Path) -> None:
+def test_tensor_diffs_draws_the_figure_that_shows_each_mistake(tmp_path: Path) -> None:
     outputs = execute("tensor_diffs.ipynb", tmp_path)
-    assert pictures(outputs) == 10
+    assert pictures(outputs) == 6
     # One element, its vector of 128, and behind attention every one of the 96 positions of its sequence.
     spread = [int(count) for count in re.findall(r"^\d+ .* +(\d+)$", notebooks.texts(outputs), re.M)[-8:]]
     assert spread == [1, 1, 128, 128, 64, 64, 96 * 128, 96 * 128]
@@ -113,11 +119,8 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
     outputs = execute("replay.ipynb", tmp_path)
     text = notebooks.texts(outputs)
     assert not any(output.output_type == "error" for output in outputs)
-    assert re.search(r"^50$", text, re.M), "all were answered"
-    assert "requests        50" in text
-    # Ten were answered before the exclude keys were changed, and twenty were sent after.
-    with_timings = int(re.search(r"with timings +(\d+)", text)[1])
-    assert 10 <= with_timings <= 30
+    assert "50 answers" in text
+    assert "50 requests in 3 files" in text
     # Those that never had more than 23 tokens, and those that had.
     no, yes = ([int(number) for number in line.split()[1:]] for line in re.findall(r"^(?:False|True) .*$", text, re.M))
     assert no[0] + yes[0] == 50
@@ -132,7 +135,6 @@ def test_replay_finds_the_requests_that_diverge_the_tap_and_the_cause(tmp_path: 
     assert len(re.findall(r"both engines answer alike: +True", text)) == 2, "with the graft, and with the fixed window"
     assert re.search(r"the target as recorded: +True", text), "the graft brings back every recorded answer"
     assert re.search(r"requests that diverge: +0\b", text)
-    assert pictures(outputs) == 1
 
 
 @pytest.mark.ranks
@@ -148,11 +150,9 @@ def test_cuda_graphs_finds_a_stale_buffer_tail_and_repairs_the_tokens(tmp_path: 
     # Wrong are the steps in which a stale place alone is far.
     steps = re.findall(r"^(?:(False|True) +)?(False|True) +(False|True) +\d+$", text, re.M)
     assert steps == [("False", "True", "True"), ("True", "False", "True")]
-    assert pictures(outputs) == 1
-    assert re.search(r"grafted: +slot.positions\nall tokens agree: +True", text), "the graft of the slot repairs them"
-    inside = r"grafted, in all steps: {'k': \d+, 'q': \d+}\nall tokens agree: +True"
-    assert re.search(inside, text), "so does one inside of the graph"
-    before, after = re.findall(r"\d+", re.search(r"^captures.*$", text, re.M)[0])
+    assert re.search(r"^the tail: \d+ grafts, all tokens agree: True", text, re.M), "the graft of the slot repairs them"
+    assert re.search(r"^q and k: \d+ grafts, all tokens agree: True", text, re.M), "so does one inside of the graph"
+    before, after = re.search(r"^captures before and after: (\d+) (\d+)", text, re.M).groups()  # type: ignore[union-attr]
     assert before == after
     assert re.search(r"rows that differ: +0\n", text), "once fixed, nothing differs"
     assert re.search(r"status of tails: +compared\nall tokens agree: +True", text)
@@ -193,19 +193,17 @@ def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path:
 def test_verdict_names_each_mistake_and_nothing_of_the_right_target(tmp_path: Path) -> None:
     outputs = execute("verdict.ipynb", tmp_path, imports=warm.TRANSFORMERS)
     assert not any(output.output_type == "error" for output in outputs)
-    assert pictures(outputs) == 2
+    assert pictures(outputs) == 1
     verdicts = re.findall(r"<Verdict of \d+ runs: (.*)>", notebooks.texts(outputs))
     assert verdicts == [
         "nothing named",
         "encoder.layer.*.output.dense",
-        "encoder.layer.*.intermediate.intermediate_act_fn",
         "encoder.layer.*.attention[0]@grad",
     ]
     shown = notebooks.texts(outputs)
     assert "output.dense is computed differently in layer 3 of 0-5 on all ranks (" in shown
-    assert "the target computes gelu (tanh approximation) of encoder.layer" in shown
+    assert re.search(r"^  target .*Sum\.apply\(nn\.functional\.linear\(x, self\.weight\)\)", shown, re.M), "the line"
     assert "attention[0] is computed differently in layer 2 of 0-5 on all ranks (" in shown
-    assert "The gradient of encoder.layer.*.attention.output.LayerNorm should be equal on the ranks but is not" in shown
 
 
 @pytest.mark.soak

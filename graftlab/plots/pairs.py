@@ -156,7 +156,7 @@ def _draw_profile(ax: Axes, found: DifferenceMap, dim: int, spans: Sequence[tupl
     ax.stairs(np.nan_to_num(drawn), edges, color=style.BLUE, fill=True, gid="profile")
     if odd.any():
         at = (edges[:-1] + edges[1:])[odd] / 2
-        ax.scatter(at, np.zeros(len(at)), marker="x", s=30, color=ODD, zorder=5, clip_on=False, gid="non-finite")
+        ax.scatter(at, np.zeros(len(at)), marker="x", s=30, color=ODD, zorder=5, clip_on=False, gid="non-finite index")
     ax.set_xlim(-0.5, size - 0.5)
     ax.set_ylim(0, max(float(np.nan_to_num(drawn).max()) * 1.08, 1e-300) if np.nan_to_num(drawn).any() else 1.0)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))

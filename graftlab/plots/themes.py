@@ -29,18 +29,26 @@ AS_IT_IS = "as it is"
 
 _BLACK, _WHITE = to_rgba("black"), to_rgba("white")
 
-# Follows JupyterLab's or VS Code's theme, or else the system's. A page that drops styles shows the light picture.
-STYLE = """<style>
-.graftlab-figure { overflow-x: auto }
-.graftlab-figure img { max-width: 100% }
-body[data-jp-theme-light="false"] .graftlab-on-light, .vscode-dark .graftlab-on-light,
-.vscode-high-contrast:not(.vscode-high-contrast-light) .graftlab-on-light { display: none }
-body[data-jp-theme-light="false"] .graftlab-on-dark, .vscode-dark .graftlab-on-dark,
-.vscode-high-contrast:not(.vscode-high-contrast-light) .graftlab-on-dark { display: inline !important }
-@media (prefers-color-scheme: dark) {
-  body:not([data-jp-theme-light]):not([class*="vscode"]) .graftlab-on-light { display: none }
-  body:not([data-jp-theme-light]):not([class*="vscode"]) .graftlab-on-dark { display: inline !important }
-}
+# The attributes by which pages say that they are dark: JupyterLab; VS Code; Colab, on its outputs; Sphinx's and
+# jupyter-book's pages, whose readers choose. A page that has none follows the system, unless it says that it is light.
+_DARK = (
+    ':is(body[data-jp-theme-light="false"], .vscode-dark, .vscode-high-contrast:not(.vscode-high-contrast-light), '
+    'html[theme="dark"], html[data-theme="dark"], body[data-theme="dark"])'
+)
+_UNSAID = (
+    'html:not([theme="light"], [data-theme="light"]) '
+    'body:not([data-jp-theme-light], [class*="vscode"], [data-theme="light"])'
+)
+# A page that drops styles shows the light picture.
+STYLE = f"""<style>
+.graftlab-figure {{ overflow-x: auto }}
+.graftlab-figure img {{ max-width: 100% }}
+{_DARK} .graftlab-on-light {{ display: none }}
+{_DARK} .graftlab-on-dark {{ display: inline !important }}
+@media (prefers-color-scheme: dark) {{
+  {_UNSAID} .graftlab-on-light {{ display: none }}
+  {_UNSAID} .graftlab-on-dark {{ display: inline !important }}
+}}
 </style>"""
 
 

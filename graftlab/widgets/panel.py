@@ -189,7 +189,12 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         return f"<p>{html.escape(self.message)}</p>"
 
     def _ipython_display_(self, **_: Any) -> None:
-        self._snapshot.display(super()._repr_mimebundle_())
+        with self._lock:
+            if not self._closed:
+                self._follow()
+            # A program that executes a notebook may miss updates, which arrive after the cell has ended.
+            first = self.static_html()
+        self._snapshot.display(super()._repr_mimebundle_(), first)
         with self._lock:
             self._snapshot_state = None
         self.refresh()
@@ -403,15 +408,16 @@ class Snapshot:
         self.is_shown = False
         self._shown = ""
 
-    def display(self, widget: dict[str, Any] | None) -> None:
-        """Display the widget's MIME bundle, and below it an output for :meth:`update`."""
+    def display(self, widget: dict[str, Any] | None, markup: str) -> None:
+        """Display the widget's MIME bundle, and below it this HTML as an output for :meth:`update`."""
         data = dict(widget or {})
         if not data:
             return
         # Otherwise viewers without widgets would show a repr beside the HTML.
         data["text/plain"] = ""
         publish_display_data(data)  # type: ignore[no-untyped-call]
-        self._publish("", update=False)
+        self._shown = markup
+        self._publish(markup, update=False)
         self.is_shown = True
 
     def update(self, markup: str) -> None:

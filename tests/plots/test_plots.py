@@ -758,7 +758,7 @@ def test_beside_a_heatmap_each_dimension_has_its_profile_and_the_hint_is_drawn()
     assert [panel.get_xlabel().partition(":")[0] for panel in panels] == ["dim 0", "dim 1", "dim 2"]
     heights = [next(p for p in panel.patches if p.get_gid() == "profile").get_data().values for panel in panels]
     assert [each.tolist() for each in heights] == [[0, 8, 0], [0] * 15 + [8] * 15 + [0] + [8] * 9, [0, 0, 8, 0, 0, 0]]
-    assert [len([c for c in panel.collections if c.get_gid() == "non-finite"]) for panel in panels] == [1, 1, 1]
+    assert [len([c for c in panel.collections if c.get_gid() == "non-finite index"]) for panel in panels] == [1, 1, 1]
     assert title(figure).splitlines()[-1] == "hint: equal up to 14"
     assert [line.get_ydata()[0] for line in axes(figure).lines if line.get_gid() == "span"] == [14.5]
     assert "where the hint says" in legend(figure)

@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from kit.examples import examples
+from kit.limits import limited
 from kit.support import wait_until
 
 import graftlab as gl
@@ -497,7 +498,7 @@ def test_a_forged_file_is_refused_or_read(folder_of_a_file: Path, data: st.DataO
     for _ in range(data.draw(st.integers(1, 3), "changes")):
         changed[data.draw(st.integers(4, len(changed) - 9), "place")] = data.draw(st.integers(0, 255), "byte")
     rewritten(folder_of_a_file, bytes(changed))
-    with contextlib.suppress(gl.SessionError):
+    with limited(), contextlib.suppress(gl.SessionError):
         gl.load_run(folder_of_a_file)
     rewritten(folder_of_a_file, written)
 

@@ -82,7 +82,7 @@ def test_the_panel_and_the_cell_show_both_sources_and_open_the_file(lab: Lab) ->
     where.locator("summary").click()
     expect(where.locator("img:visible")).to_have_count(1)
     expect(where.locator("img:visible")).to_be_in_viewport(ratio=0.3)
-    expect(where.locator("img:visible")).to_have_attribute("alt", re.compile("Where attn differs: .*hint:"))
+    expect(where.locator("img:visible")).to_have_attribute("alt", re.compile(r"Where attn differs: attn .*worst: "))
     lab.screenshot("where_a_named_group_differs", of=panel.locator(".graftlab-verdict-text"))
     where.locator("summary").press("Enter")
     expect(where.locator("img:visible")).to_have_count(0)

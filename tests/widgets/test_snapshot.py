@@ -36,6 +36,8 @@ def test_the_newest_state_stays_in_the_notebook(simulated: Browser, monkeypatch:
         assert published[0][0]["text/plain"] == "", "a viewer without widgets would show their repr"
         (_, options), name = published[1], published[1][1]["transient"]
         assert not options["update"]
+        # What papermill and nbconvert keep, which miss updates after the cell has ended.
+        assert "Filters of plan 0" in published[1][0]["text/html"]
         session.run(lambda: model(0.0), lambda: model(1.0))
 
         def newest() -> str:
