@@ -55,7 +55,11 @@ os.environ["GRAFTLAB_HOME"] = str(ROOT / "build" / "docs-runs")
 nb_execution_mode = "cache"
 nb_execution_timeout = 600
 # What is not installed cannot be executed; that page is shown without outputs.
-nb_execution_excludepatterns = [] if importlib.util.find_spec("onnxruntime") else ["onnx.ipynb"]
+nb_execution_excludepatterns = [
+    page
+    for page, package in {"onnx.ipynb": "onnxruntime", "ray.ipynb": "ray"}.items()
+    if not importlib.util.find_spec(package)
+]
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 # Widgets would load their scripts from elsewhere; what they show as text is shown.

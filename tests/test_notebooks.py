@@ -26,7 +26,7 @@ def pictures(outputs: list[Any]) -> int:
 
 @pytest.mark.slow
 def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
-    # The quickstart is executed by test_packaging, through `graftlab demo`.
+    # The quickstart is executed by test_packaging, through `graftlab demo`; ray.ipynb by remote/test_ray_soak.py.
     assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == {
         "attach.ipynb",
         "compiled.ipynb",
@@ -35,6 +35,7 @@ def test_every_notebook_is_tested_and_committed_without_outputs() -> None:
         "porting.ipynb",
         "recording.ipynb",
         "quickstart.ipynb",
+        "ray.ipynb",
         "live_editing.ipynb",
         "onnx.ipynb",
         "replay.ipynb",

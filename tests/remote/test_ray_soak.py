@@ -25,3 +25,7 @@ def test_a_ray_cluster_runs_a_session_survives_deaths_and_gets_all_back() -> Non
 
 def test_a_stale_cache_of_a_rollout_engine_inside_ray_is_found() -> None:
     tell("ray_rollout_story.py")
+
+
+def test_the_notebook_finds_its_mistake_on_its_own_cluster_and_leaves_nothing() -> None:
+    tell("ray_notebook_story.py")
