@@ -110,7 +110,7 @@ def test_requests_in_another_order_agree_only_if_all_of_them_do(wrong: bool) -> 
 
 
 class MicroBatches(nn.Module):
-    """The reference, called with parts of its batch, of which the last may be wrong."""
+    """The reference, called with parts of its batch; the last may be wrong."""
 
     def __init__(self, parts: int, wrong: bool = False) -> None:
         super().__init__()
