@@ -82,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--inject", action="store_true", help="lend this copy of graftlab to an environment that has none"
     )
     scripts.add_argument("--keep-going", action="store_true", help="let the scripts continue after the answer")
+    scripts.add_argument(
+        "--no-restart",
+        dest="restart",
+        action="store_false",
+        help="do not start the scripts again where a call or an update cannot be repeated; the answer is inconclusive",
+    )
     judging = parser.add_argument_group("what is compared")
     judging.add_argument("--include", metavar="FILTER", help="tap the modules that match, such as \"type == 'Linear'\"")
     judging.add_argument(
@@ -220,9 +226,15 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
         arguments.timeout,
     )
     choice = ScriptChoice(
-        settings, judging, arguments.calls, arguments.training, arguments.keep_going, arguments.folder
+        settings,
+        judging,
+        arguments.calls,
+        arguments.training,
+        arguments.keep_going,
+        arguments.restart,
+        arguments.folder,
     )
-    return compare_scripts(baseline, target, choice, progress.wait_for)
+    return compare_scripts(baseline, target, choice, progress.wait_for, progress.announce)
 
 
 def _recorded_side(arguments: argparse.Namespace) -> RecordedSide:
@@ -276,6 +288,11 @@ class _Progress:
         """Show what is done at the moment."""
         self._show(title, "", at_once=False)
 
+    def announce(self, sentence: str) -> None:
+        """Show a sentence that stays."""
+        sys.stderr.write(f"\r\x1b[2K{sentence}\n" if self._is_terminal else f"{sentence}\n")
+        sys.stderr.flush()
+
     def _show(self, what: str, more: str, *, at_once: bool) -> None:
         now = time.monotonic()
         times = f" · {now - self._began:.0f} s"
@@ -294,6 +311,8 @@ def _as_json(compared: Comparison, page: Path) -> dict[str, Any]:
         "named": compared.named,
         "labels": compared.labels,
         "runs": compared.runs,
+        "way": "started again" if compared.starts else "held",
+        "starts": compared.starts,
         "pairs": None if compared.match is None else len(compared.match.pairs),
         "text": compared.text,
         "report": str(page),

@@ -14,6 +14,7 @@ from graftlab.comparison.held_calls import (
     Answer,
     Comparison,
     JudgingChoice,
+    Repeats,
     answer_of,
     described,
     judge_against_recording,
@@ -112,7 +113,7 @@ def compare(
             held = session.run(target=theirs).target
             return judge_against_recording(session, recording, held, judging)
         ours = partial(load_and_hold, recording, inputs, choice, backward)
-        return judge_held_calls(session, *described(session.run(ours, theirs)), judging)
+        return judge_held_calls(Repeats(session), *described(session.run(ours, theirs)), judging)
     except BaseException:
         session.close()
         raise
@@ -190,7 +191,7 @@ def compare_expression(session: Session, expression: str) -> Comparison:
     work = partial(hold_callee, expression, (), {}, WatchChoice())
     run = session.run(work, work)
     try:
-        return judge_held_calls(session, *described(run), JudgingChoice())
+        return judge_held_calls(Repeats(session), *described(run), JudgingChoice())
     finally:
         if not session.closed and all(rank.alive for rank in session.ranks):
             session.run(release_call, release_call)

@@ -53,6 +53,8 @@ class Comparison(Verdict):
     """Sentences of the comparison before those of the verdict, the most important first."""
     how: str = ""
     """How the runs were made, in a sentence."""
+    starts: int = 0
+    """How often the scripts were started again; 0 where calls were held."""
 
     @property
     def text(self) -> str:
@@ -70,6 +72,37 @@ class Comparison(Verdict):
         return write_report(self.session, path, self, tensors)
 
 
+class Repeats:
+    """Makes the runs of a judgement by repeating what the ranks hold."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def match(self) -> Proposal:
+        """Pair the taps by value. Raises :class:`MatchError`."""
+        return self.session.match(repeat_call, repeat_call)
+
+    def add_backward(self) -> str | None:
+        """Include a backward pass in each run; the reason if that fails."""
+        run = self.session.run(try_backward, try_backward)
+        failed = [each for each in (*run.baseline, *run.target) if each is not None]
+        if failed:
+            self.session.run(drop_backward, drop_backward)
+            return str(failed[0])
+        return None
+
+    def verdict(self, choice: JudgingChoice, *, explain: bool = True) -> Verdict:
+        """Judge these runs."""
+        return self.session.verdict(
+            repeat_call,
+            repeat_call,
+            output=choice.output if explain else None,
+            floor=choice.floor,
+            threshold=choice.threshold,
+            explain=explain,
+        )
+
+
 @dataclass(frozen=True)
 class JudgingChoice:
     """How held calls are judged: the arguments of the same names of :meth:`graftlab.Session.verdict`.
@@ -84,7 +117,7 @@ class JudgingChoice:
 
 
 def judge_held_calls(
-    session: Session,
+    repeats: Repeats,
     baseline: Sequence[CallDescription],
     target: Sequence[CallDescription],
     choice: JudgingChoice,
@@ -94,17 +127,16 @@ def judge_held_calls(
 
     ``proposal`` has the pairs of an earlier call, which are in force.
     """
+    session = repeats.session
     remarks = list(_not_trusted(baseline, target))
     if proposal is None and (choice.match or (choice.match is None and not names_pair(baseline[0], target[0]))):
         try:
-            proposal = session.match(repeat_call, repeat_call)
+            proposal = repeats.match()
             session.edit(pairs=proposal)
         except MatchError as error:
             remarks.append(f"Taps could not be paired by value: {error}")
-    backward = _add_backward(session, baseline, target)
-    verdict = session.verdict(
-        repeat_call, repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold
-    )
+    backward = _add_backward(repeats, baseline, target)
+    verdict = repeats.verdict(choice)
     trusted = not remarks
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
@@ -167,8 +199,14 @@ def _enough_in_common(ours: set[str], theirs: set[str]) -> bool:
 def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     said = []
     for side, calls in (("baseline", baseline), ("target", target)):
+        fails = next((call.fails_when_repeated for call in calls if call.fails_when_repeated), None)
         moved = dict.fromkeys(what for call in calls for what in call.not_repeated)
-        if moved:
+        if fails is not None:
+            said.append(
+                f"The {side}'s call of {calls[0].model} cannot be replayed: it fails when it is repeated ({fails}). Do "
+                "not rely on anything below."
+            )
+        elif moved:
             said.append(
                 f"The {side}'s call of {calls[0].model} cannot be replayed: from the same state, arguments and random "
                 f"numbers it returns something else ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
@@ -276,24 +314,28 @@ def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescr
 
 
 def _add_backward(
-    session: Session, baseline: Sequence[CallDescription], target: Sequence[CallDescription]
+    repeats: Repeats, baseline: Sequence[CallDescription], target: Sequence[CallDescription]
 ) -> list[str]:
     """Include a backward pass in each repetition, if the results need gradients; returns what is not checked of it."""
     calls = [*baseline, *target]
     if not any(call.needs_backward for call in calls):
         return []
     after = "the loss and the optimizer's step, which may follow this call."
+    if (why := why_no_backward(calls)) is not None:
+        return [f"the backward pass: {why}; and {after}"]
+    if (failed := repeats.add_backward()) is not None:
+        return [f"the backward pass, which could not be repeated ({failed}); and {after}"]
+    return [after]
+
+
+def why_no_backward(calls: Sequence[CallDescription]) -> str | None:
+    """Why the backward passes of these calls cannot be compared; None if they can."""
     if not all(call.needs_backward for call in calls):
-        return [f"the backward pass: the results of one side alone need gradients; and {after}"]
+        return "the results of one side alone need gradients"
     shapes = [[tensor.shape for tensor in call.plain.values()] for call in calls]
     if any(each != shapes[0] for each in shapes):
-        return [f"the backward pass: results of different shapes have no gradients in common; and {after}"]
-    run = session.run(try_backward, try_backward)
-    failed = {each: None for each in (*run.baseline, *run.target) if each is not None}
-    if failed:
-        session.run(drop_backward, drop_backward)
-        return [f"the backward pass, which could not be repeated ({next(iter(failed))}); and {after}"]
-    return [after]
+        return "results of different shapes have no gradients in common"
+    return None
 
 
 def described(run: Run) -> tuple[list[CallDescription], list[CallDescription]]:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
-from graftlab.comparison.gradients import judge_gradients, listed
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, answer_of
+from graftlab.comparison.gradients import GradientFindings, judge_gradients, listed
+from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, answer_of
 from graftlab.control.core import lend_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.plan.plan import FILTERS
-from graftlab.ranks.held_call import repeat_call, show_given, take_given
+from graftlab.ranks.held_call import show_given, take_given
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.wording import NOT_CHECKED
+from graftlab.verdict.wording import NOT_CHECKED, Findings
 
 if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
@@ -30,7 +30,7 @@ _DRIFT = 100.0
 
 
 def judge_held_updates(
-    session: Session,
+    repeats: Repeats,
     baseline: Sequence[UpdateDescription],
     target: Sequence[UpdateDescription],
     choice: JudgingChoice,
@@ -41,18 +41,20 @@ def judge_held_updates(
 
     ``known`` has, by weight, how far its gradients are apart in a call that agrees.
     """
+    session = repeats.session
     before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
         lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
         given = session.run(show_given, show_given).frame
-        lend_plan(session, b2t="True")
-        taken = session.run(take_given, take_given).frame
     finally:
         lend_plan(session, **before)
+    taken = take_given_values(session)
     rows = records(given[given["status"].isin(MEASURED)])
-    gradients = judge_gradients(rows, baseline, target, known)
+    # A closure computes the gradients within the step, from values that are tapped there.
+    has_closure = any(each.has_closure for each in (*baseline, *target))
+    gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
     # Swaps and lines of source show where a model's values arise; an update is the code of one optimizer.
-    verdict = session.verdict(repeat_call, repeat_call, floor=choice.floor, threshold=choice.threshold, explain=False)
+    verdict = repeats.verdict(choice, explain=False)
     moved = [
         f"The {side}'s step of {each[0].optimizer} cannot be replayed: from the same weights, gradients and state it "
         "gives something else. Do not rely on anything below."
@@ -66,6 +68,13 @@ def judge_held_updates(
     computed = bool(findings.named)
     if not computed:
         remarks.append("From equal weights, gradients and state both sides compute the same update.")
+    elif has_closure:
+        remarks.append("From equal weights and state both sides compute different steps.")
+        if not _differs_in_first_call(findings):
+            remarks.append(
+                "The first call of the closure agrees. Its later calls have weights that the step has moved, so what "
+                "is named in the model follows from the step."
+            )
     elif not gradients.sentences:
         remarks.append("The gradients agree, and the updates that are computed from equal ones differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
@@ -76,12 +85,22 @@ def judge_held_updates(
         inputs=[*findings.inputs, *(f"{group_of(name)}@param_grad" for name in gradients.named)],
     )
     answer = answer_of(verdict.findings, not moved, True)
-    if answer == "agree" and not any(kind_of(row["tags"]) == "param_grad" for row in rows):
+    if answer == "agree" and not has_closure and not any(kind_of(row["tags"]) == "param_grad" for row in rows):
         answer = "inconclusive"
         remarks.insert(0, "No gradient was compared: those of the two sides have no names and shapes in common.")
     if not moved and (parted or gradients.sentences or settings):
         answer = "differ"
     return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def take_given_values(session: Session) -> pd.DataFrame:
+    """Begin repetitions of the target's held update with the baseline's values; returns the rows of the grafts."""
+    before = {name: getattr(session.plan, name) for name in FILTERS}
+    try:
+        lend_plan(session, b2t="True", t2b=None, compare="True", keep=None)
+        return session.run(take_given, take_given).frame
+    finally:
+        lend_plan(session, **before)
 
 
 def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
@@ -90,6 +109,15 @@ def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
     chosen = given[(kinds == "param_grad") & given["name"].isin(named)]
     frame = added_frame(chosen, {}, constant=assumed_floor(chosen["dtype"].dropna())[0])
     return frame.assign(label="culprit")
+
+
+def _differs_in_first_call(findings: Findings) -> bool:
+    """Whether a value or a gradient of the model is named where the closure calls it first."""
+    frame = findings.frame
+    kinds = frame["tags"].map(kind_of)
+    of_model = kinds.isna() | (kinds == "grad")
+    over = frame["group"].isin(findings.named) & (frame["ratio"] > findings.threshold)
+    return bool((of_model & over & (frame["occurrence"] == 0)).any())
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
@@ -14,11 +15,25 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted
 from graftlab.base.world import Side
-from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice, is_beyond_rounding, judge_held_calls
+from graftlab.comparison.held_calls import (
+    Answer,
+    Comparison,
+    JudgingChoice,
+    Repeats,
+    is_beyond_rounding,
+    judge_held_calls,
+)
 from graftlab.comparison.held_updates import judge_held_updates
-from graftlab.control.core import lend_plan
+from graftlab.comparison.started_scripts import (
+    StartedScripts,
+    announcement,
+    how_started,
+    take_baseline_weights,
+    units_of,
+)
 from graftlab.control.run import state_of
 from graftlab.control.run_folder import make_run_folder
+from graftlab.errors import SessionError
 from graftlab.jobs.held_script import leave
 from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings, scripts_of, start_scripts
 from graftlab.matching.proposal import Proposal
@@ -31,7 +46,6 @@ from graftlab.ranks.held_call import (
     describe_result,
     keep_given,
     release_call,
-    take_weights,
 )
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.options import LaunchOptions
@@ -46,6 +60,7 @@ _HOW = (
     "Each script waited in the outermost calls of its models and in the steps of its optimizers, which were repeated "
     "for each run from the same state; nothing else in the scripts was repeated."
 )
+_REFUSED = "What cannot be repeated in its process is judged where the scripts are started again for each run:"
 _NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
 # Seconds in which the results of further calls are compared, at least.
 _LOOK_AT_RESULTS = 10.0
@@ -57,6 +72,8 @@ _END_LIMIT = 60.0
 # The sentence of a verdict on weights begins with this.
 _WEIGHTS_DIFFER = "The weights already differ"
 
+logger = logging.getLogger(__name__)
+
 OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
 
 
@@ -65,7 +82,8 @@ class ScriptChoice:
     """How two scripts are compared: at most ``calls`` calls of their models, each judged by ``judging``.
 
     With ``training`` the target begins with the baseline's weights, and updates of the weights must be among what is
-    judged. With ``keep_going`` the scripts continue afterwards.
+    judged. With ``keep_going`` the scripts continue afterwards. With ``restart`` they are started again for each run
+    where a call or an update cannot be repeated.
     """
 
     settings: ScriptSettings = field(default_factory=ScriptSettings)
@@ -73,6 +91,7 @@ class ScriptChoice:
     calls: int = 4
     training: bool = False
     keep_going: bool = False
+    restart: bool = True
     folder: str | Path | None = None
 
 
@@ -81,8 +100,11 @@ def compare_scripts(
     target: ScriptCommand,
     choice: ScriptChoice,
     on_wait: OnWait = lambda processes, missing: None,
+    announce: Callable[[str], object] = logger.warning,
 ) -> Comparison:
     """Start both commands, hold the calls of their models one after the other, and judge each until one differs.
+
+    ``announce`` is given a sentence before the scripts are started again.
 
     Raises :class:`LaunchError`, with the last lines of a side's output, if a side ends before it calls a model or does
     not call one in time, and what :meth:`Session.run` raises.
@@ -94,7 +116,13 @@ def compare_scripts(
         return start_scripts(commands, options, plan, folder, choice.settings, on_wait)
 
     session = open_session(options, GraftPlan(), make_run_folder(choice.folder), start)
-    held = _HeldInTurn(session, choice)
+
+    def start_again() -> Sequence[RankHandle]:
+        return start(options, session.folder, session.plan)
+
+    restarts = choice.restart and not choice.keep_going
+    started = StartedScripts(session, start_again, training=choice.training) if restarts else None
+    held = _HeldInTurn(session, choice, started, announce)
     try:
         compared = held.judge()
         if choice.keep_going and all(rank.alive for rank in session.ranks):
@@ -142,8 +170,16 @@ _SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "bas
 class _HeldInTurn:
     """Judges what a session's scripts hold, calls of models and updates of weights, until something differs."""
 
-    def __init__(self, session: Session, choice: ScriptChoice) -> None:
+    def __init__(
+        self,
+        session: Session,
+        choice: ScriptChoice,
+        started: StartedScripts | None = None,
+        announce: Callable[[str], object] = logger.warning,
+    ) -> None:
         self._session, self._choice = session, choice
+        # None if the scripts must not be started again.
+        self._started, self._announce = started, announce
         # The models of the calls so far, and the pairs that were found for each two models.
         self._models: list[str] = []
         self._proposals: dict[tuple[str, str], Proposal | None] = {}
@@ -199,20 +235,17 @@ class _HeldInTurn:
     def _concluded(self, said: Sequence[str] = ()) -> Comparison:
         """The comparison where everything that was judged agrees."""
         if self._unpaired is not None and not self._updates:
-            return _with(self._unpaired, said)
+            return self._with(self._unpaired, said)
         if self._choice.training and not self._updates:
             why = (
                 "No optimizer made a step in which it could be held, so no training was compared; leave --training out."
             )
-            return _with(self._compared, (why, self._agreed(), *said), "inconclusive")
-        return _with(self._compared, (self._agreed(), *said))
+            return self._with(self._compared, (why, self._agreed(), *said), "inconclusive")
+        return self._with(self._compared, (self._agreed(), *said))
 
     def _first(self) -> _Held:
         if self._choice.training:
-            before = self._session.plan.b2t
-            lend_plan(self._session, b2t="kind == 'param'")
-            self._session.run(take_weights, take_weights)
-            lend_plan(self._session, b2t=before)
+            take_baseline_weights(self._session)
         run = self._session.run(describe_call, describe_call)
         return _Held(run.baseline, run.target)
 
@@ -272,6 +305,9 @@ class _HeldInTurn:
             return self._since_update >= _MOST_WITHOUT_UPDATE
         if not self._are_judged:
             return False
+        if self._has_started:
+            # A look at the results repeats each call once.
+            return True
         now = time.monotonic()
         if self._judged_by == math.inf:
             # As long again as the judged calls took. Scripts that continue afterwards must not be waited for.
@@ -289,7 +325,16 @@ class _HeldInTurn:
         if self._proposals and list(self._proposals)[-1] != models:
             # Pairs of other models are in force.
             self._session.edit(pairs=known)
-        compared = judge_held_calls(self._session, baseline, target, self._choice.judging, known)
+        judging = self._choice.judging
+        why = _why_not_held(baseline, target)
+        if why is None or self._started is None:
+            compared = judge_held_calls(Repeats(self._session), baseline, target, judging, known)
+            why = why or _why_not_repeated(compared)
+        if why is not None and self._started is not None:
+            self._announce(announcement(why))
+            compared = self._started.judge_call(baseline, target, judging, known)
+        elif why is not None:
+            compared = self._refused(compared)
         self._proposals.pop(models, None)
         self._proposals[models] = compared.match
         self._models.append(models[0])
@@ -304,14 +349,53 @@ class _HeldInTurn:
         self._updates += 1
         self._since_update = 0
         proposal = next(reversed(self._proposals.values()), None)
-        compared = judge_held_updates(self._session, baseline, target, self._choice.judging, proposal, self._apart)
+        judging = self._choice.judging
+        why = _why_not_held(baseline, target)
+        if why is None or self._started is None:
+            if any(each.has_closure for each in (*baseline, *target)):
+                self._updates -= 1
+                return self._refused(self._passed())
+            repeats = Repeats(self._session)
+            compared = judge_held_updates(repeats, baseline, target, judging, proposal, self._apart)
+            why = why or _why_not_repeated(compared)
+        if why is not None and self._started is not None:
+            self._announce(announcement(why))
+            compared = self._started.judge_update(baseline, target, judging, proposal, self._apart)
+        elif why is not None:
+            compared = self._refused(compared)
         if compared.answer == "agree":
             # Optimizers may make much of rounding, and it would add up from update to update.
             self._session.run(keep_given, keep_given)
+            if self._started is not None:
+                self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
         if self._unpaired is not None:
             unpaired = f"{NOT_CHECKED}single calls, as the sides call their models with other numbers of rows."
             compared = replace(compared, remarks=(*compared.remarks, unpaired))
         return compared
+
+    def _refused(self, compared: Comparison) -> Comparison:
+        """The comparison with the reason why the scripts were not started again."""
+        option = "--keep-going" if self._choice.restart else "--no-restart"
+        return replace(compared, remarks=(*compared.remarks, f"{_REFUSED} {option} refuses that."))
+
+    def _passed(self) -> Comparison:
+        """The comparison so far, without the update that is held."""
+        if not self._judged:
+            raise SessionError(
+                "the scripts make an update by a closure before anything that can be repeated, and starting them again "
+                "was refused"
+            )
+        return replace(self._compared, answer="agree")
+
+    @property
+    def _has_started(self) -> bool:
+        return self._started is not None and self._started.starts > 0
+
+    def _with(self, compared: Comparison, said: Sequence[str], answer: Answer | None = None) -> Comparison:
+        starts = self._started.starts if self._started is not None else 0
+        how = how_started(starts) if starts else _HOW
+        remarks = (*said, *compared.remarks)
+        return replace(compared, remarks=remarks, answer=answer or compared.answer, how=how, starts=starts)
 
     def _agreed(self, models: Sequence[str] | None = None, updates: int | None = None) -> str:
         counts = Counter(self._models if models is None else models)
@@ -328,10 +412,10 @@ class _HeldInTurn:
         """The comparison of the last call or update, with what agreed before it."""
         if self._since_update == 0 and self._updates:
             agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
-            return _with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
+            return self._with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
         if len(self._models) == 1 and not self._updates:
-            return _with(compared, ())
-        return _with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
+            return self._with(compared, ())
+        return self._with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
 
     def _at_last_call(self, compared: Comparison) -> str:
         number = len(self._models) + len(self._results)
@@ -368,14 +452,14 @@ class _HeldInTurn:
             if (how := _failure(process, held.of(side))) is not None
         ]
         if said:
-            return _with(self._compared, said, "inconclusive")
+            return self._with(self._compared, said, "inconclusive")
         for more, fewer in _SIDES:
             for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
                 if held.holds(more, kind):
                     differ = (
                         f"{self._agreed()} Then the {more} {what} again, and the {fewer} ends: their numbers differ."
                     )
-                    return _with(self._compared, (differ,), "differ")
+                    return self._with(self._compared, (differ,), "differ")
         return self._concluded()
 
 
@@ -411,5 +495,31 @@ def _failure(process: ScriptProcess, results: Sequence[object]) -> str | None:
     return process.how_it_ended()
 
 
-def _with(compared: Comparison, said: Sequence[str], answer: Answer | None = None) -> Comparison:
-    return replace(compared, remarks=(*said, *compared.remarks), answer=answer or compared.answer, how=_HOW)
+def _why_not_held(
+    baseline: Sequence[CallDescription | UpdateDescription], target: Sequence[CallDescription | UpdateDescription]
+) -> str | None:
+    """Why what both sides hold cannot be repeated in place, in a sentence; None if it can."""
+    for side, held in (("baseline", baseline), ("target", target)):
+        for each in held:
+            if isinstance(each, UpdateDescription):
+                what = f"The {side}'s update {each.number} of the weights, a step of {each.optimizer},"
+                if each.has_closure:
+                    return f"{what} calls the model by a closure, and cannot be repeated in its process."
+                if each.not_repeated:
+                    return f"{what} gives something else when it is repeated."
+                continue
+            what = f"The {side}'s call {each.number} of {each.model}"
+            if each.fails_when_repeated:
+                return f"{what} fails when it is repeated ({each.fails_when_repeated})."
+            if each.not_repeated:
+                return f"{what} gives something else when it is repeated ({each.not_repeated[0]})."
+    return None
+
+
+def _why_not_repeated(compared: Comparison) -> str | None:
+    """Which side a verdict has seen to differ from itself, in a sentence; None for neither."""
+    found = compared.findings
+    for side, taps in (("baseline", found.not_repeated), ("target", found.target_not_repeated)):
+        if compared.answer == "inconclusive" and taps:
+            return f"The {side} gives something else when it is repeated (at {taps[0]})."
+    return None

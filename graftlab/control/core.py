@@ -575,9 +575,13 @@ class SessionCore:
             self._require_workers("restart")
             if not all(rank.can_restart for rank in self._ranks):
                 raise SessionError("this session cannot restart its ranks, which are scripts; compare them again")
+            self._replace_ranks(lambda: launch_ranks(self.options, self.folder, self.plan))
+
+    def _replace_ranks(self, start: Callable[[], Sequence[RankHandle]]) -> None:
+        with self._lock:
             self._runs.close("the session was restarted")
             self._end_ranks()
-            started = launch_ranks(self.options, self.folder, self.plan)
+            started = start()
             self._runs.reopen(self._ranks)
             # In place, because all parts of the session share this list.
             self._ranks[:] = started
@@ -632,6 +636,16 @@ class SessionCore:
 def internals_of(session: SessionCore) -> SessionInternals:
     """What the package needs of a session and a user does not."""
     return session._internals
+
+
+def replace_ranks(session: SessionCore, start: Callable[[], Sequence[RankHandle]]) -> None:
+    """End the session's ranks, and continue with those that ``start`` returns, on the same places.
+
+    What ``start`` raises leaves a session without ranks, which can be read and closed.
+    """
+    with session._ending:
+        session._require_open()
+        session._replace_ranks(start)
 
 
 def start_under(

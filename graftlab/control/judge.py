@@ -35,12 +35,15 @@ if TYPE_CHECKING:
 def judge(session: SessionCore, request: VerdictRequest) -> Verdict:
     """See :meth:`graftlab.session.Session.verdict`."""
     if all(rank.takes_work for rank in session.ranks):
-        runs: VerdictRuns = CalledRuns(session, of_functions(session, request))
-    else:
-        runs = StepRuns(session, _of_jobs(request))
+        return judge_runs(CalledRuns(session, of_functions(session, request)))
+    return judge_runs(StepRuns(session, _of_jobs(request)))
+
+
+def judge_runs(runs: VerdictRuns) -> Verdict:
+    """The verdict of these runs, which becomes one of their session's."""
     with runs:
         verdict = Judgement(runs).verdict()
-    internals_of(session).verdicts.append(verdict)
+    internals_of(runs.session).verdicts.append(verdict)
     return verdict
 
 

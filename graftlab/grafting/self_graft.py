@@ -112,19 +112,19 @@ def graft_self(
         _run(exact, twin)
         found.exact = twin.rows
         alone = SelfGrafter(record.taps, dtype_of, seed, moves=False, resets=False)
-        _note_returned(found, result, _run(exact, alone))
+        note_returned(found, result, _run(exact, alone))
         found.exact_outputs = alone.rows
     perturbed = SelfGrafter(record.taps, dtype_of, seed)
     _run(call, perturbed)
     found.added = perturbed.rows
     drift = SelfGrafter(record.taps, dtype_of, seed + 1, resets=False)
-    _note_returned(found, result, _run(call, drift))
+    note_returned(found, result, _run(call, drift))
     found.outputs = drift.rows
     return found
 
 
-def _note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
-    """Add this result's distance from the recorded one to ``found.returned``, as a root of summed squares."""
+def note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
+    """Add a result's distance from the recorded one to ``found.returned``, as a root of summed squares."""
     differences, _ = compare_named(recorded, named_tensors(result))
     for path, rel_l2, _ in differences:
         # A distance that is not finite would excuse any difference.

@@ -41,7 +41,7 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
-from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice, hold, release_call
+from graftlab.ranks.held_call import HeldCall, ScriptEnd, UnitKind, WatchChoice, held_unit, hold, release_call
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
@@ -49,6 +49,7 @@ from graftlab.ranks.own_place import own_backend, own_device, own_rank
 from graftlab.ranks.process_end import die_with_notebook
 from graftlab.ranks.worker import Rank
 from graftlab.taps.outermost_calls import OutermostCalls
+from graftlab.taps.watch import Watch, watch
 
 FOLDER, SIDE, MODEL = "GRAFTLAB_COMPARE_FOLDER", "GRAFTLAB_COMPARE_SIDE", "GRAFTLAB_COMPARE_MODEL"
 """Environment variables of a script's processes: where they join, as which side, and the class of the models to hold;
@@ -107,6 +108,9 @@ class HeldScript:
         if module not in self._models.values():
             self._models[f"{kind}{self._seen or ''}"] = module
             self._seen += 1
+        if self._is_held:
+            # It belongs to the closure of a step that is held.
+            return
         # An update that raised never ended.
         self._updating = None
         if self._wanted not in (None, kind):
@@ -116,6 +120,8 @@ class HeldScript:
         self._calls_in_step += 1
         if self._rank is None:
             self._rank = _joined(self._folder, self._side, self.remove)
+        if not self._rank.waits_in("call", self._count):
+            return
         call = partial(module, *args, **kwargs)
         self._rank.hold(
             HeldCall(call, {"": module}, (args, kwargs), self._rank.choice, number=self._count, others=self._others)
@@ -133,11 +139,12 @@ class HeldScript:
             # The optimizer may be part of a larger one, whose step is held.
             return
         self._updating = optimizer
-        if len(args) > 1 or kwargs:
-            # A closure calls the model again.
-            return
         self._updates += 1
-        step = partial(type(optimizer).step, *args)
+        if not self._rank.waits_in("update", self._updates):
+            self._begin_step()
+            return
+        has_closure = any(callable(each) for each in (*args[1:], *kwargs.values()))
+        step = partial(type(optimizer).step, *args, **kwargs)
         update = HeldUpdate(
             step,
             optimizer,
@@ -146,11 +153,15 @@ class HeldScript:
             self._previous,
             number=self._updates,
             calls=self._calls_in_step,
+            watch_calls=partial(_watch_calls, self._rank.choice) if has_closure else None,
         )
         self._is_held = True
         self._rank.hold(update)
         self._is_held = False
         self._previous = update.gradients
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._gradients.begin_step()
         self._calls_in_step = 0
 
@@ -160,10 +171,22 @@ class HeldScript:
             self._updating = None
 
 
+def _watch_calls(choice: WatchChoice, model: torch.nn.Module) -> Watch:
+    return watch(
+        model,
+        include=choice.include,
+        functions=choice.functions,
+        inside=choice.inside,
+        inputs=choice.inputs,
+        grads=True,
+    )
+
+
 class _ScriptRank(Rank):
     """A rank whose main loop runs while its script waits in a held call."""
 
     choice: WatchChoice
+    _next_unit: tuple[UnitKind, int] | None = None
     _has_begun = False
     _is_over = False
 
@@ -173,6 +196,19 @@ class _ScriptRank(Rank):
         self._runs = 0
         super().__init__(*given)
         atexit.register(self._report_end, os.getpid())
+
+    def waits_in(self, kind: UnitKind, number: int) -> bool:
+        """Whether the script waits in this call or update, or passes it because a later one was chosen."""
+        if self._next_unit not in (None, (kind, number)):
+            return False
+        self._next_unit = None
+        return True
+
+    def skip_to(self, kind: UnitKind, number: int) -> None:
+        """Let the script continue to this call or update, unless it waits there."""
+        if held_unit() != (kind, number):
+            self._next_unit = (kind, number)
+            release_call()
 
     def hold(self, call: HeldCall | HeldUpdate) -> None:
         """Repeat this call or update as the notebook asks, until it is released."""
@@ -240,6 +276,12 @@ class _ScriptRank(Rank):
 
 
 _rank: _ScriptRank | None = None
+
+
+def skip_to(kind: UnitKind, number: int) -> None:
+    """Let this process continue to a call or an update; sent to a rank by its name."""
+    assert _rank is not None
+    _rank.skip_to(kind, number)
 
 
 def leave() -> None:

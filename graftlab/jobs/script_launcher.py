@@ -71,6 +71,8 @@ class ScriptProcess:
         self.side, self.command, self.log = side, command, log
         self.keeps_going = False
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        # A script that is started again continues the log of its earlier processes.
+        self._log_begins = os.fstat(descriptor).st_size
         try:
             self._process = subprocess.Popen(
                 command.arguments,
@@ -118,7 +120,7 @@ class ScriptProcess:
     def last_lines(self, most: int = _LAST_LINES) -> str:
         """The last lines that it has printed."""
         try:
-            text = self.log.read_text(encoding="utf-8", errors="replace")
+            text = self.log.read_bytes()[self._log_begins :].decode("utf-8", errors="replace")
         except OSError as error:
             return f"(its output cannot be read: {error})"
         return "\n".join(text.splitlines()[-most:]) or "(nothing)"
@@ -130,12 +132,14 @@ class ScriptProcess:
 
     def release(self) -> None:
         """End it as :meth:`kill` does, and release what this process holds of it."""
+        if self.ended < 0:
+            # Its number may be that of another process by now.
+            return
         self.kill()
         if not self.keeps_going:
             self._process.wait()
-        if self.ended >= 0:
-            os.close(self.ended)
-            self.ended = -1
+        os.close(self.ended)
+        self.ended = -1
 
 
 class ScriptRankHandle(RankHandle):

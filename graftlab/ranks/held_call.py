@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import GeneratorType
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +33,11 @@ from graftlab.taps.watch import Watch, watch, weights_of
 
 # Set before a function loads its model and makes its inputs, so that both sides draw the same random numbers.
 _SEED = 0
+# Items that a generator is run for, which may have no end.
+_MOST_ITEMS = 1024
+
+UnitKind = Literal["call", "update"]
+"""What a script is held in: a call of a model, or an update of its weights."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class CallDescription:
     """How often models of other classes than the chosen one were called so far, by class."""
     buffers: tuple[str, ...] = ()
     """The names of the model's buffers, which its own calls may write."""
+    fails_when_repeated: str | None = None
+    """What a repetition raises although the first call returns."""
 
 
 @dataclass(frozen=True)
@@ -102,23 +111,37 @@ class HeldCall:
 
     def __call__(self) -> dict[str, torch.Tensor]:
         self._snapshot.restore()
-        results = named_tensors(self._call())
+        result = self._call()
+        if isinstance(result, GeneratorType):
+            # What it computes would arise in the script's own code, after the call.
+            result = list(itertools.islice(result, _MOST_ITEMS))
+        results = named_tensors(result)
         if self._has_backward:
             self._go_backward(results)
         return results
 
+    def prepare(self, backward: bool) -> None:
+        """Install the taps for one call in this process, with or without a backward pass."""
+        self._has_backward = backward
+        self._watch()
+
     def describe(self) -> CallDescription:
         """Call it without taps, again, and with them."""
         names = _TapLister()
+        not_repeated: list[str] = []
+        fails = None
         with handled_by(names):
             # A tap in the model's own code stays, and does nothing else here.
             first = self()
             needs_backward = any(tensor.requires_grad for tensor in first.values())
-            plain = _copied(first)
-            not_repeated = changed_results(plain, self())
-            names.reached.clear()
-            self._watch()
-            tapped = _copied(self())
+            plain = tapped = _copied(first)
+            try:
+                not_repeated = changed_results(plain, self())
+                names.reached.clear()
+                self._watch()
+                tapped = _copied(self())
+            except Exception as error:
+                fails = f"{type(error).__name__}: {error}".partition("\n")[0]
         buffers = [f"{prefix}{name}" for prefix, model in self._models.items() for name, _ in model.named_buffers()]
         return CallDescription(
             self._kind,
@@ -130,6 +153,7 @@ class HeldCall:
             tuple(not_repeated),
             self._others,
             tuple(buffers),
+            fails,
         )
 
     def describe_result(self) -> CallDescription:
@@ -139,6 +163,11 @@ class HeldCall:
         needs_backward = any(tensor.requires_grad for tensor in result.values())
         plain = _copied(result)
         return CallDescription(self._kind, self._number, needs_backward, (), plain, plain)
+
+    @property
+    def unit(self) -> tuple[UnitKind, int]:
+        """What this is, with its number among those of this process."""
+        return "call", self._number
 
     @property
     def _kind(self) -> str:
@@ -331,6 +360,20 @@ def describe_call() -> CallDescription | UpdateDescription | ScriptEnd:
 def describe_result() -> CallDescription | UpdateDescription | ScriptEnd:
     """Describe the result of the held call alone; otherwise like :func:`describe_call`."""
     return _held.describe_result() if isinstance(_held, HeldCall) else describe_call()
+
+
+def prepare_once(backward: bool) -> tuple[UnitKind, int] | ScriptEnd:
+    """Install the taps for one run of the held call or update; returns what is held, with its number."""
+    if isinstance(_held, ScriptEnd):
+        return _held
+    held = _held_here()
+    held.prepare(backward)
+    return held.unit
+
+
+def held_unit() -> tuple[UnitKind, int] | ScriptEnd:
+    """What is held, with its number among those of this process; or how the script has ended."""
+    return _held if isinstance(_held, ScriptEnd) else _held_here().unit
 
 
 def repeat_call() -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -69,6 +69,8 @@ class UpdateDescription:
     without_gradient: tuple[str, ...]
     not_repeated: bool
     scale: float = 1.0
+    has_closure: bool = False
+    """Whether the step calls the model itself, by a closure. It is described without being made."""
 
 
 class GradientWatch:
@@ -114,7 +116,8 @@ _WHOLE = (torch.nn.Parameter, torch.Tensor)
 class HeldUpdate:
     """A step of an optimizer that can be repeated: calling this object restores what it was given, and steps.
 
-    ``models`` are those whose weights the optimizer may have, by name.
+    ``models`` are those whose weights the optimizer may have, by name. A step with a closure calls the model itself:
+    ``watch_calls`` taps that.
     """
 
     def __init__(
@@ -127,8 +130,11 @@ class HeldUpdate:
         *,
         number: int,
         calls: int,
+        watch_calls: Callable[[torch.nn.Module], Watch] | None = None,
     ) -> None:
         self.is_released = False
+        self._watch_calls = watch_calls
+        self._watched_calls: Watch | None = None
         self._step, self._optimizer, self._gradients = step, optimizer, gradients
         self._model = _named(models, optimizer)
         self._previous, self._number, self._calls = previous, number, calls
@@ -140,9 +146,19 @@ class HeldUpdate:
     def __call__(self) -> dict[str, torch.Tensor]:
         if self._watched is None:
             self._watched = watch_training(self._model, self._optimizer)
+            if self._watch_calls is not None:
+                self._watched_calls = self._watch_calls(self._model)
         self._base.restore()
         self._step()
         return {}
+
+    @property
+    def unit(self) -> tuple[Literal["update"], int]:
+        """What this is, with its number among those of this process."""
+        return "update", self._number
+
+    def prepare(self, backward: bool) -> None:
+        """Do nothing: taps are installed with the first run, and gradients are among them in any case."""
 
     def describe(self) -> UpdateDescription:
         """Describe what the update is given, and whether it repeats itself."""
@@ -154,7 +170,8 @@ class HeldUpdate:
             for name, w in weights.items()
             if w.grad is not None and w.grad.layout == torch.strided
         }
-        once, twice = self._results(), self._results()
+        has_closure = self._watch_calls is not None
+        once, twice = ([], []) if has_closure else (self._results(), self._results())
         accumulated = self._gradients.accumulated
         return UpdateDescription(
             type(self._optimizer).__name__,
@@ -170,6 +187,7 @@ class HeldUpdate:
             tuple(name for name, w in weights.items() if id(w) in held_by_optimizer and w.grad is None),
             not all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)),
             _scale_of_losses(),
+            has_closure,
         )
 
     def show_given(self) -> None:
@@ -219,6 +237,9 @@ class HeldUpdate:
         if self._watched is not None:
             self._watched.remove()
             self._watched = None
+        if self._watched_calls is not None:
+            self._watched_calls.remove()
+            self._watched_calls = None
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return weights_of(self._model, "", lambda name, kind: True, lambda name, kind: False, buffers=False)

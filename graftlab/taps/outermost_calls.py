@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ class OutermostCalls:
     """While installed, calls ``before(module, args, kwargs)`` before each call of a module with parameters that is not
     part of another module's call, and ``after(module, result)`` after it. A context manager.
 
-    Calls inside such a call run as if nothing were installed. A call in code that is being compiled is not seen.
+    Calls inside such a call run as if nothing were installed, also those of a generator that it returns. A call in code
+    that is being compiled is not seen.
     """
 
     def __init__(self, before: OnCall, after: OnResult = lambda module, result: None) -> None:
@@ -54,11 +57,37 @@ class OutermostCalls:
             self._before(module, args, kwargs)
             result = self._original(module, *args, **kwargs)
             self._after(module, result)
-            return result
         finally:
-            self._is_inside = False
-            if self._is_installed:
-                self._patch()
+            self._leave()
+        return self._inside(result) if isinstance(result, GeneratorType) else result
+
+    def _leave(self) -> None:
+        self._is_inside = False
+        if self._is_installed:
+            self._patch()
+
+    def _inside(self, items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Run a generator, so that the calls in it are not outermost ones."""
+        move: Callable[[], Any] = partial(next, items)
+        while True:
+            if was_outside := self._is_installed and not self._is_inside:
+                self._set(self._original)
+                self._is_inside = True
+            try:
+                item = move()
+            except StopIteration as end:
+                return end.value
+            finally:
+                if was_outside:
+                    self._leave()
+            try:
+                sent = yield item
+                move = partial(items.send, sent)
+            except GeneratorExit:
+                items.close()
+                raise
+            except BaseException as error:
+                move = partial(items.throw, error)
 
     def _patch(self) -> None:
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

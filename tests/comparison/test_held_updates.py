@@ -12,7 +12,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.comparison.gradients import judge_gradients
-from graftlab.comparison.held_calls import Comparison, JudgingChoice
+from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats
 from graftlab.comparison.held_updates import judge_held_updates
 from graftlab.ranks.held_call import describe_call, hold
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample, UpdateDescription
@@ -67,7 +67,7 @@ def session() -> Iterator[gl.Session]:
 def judged(session: gl.Session, fault: str) -> Comparison:
     session.run(hold_update, hold_update, args=(fault,))
     run = session.run(describe_call, describe_call)
-    return judge_held_updates(session, run.baseline, run.target, JudgingChoice(), None, {})
+    return judge_held_updates(Repeats(session), run.baseline, run.target, JudgingChoice(), None, {})
 
 
 @pytest.mark.ranks

@@ -1,0 +1,251 @@
+"""The judgement of a call or an update that cannot be repeated: the scripts are started again for each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from graftlab.base.text import counted
+from graftlab.base.world import Side
+from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_held_calls, why_no_backward
+from graftlab.comparison.held_updates import judge_held_updates, take_given_values
+from graftlab.control.core import lend_plan, replace_ranks
+from graftlab.control.judge import judge_runs
+from graftlab.control.match_runs import match
+from graftlab.control.started_runs import RecordedSteps, StartedRuns
+from graftlab.control.verdict_request import VerdictRequest
+from graftlab.control.verdict_runs import VerdictAbandoned
+from graftlab.errors import RunError, SessionError
+from graftlab.jobs.held_script import skip_to
+from graftlab.ranks.handle import RankHandle
+from graftlab.ranks.held_call import (
+    CallDescription,
+    ScriptEnd,
+    UnitKind,
+    held_unit,
+    keep_given,
+    prepare_once,
+    repeat_call,
+    take_weights,
+)
+from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.recorded_step import compare_with_record, record_step
+from graftlab.verdict.added import added_frame
+from graftlab.verdict.wording import Findings
+
+if TYPE_CHECKING:
+    from graftlab.control.verdicts import Verdict
+    from graftlab.matching.proposal import Proposal
+    from graftlab.session import Session
+
+# A record and its repetition, without grafts, with every tap grafted, two of the baseline against itself, and one from
+# which the scripts continue.
+EXPECTED_STARTS = 7
+# No comparison starts its scripts more often.
+MOST_STARTS = 100
+
+Units = Mapping[Side, tuple[UnitKind, int]]
+"""What each side is held in, with its number among the side's calls or updates."""
+
+
+def units_of(side_by_side: Mapping[Side, CallDescription | UpdateDescription]) -> Units:
+    """The units that these descriptions are of."""
+    return {
+        side: ("update" if isinstance(each, UpdateDescription) else "call", each.number)
+        for side, each in side_by_side.items()
+    }
+
+
+class StartedScripts(Repeats):
+    """Makes each run in processes of its own, which reach the same call or update by counting.
+
+    ``start`` starts both scripts; they wait at their first call. With ``training`` the target takes the baseline's
+    weights there.
+    """
+
+    def __init__(self, session: Session, start: Callable[[], Sequence[RankHandle]], *, training: bool) -> None:
+        super().__init__(session)
+        self.starts = 0
+        self._start, self._training = start, training
+        # The updates after which the target continued with the baseline's values.
+        self._kept: list[Units] = []
+        self._units: Units = {}
+        self._backward = False
+        self._no_backward: str | None = None
+        self._recorded: RecordedSteps
+
+    def keep(self, units: Units) -> None:
+        """Let the target continue with the baseline's values after this update, in each later start too."""
+        self._kept.append(units)
+
+    # ---- one judgement ------------------------------------------------------------------------------------------
+
+    def judge_call(
+        self,
+        baseline: Sequence[CallDescription],
+        target: Sequence[CallDescription],
+        choice: JudgingChoice,
+        known: Proposal | None,
+    ) -> Comparison:
+        """Judge these calls, whose plain results are described. Afterwards the scripts wait there again."""
+        self._units = units_of({"baseline": baseline[0], "target": target[0]})
+        calls = [*baseline, *target]
+        self._backward = any(call.needs_backward for call in calls) and why_no_backward(calls) is None
+        self._no_backward = None
+        if (moved := self._record(f"call {baseline[0].number} of {baseline[0].model}")) is not None:
+            return self._not_comparable(moved, choice)
+        described = [
+            [
+                replace(each, taps=record.taps, tapped=record.results, not_repeated=(), fails_when_repeated=None)
+                for each, record in zip(side, records, strict=True)
+            ]
+            for side, records in zip((baseline, target), self._recorded.records.values(), strict=True)
+        ]
+        compared = judge_held_calls(self, described[0], described[1], choice, known)
+        return self._back(compared)
+
+    def judge_update(
+        self,
+        baseline: Sequence[UpdateDescription],
+        target: Sequence[UpdateDescription],
+        choice: JudgingChoice,
+        proposal: Proposal | None,
+        known: Mapping[str, float],
+    ) -> Comparison:
+        """Judge these updates. Afterwards the scripts wait there again."""
+        self._units = units_of({"baseline": baseline[0], "target": target[0]})
+        self._backward, self._no_backward = False, None
+        if (moved := self._record(f"update {baseline[0].number} of the weights")) is not None:
+            return self._not_comparable(moved, choice)
+        self._reach(takes_given=False)
+        ours, theirs = ([replace(each, not_repeated=False) for each in side] for side in (baseline, target))
+        return self._back(judge_held_updates(self, ours, theirs, choice, proposal, known))
+
+    def _back(self, compared: Comparison) -> Comparison:
+        if compared.answer == "agree":
+            # The scripts continue from here.
+            self._reach()
+        return replace(compared, starts=self.starts)
+
+    def _record(self, where: str) -> str | None:
+        """Record what two starts show; a sentence if a side does not show the same in both."""
+        folder = self.session.folder / "started"
+        folder.mkdir(exist_ok=True)
+        record = partial(record_step, str(folder), self.session.options.keep_budget)
+        self._reach()
+        try:
+            first = self.session.run(record, record)
+        except RunError as error:
+            if not self._backward:
+                raise
+            self._backward, self._no_backward = False, str(error).partition("\n")[0]
+            self._reach()
+            first = self.session.run(record, record)
+        self._reach()
+        second = self.session.run(*[partial(compare_with_record, str(folder))] * 2)
+        self._recorded = RecordedSteps(
+            str(folder),
+            {"baseline": first.baseline, "target": first.target},
+            {"baseline": second.baseline, "target": second.target},
+        )
+        sides: tuple[Side, ...] = ("baseline", "target")
+        return next(
+            (_not_seeded(side, found, where) for side in sides if (found := self._recorded.differing(side))), None
+        )
+
+    def _not_comparable(self, why: str, choice: JudgingChoice) -> Comparison:
+        nothing = added_frame(self.session.frame.iloc[:0], {}, constant=None)
+        findings = Findings(nothing, choice.threshold, self.session.options.target, inconclusive=[why])
+        return Comparison(findings, 2, self.session, None, "inconclusive", starts=self.starts)
+
+    # ---- runs ---------------------------------------------------------------------------------------------------
+
+    def match(self) -> Proposal:
+        # Each round of confirmation would be a start.
+        self._reach()
+        return match(self.session, repeat_call, repeat_call, rounds=0)
+
+    def add_backward(self) -> str | None:
+        return self._no_backward
+
+    def verdict(self, choice: JudgingChoice, *, explain: bool = True) -> Verdict:
+        request = VerdictRequest(
+            repeat_call,
+            repeat_call,
+            choice.output if explain else None,
+            choice.floor,
+            None,
+            choice.threshold,
+            explain,
+        )
+        return judge_runs(StartedRuns(self.session, request, self._reach, self._recorded))
+
+    # ---- starts -------------------------------------------------------------------------------------------------
+
+    def _reach(self, *, takes_given: bool = True) -> None:
+        """Start both scripts, and let them continue to where they are judged."""
+        if self.starts >= MOST_STARTS:
+            raise VerdictAbandoned(f"the scripts were started {MOST_STARTS} times, and are not started more often")
+        self.starts += 1
+        replace_ranks(self.session, self._start)
+        if self._training:
+            take_baseline_weights(self.session)
+        for units in self._kept:
+            self._skip_to(units)
+            take_given_values(self.session)
+            self.session.run(keep_given, keep_given)
+        self._skip_to(self._units)
+        self.session.run(prepare_once, prepare_once, args=(self._backward,))
+        if takes_given and self._units["baseline"][0] == "update":
+            take_given_values(self.session)
+
+    def _skip_to(self, units: Units) -> None:
+        self.session.run(partial(skip_to, *units["baseline"]), partial(skip_to, *units["target"]))
+        run = self.session.run(held_unit, held_unit)
+        for side, results in (("baseline", run.baseline), ("target", run.target)):
+            wanted = units["baseline" if side == "baseline" else "target"]
+            if (other := next((each for each in results if each != wanted), None)) is not None:
+                how = (
+                    f"ended{f' ({other.failure})' if other.failure else ''}"
+                    if isinstance(other, ScriptEnd)
+                    else "waits"
+                )
+                raise SessionError(
+                    f"the {side} was started again and {how} before {wanted[0]} {wanted[1]}, which it reached "
+                    "in its first start: it does not repeat itself"
+                )
+
+
+def take_baseline_weights(session: Session) -> None:
+    """Give the target's models of the held calls the baseline's weights."""
+    before = session.plan.b2t
+    lend_plan(session, b2t="kind == 'param'")
+    session.run(take_weights, take_weights)
+    lend_plan(session, b2t=before)
+
+
+def announcement(why: str) -> str:
+    """What is repeated, and how often, if the scripts are started again for this reason."""
+    return (
+        f"{why} The scripts will be started again for each of about {EXPECTED_STARTS} runs, and about twice as many if "
+        "they differ: checkpoints, uploads and prints are repeated; --no-restart refuses this."
+    )
+
+
+def how_started(starts: int) -> str:
+    """How the runs were made, in a sentence."""
+    return (
+        f"The scripts were started again {counted(starts, 'time')}, because a call or an update could not be repeated "
+        "in its process: each run began anew, and reached it by the count of calls and updates."
+    )
+
+
+def _not_seeded(side: Side, taps: Sequence[str], where: str) -> str:
+    more = f" and at {counted(len(taps) - 1, 'more tap')}" if len(taps) > 1 else ""
+    return (
+        f"The {side} does not repeat itself: started twice, it shows different values in {where}, first at {taps[0]}"
+        f"{more}. The usual reason is random numbers without a seed: begin the script with torch.manual_seed(0), and "
+        "random.seed(0) and numpy.random.seed(0) where it uses them; a data loader takes generator=."
+    )
