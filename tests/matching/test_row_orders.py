@@ -441,7 +441,7 @@ def test_rows_that_both_sides_have_alone_are_said_unless_they_are_padding() -> N
     said = unpaired(packed([0, 1, 2, 3]), with_first(request, packed(order)))
     assert said.endswith("computed differently before the first tap that shows them.")
     assert unpaired(batched([0, 1, 2, 3], 14), batched(order, 13)) == ""
-    # The baseline lacks a sequence, and all of its own rows have a partner.
+    # The baseline lacks a sequence, and all rows that it has are found.
     assert unpaired(packed([0, 1, 2]), packed([2, 0, 3, 1])) == ""
 
 
