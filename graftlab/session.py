@@ -359,12 +359,12 @@ class Session(SessionCore):
         are found and confirmed as those of a verdict, and ``threshold`` is its threshold, over the rounding of the
         tap's dtype. The code is given as for :meth:`run`; it must be repeatable.
 
-        Raises what :meth:`run` raises, and :class:`SessionError` for a tap that no call measured, and for jobs.
+        Raises what :meth:`run` raises, and :class:`SessionError` for a tap that no call measured, for jobs,
+        and for a baseline that is a recording.
 
         >>> session.lines("hidden", forward, forward, args=(x,)).text
         "'hidden' adds no more than rounding: from equal values before it, both sides compute the same."
         """
-        self._require_workers("run code on")
         from graftlab.control.tap_lines import lines_of_tap
         from graftlab.control.verdict_request import VerdictRequest
 

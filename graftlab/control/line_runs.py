@@ -13,7 +13,8 @@ from graftlab.base.tags import identity, own_tags
 from graftlab.base.world import Side
 from graftlab.control.verdict_runs import RunFilters, TracedRun, VerdictRuns
 from graftlab.diffs.rounding import roundoff
-from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, LostOperation, first_lost
+from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
+from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.remedies import Remedy
 from graftlab.lines.traces import SliceTrace, WantedCall
 from graftlab.ranks.line_tracer import LINE_TAP, OperationChanges
@@ -208,7 +209,8 @@ class LineSearch:
     def _choose(self, calls: Sequence[_Traced], traced: TracedRun) -> list[_Traced]:
         """Give each unsettled call its next operation to graft; returns the calls that have one.
 
-        An operation that leads to several calls is grafted for one of them at a time, or it would confirm the others.
+        An operation that leads to several calls is grafted for one of them at a time, or it would confirm the others,
+        except where it is all that is changed for each of them.
         """
         chosen: list[_Traced] = []
         slices = [
@@ -229,8 +231,8 @@ class LineSearch:
             if not graft and not tries_remedy:
                 continue
             touched = call.untried[0].touched if tries_remedy else frozenset(graft)
-            others = {calls.index(each) for each in chosen}
-            elsewhere = {target for each in chosen for target in each.touched}
+            others = {calls.index(each) for each in chosen if not _makes_same_change(call, graft, tries_remedy, each)}
+            elsewhere = {target for other in others for target in calls[other].touched}
             if any(touched & slices[other] for other in others) or elsewhere & slices[place]:
                 continue
             if tries_remedy:
@@ -292,9 +294,11 @@ class LineSearch:
         first = [each for each in call.before.target if not each.is_later and each not in confirmed]
         # The fault may be in any of them where none could be confirmed.
         later = [] if confirmed or cure is not None else [each for each in call.before.target if each.is_later]
+        on_target = [*confirmed, *first, *later]
+        on_baseline = [each for each in call.before.baseline if not each.is_later]
         sides: list[tuple[Side, list[LostOperation]]] = [
-            ("target", [*confirmed, *first, *later]),
-            ("baseline", [each for each in call.before.baseline if not each.is_later]),
+            ("target", on_target),
+            ("baseline", _with_counterpart(on_baseline, on_target if cure is None else [])),
         ]
         if cure is not None:
             for side, lost in sides:
@@ -318,11 +322,14 @@ class LineSearch:
                     frame.line,
                     frame.source,
                     each.operation.call,
+                    each.operation.arguments,
+                    each.operation.shapes,
                     is_confirmed,
                     each.is_suspect,
                     each.lacks_sum,
                     cure is not None and is_cure and cure.is_one_sided,
-                    each.state,
+                    tuple(read.name for read in each.state),
+                    tuple(_written(read) for read in each.state),
                     call.wanted.name,
                     call.wanted.step,
                     call.wanted.occurrence,
@@ -335,6 +342,17 @@ class LineSearch:
                 seen[key] = line
             lines += list(seen.values())[:MOST_LINES]
         return lines
+
+
+def _with_counterpart(baseline: Sequence[LostOperation], target: Sequence[LostOperation]) -> list[LostOperation]:
+    """The baseline's lost operations, with the counterpart of the target's first one before them."""
+    counterpart = target[0].counterpart if target else None
+    if counterpart is None:
+        return list(baseline)
+    same = [each for each in baseline if each.operation.index == counterpart.index]
+    # One that changes nothing is not lost.
+    first = same or [LostOperation(counterpart, has_equal_inputs=True, follows_inputs=True)]
+    return [*first, *(each for each in baseline if each.operation.index != counterpart.index)]
 
 
 def _all(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
@@ -358,9 +376,24 @@ def _changes(calls: Sequence[_Traced]) -> dict[Side, OperationChanges]:
     return {"baseline": OperationChanges(baseline), "target": OperationChanges(target, passed, fed)}
 
 
+def _written(read: StateRead) -> str:
+    """When and where a tensor was last written, in words; blank where that was not seen."""
+    if read.writer is None or not read.writer.frames:
+        return ""
+    frame = read.writer.frames[0]
+    return f"in step {read.writer.step} by {frame}  {frame.source}".rstrip()
+
+
 def _fed_tap_of(remedy: Remedy) -> str:
     """The name of the tap that shows what operations read in place of a value."""
     return f"{LINE_TAP}.{remedy.partner}.before.{min(remedy.fed)}"
+
+
+def _makes_same_change(call: _Traced, graft: LineGraft, tries_remedy: bool, other: _Traced) -> bool:
+    """Whether the change that is chosen for another call is all that this call is to have."""
+    if tries_remedy:
+        return other.trying is not None and other.trying.changes == call.untried[0].changes
+    return other.trying is None and not call.grafts and other.grafts == [graft] and other.left_out is None
 
 
 def _has_counterpart(lost: LostOnBothSides) -> bool:

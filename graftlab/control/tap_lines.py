@@ -63,14 +63,24 @@ class TapLines:
         return bundle(repr(self), f"<p><b>{html.escape(self._headline)}</b></p>{source_view(self.found)}")
 
 
-def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> TapLines:
-    """See :meth:`graftlab.session.Session.lines`."""
+def require_functions(session: SessionCore) -> None:
+    """Raise :class:`SessionError` where the ranks run no functions, whose operations could be traced."""
     if not all(rank.takes_work for rank in session.ranks):
         raise SessionError(
             "lines: these ranks are jobs that another launcher started, whose operations cannot be traced; "
             "session.verdict() names the tap"
         )
+
+
+def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> TapLines:
+    """See :meth:`graftlab.session.Session.lines`."""
+    require_functions(session)
     with CalledRuns(session, of_functions(session, request)) as runs:
+        if runs.recorded:
+            raise SessionError(
+                "lines: the baseline is a recording, which has no operations to compare with; session.verdict() names "
+                "the tap"
+            )
         compared = runs.both("without grafts", RunFilters(compare="True"))
         grafted = runs.both("what each tap adds", RunFilters(b2t="True"))
         lonely = lonely_filter(pd.concat([compared, grafted]))

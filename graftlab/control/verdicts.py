@@ -70,9 +70,11 @@ class Verdict:
 
         For each group up to three lines of the target and of the baseline, the most telling first. ``operation`` is
         torch's operation at the line, with its arguments; ``confirmed`` means that the tap agrees once this operation
-        alone has the baseline's value; ``is_suspect`` that values have another order or other signs from here on,
-        which may be meant. ``tap``, ``step``, ``occurrence`` and ``rank`` are the call that was traced, ``stack`` all
-        lines that led to the operation, innermost first. Empty where nothing was named or could be traced.
+        alone has the baseline's value; ``is_suspect`` that values have another order, other signs or another place
+        from here on, which may be meant; ``state`` and ``written`` are the caches and buffers that the line reads and
+        the other side lacks, and the lines that wrote them last. ``tap``, ``step``, ``occurrence`` and ``rank`` are
+        the call that was traced, ``stack`` all lines that led to the operation, innermost first. Empty where nothing
+        was named or could be traced.
         """
         return lines_frame(self.findings.lines)
 

@@ -23,33 +23,12 @@ from graftlab.lines.fingerprints import (
     agreement,
     joined,
 )
+from graftlab.lines.lost import LostOperation, StateRead
+from graftlab.lines.operands import with_choices
 from graftlab.lines.remedies import LostPart, Remedy, remedies
 from graftlab.lines.traces import SliceTrace, TracedOperation
 
 TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True)
-class LostOperation:
-    """An operation at which a side departs from the other.
-
-    ``has_equal_inputs`` means that the other side has all that it read, in the same order or in another shape;
-    ``follows_inputs`` that it depends on the values of taps, and not on constants and parameters alone. ``is_suspect``
-    marks one whose result the other side has in another order or with other signs, which may be meant, and ``is_later``
-    one that depends on another lost one. ``lacks_sum`` marks one whose results on the ranks would have to be summed to
-    give the other side's. ``state`` are the names of tensors that existed before, which the operation reads and the
-    other side does not have. ``partner`` is the index of the other side's operation that reads the same and gives the
-    same shape.
-    """
-
-    operation: TracedOperation
-    has_equal_inputs: bool
-    follows_inputs: bool
-    is_suspect: bool = False
-    is_later: bool = False
-    lacks_sum: bool = False
-    state: tuple[str, ...] = ()
-    partner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +68,10 @@ def first_lost(
     alike = DIFFERENT if None in results else agreement(*results, tolerance)  # type: ignore[arg-type]
     level = min(alike + 1, IN_ORDER)
     lost_there, lost_here = (side.first_lost(level) for side in (on_target, on_baseline))
+    lost_there, lost_here = (
+        with_choices(lost_there, lost_here, target[rank], baseline[ours]),
+        with_choices(lost_here, lost_there, baseline[ours], target[rank]),
+    )
     return LostOnBothSides(
         _with_partners(lost_here, lost_there, baseline[ours], target[rank], tolerance),
         _with_partners(lost_there, lost_here, target[rank], baseline[ours], tolerance),
@@ -290,21 +273,23 @@ class _Side:
         first = [each.operation for each in lost if not each.is_later]
         return LostPart(self.trace, self._lost_here(level), first[:3], lambda n: self.says(n) and self._is_equal(n))
 
-    def _state(self, operation: TracedOperation) -> tuple[str, ...]:
-        """The names of tensors from before the trace that this reads, also arranged, and that the other side lacks."""
+    def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
+        """What outlives a call, that this reads, also arranged, and that the other side lacks."""
         sources = self._sources()
         by_index = {each.index: each for each in self.trace.operations}
-        names: dict[str, None] = {}
+        found: dict[str, StateRead] = {}
         left = list(operation.inputs)
         while left:
             number = left.pop(0)
             value = self.trace.values[number]
             if value.path is not None and self.says(number) and not self.level(number):
-                names[value.path] = None
+                # What was written before this call was not seen.
+                writer = by_index.get(max(value.sources, default=-1))
+                found.setdefault(value.path, StateRead(value.path, writer))
             for index in sources[number]:
                 if by_index[index].only_arranges:
                     left += by_index[index].inputs
-        return tuple(names)
+        return tuple(found.values())
 
     def _arranges_known(self, operation: TracedOperation, level: int) -> bool:
         """Whether an operation only arranges what the other side has, or what others arranged so."""
@@ -357,12 +342,12 @@ class _Side:
         An operation after them reads a wrong value, and the operations that made this value are right.
         """
         lost = self._lost(level)
-        follows = self._following_inputs()
+        follows, drawn = self._following_inputs(), self._drawn_data()
         readers = self._readers()
         excused: set[int] = set()
         for each in reversed(lost):
-            # A constant of another layer may be the mistake.
-            is_known = follows[each.index] and any(
+            # A constant of another layer may be the mistake; numbers that were drawn are data.
+            is_known = (follows[each.index] or each.index in drawn) and any(
                 self.says(number) and self.elsewhere.find(self.trace.fingerprints[number])[0] >= level
                 for number in each.outputs
             )
@@ -412,6 +397,20 @@ class _Side:
             found[each.index] = any(
                 begins(number) or any(found.get(index, False) for index in sources[number]) for number in each.inputs
             )
+        return found
+
+    def _drawn_data(self) -> set[int]:
+        """The operations that draw random numbers into a new tensor, and those that arrange these.
+
+        What a weight is initialised with, which is drawn in place, is no data.
+        """
+        sources = self._sources()
+        found: set[int] = set()
+        for each in self.trace.operations:
+            draws = each.is_random and not each.inputs and not each.name.endswith("_")
+            arranges = each.only_arranges and each.name not in ("clone", "copy")
+            if draws or (arranges and any(index in found for number in each.inputs for index in sources[number])):
+                found.add(each.index)
         return found
 
     def _computes_from_known(self, operation: TracedOperation, level: int) -> bool:
@@ -496,7 +495,7 @@ def _with_partners(
             and _shape_of(found.operation, other) == shape
             and _reads_the_same(each.operation, found.operation, trace, other, tolerance)
         ]
-        same = [found for found in alike if found.operation.name == each.operation.name] or alike
+        same = [found for found in alike if found.operation.name == each.operation.name]
         # An operation that changes nothing on its side is not lost there.
         found_by_name = (
             []
@@ -510,14 +509,17 @@ def _with_partners(
                 and _reads_the_same(each.operation, found, trace, other, tolerance)
             ]
         )
-        candidates[each.operation.index] = tuple(sorted([*(o.operation.index for o in same), *found_by_name]))
+        chosen = [] if found_by_name else same or alike
+        candidates[each.operation.index] = tuple(sorted([*(o.operation.index for o in chosen), *found_by_name]))
     partners: dict[int, int] = {}
     for found in {each for each in candidates.values() if each}:
         # A line may run several times on the same values, as for queries and keys: in the same order on both sides.
         own = sorted(index for index, same in candidates.items() if same == found)
         if len(own) == len(found):
             partners.update(zip(own, found, strict=True))
-    return [replace(each, partner=partners.get(each.operation.index)) for each in lost]
+    by_index: dict[int | None, TracedOperation] = {each.index: each for each in other.operations}
+    found_partners = [(each, partners.get(each.operation.index)) for each in lost]
+    return [replace(each, partner=found, counterpart=by_index.get(found)) for each, found in found_partners]
 
 
 def _reads_the_same(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ LARGE = 1 << 16
 """A tensor of more elements is large: its values are not sorted, which takes thirty times as long as their sums."""
 NUMBER_BUDGET = 1 << 29
 """The elements that one recording reads for fingerprints at all."""
+
+# A search for the name of what was written in place takes about a millisecond.
+_MOST_SEARCHES = 200
+_SEARCHES_OF_ONE = 2
 
 # What these write to, they do not read.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
@@ -54,7 +59,8 @@ class TracedValue:
     tap: str | None = None
     is_parameter: bool = False
     path: str | None = None
-    """For a tensor that existed before: the attribute or variable under which the code that reads it has it."""
+    """The attribute or variable under which the code that reads it has it, for a tensor that existed before; for one
+    that operations wrote to in place, the attribute or key alone."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,12 @@ class Operation:
     backward_of: tuple[SourceFrame, ...] = ()
     """For an operation of the backward pass: the lines of the forward operation that it belongs to."""
     is_of_backward: bool = False
+    step: int = 0
+    """The step of the recording in which it ran, from its first."""
+    arguments: tuple[str, ...] = ()
+    """In words, those that are no tensors and have not their usual value."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Those of the tensors that it reads, and last that of its first result."""
 
     @property
     def only_arranges(self) -> bool:
@@ -99,6 +111,11 @@ class _Writes:
     life: int
     writes: int = 0
     writers: list[int] = field(default_factory=list)
+    present: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The values that it holds now, each with the part of the memory that it takes."""
+    is_written_in_place: bool = False
+    path: str | None = None
+    searches: int = 0
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -126,6 +143,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.over_budget: set[int] = set()
         """The values whose fingerprints exceeded the budget."""
         self.is_open = True
+        self.present_step: Callable[[], int] = int
+        """Returns the step that the code has reached, from the first."""
         self.takes_large = True
         self.is_cut_short = False
         """Whether there were too many operations to record them all."""
@@ -140,6 +159,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[tuple[Any, ...], int] = {}
         self._written: dict[int, _Writes] = {}
         self._lives = 0
+        self._searches = _MOST_SEARCHES
         self._sorts, self._numbers = SORT_BUDGET, NUMBER_BUDGET
 
     @contextmanager
@@ -178,11 +198,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not (changes and (argument.kwarg_only or name in _OVERWRITING)):
                 read += found
         inputs = tuple(dict.fromkeys(self.read(each) for each in read))
+        for each in read:
+            self._name_state(each)
         self._keep(read)
         index = len(self.operations)
         node = _autograd_node()
         stack, backward_of = tuple(stack_entries(sys._getframe(1))), _forward_lines(node)
-        call = _in_words(func, args, given)
+        call, arguments = _in_words(func, args, given)
+        shapes = [tuple(each.shape) for each in _tensors([*args, *given.values()])]
         # Operations inside this one are not recorded: torch takes the mode away meanwhile.
         if index in self.fed:
             args, given = self._feed(index, written, args, given)
@@ -215,6 +238,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _draws(func, args, given),
                 backward_of,
                 node is not None,
+                self.present_step(),
+                arguments,
+                (*shapes, *(tuple(each.shape) for each in [*_tensors(result)][:1])),
             )
         )
         return result
@@ -274,14 +300,23 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(tensor, None)
         self.begin_taps()
         number = self._number(tensor, None)
-        self.values[number] = replace(self.values[number], tap=tap)
+        for each in {number, *(() if changed else self._of_same_numbers(tensor))}:
+            self.values[each] = replace(self.values[each], tap=tap)
         return number
+
+    def _of_same_numbers(self, tensor: torch.Tensor) -> set[int]:
+        """The known values that hold the same numbers in another shape, as before heads were split."""
+        extent = _extent(tensor)
+        numbers = {number for number, own in self._memory(tensor).present.items() if own == extent}
+        return {number for number in numbers if math.prod(self.values[number].shape) == tensor.numel()}
 
     def _write(self, tensor: torch.Tensor, index: int | None) -> None:
         memory = self._memory(tensor)
         memory.writes += 1
+        memory.present.clear()
         if index is not None:
             memory.writers.append(index)
+            memory.is_written_in_place = True
 
     def _memory(self, tensor: torch.Tensor) -> _Writes:
         address = _address(tensor)
@@ -304,11 +339,27 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = str(tensor.dtype).removeprefix("torch.")
             is_parameter = not wrote and isinstance(tensor, torch.nn.Parameter)
             path = None if wrote else path_of(tensor, sys._getframe(1))
+            memory.present[number] = _extent(tensor)
             self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter, path=path))
         value = self.values[number]
         if not value.is_parameter and isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value):
             self.values[number] = replace(value, is_parameter=True, path=path_of(tensor, sys._getframe(1)))
         return number
+
+    def _name_state(self, tensor: torch.Tensor) -> None:
+        """Note under which attribute code has a tensor that operations wrote to in place, such as a cache."""
+        memory = self._memory(tensor)
+        number = self._number(tensor, None)
+        value = self.values[number]
+        if not memory.is_written_in_place or value.path is not None or value.tap is not None:
+            return
+        if memory.path is None and memory.searches < _SEARCHES_OF_ONE and self._searches:
+            # A value that only a variable has is searched for in vain.
+            memory.searches += 1
+            self._searches -= 1
+            memory.path = path_of(tensor, sys._getframe(1), with_variables=False)
+        if memory.path is not None:
+            self.values[number] = replace(value, path=memory.path)
 
     def _is_from_before(self, value: TracedValue) -> bool:
         """Whether a value is as it was before the first tap."""
@@ -345,6 +396,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
+def _extent(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The first element of a tensor in its memory, and how far the last one is from it."""
+    if not _is_plain(tensor):
+        return ()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()), sum((size - 1) * stride for size, stride in steps)
+
+
 def _address(tensor: torch.Tensor) -> int:
     """What identifies a tensor's memory while it lives."""
     inner = getattr(tensor, "_local_tensor", tensor)
@@ -372,17 +431,23 @@ _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f1
 _MOST_NUMBERS = 6
 
 
-def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> str:
-    """An operation as its call would be written, with tensors by dtype and shape: ``mul(f32[2, 4], 0.1581)``."""
+def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """An operation as its call would be written, with tensors by dtype and shape: ``mul(f32[2, 4], 0.1581)``.
+
+    Also its arguments that are no tensors.
+    """
     said = []
+    plain = []
     for argument, value in _arguments(func._schema, args, given):
         if value is None or (argument.has_default_value() and _is_equal(value, argument.default_value)):
             continue
         shown = _value_in_words(value)
         by_name = argument.kwarg_only or isinstance(value, (bool, str)) or argument.name in ("scale", "eps", "dim")
         said.append(f"{argument.name}={shown}" if by_name and not isinstance(value, torch.Tensor) else shown)
+        if next(_tensors(value), None) is None:
+            plain.append(f"{argument.name}={shown}")
     name = func._schema.name.rpartition("::")[2].removeprefix("_")
-    return f"{name}({', '.join(said)})"
+    return f"{name}({', '.join(said)})", tuple(plain)
 
 
 def _is_equal(value: Any, default: Any) -> bool:

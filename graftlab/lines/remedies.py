@@ -39,6 +39,12 @@ class Remedy:
         return frozenset((*self.passed, *self.fed, *self.grafted))
 
     @property
+    def changes(self) -> object:
+        """What it changes, to compare with another's."""
+        changed = (self.passed, self.fed, self.grafted)
+        return self.partner, tuple(tuple(sorted(each.items())) for each in changed)
+
+    @property
     def is_one_sided(self) -> bool:
         """Whether the other side does nothing in place of the line."""
         return not self.grafted
@@ -79,15 +85,9 @@ def remedies(baseline: LostPart, target: LostPart, tolerance: float) -> list[Rem
         likely = sorted(tried, key=lambda pair: not pair[0])
         if (certain := next((each for _, each in likely if each.is_certain), None)) is not None:
             return [certain]
-        new = {_key(each): each for _, each in reversed(likely) if _key(each) not in found}
+        new = {each.changes: each for _, each in reversed(likely) if each.changes not in found}
         found |= dict(list(new.items())[: -most - 1 : -1])
     return list(found.values())
-
-
-def _key(remedy: Remedy) -> object:
-    """What a remedy changes."""
-    changes = (remedy.passed, remedy.fed, remedy.grafted)
-    return remedy.partner, tuple(tuple(sorted(each.items())) for each in changes)
 
 
 def _without_added(

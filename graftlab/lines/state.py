@@ -17,10 +17,11 @@ _MOST_OBJECTS = 3000
 _MOST_ITEMS = 64
 
 
-def path_of(tensor: torch.Tensor, frame: FrameType) -> str | None:
+def path_of(tensor: torch.Tensor, frame: FrameType, *, with_variables: bool = True) -> str | None:
     """Return the shortest path to a tensor from the variables of the model's code that runs; None if it has none.
 
     A tensor in the same memory counts too, with ``...`` behind its path: the code reads a part of it, or a view.
+    Without ``with_variables`` only what outlives a call counts: attributes, and the keys of what a variable holds.
     """
     running = model_frame(frame)
     if running is None:
@@ -35,6 +36,8 @@ def path_of(tensor: torch.Tensor, frame: FrameType) -> str | None:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
+            if depth == 0 and not with_variables:
+                continue
             if value is tensor:
                 return path
             if part is None and memory is not None and memory_of(value) == memory:

@@ -46,6 +46,9 @@ class TracedOperation:
     frames: tuple[SourceFrame, ...]
     only_arranges: bool
     is_random: bool
+    step: int = 0
+    arguments: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, operation: Operation) -> TracedOperation:
@@ -59,6 +62,9 @@ class TracedOperation:
             tuple(operation.frames()),
             operation.only_arranges,
             operation.is_random,
+            operation.step,
+            operation.arguments,
+            operation.shapes,
         )
 
 

@@ -235,7 +235,13 @@ class GraftMagics(Magics):
         tap, _, expression = arguments.expression.partition(" ")
         if not tap:
             raise UsageError("%graft lines: give the name of a tap, such as `%graft lines layers.3.attn model(x)`")
-        judged = expression.strip() or self._newest_expression(session)
+        from graftlab.control.tap_lines import require_functions
+
+        require_functions(session)
+        # Scripts that are held in the session have code to call already.
+        judged = expression.strip() or None
+        if judged is None and not internals_of(session).default_callees:
+            judged = self._newest_expression(session)
         lines = session.lines(tap, judged, judged)
         self._assign(arguments.out, lines)
         return lines

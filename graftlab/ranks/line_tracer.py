@@ -77,6 +77,7 @@ class _LineTracer:
 
     def __init__(self, request: TraceRequest) -> None:
         self.recorder = OperationRecorder(request.only)
+        self.recorder.present_step = self._present_step
         self.recorder.takes_large = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
         self._request = request
@@ -128,9 +129,12 @@ class _LineTracer:
         self.recorder.is_open = self._step <= self._last and len(self.found) < len(self._request.wanted)
         return result
 
-    def _follow_steps(self) -> None:
+    def _present_step(self) -> int:
         moment = self._grafter.moment
-        step = 0 if moment is None else moment[1] - self._first_step
+        return 0 if moment is None else moment[1] - self._first_step
+
+    def _follow_steps(self) -> None:
+        step = self._present_step()
         if step != self._step:
             self._step, self._taps = step, 0
             self._reached.clear()

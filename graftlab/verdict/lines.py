@@ -22,12 +22,14 @@ class DifferingLine:
 
     ``group`` is the named group that it explains, ``tap`` the tap's call that was traced, with its ``step``,
     ``occurrence`` and the side's ``rank``. ``operation`` is torch's operation with its arguments, tensors by dtype and
-    shape. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone; ``is_suspect``
-    that a value has another order or other signs from here on, which may be meant; ``lacks_sum`` that the results of
-    the ranks are summands of the baseline's value, and are not summed; ``is_only_here`` that the sides agree without
-    what this line does, so that only this side does it. ``state`` are the names of tensors that the
-    line reads, that existed before, and that the other side does not have: a weight, a buffer, a cache. ``stack`` are
-    the line itself and then all lines that led to it, innermost first.
+    shape; ``arguments`` are those that are no tensors, and ``shapes`` those of the tensors that it reads, and last that
+    of its result. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone;
+    ``is_suspect`` that a value has another order, other signs or another place from here on, which may be meant;
+    ``lacks_sum`` that the results of the ranks are summands of the baseline's value, and are not summed;
+    ``is_only_here`` that the sides agree without what this line does, so that only this side does it. ``state`` are the
+    names of tensors that the line reads, that outlive a call, and that the other side does not have: a weight, a
+    buffer, a cache; ``written`` is for each of them the step and the line that wrote it last, blank where that was not
+    seen. ``stack`` are the line itself and then all lines that led to it, innermost first.
     """
 
     group: str
@@ -36,11 +38,14 @@ class DifferingLine:
     line: int
     source: str
     operation: str
+    arguments: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     confirmed: bool
     is_suspect: bool
     lacks_sum: bool
     is_only_here: bool
     state: tuple[str, ...]
+    written: tuple[str, ...]
     tap: str
     step: int
     occurrence: int
@@ -108,10 +113,15 @@ def _in_words(line: DifferingLine, place: str) -> str:
     if line.is_only_here:
         said += f"  ({only_here_in_words(line)})"
     if line.state:
-        said += (
-            f"  (reads {', '.join(line.state)}, which the {'target' if line.side == 'baseline' else 'baseline'} lacks)"
-        )
+        said += f"  (reads {state_in_words(line)})"
     return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{said}"
+
+
+def state_in_words(line: DifferingLine) -> str:
+    """What a line reads that outlives a call and that the other side lacks, with the lines that wrote it last."""
+    other = "target" if line.side == "baseline" else "baseline"
+    last = dict.fromkeys(filter(None, line.written))
+    return f"{', '.join(line.state)}, which the {other} lacks" + (f"; last written {'; '.join(last)}" if last else "")
 
 
 def _listed(groups: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Callable, Sequence
 
 from graftlab.base.jupyter import file_link
-from graftlab.verdict.lines import DifferingLine, only_here_in_words
+from graftlab.verdict.lines import DifferingLine, only_here_in_words, state_in_words
 
 AROUND = 3
 """How many lines of source are shown before and after each line."""
@@ -40,8 +40,8 @@ def _excerpt(line: DifferingLine, link: Callable[[str, str], str]) -> str:
     place = link(line.file, str(line.stack[0]))
     notes = [
         _confirmation(line) if line.confirmed else "",
-        "another order or other signs, which may be meant" if line.is_suspect else "",
-        f"reads what the other side lacks: {', '.join(line.state)}" if line.state else "",
+        "another order, place or other signs, which may be meant" if line.is_suspect else "",
+        f"reads {state_in_words(line)}" if line.state else "",
         "its results on the ranks sum to the baseline's; no sum over the ranks follows" if line.lacks_sum else "",
     ]
     said = html.escape("; ".join(note for note in notes if note))

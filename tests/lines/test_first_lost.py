@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graftlab.lines.first_lost import LostOnBothSides, LostOperation, first_lost
+from graftlab.lines.first_lost import LostOnBothSides, first_lost
+from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operations import OperationRecorder
 from graftlab.lines.traces import SliceTrace, slice_of
 
@@ -261,4 +262,94 @@ def test_state_that_differs_is_named_by_its_path_at_the_line_that_reads_it() -> 
 
     found = compared(Paged(1).read, Paged(1.1).read, drawn(3, 6))
     assert sources(found.target)[0] == 'return x @ self.pages["k"][0][2:]'
-    assert found.target[0].state == ("self.pages['k'][0]",)
+    assert found.target[0].state == (StateRead("self.pages['k'][0]"),)
+
+
+class Decoder:
+    """Writes a key into a cache, and then reads the cache."""
+
+    def __init__(self, slot: int) -> None:
+        self.keys = drawn(8, 6, seed=7)
+        self.slot = slot
+
+    def step(self, x: Tensor) -> Tensor:
+        self.keys[self.slot] = x[0]
+        return x @ self.keys[:4].T
+
+
+def test_state_that_was_written_is_named_with_the_line_that_wrote_it_last() -> None:
+    found = compared(Decoder(1).step, Decoder(2).step, drawn(3, 6))
+    (read,) = found.target[0].state
+    assert read.name == "self.keys"
+    assert read.writer is not None
+    assert read.writer.frames[0].source == "self.keys[self.slot] = x[0]"
+    assert found.baseline[0].state[0].name == "self.keys"
+
+
+def test_a_variable_that_is_written_in_place_is_no_state() -> None:
+    def scored(factor: float) -> Callable[[Tensor], Tensor]:
+        def score(x: Tensor) -> Tensor:
+            y = x * 2
+            y.mul_(factor)
+            return y.tanh()
+
+        return score
+
+    found = compared(scored(1.5), scored(1.6), drawn(3, 6))
+    assert [each.state for each in found.target] == [()] * len(found.target)
+
+
+def test_an_operation_that_changes_nothing_is_the_counterpart_of_one_that_does() -> None:
+    def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: (x * factor) @ WEIGHT.T
+
+    found = compared(scaled(1.0), scaled(1.07), drawn(3, 8)).target[0]
+    assert found.counterpart is not None
+    assert found.counterpart.call == "mul(f32[3, 8], 1)"
+
+
+def unpacked(is_swapped: bool) -> Callable[[Tensor], Tensor]:
+    def cell(x: Tensor) -> Tensor:
+        if is_swapped:
+            forget, enter, new = x.chunk(3, -1)
+        else:
+            enter, forget, new = x.chunk(3, -1)
+        return forget.sigmoid() * 0.5 + enter.sigmoid() * new.tanh()
+
+    return cell
+
+
+def test_parts_that_are_unpacked_in_another_order_have_the_line_that_unpacks_them() -> None:
+    found = compared(unpacked(False), unpacked(True), drawn(3, 6))
+    assert sources(found.target)[0] == "forget, enter, new = x.chunk(3, -1)"
+    assert sources(found.baseline)[0] == "enter, forget, new = x.chunk(3, -1)"
+    assert found.target[0].is_suspect
+
+
+def test_a_line_that_reads_another_operand_is_blamed_itself() -> None:
+    def gated(first: int) -> Callable[[Tensor], Tensor]:
+        def gate(x: Tensor) -> Tensor:
+            parts = x.chunk(2, -1)
+            if first:
+                return parts[0] * parts[1].sigmoid()
+            return parts[1] * parts[0].sigmoid()
+
+        return gate
+
+    found = compared(gated(0), gated(1), drawn(3, 6))
+    assert sources(found.target)[0] == "return parts[0] * parts[1].sigmoid()"
+
+
+def test_data_that_the_other_side_draws_for_another_use_is_not_blamed() -> None:
+    def projected(other: bool) -> SliceTrace:
+        recorder, weight = OperationRecorder(), torch.nn.Parameter(WEIGHT, requires_grad=False)
+        with recorder:
+            generator = torch.Generator().manual_seed(3)
+            x, memory = (torch.randn(4, 8, generator=generator) for _ in range(2))
+            recorder.read(x @ weight.T)
+            recorder.read(memory + 1)
+            result = recorder.read((x if other else memory).tanh() @ weight.T)
+        return slice_of(recorder, result)
+
+    found = first_lost([projected(False)], [projected(True)], 0).target
+    assert found[0].operation.name == "tanh"

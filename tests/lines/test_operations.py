@@ -6,6 +6,7 @@ import torch
 
 from graftlab.lines.fingerprints import ANY_ORDER, DIFFERENT, IN_ORDER, MAGNITUDES, agreement, fingerprint, joined
 from graftlab.lines.operations import Operation, OperationRecorder
+from graftlab.lines.traces import slice_of
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -126,3 +127,34 @@ def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() 
     with again:
         (x * 2).sum()
     assert set(again.fingerprints) == {1}
+
+
+def test_operations_have_their_arguments_and_shapes_apart() -> None:
+    x = drawn(2, 3)
+    with OperationRecorder() as recorder:
+        torch.softmax(x * 0.5, -1)
+    product, softmax = recorder.operations
+    assert (product.arguments, product.shapes) == (("other=0.5",), ((2, 3), (2, 3)))
+    assert softmax.arguments == ("dim=-1", "half_to_float=False")
+
+
+def test_a_tap_sets_its_value_in_every_shape_that_was_known() -> None:
+    weight = drawn(8, 8)
+    recorder = OperationRecorder()
+    with recorder:
+        flat = drawn(6, 8) @ weight
+        shown = flat.view(2, 3, 8)
+        recorder.set_by_tap(shown, "h", changed=False)
+        result = recorder.read((shown.view(6, 8) + 1).tanh())
+    assert [each.name for each in slice_of(recorder, result).operations] == ["add", "tanh"]
+
+
+def test_a_tap_does_not_set_another_part_of_the_same_memory() -> None:
+    weight = drawn(8, 8)
+    recorder = OperationRecorder()
+    with recorder:
+        first, second = (drawn(6, 8) @ weight).chunk(2, -1)
+        recorder.read(second)
+        recorder.set_by_tap(first, "h", changed=False)
+        result = recorder.read(second.tanh())
+    assert "mm" in [each.name for each in slice_of(recorder, result).operations]

@@ -199,4 +199,4 @@ def test_weights_that_the_run_itself_builds_are_no_operations() -> None:
         number = recorder.read(normed(True)(x))
     (found,) = first_lost([slice_of(recorder, number)], [trace(normed(False))[0]], 0).baseline
     assert found.operation.name == "mul"
-    assert found.state == ("weight",)
+    assert [each.name for each in found.state] == ["weight"]

@@ -172,7 +172,8 @@ def line(group: str, side: Side, number: int = 7, *, confirmed: bool = False) ->
     frame = SourceFrame(f"{side}.py", number, "forward", "t = silu(t)")
     flags: dict[str, Any] = dict.fromkeys(("is_suspect", "lacks_sum", "is_only_here"), False)
     place: dict[str, Any] = {"tap": group, "step": 0, "occurrence": 0, "rank": 0}
-    known: dict[str, Any] = {"operation": f"silu({group})", "state": (), "stack": (frame,), **flags, **place}
+    known: dict[str, Any] = {"operation": f"silu({group})", "stack": (frame,), **flags, **place}
+    known |= dict.fromkeys(("arguments", "shapes", "state", "written"), ())
     return DifferingLine(group, side, frame.file, number, frame.source, confirmed=confirmed, **known)
 
 
