@@ -65,8 +65,8 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no test notices
-	$(install) -q 'cosmic-ray>=8.7,<9'
-	$(run) tests/mutants.py $(MUTANTS_ARGS)
+	$(install) -q 'cosmic-ray>=8.7,<9' 'coverage>=7.11'
+	$(keep_bytecode) $(run) tests/mutants.py $(MUTANTS_ARGS)
 
 coverage: $(test_ready) ## run all tests under coverage.py; print lines and branches by room (COVERAGE_ARGS="--again --lines rows")
 	$(install) -q 'coverage>=7.11'

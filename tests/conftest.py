@@ -23,14 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
-settings.register_profile("graftlab", max_examples=scaled(100), deadline=None, derandomize="CI" in os.environ)
-settings.register_profile(
-    "fuzz",
-    max_examples=scaled(100),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+unhurried: Any = {"max_examples": scaled(100), "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("graftlab", **unhurried, derandomize="CI" in os.environ)
+settings.register_profile("fuzz", **unhurried, print_blob=True)
 settings.load_profile("fuzz" if factor() > 1 else "graftlab")
 
 

@@ -4,36 +4,45 @@
 :mod:`faults` and Cosmic Ray's operators. It tries each in a copy of the checkout, and prints those that no test
 noticed. A survivor is a test to write, or a fault that changes nothing; only a person can tell which.
 
-A fault meets first the fast tests of its room, and if those notice nothing, the room's others, which start processes.
+A fault meets first the fast tests that run its line, those of its room before others, and if they notice nothing, the
+tests of its room that start processes. Which test runs which line is measured once (:mod:`tests_by_line`).
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import difflib
+import importlib
 import itertools
 import os
 import random
 import re
+import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
 from cosmic_ray.commands import init
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from faults import Fault, faults_of, is_fault
+from tests_by_line import TestsByLine
 
-FAST = "not ranks and not slow and not browser and not soak"
 SLOW = "(ranks or slow) and not browser and not soak"
-# A room's tests take a minute or two; a fault that makes them hang is found by then.
-LIMIT = 400.0
+# Seconds. A test that hangs fails at its own time limit, which is shorter.
+LIMIT = 600.0
+UNDECIDED = "undecided"
+# What takes seconds to import, and is nothing of the package's.
+IMPORTED = ("torch", "torch.distributed", "torch._dynamo", "pandas", "matplotlib.pyplot", "hypothesis", "ipywidgets")
 CHECKOUT = Path(__file__).resolve().parents[1]
 # Modules beside the rooms, by the tests that hold them.
 MODULES = {
@@ -58,33 +67,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, default=60, help="how many faults (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="draws others (%(default)s)")
     parser.add_argument("--fast", action="store_true", help="leave out the tests that start processes or take seconds")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of fast tests for a fault (%(default)s)")
     options = parser.parse_args(argv)
+    by_line = TestsByLine.measured([tests_of_room(room) for room in ROOMS])
     with tempfile.TemporaryDirectory(prefix="graftlab-mutants-") as folder:
         # Faults are written into files, which no other process should read.
         copy = Path(folder) / "checkout"
-        shutil.copytree(CHECKOUT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
+        shutil.copytree(CHECKOUT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build"))
         os.chdir(copy)
-        os.environ["PYTHONPATH"] = str(copy)
-        # A file that is changed and put back within a second would be taken for the one that was compiled.
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        sys.path[:0] = [str(copy), str(copy / "tests")]
+        os.environ |= {"PYTHONPATH": str(copy), "GRAFTLAB_FUZZ": "0.2", "OMP_NUM_THREADS": "1"}
+        for name in IMPORTED:
+            importlib.import_module(name)
         drawn = draw(options.rooms, options.sample, random.Random(options.seed))
         say(f"{len(drawn)} faults in {', '.join(options.rooms)}, seed {options.seed}")
-        kinds = [FAST] if options.fast else [FAST, SLOW]
-        rooms = sorted({room_of(fault) for fault in drawn})
-        # Once more, for a test that fails on a busy machine alone.
-        failing = [room for room in rooms if fails(room) and fails(room)]
-        if failing:
-            say(f"the tests of {', '.join(failing)} fail without a fault; nothing was tried")
-            return 1
-        found = [is_found(fault, kinds, f"{number}/{len(drawn)}") for number, fault in enumerate(drawn, 1)]
+        trial = Trial(by_line, options.budget, options.fast)
+        outcomes = []
+        for number, fault in enumerate(drawn, 1):
+            outcomes.append(trial.outcome(fault))
+            show(fault, outcomes[-1], f"{number}/{len(drawn)}")
+    decided = [(fault, found) for fault, found in zip(drawn, outcomes, strict=True) if found != UNDECIDED]
     for title, key in (("room", room_of), ("kind", lambda fault: fault.kind)):
         say(f"\n{title:14}found  of")
-        counts = collections.Counter(key(fault) for fault in drawn)
-        killed = collections.Counter(key(fault) for fault, one in zip(drawn, found, strict=True) if one)
+        counts = collections.Counter(key(fault) for fault, _ in decided)
+        killed = collections.Counter(key(fault) for fault, found in decided if found)
         for name in sorted(counts):
             say(f"{name:14}{killed[name]:5}{counts[name]:4}")
-    say(f"\n{sum(found)} of {len(drawn)} found ({sum(found) / max(len(drawn), 1):.0%})")
-    return 0 if all(found) else 1
+    killed_at_all = sum(1 for _, found in decided if found)
+    say(f"\n{killed_at_all} of {len(decided)} found ({killed_at_all / max(len(decided), 1):.0%})")
+    return 0 if killed_at_all == len(decided) else 1
+
+
+def show(fault: Fault, found: str, number: str) -> None:
+    """Print how one fault ended, and the fault itself if no test noticed it."""
+    word = found if found == UNDECIDED else "found" if found else "SURVIVED"
+    say(f"{number} {word} {fault.kind} {fault.path}:{fault.line} {found if '::' in found else ''}")
+    if word == "SURVIVED":
+        before, after = fault.path.read_text().splitlines(), fault.applied().splitlines()
+        say("\n".join(itertools.islice(difflib.unified_diff(before, after, n=2, lineterm=""), 2, None)))
 
 
 def say(line: str) -> None:
@@ -132,48 +152,116 @@ def room_of(fault: Fault) -> str:
     return fault.path.with_suffix("").parts[1]
 
 
-def command(which: str, room: str) -> list[str]:
-    tests = MODULES.get(room, f"tests/{room}")
-    return ["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", which, tests]
+def tests_of_room(room: str) -> str:
+    return MODULES.get(room, f"tests/{room}")
 
 
-def fails(room: str) -> str:
-    """The first fast test of a room that fails without a fault."""
-    return first_failure(command(FAST, room))
+class Trial:
+    """Puts faults into the files of a copy, one at a time, and runs the tests that should notice."""
 
+    def __init__(self, by_line: TestsByLine, budget: float, fast: bool) -> None:
+        self._by_line = by_line
+        self._budget = budget
+        self._fast = fast
+        self._written = int(time.time())
 
-def is_found(fault: Fault, kinds: Sequence[str], number: str) -> bool:
-    """Put the fault into its file, run the tests until one fails, and take it out again."""
-    original = fault.path.read_text()
-    changed = fault.applied()
-    fault.path.write_text(changed)
-    try:
-        by = next((by for kind in kinds if (by := first_failure(command(kind, room_of(fault))))), "")
-    finally:
-        fault.path.write_text(original)
-    say(f"{number} {'found' if by else 'SURVIVED'} {fault.kind} {fault.path}:{fault.line} {by}")
-    if not by:
-        lines = difflib.unified_diff(original.splitlines(), changed.splitlines(), n=2, lineterm="")
-        say("\n".join(itertools.islice(lines, 2, None)))
-    return bool(by)
-
-
-def first_failure(arguments: Sequence[str]) -> str:
-    """The test that fails first; blank if all pass."""
-    with tempfile.TemporaryFile("w+") as output:
-        # Not a pipe: processes that the tests have started may hold its end open after a time limit.
-        run = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output, start_new_session=True)
+    def outcome(self, fault: Fault) -> str:
+        """The test that fails first; blank if none does, and :data:`UNDECIDED` if the tests ran out of time."""
+        original = fault.path.read_text()
+        selections = self._selections(fault)
+        self._write(fault.path, fault.applied())
         try:
-            code = run.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
-            return "they hang"
+            found = next((found for tests in selections if (found := first_failure(tests))), "")
+        finally:
+            self._write(fault.path, original)
+        # A test that also fails without the fault noticed nothing: the machine was busy.
+        return UNDECIDED if "::" in found and first_failure([found]) else found
+
+    def _selections(self, fault: Fault) -> list[list[str]]:
+        folder = tests_of_room(room_of(fault))
+        lines = lines_that_reach(fault.path, fault.line)
+        chosen = self._by_line.of(fault.path, lines, folder, self._budget)
+        selections = [chosen] if chosen else []
+        if runs_on_import(fault.path, fault.line):
+            selections.append(["tests/test_layout.py"])
+        return selections if self._fast else [*selections, ["-m", SLOW, folder]]
+
+    def _write(self, path: Path, text: str) -> None:
+        """Each time with a later time of change: by its seconds Python knows bytecode of an older text."""
+        path.write_text(text)
+        self._written += 1
+        os.utime(path, (self._written, self._written))
+
+
+def lines_that_reach(path: Path, line: int) -> range:
+    """Lines that run with the code at ``line``; where it runs on import, those that may depend on it."""
+    around = _around(path, line)
+    functions = [node for node in around if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    if not functions:
+        return range(1, len(path.read_bytes().splitlines()) + 1)
+    innermost = around[-1]
+    if innermost in functions:
+        # Its defaults.
+        return range(functions[-1].body[0].lineno, (innermost.end_lineno or 0) + 1)
+    body = getattr(innermost, "body", None)
+    end = max(body[0].lineno, innermost.lineno + 1) if body else (innermost.end_lineno or 0) + 1
+    return range(innermost.lineno, end)
+
+
+def runs_on_import(path: Path, line: int) -> bool:
+    return not any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in _around(path, line))
+
+
+def _around(path: Path, line: int) -> list[ast.stmt | ast.excepthandler]:
+    """The statements that a line is in, the innermost last."""
+    nodes = ast.walk(ast.parse(path.read_bytes()))
+    around = [node for node in nodes if isinstance(node, (ast.stmt, ast.excepthandler)) and _has(node, line)]
+    return sorted(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
+
+
+def _has(node: ast.stmt | ast.excepthandler, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or 0)
+
+
+def first_failure(tests: Sequence[str]) -> str:
+    """The test that fails first, in a fork of this process; blank if all pass."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = os.fork()
+        if not process:
+            run_tests(tests, output.fileno())
+        code = wait(process)
         output.seek(0)
         noticed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output.read(), re.MULTILINE)
+    if code is None:
+        return UNDECIDED
     if code in (0, 5):
         return ""
     return str(noticed[0]) if noticed else "they did not begin"
+
+
+def run_tests(tests: Sequence[str], output: int) -> NoReturn:
+    """In a fork: run these tests in a process group that can be ended as a whole."""
+    code = 3
+    try:
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        code = int(pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]))
+    finally:
+        os._exit(code)
+
+
+def wait(process: int) -> int | None:
+    """The exit code of a fork; None if it takes longer than :data:`LIMIT`."""
+    ended = os.pidfd_open(process)
+    try:
+        in_time, _, _ = select.select([ended], [], [], LIMIT)
+    finally:
+        os.close(ended)
+    if not in_time:
+        os.killpg(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status) if in_time else None
 
 
 if __name__ == "__main__":

@@ -145,3 +145,61 @@ def test_no_class_name_occurs_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+# What has a life: it is filled or moved on while it exists. All other dataclasses and structs are values.
+MUTABLE = {
+    "AlignedTaps",
+    "AttentionOutput",
+    "Cache",
+    "GraphSlot",
+    "LiveRequest",
+    "MatchRecord",
+    "ModelOutput",
+    "Naming",
+    "Opaque",
+    "OpenRequest",
+    "Peer",
+    "Receipt",
+    "RecordedTap",
+    "SelfGraft",
+    "SessionInternals",
+    "Site",
+    "TapRecord",
+    "WantedTaps",
+    "_Atom",
+    "_Chunk",
+    "_ForwardedPair",
+    "_OutgoingTensor",
+    "_Side",
+    "_Traced",
+    "_Writes",
+}
+
+
+def test_values_are_frozen() -> None:
+    """They are shared, and keys of dicts and caches."""
+    mutable = set()
+    for path in modules().values():
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef):
+                makers = [each for each in node.decorator_list if "dataclass" in ast.unparse(each)]
+                if any(ast.unparse(base).endswith("Struct") for base in node.bases):
+                    makers = [ast.Call(ast.Name("Struct"), [], node.keywords)]
+                if makers and "frozen=True" not in ast.unparse(makers[0]):
+                    mutable.add(node.name)
+    assert mutable == MUTABLE
+
+
+def test_frames_and_messages_refuse_unknown_fields() -> None:
+    """A field that the reader does not know comes from another version, which the handshake should have refused."""
+    bases = {"Frame", "Message", "HandshakeMessage"}
+    open_to_unknown = set()
+    for module, path in modules().items():
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Struct") for base in node.bases):
+                if "forbid_unknown_fields=True" in ast.unparse(node):
+                    bases.discard(node.name)
+                elif room_of(module) in ("exchange", "ranks", "plan", "remote"):
+                    open_to_unknown.add(node.name)
+    assert not bases | open_to_unknown

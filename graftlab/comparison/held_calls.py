@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
+from torch import Tensor
+
 from graftlab.base.text import counted
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
@@ -16,6 +19,7 @@ from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import ResultDifference, compare_named
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import MatchError, SessionError
+from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import CallDescription, drop_backward, repeat_call, try_backward
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
@@ -136,7 +140,8 @@ def judge_held_calls(
     trusted = not remarks
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
-    results = compare_returned([each.plain for each in baseline], [each.plain for each in target])
+    pairs = session.plan.pairs
+    results = compare_returned([each.plain for each in baseline], [each.plain for each in target], pairs)
     answer = answer_of(verdict.findings, trusted, results.compared)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
     if answer == "agree" and without_taps:
@@ -146,10 +151,16 @@ def judge_held_calls(
         if far:
             answer = "differ"
             remarks.append(f"The results of the two calls differ by {max(each.rel_l2 for each in far):.2g}.")
+    moved = outputs_move_rows(pairs) and not _have_equal_rows(baseline, target, choice.threshold)
+    if answer == "agree" and moved:
+        answer = "inconclusive"
     if answer == "inconclusive" and trusted and not results.compared:
         remarks.append(
             "The results of the two calls could not be compared, so the taps that agree do not clear the target."
         )
+    if proposal is not None and proposal.unpaired_rows:
+        remarks.append(proposal.unpaired_rows)
+        answer = "inconclusive" if answer == "agree" else answer
     remarks += without_taps
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
@@ -223,6 +234,28 @@ def _shows_output(findings: Findings) -> bool:
     """Whether the output of a model was compared, which is the tap of this name."""
     names = findings.frame["name"]
     return bool(names.str.match(r"(.*\.)?output\b").any())
+
+
+def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription], threshold: float) -> bool:
+    """Whether the results have equal rows on both sides, in whichever order; False where that cannot be seen."""
+    ours, theirs = baseline[0].plain, target[0].plain
+    if len(baseline) != 1 or len(target) != 1 or ours.keys() != theirs.keys() or not ours:
+        return False
+    for path, tensor in ours.items():
+        if tensor.shape != theirs[path].shape:
+            return False
+        sorted_rows = {path: _in_one_order(tensor)}, {path: _in_one_order(theirs[path])}
+        differences, _ = compare_named(*sorted_rows)
+        if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
+            return False
+    return True
+
+
+def _in_one_order(tensor: Tensor) -> Tensor:
+    """The rows of a tensor, sorted by their sums under random weights, in its own dtype."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+    weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return rows[(rows.double() @ weights).argsort()]
 
 
 def is_beyond_rounding(difference: ResultDifference, threshold: float) -> bool:

@@ -274,7 +274,8 @@ class _HeldInTurn:
         if _trains(held) or self._unpaired is not None:
             return self._compared
         ours, theirs = _described(held, CallDescription)
-        found = compare_returned([each.plain for each in ours], [each.plain for each in theirs])
+        pairs = self._session.plan.pairs
+        found = compare_returned([each.plain for each in ours], [each.plain for each in theirs], pairs)
         if any(is_beyond_rounding(each, self._choice.judging.threshold) for each in found.differences):
             return None
         if found.compared:

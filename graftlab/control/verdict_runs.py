@@ -276,7 +276,7 @@ class CalledRuns(VerdictRuns):
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         run, version = self._run(why, self._callees(), *self.request.arguments, self.changes(wanted))
         frame = self._rows_under(version, run)
-        self.returned = compare_returned(run.baseline, run.target)
+        self.returned = compare_returned(run.baseline, run.target, self.before.pairs)
         return frame if self._lent is None else without_data(frame)
 
     def _callees(self) -> dict[Side, Callee]:
@@ -289,7 +289,7 @@ class CalledRuns(VerdictRuns):
             changes = self.changes(RunFilters(compare="True", keep=kept))
             run, version = self._run("with the baseline's weights", self._callees(), *self.request.arguments, changes)
             frame = self._rows_under(version, run)
-            self.returned = compare_returned(run.baseline, run.target)
+            self.returned = compare_returned(run.baseline, run.target, self.before.pairs)
             weights = data_rows(frame)
             weights = weights[weights["name"].isin([*names]) & (weights["side"] == "target")]
             failed = weights[weights["status"] != "grafted"]

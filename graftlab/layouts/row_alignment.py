@@ -118,7 +118,6 @@ def _index(outer: ShownRows, inner: ShownRows, place: int) -> Index:
             return index
         # What the shortest have taken is free for the rows that it belongs to, which may join others then.
         shortest = min(map(len, found))
-        own = own.copy()
         own[np.concatenate([each for each in found if len(each) == shortest])] = -1
 
 

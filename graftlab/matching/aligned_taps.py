@@ -15,11 +15,12 @@ from graftlab.layouts import Gather, Layout, Rearrange, Step
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
-from graftlab.matching.row_orders import CallKey, RowOrder, call_of, value_of
+from graftlab.matching.row_orders import CallKey, RowOrder, call_of, unpaired_rows, value_of
 from graftlab.matching.row_rules import with_row_rules
 from graftlab.matching.wording import LETTERS
 
 Sides = tuple[Sequence[RecordedTap], Sequence[RecordedTap]]
+_SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class AlignedTaps:
             pairs=tuple(pairs),
             unmatched_baseline=left["baseline"],
             unmatched_target=left["target"],
+            unpaired_rows=unpaired_rows(self.orders, dict(zip(_SIDES, self._real, strict=True)), self.fetch),
             notices=(*proposal.notices, *said[:1], *([rule] if rule else []), *said[1:]),
             order={"baseline": [tap.name for tap in self._real[0]], "target": [tap.name for tap in self._real[1]]},
         )

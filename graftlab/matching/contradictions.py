@@ -146,6 +146,13 @@ def _share(pair: Pair) -> tuple[int, int]:
     return size // common, whole // common
 
 
+def _arrangement(pair: Pair) -> tuple[str, str, str]:
+    """How a pair lies in each other, without the rows of the batch, which may be written in several ways."""
+    steps = tuple(step for step in pair.layout.steps if not isinstance(step, (Gather, Rows)))
+    layout = pair.layout if len(steps) == len(pair.layout.steps) else Layout(steps, pair.layout.mesh)
+    return layout.text, pair.whole, layers_of(pair.baseline)
+
+
 def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[str]:
     """Pairs whose layout or partner differs from that of the same tap in other layers, which may be the fault.
 
@@ -161,7 +168,7 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
     for place, group in groups.items():
         layouts: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
         for pair in group:
-            layouts[(pair.layout.text, pair.whole, layers_of(pair.baseline))].append(pair)
+            layouts[_arrangement(pair)].append(pair)
         usual_of[place] = max(layouts.values(), key=len)
     places = {layers_of(each[0].baseline): place for place, each in usual_of.items() if len(each) > 1}
     partners: dict[str, set[str]] = defaultdict(set)
@@ -170,13 +177,13 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
     said = []
     for place, usual in usual_of.items():
         # Parts of one fused tensor have different layouts; only a minority is odd.
-        odd = Counter((pair.layout.text, pair.whole, layers_of(pair.baseline)) for pair in groups[place])
+        odd = Counter(map(_arrangement, groups[place]))
         if len(usual) < 2:
             continue
         example = usual[0]
         targets = {each.target for each in usual}
         for pair in groups[place]:
-            key = (pair.layout.text, pair.whole, layers_of(pair.baseline))
+            key = _arrangement(pair)
             # The usual pairs are among these.
             if pair.target in targets or 2 * odd[key] > len(usual):
                 continue

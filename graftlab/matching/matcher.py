@@ -7,10 +7,11 @@ partners have the same values, the kind of module, the name and the order decide
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from graftlab.base.world import Side
 from graftlab.errors import LayoutError
@@ -42,10 +43,14 @@ _FEW_QUANTILES = slice(0, None, 16)
 # Partners this much worse than the best are no longer a tie with it.
 TIE_FACTOR = 10.0
 TIE_FLOOR = 1e-6
+# Quantiles of tensors that are no further apart than the floor are nearer than this.
+_EQUAL_QUANTILES = 1e-4
 # Kinds of modules whose output is their input outside training.
 PASS_THROUGH = ("Dropout", "Identity", "DropPath", "StochasticDepth")
 # Other parts of a whole are at most this many taps away from a known one.
 BESIDE = 24
+# After this many taps of one place that are a part of nothing, the next are sought near their own place alone.
+_IN_VAIN = 3
 # Names less similar than this say nothing.
 LEAST_SIMILARITY = 0.5
 
@@ -97,6 +102,10 @@ class Matcher:
         self._names: dict[Side, tuple[int, set[str]]] = {}
         self._alone: dict[Side, tuple[int, set[str]]] = {}
         self._wholes: dict[tuple[Side, int], tuple[int, list[RecordedTap]]] = {}
+        # The places in a model of the taps of this side that contain those of a place.
+        self._wholes_of: dict[tuple[Side, str], set[str]] = defaultdict(set)
+        # The taps of one place in a model that are a part of no tap of this side.
+        self._in_vain: Counter[tuple[Side, str]] = Counter()
 
     def run(self, before: Proposal | None, guesses: bool, trusted: Sequence[Pair] = ()) -> Proposal:
         self.reserved = {pair.baseline: pair.target for pair in trusted}
@@ -165,16 +174,32 @@ class Matcher:
                     held = quantiles[places][:, some]
                     apart = np.abs(held - tap.sketch.quantiles[some])
                     scale = np.maximum(np.abs(held), size) + 1e-30
-                    places = places[(apart <= limit * scale).all(axis=1)]
-                near = [others[place] for place in places.tolist()]
-                near.sort(key=lambda other: other.order)
-                matching = [each for other in near if (each := self._find(other, tap)) is not None]
+                    fits = (apart <= limit * scale).all(axis=1)
+                    places = places[fits]
+                matching = self._matching(tap, [others[place] for place in places.tolist()], (apart / scale)[fits])
                 if matching:
                     found[tap.name] = _ties(matching)
                 tap.forget()
             for tap in others:
                 tap.forget()
         self._choose(found)
+
+    def _matching(
+        self, tap: RecordedTap, others: Sequence[RecordedTap], apart: npt.NDArray[np.float64]
+    ) -> list[ValueMatch]:
+        """The matches of a tap with those of equal size, whose quantiles are this far ``apart``, ``[others, each]``."""
+        most = apart.max(axis=1, initial=0.0)
+        matching: list[ValueMatch] = []
+        is_known = False
+        for place in np.argsort(most, kind="stable").tolist():
+            if is_known and most[place] > _EQUAL_QUANTILES:
+                # The values of the others are too far away to be a tie, in whichever arrangement.
+                break
+            found = self._find(others[place], tap)
+            if found is not None:
+                matching.append(found)
+                is_known = is_known or found.rel <= TIE_FLOOR
+        return sorted(matching, key=lambda each: each.outer.order)
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
         try:
@@ -318,9 +343,20 @@ class Matcher:
     def _best_part(self, inner: RecordedTap, whole: Side) -> None:
         if inner.sketch.constant:
             return
+        place, distance = place_of(inner.name), self._distance(inner, whole)
+        likely = self._wholes_of[whole, place]
         alone, outer = self._possible_wholes(whole, inner.sketch.numel)
+        if self._in_vain[whole, place] >= _IN_VAIN:
+            # Layers are alike: what several of them do not have anywhere is only sought where it would be.
+            outer = [other for other in outer if distance(other) <= BESIDE]
         found: list[ValueMatch] = []
-        for other in outer:
+
+        def rank(other: RecordedTap) -> tuple[bool, bool, bool, float]:
+            """Those that run at about the same time first, and of these the nearest like those of other layers."""
+            known = place_of(other.name) in likely
+            return other.name not in alone, distance(other) > BESIDE, not known, distance(other) if known else 0.0
+
+        for other in sorted(outer, key=rank):
             each = self._find(other, inner)
             if each is not None:
                 found.append(each)
@@ -329,6 +365,15 @@ class Matcher:
         if found:
             best = min(found, key=lambda each: (each.outer.name not in alone, round(each.rel, 7), -self._fit_of(each)))
             self._add(best, whole)
+            likely.add(place_of(best.outer.name))
+        else:
+            self._in_vain[whole, place] += 1
+
+    def _distance(self, tap: RecordedTap, other: Side) -> Callable[[RecordedTap], float]:
+        """How many taps a tap of the other side is away from where this one would be."""
+        taps, own = (self.baseline, self.target) if other == "baseline" else (self.target, self.baseline)
+        place = tap.order / max(1, len(own) - 1) * (len(taps) - 1)
+        return lambda each: abs(each.order - place)
 
     # ---- by rule, and by name -----------------------------------------------------------------------------------
 
@@ -336,7 +381,7 @@ class Matcher:
         """Add pairs that grafts have shown to be right although their values do not match."""
         for pair in pairs:
             tap, other = self.target.get(pair.target), self.baseline.get(pair.baseline)
-            if tap is not None and other is not None and not self._has(pair.target, "target"):
+            if tap is not None and other is not None and not self.has(pair.target, "target"):
                 self.pairs.append(replace(pair, sureness="rule", rel=applied(pair.layout, other, tap)))
 
     def apply_rules(self, trusted: Sequence[Pair] = ()) -> None:
@@ -415,7 +460,8 @@ class Matcher:
 
     # ---- what is left -------------------------------------------------------------------------------------------
 
-    def _has(self, name: str, side: Side) -> bool:
+    def has(self, name: str, side: Side) -> bool:
+        """Whether a side's tap has a partner."""
         return name in self._paired(side)
 
     def _paired(self, side: Side) -> set[str]:

@@ -58,6 +58,7 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub(_ANY, name)
 
 
+@lru_cache(maxsize=65536)
 def place_of(name: str) -> str:
     """The name with a placeholder for numbers that are parts of its path, as a layer's is and ``norm1``'s is not."""
     return _PATH_NUMBER.sub(_ANY, name) if _PATH_NUMBER.search(name) else pattern_of(name)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.layouts.row_alignment import Index, aligned, sequence_lengths
 from graftlab.matching.names import similarity, words_of
@@ -124,6 +125,52 @@ def row_orders(
     return [each for each in found if not each.is_identity]
 
 
+def unpaired_rows(
+    orders: Sequence[RowOrder], taps: Mapping[Side, Sequence[RecordedTap]], fetch: Mapping[Side, Fetch | None]
+) -> str:
+    """A sentence if both sides have rows without a partner that are no padding, so that they may be the same rows.
+
+    Padding shows one value in all its rows at a tap such as the tokens or their embeddings.
+    """
+    counts: dict[Side, int] = {}
+    sides: tuple[Side, Side] = ("baseline", "target")
+    for side in sides:
+        calls = _by_call(taps[side])
+        known: dict[CallKey, npt.NDArray[np.bool_]] = {}
+        dims: dict[CallKey, tuple[int, ...]] = {}
+        for order in orders:
+            call, shape = (order.baseline, order.of) if side == "baseline" else (order.target, order.into)
+            rows = known.setdefault(call, np.zeros(math.prod(shape), bool))
+            dims[call] = shape
+            rows[order.index[order.index >= 0] if side == "baseline" else np.flatnonzero(order.index >= 0)] = True
+        counts[side] = sum(
+            _count_without_padding(np.flatnonzero(~rows), dims[call], calls.get(call, ()), fetch[side])
+            for call, rows in known.items()
+        )
+    mine, theirs = counts["baseline"], counts["target"]
+    if not (mine and theirs):
+        return ""
+    return (
+        f"{counted(theirs, 'row')} of the target and {counted(mine, 'row')} of the baseline have no partner and are no "
+        "padding: they may be the same rows, computed differently before the first tap that shows them."
+    )
+
+
+def _count_without_padding(left: Index, dims: tuple[int, ...], taps: Sequence[RecordedTap], fetch: Fetch | None) -> int:
+    if len(left) < 2:
+        return len(left)
+    for tap in taps[:_FIRST]:
+        shape = tap.shape if not tap.dtype.is_floating_point else tap.shape[:-1]
+        value = value_of(tap, fetch) if shape == dims else None
+        if value is None:
+            continue
+        rows = value.reshape(math.prod(dims), -1)
+        same = (rows == rows[int(left[0])]).all(dim=1).numpy()
+        if same[left].all() and not same.all():
+            return 0
+    return len(left)
+
+
 def _contained(
     mine: Mapping[CallKey, Sequence[RecordedTap]],
     theirs: Mapping[CallKey, Sequence[RecordedTap]],
@@ -173,6 +220,9 @@ def _order_of(baseline: _FetchedCall, target: _FetchedCall, place: int) -> tuple
         if share < _ENOUGH:
             continue
         order = RowOrder(baseline[0], target[0], of, into, index, (mine.name, theirs.name))
+        if order.is_identity and not ids:
+            # Such as positions, which are equal for all sequences; the other taps have no partner in this order.
+            continue
         score = share * (0.5 + 0.5 * distinct)
         if best is None or score > best[0] + 1e-9:
             best = (score, order)

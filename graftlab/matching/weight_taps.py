@@ -36,7 +36,8 @@ _MOST = 0.5
 
 def without_weights(taps: Iterable[RecordedTap]) -> list[RecordedTap]:
     """The taps of computed values. A graft into a weight or a setting would stay there for all later runs."""
-    return [tap for tap in taps if not is_data(tap.tags)]
+    values = (tap for tap in taps if not is_data(tap.tags))
+    return [replace(tap, order=place) for place, tap in enumerate(values)]
 
 
 def with_weights(
@@ -49,7 +50,11 @@ def with_weights(
     """The proposal on computed values, with the pairs of the weights among these taps, which no graft has changed."""
     names = [{_plain_name(tap): tap.name for tap in side if is_data(tap.tags)} for side in (baseline, target)]
     ours, theirs = (
-        [replace(tap, name=_plain_name(tap)) for tap in side if is_data(tap.tags)] for side in (baseline, target)
+        [
+            replace(tap, name=_plain_name(tap), order=place)
+            for place, tap in enumerate(tap for tap in side if is_data(tap.tags))
+        ]
+        for side in (baseline, target)
     )
     if not ours or not theirs:
         return _joined(proposal, (), [{tap.name: _LACKING for tap in side} for side in (ours, theirs)], names)
@@ -204,7 +209,7 @@ class _WeightsOfModules:
             for mine, tap in _with_one_role(ours[one], theirs[other]):
                 if outputs.whole == "target" and outputs.layout.leaves_out:
                     self._add_part(mine, tap, other)
-                elif mine in self._matcher.left("baseline") and tap in self._matcher.left("target"):
+                elif not self._matcher.has(mine.name, "baseline") and not self._matcher.has(tap.name, "target"):
                     self._add_whole(mine, tap, usual)
 
     def _add_whole(self, mine: RecordedTap, tap: RecordedTap, usual: Counter[tuple[int, str]]) -> None:
@@ -217,7 +222,7 @@ class _WeightsOfModules:
     def _add_part(self, mine: RecordedTap, tap: RecordedTap, module: str) -> None:
         """Pair a weight with the part of a fused one that no other weight has."""
         known = [pair for pair in self._matcher.pairs if pair.target == tap.name]
-        if mine not in self._matcher.left("baseline") or not known or any(pair.whole != "target" for pair in known):
+        if self._matcher.has(mine.name, "baseline") or not known or any(pair.whole != "target" for pair in known):
             return
         gap = uncovered((pair.layout for pair in known), tap.shape)
         if gap is None or int(gap.sum()) != mine.sketch.numel:

@@ -18,7 +18,7 @@ from graftlab.base.sources import literal, parse_expression
 from graftlab.base.tags import Plain, identity, name_with
 from graftlab.base.world import Side
 from graftlab.errors import LayoutError, PlanError
-from graftlab.layouts import Layout, Rows, parse_layout
+from graftlab.layouts import Gather, Layout, Rows, parse_layout
 
 GIVEN = "given"
 """``matched_by`` of a pair that a person wrote."""
@@ -84,6 +84,11 @@ class PairRule:
         """The steps of the layout that need rows which taps have shown."""
         return tuple(step for step in self.parsed.steps if isinstance(step, Rows))
 
+    @cached_property
+    def moves_rows(self) -> bool:
+        """Whether the two tensors have their rows in other orders, or other rows."""
+        return any(isinstance(step, (Rows, Gather)) for step in self.parsed.steps)
+
     def name(self, side: Side) -> str:
         return self.baseline if side == "baseline" else self.target
 
@@ -100,6 +105,16 @@ class PairRule:
             return None
         both = _filled(self.baseline, numbers), _filled(self.target, numbers)
         return None if both[0] is None or both[1] is None else (both[0], both[1])
+
+
+def outputs_move_rows(rules: Sequence[PairRule]) -> bool:
+    """Whether the model's outputs have their rows in other orders on both sides; where no output pairs, any tap."""
+    outputs = [rule for rule in rules if any(_is_output(name) for name in (rule.baseline, rule.target))]
+    return any(rule.moves_rows for rule in outputs or rules)
+
+
+def _is_output(name: str) -> bool:
+    return "output" in TapCallName.of(name).name.split(".")
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ import pandas as pd
 from graftlab.base.tap_groups import is_data, kind_of
 from graftlab.diffs.results import ResultDifference, compare_results
 from graftlab.diffs.rounding import roundoff
+from graftlab.plan.pairs import PairRule, outputs_move_rows
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, is_spread, measured_rows, ratio, times
 from graftlab.verdict.floor import Floor
@@ -98,13 +99,18 @@ class ReturnedValues:
         return any(not math.isnan(each.rel_l2) for each in self.differences)
 
 
-def compare_returned(baseline: Sequence[object], target: Sequence[object]) -> ReturnedValues:
+def compare_returned(
+    baseline: Sequence[object], target: Sequence[object], pairs: Sequence[PairRule] = ()
+) -> ReturnedValues:
     """Compare what each rank returned: with the same rank of the baseline, or with its only one.
 
-    Where both sides have several ranks and not as many, values are not compared.
+    Where both sides have several ranks and not as many, or by these pairs the outputs have their rows in another order,
+    values are not compared.
     """
     if not baseline or not target:
         return ReturnedValues()
+    if outputs_move_rows(pairs):
+        return ReturnedValues(left=("the returned values have their rows in another order on each side",))
     if len(baseline) != len(target) and len(baseline) > 1:
         return ReturnedValues(
             left=(

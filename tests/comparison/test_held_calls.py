@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,20 @@ from torch import nn
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison.held_calls import answer_of, names_pair
+from graftlab.comparison.scripts import _failure
 from graftlab.comparison.sides import command_of, ranks_of_command
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs import held_script
-from graftlab.ranks.held_call import CallDescription, FunctionInFile, HeldCall, WatchChoice, arguments_of
+from graftlab.ranks import held_call
+from graftlab.ranks.held_call import (
+    CallDescription,
+    FunctionInFile,
+    HeldCall,
+    ScriptEnd,
+    WatchChoice,
+    arguments_of,
+    describe_call,
+)
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.verdict.wording import Findings
@@ -199,6 +211,66 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
     assert [each.model for each in rank.held] == held
     assert [each.number for each in rank.held] == list(range(1, len(held) + 1))
     assert rank.held[0].others == ({"Sequential": 1} if wanted else {})
+
+
+@pytest.mark.parametrize(("error", "failure"), [(None, None), (ValueError("no such file"), "ValueError: no such file")])
+def test_a_script_that_ends_answers_the_next_request(
+    error: Exception | None, failure: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_call, "_held", None)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    rank = held_script._ScriptRank.__new__(held_script._ScriptRank)
+    done: list[object] = []
+
+    def handle_next() -> None:
+        done.append(describe_call())
+        # Stacks may be asked for first: only a run is answered by the end.
+        rank._runs += len(done) == 3
+
+    given = {"_runs": 0, "_control": SimpleNamespace(stopping=False), "handle_next": handle_next}
+    line = SimpleNamespace(channel=SimpleNamespace(drain=lambda limit: done.append("drained")))
+    vars(rank).update(given, _line=line)
+    rank._report_end(os.getpid() + 1)
+    assert not done, "a fork of the script is none"
+    rank._report_end(os.getpid())
+    assert done == [*[ScriptEnd(failure)] * 3, "drained"]
+    rank._report_end(os.getpid())
+    assert len(done) == 4
+    # The comparison ends first.
+    vars(rank).update(given, _is_over=False, _control=SimpleNamespace(stopping=True))
+    rank._report_end(os.getpid())
+    assert done[4:] == ["drained"]
+
+
+class Ended:
+    """A script's process that has ended, or does not."""
+
+    def __init__(self, ends: bool, code: int = 0) -> None:
+        self.ends, self.code, self.is_done = ends, code, ends and not code
+
+    def wait(self, limit: float) -> bool:
+        return self.ends
+
+    def how_it_ended(self) -> str:
+        return f"ended with exit code {self.code}" if self.ends else "runs"
+
+
+@pytest.mark.parametrize(
+    ("results", "process", "said"),
+    [
+        ([ScriptEnd(None)], Ended(True, 1), None),
+        ([ScriptEnd("ValueError: x"), ScriptEnd(None)], Ended(True), "raised ValueError: x"),
+        ([None, ScriptEnd("ValueError: x")], Ended(True), "raised ValueError: x"),
+        ([None], Ended(True), None),
+        ([None], Ended(True, 1), "ended with exit code 1"),
+        ([ScriptEnd(None), None], Ended(True, 1), "ended with exit code 1"),
+        ([None], Ended(False), "runs"),
+    ],
+)
+def test_a_script_has_failed_if_it_raised_or_ended_without_a_word(
+    results: list[object], process: Any, said: str | None
+) -> None:
+    assert _failure(process, results) == said
 
 
 def taps_of(name: str, label: str = "clean") -> pd.DataFrame:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from kit.renamed import WIDTH, Port, port, reference
+from kit.renamed import WIDTH, WORDS, Port, port, reference
 from torch import nn
 
 import graftlab as gl
@@ -84,3 +85,44 @@ def test_a_row_of_an_embedding_is_no_padding_and_tied_weights_pair_with_both() -
         assert comparison.match is not None
         partners = {pair.target for pair in comparison.match.pairs if pair.baseline.startswith("embed.weight")}
         assert partners == {"wte.weight[kind=param]", "head.weight[kind=param]"}
+
+
+class Requests(nn.Module):
+    """The reference, called with its own batch of requests in this order."""
+
+    def __init__(self, order: list[int], wrong: bool = False) -> None:
+        super().__init__()
+        self.model, self.order, self.wrong = reference(), order, wrong
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        ids = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(3))[self.order]
+        return self.model(torch.cat([ids[:1].flip(1), ids[1:]]) if self.wrong else ids) * given
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_requests_in_another_order_agree_only_if_all_of_them_do(wrong: bool) -> None:
+    ours, theirs = partial(Requests, [0, 1, 2, 3]), partial(Requests, [2, 0, 3, 1], wrong)
+    comparison = gl.compare(lambda: ours(), lambda: theirs(), torch.ones(1), match=True)
+    with comparison.session:
+        # The returned values cannot be compared row by row, and clear or accuse nothing.
+        assert (comparison.answer == "agree") is not wrong, comparison.text
+        assert "Not checked: the returned values have their rows in another order on each side." in comparison.text
+
+
+class MicroBatches(nn.Module):
+    """The reference, called with parts of its batch; the last may be wrong."""
+
+    def __init__(self, parts: int, wrong: bool = False) -> None:
+        super().__init__()
+        self.model, self.parts, self.wrong = reference(), parts, wrong
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        *first, last = ids.chunk(self.parts)
+        return torch.cat([self.model(part) for part in (*first, last.flip(1) if self.wrong else last)])
+
+
+def test_a_micro_batch_that_matches_nothing_is_not_cleared() -> None:
+    ids = torch.randint(0, WORDS, (8, 6), generator=torch.Generator().manual_seed(1))
+    comparison = gl.compare(lambda: MicroBatches(1), lambda: MicroBatches(4, True), ids, match=True)
+    with comparison.session:
+        assert comparison.answer != "agree", comparison.text

@@ -413,3 +413,42 @@ def test_programs_with_unlike_rows_have_no_order() -> None:
             show(f"x.{n}", torch.randn(9, WIDTH, generator=generator))
 
     assert matched(batched(IN_ORDER, 12), other).notices == ()
+
+
+def with_first(change: Callable[[Tensor], Tensor], program: Program) -> Program:
+    """The program with other embeddings, which no tap shows before them."""
+
+    def changed(show: Show) -> None:
+        def altered(name: str, value: Tensor) -> None:
+            if name in ("embeddings", "embed"):
+                value.copy_(change(value))
+            show(name, value)
+
+        program(altered)
+
+    return changed
+
+
+def test_rows_that_both_sides_have_alone_are_said_unless_they_are_padding() -> None:
+    order = [3, 0, 2, 1]
+
+    def unpaired(baseline: Program, target: Program) -> str:
+        return match_once(recorded(baseline), recorded(target)).unpaired_rows
+
+    def request(value: Tensor) -> Tensor:
+        return torch.cat([value[: LENGTHS[3]] * 1.3, value[LENGTHS[3] :]])
+
+    said = unpaired(packed([0, 1, 2, 3]), with_first(request, packed(order)))
+    assert said.endswith("computed differently before the first tap that shows them.")
+    assert unpaired(batched([0, 1, 2, 3], 14), batched(order, 13)) == ""
+    # The baseline lacks a sequence, and all rows that it has are found.
+    assert unpaired(packed([0, 1, 2]), packed([2, 0, 3, 1])) == ""
+
+
+def test_a_row_with_other_values_in_its_own_place_is_no_row_of_another_order() -> None:
+    def last_token(value: Tensor) -> Tensor:
+        return torch.cat([value[:-1], value[-1:] * 1.3])
+
+    found = match_once(recorded(packed([0, 1, 2])), recorded(with_first(last_token, packed([0, 1, 2]))))
+    assert not found.notices
+    assert not any("gather" in pair.layout.text or "rows" in pair.layout.text for pair in found.pairs)

@@ -1,0 +1,52 @@
+"""Parameters that only their names tell apart are paired by module, role, layer and kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import graftlab as gl
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        # Equal roles, whatever words they are called by.
+        {"attn.q.bias": "self.wq.bias", "attn.k.bias": "self.wk.bias", "attn.v.bias": "self.wv.bias"},
+        {"attn.query.bias": "attn.q_proj.bias", "attn.key.bias": "attn.k_proj.bias"},
+        {"mlp.gate_proj.bias": "ffn.w1.bias", "mlp.up_proj.bias": "ffn.w3.bias"},
+        # Equal layers.
+        {"h.0.norm.weight": "layers.0.ln.weight", "h.1.norm.weight": "layers.1.ln.weight"},
+        {f"blocks.{n}.x.weight": f"model.layers.{n}.y.weight" for n in range(12)},
+        # Equal kinds of parameters.
+        {"norm.weight": "ln.weight", "norm.bias": "ln.bias"},
+        {"norm.running_mean": "bn.mean", "norm.weight": "bn.gamma"},
+    ],
+    ids=lambda pairs: next(iter(pairs)),
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_constants_are_paired_by_their_names(pairs: dict[str, str], turned: bool) -> None:
+    telling = {"head.weight": torch.arange(12.0).reshape(3, 4)}
+    order = list(pairs.values())[:: -1 if turned else 1]
+    baseline = telling | {name: torch.ones(4) for name in pairs}
+    match = gl.match_weights(baseline, telling | {name: torch.ones(4) for name in order})
+    found = {pair.baseline: pair.target for pair in match.pairs if pair.baseline != "head.weight"}
+    assert found == pairs
+    assert all("matched by name" in pair.note for pair in match.pairs if pair.baseline != "head.weight")
+
+
+def test_constants_of_other_values_or_shapes_are_no_partners() -> None:
+    telling = {"head.weight": torch.arange(12.0).reshape(3, 4)}
+    match = gl.match_weights(telling | {"norm.weight": torch.ones(4)}, telling | {"norm.weight": torch.ones(5)})
+    assert list(match.unmatched_target) == ["norm.weight"]
+
+
+def test_parameters_with_a_part_of_equal_values_are_paired_as_a_guess() -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(40, 10, generator=generator) for _ in range(2))
+    changed = one.clone()
+    changed[10:] = torch.randn(30, 10, generator=generator)
+    match = gl.match_weights({"a.weight": other, "b.weight": one}, {"c.weight": other, "d.weight": changed})
+    (pair,) = match.of_target("d.weight")
+    assert (pair.baseline, pair.sureness) == ("b.weight", "guess")
+    assert "25% of its values are equal" in pair.note

@@ -1,0 +1,149 @@
+"""Where an error arises is concluded from what modules computed from equal inputs, and from which were compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+import pytest
+
+from graftlab.taps.module_inputs import KIND, ModuleCall
+from graftlab.verdict.origins import ErrorOrigins, find_origins
+
+THRESHOLD = 2.0
+FLOOR = 0.01
+MODEL = "model"
+CALLS = {
+    "attn": ModuleCall("attn", (MODEL,), "forward", True, 1),
+    "attn.o": ModuleCall("attn.o", ("attn", MODEL), "forward", True, 2),
+}
+
+
+class Tap(NamedTuple):
+    """A call of a tap in the run with the inputs of modules: how far over the floor, and None if not compared."""
+
+    name: str
+    ratio: float | None
+    argument: str | None = None
+    occurrence: int = 0
+    side: str = "target"
+
+
+def origins(*taps: Tap, of: Sequence[str] = ("attn.o",), calls: dict[str, ModuleCall] = CALLS) -> ErrorOrigins:
+    """The origins of taps that all differ in the verdict's first run."""
+    rows, again, frame = [], [], []
+    for order, tap in enumerate(taps):
+        tags: dict[str, Any] = {"name": tap.name}
+        if tap.argument is not None:
+            tags |= {"kind": KIND, "argument": tap.argument}
+        names = {"name": tap.name, "baseline_name": tap.name, "target_name": tap.name}
+        place = {"rank": 0, "step": 0, "occurrence": tap.occurrence, "order": order, "tags": tags, "side": tap.side}
+        rows.append({**names, **place, "status": "unmatched" if tap.ratio is None else "compared"})
+        if tap.ratio is not None:
+            measured = {"added": tap.ratio * FLOOR, "floor": FLOOR, "ratio": tap.ratio, "group": tap.name}
+            again.append({"name": tap.name, "target_name": tap.name, **place, **measured})
+            if tap.argument is None:
+                frame.append({**again[-1], "ratio": 10.0 - tap.occurrence})
+    tables = [pd.DataFrame(each) for each in (frame, rows, again)]
+    both: Any = {"baseline": [calls], "target": [calls]}
+    return find_origins(tables[0], of, tables[1], tables[2], both, THRESHOLD)
+
+
+def given(name: str, ratio: float | None, argument: str = "first", **more: Any) -> Tap:
+    return Tap(f"{name}.in", ratio, argument, **more)
+
+
+def test_a_module_that_agrees_from_equal_inputs_is_right() -> None:
+    found = origins(given("attn", 0.5), Tap("q", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5))
+    (origin,) = found.found
+    assert (origin.is_itself, origin.given_to, origin.arguments, origin.before) == (False, "attn.o", ("first",), ("q",))
+    assert origin.modules == {"baseline": "attn", "target": "attn"}
+    assert (origin.function, origin.is_method, origin.input_tap, origin.tensors) == (
+        "forward",
+        True,
+        "attn.o.in",
+        frozenset({2}),
+    )
+    assert found.are_right("attn.o")
+    assert found.covers("attn.o")
+    assert not found.not_compared
+
+
+def test_a_module_that_differs_from_equal_inputs_is_wrong_itself() -> None:
+    found = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 5.0))
+    (origin,) = found.found
+    assert (origin.is_itself, origin.tap, origin.given_to) == (True, "attn.o", "")
+    assert origin.modules == {"baseline": "attn.o", "target": "attn.o"}
+    assert not found.are_right("attn.o")
+
+
+def test_at_the_threshold_a_module_agrees() -> None:
+    assert origins(given("attn.o", 9.0), Tap("attn.o", THRESHOLD)).are_right("attn.o")
+
+
+@pytest.mark.parametrize(
+    ("taps", "left"),
+    [
+        # Only the module around had its inputs compared: the error may be before this one.
+        ((given("attn", 0.5), Tap("attn.o", 5.0)), ()),
+        ((given("attn.o", 0.5), given("attn.o", None, "mask"), Tap("attn.o", 5.0)), ("mask",)),
+        ((given("attn.o", 0.5), given("attn.o", None, "bias", side="baseline"), Tap("attn.o", 5.0)), ("bias",)),
+        ((Tap("attn.o", 5.0),), ()),
+    ],
+)
+def test_a_module_whose_inputs_were_not_all_compared_is_not_called_wrong(
+    taps: tuple[Tap, ...], left: tuple[str, ...]
+) -> None:
+    found = origins(*taps)
+    assert found.found == ()
+    assert found.not_compared == {"attn.o": left}
+    assert not found.covers("attn.o")
+
+
+@pytest.mark.parametrize(
+    ("taps", "calls"),
+    [
+        # No longer measured, a tap of no module, and a module that agrees, without inputs or with equal ones.
+        ((given("attn.o", 9.0), Tap("attn.o", float("nan"))), CALLS),
+        ((given("attn.o", 9.0), Tap("attn.o", 0.5)), {}),
+        ((Tap("attn.o", 0.5),), CALLS),
+        ((given("attn.o", 0.0), Tap("attn.o", 0.5)), CALLS),
+    ],
+)
+def test_without_evidence_there_is_no_origin(taps: tuple[Tap, ...], calls: dict[str, ModuleCall]) -> None:
+    found = origins(*taps, calls=calls)
+    assert (found.found, found.not_compared) == ((), {})
+    assert not found.are_right("attn.o")
+
+
+def test_the_innermost_module_with_a_wrong_input_is_given_it() -> None:
+    (origin,) = origins(given("attn", 7.0), given("attn.o", 0.5), Tap("attn.o", 0.5)).found
+    assert (origin.given_to, origin.modules) == ("attn", {})
+    (origin,) = origins(given("attn", 7.0), given("attn.o", 3.0), Tap("attn.o", 0.5)).found
+    assert origin.given_to == "attn.o"
+
+
+def test_of_small_differences_the_largest_counts() -> None:
+    """An ill-conditioned module makes much of a small difference."""
+    inputs = (given("attn", 0.2), given("attn.o", 1.5), given("attn.o", 1.2, "mask"), given("attn.o", 0.3, "bias"))
+    (origin,) = origins(*inputs, Tap("attn.o", 0.5)).found
+    assert (origin.given_to, origin.arguments) == ("attn.o", ("first", "mask"))
+
+
+def test_a_tap_with_both_kinds_of_calls_counts_as_wrong_by_its_worst_such_call() -> None:
+    calls = [
+        (given("attn.o", 9.0, occurrence=n), Tap("attn.o", ratio, occurrence=n))
+        for n, ratio in enumerate((0.5, 5.0, 6.0))
+    ]
+    (origin,) = origins(*(tap for pair in calls for tap in pair)).found
+    # The second differs most in the first run.
+    assert (origin.is_itself, origin.occurrence) == (True, 1)
+
+
+def test_each_call_is_judged_by_the_inputs_before_it() -> None:
+    later = (given("attn.o", 9.0, occurrence=1), Tap("attn.o", 0.5, occurrence=1))
+    (origin,) = origins(given("attn.o", 0.0), *later).found
+    assert (origin.occurrence, origin.input_occurrence) == (1, 1)
+    # What a module is given later has no part in it.
+    assert origins(given("attn.o", 0.0), Tap("attn.o", 0.5), given("attn.o", 9.0, occurrence=1)).found == ()
