@@ -231,7 +231,8 @@ def first_failure(tests: Sequence[str]) -> str:
             run_tests(tests, output.fileno())
         code = wait(process)
         output.seek(0)
-        noticed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output.read(), re.MULTILINE)
+        # Names of cases may have spaces.
+        noticed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output.read(), re.MULTILINE)
     if code is None:
         return UNDECIDED
     if code in (0, 5):
