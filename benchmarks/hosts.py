@@ -35,6 +35,8 @@ from graftlab.remote.launcher import launch_remote_ranks
 from graftlab.remote.rank_supervisor import HostFacts, RankEnd, RankSupervisor
 from graftlab.remote.remote_rank import RemoteRankSpec
 
+# Seconds in which a process of simulated ranks ends after its session.
+_END_LIMIT = 30.0
 _RANKS_OF_A_PROCESS = 64
 _ROWS = 100_000
 _TENSORS = 200
@@ -141,7 +143,12 @@ class _SimulatedHosts:
 
     def release(self) -> None:
         for process in self._processes:
-            process.wait()
+            try:
+                process.wait(_END_LIMIT)
+            except subprocess.TimeoutExpired:
+                # A process whose ranks never all began, because another one had ended, waits for them.
+                process.kill()
+                process.wait()
 
 
 class _SimulatedProcess:

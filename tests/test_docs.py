@@ -120,13 +120,13 @@ def test_commands_of_the_pages_exist() -> None:
                 assert told.returncode == 0, f"{where}: {err}"
             for option in re.findall(r"(--[a-z-]+)", line):
                 assert option in helps[module], f"{where}: {module} has no option {option}"
-        elif words[:2] == ["graftlab", "compare"]:
+        elif words[0] == "graftlab" and words[1] in ("compare", "new"):
             if words[1] not in helps:
                 with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit):
-                    command.main(["compare", "-h"])
+                    command.main([words[1], "-h"])
                 helps[words[1]] = said.getvalue()
             for option in re.findall(r"(?<= )(--[a-z-]+)", re.sub(r'"[^"]*"', "", line)):
-                assert option in helps[words[1]], f"{where}: compare has no option {option}"
+                assert option in helps[words[1]], f"{where}: {words[1]} has no option {option}"
         else:
             assert words[0] in ("python", "git", "export", "ruff", "mypy"), f"{where}: {line}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -22,7 +21,8 @@ class OpenSession(Protocol):
     def close(self) -> None: ...
 
 
-_open: weakref.WeakSet[OpenSession] = weakref.WeakSet()
+# Not weak references: the ranks of a session that nothing refers to any more would keep this process from ending.
+_open: set[OpenSession] = set()
 
 
 def close_at_exit(session: OpenSession) -> None:

@@ -186,6 +186,10 @@ class Rank:
         self.choice = WatchChoice()
         self.held: list[CallDescription] = []
 
+    def waits_in(self, kind: str, number: int) -> bool:
+        """As a rank that holds every call."""
+        return True
+
     def hold(self, call: HeldCall) -> None:
         self.held.append(call.describe())
         call.end()
