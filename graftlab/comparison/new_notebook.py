@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graftlab.base import sources
 from graftlab.comparison.sides import WRONG_USAGE, Kind, command_of, function_in_file, kind_of_sides, refuse_wrong_usage
 from graftlab.errors import ConfigError, GraftError
 
@@ -86,7 +87,7 @@ def _check_defined(function: FunctionInFile) -> None:
     """Raise :class:`ConfigError` unless the file defines or imports what is named; it is read, and not executed."""
     path = Path(function.path)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = sources.parse(path.read_text(encoding="utf-8"), str(path))
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{path} is no Python file: {error}; mend it first") from error
     known: set[str] = set()

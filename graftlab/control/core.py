@@ -327,12 +327,13 @@ class SessionCore:
         return try_in_process(drafts, self.plan, kept, process.assignment.device, limit)
 
     def difference_map(
-        self, name: str, *, dims: tuple[int, int] | None = None, rank: int | None = None, **tags: Any
+        self, name: str, *, dims: Sequence[int] | None = None, rank: int | None = None, **tags: Any
     ) -> DifferenceMap:
         """``|baseline - target|`` of a kept pair over two axes, reduced by maximum on the rank that keeps it.
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, which raises the same errors;
-        :func:`graftlab.plots.draw_difference_map` draws it.
+        :func:`graftlab.plots.draw_difference_map` draws it. ``dims`` are one or two axes, the last two by default; raises
+        :class:`SessionError` for others.
 
         >>> session.difference_map("hidden", layer=3).worst
         0.0

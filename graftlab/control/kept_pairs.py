@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -50,9 +51,14 @@ class PairsOnRanks:
         """Both tensors, ``(baseline, target)``, on the CPU."""
         return open_value(*self._find(AskKeptPair(name, _plain(tags)), rank))
 
-    def difference_map(self, name: str, rank: int | None, tags: Mapping[str, Any], dims: tuple[int, int] | None) -> Any:
+    def difference_map(self, name: str, rank: int | None, tags: Mapping[str, Any], dims: Sequence[int] | None) -> Any:
         """The :class:`graftlab.diffs.maps.DifferenceMap` of the pair."""
-        return open_value(*self._find(AskKeptMap(name, _plain(tags), dims), rank))
+        # A rank ends where it cannot read a message, so what a user typed must not be in it as it is.
+        try:
+            chosen = None if dims is None else tuple(operator.index(dim) for dim in dims)
+        except TypeError as error:
+            raise SessionError(f"dims={dims!r}: give one or two axes of {name!r}, such as (0, 1)") from error
+        return open_value(*self._find(AskKeptMap(name, _plain(tags), chosen), rank))
 
     def packed_input(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankHandle, Pickled]:
         """The rank that has the pair, and a pickled :class:`graftlab.grafting.kept.KeptPair` for another process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -133,7 +133,7 @@ class SessionPlots:
             )
         return verdict.plot(tap, **options)
 
-    def heatmap(self, name: str, *, dims: tuple[int, int] | None = None, **tags: Any) -> Figure:
+    def heatmap(self, name: str, *, dims: Sequence[int] | None = None, **tags: Any) -> Figure:
         """``|baseline - target|`` of a kept pair; see :meth:`Session.tensors` for the tags.
 
         >>> figure = session.plot.heatmap("hidden", layer=3)

@@ -361,7 +361,7 @@ class AskKeptInput(AskKept, frozen=True):
 class AskKeptMap(AskKept, frozen=True):
     """The :class:`graftlab.diffs.maps.DifferenceMap` over these two dimensions; None chooses two."""
 
-    dims: tuple[int, int] | None
+    dims: tuple[int, ...] | None
 
 
 class RunSelfGraft(Message, frozen=True):

@@ -11,6 +11,7 @@ from kit.in_process import TalkingRank, talking_ranks
 from kit.support import wait_until
 
 from graftlab.base.progress import LongWait
+from graftlab.control import job_verdict_runs
 from graftlab.control.core import SessionCore
 from graftlab.control.judge import judge
 from graftlab.control.run import state_of
@@ -80,18 +81,20 @@ def test_a_job_that_ends_ends_the_verdict(session: SessionCore, ranks: list[Talk
     assert filters(session.plan) == filters(PLAN)
 
 
-def test_a_job_that_dies_ends_the_verdict_and_is_named(session: SessionCore, ranks: list[TalkingRank]) -> None:
+def test_a_job_that_dies_ends_the_verdict_and_is_named(
+    session: SessionCore, ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     under_way(session, ranks)
-    edit = session.edit
+    lend = job_verdict_runs.lend_plan
 
-    def edit_and_die(**changes: Any) -> GraftPlan:
-        plan = edit(**changes)
+    def lend_and_die(session: SessionCore, **changes: Any) -> GraftPlan:
+        plan = lend(session, **changes)
         if ranks[1].rank.alive:
             ranks[1].die()
             wait_until(lambda: session.runs[-1].failing, "word of its death")
         return plan
 
-    session.edit = edit_and_die  # type: ignore[method-assign]
+    monkeypatch.setattr(job_verdict_runs, "lend_plan", lend_and_die)
     with pytest.raises(RunError, match=r"the verdict was abandoned, .* failed on target\[0\]"):
         judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)

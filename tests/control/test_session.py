@@ -1031,6 +1031,12 @@ def test_a_heatmap_is_reduced_on_the_rank_and_a_single_bad_element_stays_visible
         assert session.plot.heatmap("large").axes
         with pytest.raises(gl.SessionError, match="dim"):
             session.difference_map("large", dims=(0, 5))
+        with pytest.raises(gl.SessionError, match="two different dimensions"):
+            session.difference_map("large", dims=(0, 1, 0))
+        with pytest.raises(gl.SessionError, match="dims=0: give one or two axes"):
+            session.difference_map("large", dims=0)  # type: ignore[arg-type]
+        # A message that a rank cannot read would end it.
+        assert session.difference_map("large", dims=(1,)).worst == 7.0
         with pytest.raises(gl.SessionError, match="no pair of tensors is kept for 'other'"):
             session.plot.heatmap("other")
 
