@@ -332,8 +332,8 @@ class SessionCore:
         """``|baseline - target|`` of a kept pair over two axes, reduced by maximum on the rank that keeps it.
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, which raises the same errors;
-        :func:`graftlab.plots.draw_difference_map` draws it. ``dims`` are one or two axes, the last two by default; raises
-        :class:`SessionError` for others.
+        :func:`graftlab.plots.draw_difference_map` draws it. ``dims`` are one or two axes, the last two by default;
+        raises :class:`SessionError` for others.
 
         >>> session.difference_map("hidden", layer=3).worst
         0.0
