@@ -93,7 +93,7 @@ def _edit(session: gl.Session, layer: int) -> tuple[float, float]:
 
 
 def _run(session: gl.Session, rows: str) -> tuple[float, float]:
-    """Return the seconds that a run takes in which each rank makes so many rows, and the notebook's processor time."""
+    """Return the seconds of a run in which each rank evaluates ``rows``, and the notebook's processor time."""
     began, worked = time.perf_counter(), time.process_time()
     session.run(rows, rows)
     return time.perf_counter() - began, time.process_time() - worked
@@ -146,7 +146,7 @@ class _SimulatedHosts:
             try:
                 process.wait(_END_LIMIT)
             except subprocess.TimeoutExpired:
-                # A process whose ranks never all began, because another one had ended, waits for them.
+                # A process whose ranks never all began, because another process had ended, waits for them.
                 process.kill()
                 process.wait()
 

@@ -120,7 +120,7 @@ def check(
 
 
 def _sketched(session: SessionCore, side: Side, call: Callee) -> list[tuple[list[TapSketch], list[str]]]:
-    """Run this on one side. The stop button stops its code too, since without the check nobody waits for it."""
+    """Run this on one side. The stop button stops its code too, since only the check waits for it."""
     run = session.start(baseline=call) if side == "baseline" else session.start(target=call)
     steps = LongWait(f"check of the {side}'s ranks", "steps", lambda: run.steps)
     try:

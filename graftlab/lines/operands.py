@@ -74,5 +74,5 @@ def _differ(mine: int, theirs: int, trace: SliceTrace, other: SliceTrace) -> boo
 
 
 def _what(operation: TracedOperation) -> tuple[str, str]:
-    """What an operation does, and in which words its line says so."""
+    """What an operation does, and the words for it in its line."""
     return operation.frames[0].source if operation.frames else "", operation.call

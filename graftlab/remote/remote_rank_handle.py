@@ -120,7 +120,7 @@ class RemoteRankHandle(AttachedRankHandle):
 
     def log_tail(self, lines: int = 30) -> str:
         if self._look(0.0) is None:
-            # On a machine that has vanished nobody answers, and the session's other ranks would not be read meanwhile.
+            # A machine that has vanished does not answer, and the session's other ranks would not be read meanwhile.
             limit = self._patience.remaining() if self.has_joined and not self.alive else _LOG_LIMIT
             if limit and (tail := self.process.log_tail(limit)):
                 self._keep_log(tail)

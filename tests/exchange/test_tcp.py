@@ -219,7 +219,7 @@ def test_a_handshake_and_frames_that_are_sent_again_are_not_heard(
     assert heard(channel, 1) == [b"still here"]
 
 
-# The greeting has 64 bytes, and the handshake's first command 202, more than a third of which is filling.
+# The greeting has 64 bytes, and the handshake's first command 202, more than a third of them filling.
 @pytest.mark.parametrize("place", [200, 300, 700, 5_000, 300_000])
 def test_a_connection_that_is_tampered_with_ends_and_changes_no_frame(
     place: int, posts: tuple[RouterSocket, RouterSocket], relayed: Callable[..., tuple[Relay, TcpChannel]]
