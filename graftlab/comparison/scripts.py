@@ -34,7 +34,7 @@ from graftlab.comparison.started_scripts import (
 from graftlab.control.run import state_of
 from graftlab.control.run_folder import make_run_folder
 from graftlab.errors import SessionError
-from graftlab.jobs.held_script import leave
+from graftlab.jobs.held_script import leave, uncompared_calls
 from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings, scripts_of, start_scripts
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.plan import GraftPlan
@@ -394,7 +394,12 @@ class _HeldInTurn:
     def _with(self, compared: Comparison, said: Sequence[str], answer: Answer | None = None) -> Comparison:
         starts = self._started.starts if self._started is not None else 0
         how = how_started(starts) if starts else _HOW
-        remarks = (*said, *compared.remarks)
+        elsewhere = [
+            f"{NOT_CHECKED}calls of models in processes that the {side} forks, such as a data loader's workers."
+            for side, _ in _SIDES
+            if uncompared_calls(self._session.folder, side).exists()
+        ]
+        remarks = (*said, *compared.remarks, *elsewhere)
         return replace(compared, remarks=remarks, answer=answer or compared.answer, how=how, starts=starts)
 
     def _agreed(self, models: Sequence[str] | None = None, updates: int | None = None) -> str:

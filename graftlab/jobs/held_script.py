@@ -56,6 +56,11 @@ FOLDER, SIDE, MODEL = "GRAFTLAB_COMPARE_FOLDER", "GRAFTLAB_COMPARE_SIDE", "GRAFT
 all models without one."""
 
 
+def uncompared_calls(folder: Path, side: Side) -> Path:
+    """The file in a comparison's folder that exists once a worker or a fork of this side's processes calls a model."""
+    return folder / f"{side}-calls-elsewhere"
+
+
 def package_folder() -> str:
     """The folder of this copy of graftlab."""
     return str(Path(__file__).resolve().parents[1])
@@ -70,6 +75,7 @@ class HeldScript:
 
     def __init__(self, folder: Path, side: Side, wanted: str | None) -> None:
         self._folder, self._side, self._wanted = folder, side, wanted
+        self._process = os.getpid()
         self._calls = OutermostCalls(self._before, self._after)
         self._rank: _ScriptRank | None = None
         self._count = 0
@@ -100,9 +106,12 @@ class HeldScript:
             hook.remove()
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A data loader's worker is no rank.
-        if torch.utils.data.get_worker_info() is not None:
+        # A data loader's worker is no rank, and neither is a fork of one: the connections are its parent's.
+        if os.getpid() != self._process or torch.utils.data.get_worker_info() is not None:
             self.remove()
+            with contextlib.suppress(FileNotFoundError):
+                # The comparison may be over, and its folder deleted.
+                uncompared_calls(self._folder, self._side).touch()
             return
         kind = type(module).__name__
         if module not in self._models.values():
@@ -135,7 +144,7 @@ class HeldScript:
         self._gradients.add_results({f"{place}{path}": each for path, each in named_tensors(result).items()})
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._rank is None or self._updating is not None:
+        if os.getpid() != self._process or self._rank is None or self._updating is not None:
             # The optimizer may be part of a larger one, whose step is held.
             return
         self._updating = optimizer

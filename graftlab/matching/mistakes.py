@@ -114,18 +114,25 @@ def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
             key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text)
             groups[key].append((theirs, mine, pair))
     said = []
+    every = [mine - theirs for group in groups.values() for theirs, mine, _ in group]
     for group in groups.values():
         group.sort(key=lambda each: each[:2])
         if all(one[1] < other[1] for one, other in itertools.pairwise(group)):
             continue
         shifts = Counter(mine - theirs for theirs, mine, _ in group)
         usual, count = shifts.most_common(1)[0]
+        where = f"as in {count} other layers"
+        if count < 2 or 2 * count < len(group):
+            # Two swapped of three layers leave no usual place among themselves; other weights of these layers do.
+            usual, count = Counter(every).most_common(1)[0]
+            where = "as for other weights"
+            count = count if 2 * count > len(every) else 0
         for theirs, mine, pair in group:
             text = f"{pair.target} has the values of {pair.baseline}, which is in layer {mine}"
-            if count < 2 or 2 * count < len(group):
+            if count < 2:
                 said.append(f"{text}; the layers are in a different order than the baseline's")
             elif mine - theirs != usual:
-                said.append(f"{text}; it should be layer {theirs + usual}, as in {count} other layers")
+                said.append(f"{text}; it should be layer {theirs + usual}, {where}")
             else:
                 continue
             misplaced.add(pair.target)

@@ -102,6 +102,30 @@ def test_inputs_that_differ_before_a_later_call_are_put_down_to_the_scripts() ->
         assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
 
 
+FORKS = """
+import os, torch
+model, x = torch.nn.Linear(4, 2), torch.ones(1, 4)
+model(x)
+if (child := os.fork()) == 0:
+    model(2 * x)
+    os._exit(0)
+print("ended with", os.waitpid(child, 0)[1])
+model(3 * x)
+"""
+
+
+def test_calls_in_a_fork_of_a_script_are_passed_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(f"import torch\ntorch.manual_seed(0)\n{FORKS}")
+    answer = compared(capsys, tmp_path / "run", str(script), str(script))
+    text = str(answer["text"])
+    assert (answer["answer"], text.partition("\n")[0]) == ("agree", "2 calls of Linear agree.")
+    assert "Not checked: calls of models in processes that the target forks" in text
+    assert "ended with 0" in (tmp_path / "run" / "logs" / "target.log").read_text()
+
+
 def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

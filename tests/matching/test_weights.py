@@ -175,6 +175,11 @@ MISTAKES: dict[str, tuple[str, Callable[[State], None], str]] = {
         lambda s: s.update({"blocks.2.mlp.down_proj.weight": s["blocks.1.mlp.down_proj.weight"]}),
         r"blocks\.2\.mlp\.down_proj\.weight has the values of model\.layers\.1\..*in layer 1; it should be layer 2",
     ),
+    "two of three layers swapped": (
+        "llama",
+        lambda s: swap(s, "blocks.1.mlp.down_proj.weight", "blocks.2.mlp.down_proj.weight"),
+        r"blocks\.1\.mlp\.down_proj\.weight has the values of model\.layers\.2\..*it should be layer 1, as for other",
+    ),
     "a norm's weight is one less, as Gemma stores it": (
         "llama",
         lambda s: change(s, "blocks.1.attn_norm.weight", lambda w: w - 1),
