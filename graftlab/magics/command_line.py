@@ -268,7 +268,7 @@ def _commands() -> dict[str, Command]:
     )
     expression(
         "lines",
-        "Show the lines of source at which a tap's error arises, from equal values before it.\n\n"
+        "Show the lines of source at which a tap's error arises.\n\n"
         "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, they\n"
         "evaluate that of the newest run.",
         "the lines",

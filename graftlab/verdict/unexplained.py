@@ -235,11 +235,11 @@ class UnexplainedDifferences:
             return []
         if not now:
             return [
-                f"The target does not repeat itself: it differed in the first run and agrees in run {run}. Look at "
+                f"The target does not repeat itself: it differed in the first run and agrees in run {run}. Check "
                 "what only its first calls do: warm-up, lazy initialisation, autotuning, caches that are still empty."
             ]
         return [
-            f"The target does not repeat itself: other taps differ in run {run} than in the first. Look at state that "
+            f"The target does not repeat itself: run {run} differs at other taps than the first. Check the state that "
             "it keeps between calls."
         ]
 
