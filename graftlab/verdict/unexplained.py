@@ -110,7 +110,7 @@ def compare_returned(
     if not baseline or not target:
         return ReturnedValues()
     if outputs_move_rows(pairs):
-        return ReturnedValues(left=("the returned values have their rows in another order on each side",))
+        return ReturnedValues(left=("the returned values have their rows in a different order on each side",))
     if len(baseline) != len(target) and len(baseline) > 1:
         return ReturnedValues(
             left=(
