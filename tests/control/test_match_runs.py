@@ -257,7 +257,7 @@ def test_pairs_learned_from_a_faulty_target_are_refused_after_its_fix(session: g
     verdict = session.verdict(fused, split, args=(3,))
     assert verdict.named == []
     first, *_ = verdict.text.split("\n")
-    assert first.startswith("The plan's pairs were learned from other code: layers.2.k was paired with h.1.qkv"), first
+    assert first.startswith("The plan's pairs are outdated: layers.2.k was paired with h.1.qkv"), first
     assert "Match again" in first
     assert "adds more than rounding" not in verdict.text
     # A target that takes another tap's values by mistake is no mended one.
