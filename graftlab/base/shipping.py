@@ -99,11 +99,11 @@ def unpack_call(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
 
 
 def pack_result(value: Any) -> bytes:
-    """Pickle a function's result on a rank; an unpicklable one becomes an :class:`Unshipped` with its repr."""
+    """Pickle a function's result on a rank; an unpicklable one becomes an :class:`UnshippedValue` with its repr."""
     try:
         return _pack(value, _ResultPacker)
     except Exception as error:
-        return _pack(Unshipped(type(value).__qualname__, _repr(value), str(error)), _ResultPacker)
+        return _pack(UnshippedValue(type(value).__qualname__, _repr(value), str(error)), _ResultPacker)
 
 
 def _repr(value: Any) -> str:
@@ -117,10 +117,10 @@ def unpack_result(blob: bytes) -> Any:
     try:
         return _unpack(blob)
     except Exception as error:
-        return Unshipped("unknown", "<a value that cannot be loaded in the notebook>", str(error))
+        return UnshippedValue("unknown", "<a value that cannot be loaded in the notebook>", str(error))
 
 
-class Unshipped:
+class UnshippedValue:
     """Placeholder for a value that stayed on its rank because it cannot be pickled; ``why`` is the reason."""
 
     def __init__(self, kind: str, text: str, why: str) -> None:

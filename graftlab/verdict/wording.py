@@ -22,7 +22,7 @@ from graftlab.verdict.hints import Hint
 from graftlab.verdict.lines import DifferingLine, first_places, lines_in_words
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
-from graftlab.verdict.rounds_differently import RoundsDifferently
+from graftlab.verdict.rounds_differently import RoundingGroups
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
 NOT_CHECKED = "Not checked: "
@@ -96,7 +96,7 @@ class Findings:
     """A sentence where nothing is named and the output was not compared."""
     failed: Sequence[str] = ()
     """Sentences on stages of the verdict that failed."""
-    rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
+    rounding: RoundingGroups = field(default_factory=RoundingGroups)
     """The groups that round differently. They are among the named ones."""
     maps: Mapping[str, ShownMap] = field(default_factory=dict)
     """Where the tensors of a culprit differ, by group."""
