@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from graftlab.base.text import counted
+from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
@@ -178,10 +178,9 @@ def judge_against_recording(
     verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
     answer = answer_of(verdict.findings, not remarks, False)
     if sketched := baseline.sketched:
-        shown = ", ".join(sketched[:4]) + (f" and {len(sketched) - 4} more" if len(sketched) > 4 else "")
         remarks.append(
-            f"{NOT_CHECKED}the single values of {shown}, of which the recording has sketches: they show how far two "
-            "tensors are apart, and not where. They cannot be grafted."
+            f"{NOT_CHECKED}the single values of {first_of(sketched, 4)}: the recording has only sketches of them, "
+            "which show how far two tensors are apart, and not where. They cannot be grafted."
         )
     remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked((), target)]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))

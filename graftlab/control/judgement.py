@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.base.text import first_of
 from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
 from graftlab.control.masked_values import left_out, without_masked_values
@@ -43,7 +44,7 @@ from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
-from graftlab.verdict.lines import DifferingLine
+from graftlab.verdict.lines import DifferingLine, explained_by_code
 from graftlab.verdict.model_data import (
     AGREES_WITH_THE_BASELINES,
     BEGINNINGS,
@@ -206,8 +207,7 @@ class Judgement:
         remarks += masked
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
-        may_be_inherited += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
         may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
@@ -223,6 +223,8 @@ class Judgement:
             self._attempt("the confirmation of lines of source", search.confirm, None)
             lines = search.lines
             remarks += search.remarks
+        to_explain = {*naming.named} - explained_by_code(lines)
+        may_be_inherited = runs_freely(naming.frame, to_explain, self._threshold) + may_be_inherited
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and not naming.not_repeated):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
@@ -638,10 +640,7 @@ def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
         return []
     if not shown:
         return ["exact=, which reaches none of the baseline's taps: the floor is the same as without it."]
-    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-    return [
-        f"{', '.join(left[:4])}{more} with exact=, which does not reach them; their floor is the same as without it."
-    ]
+    return [f"{first_of(left, 4)} with exact=, which does not reach them; their floor is the same as without it."]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
