@@ -363,7 +363,7 @@ class Session(SessionCore):
         and for a baseline that is a recording.
 
         >>> session.lines("hidden", forward, forward, args=(x,)).text
-        "'hidden' adds no more than rounding: from equal values before it, both sides compute the same."
+        "'hidden' adds no more than rounding: from equal inputs, both sides compute the same."
         """
         from graftlab.control.tap_lines import lines_of_tap
         from graftlab.control.verdict_request import VerdictRequest

@@ -81,9 +81,7 @@ def judge_gradients(
     unseen = []
     small = list(dict.fromkeys(line.name for line in lines if line.is_small))
     if small:
-        unseen.append(
-            f"the gradients of {first_of([*small], _SHOWN)}, which are hardly above what rounding leaves of zero."
-        )
+        unseen.append(f"the gradients of {first_of(small, _SHOWN)}, which are barely above rounding noise.")
     lines = [line for line in lines if not line.is_small]
     absent = _absent(baseline[0], target[0], {line.name: line.target_name for line in lines})
     factor, alike = _common_factor(lines)
@@ -120,8 +118,8 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
     if times is None or abs(times - 1) <= _SUM:
         return None
     return (
-        f"The target's {what} that are {times:.4g} times the baseline's, and what follows takes that factor out: "
-        "clipping does so only while it clips, and a scaler always."
+        f"The target's {what} that are {times:.4g} times the baseline's, and a later step divides them by "
+        "that factor: clipping does so only while it clips, a scaler always."
     )
 
 
@@ -285,8 +283,8 @@ def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
         return f"All gradients that the optimizer reads are {factor:.6g} times the baseline's."
     others = counted(alike, "other weight")
     return (
-        f"The gradients of the {others} are {factor:.6g} times the baseline's, as where clipping by the norm of all "
-        "gradients follows from these; the factor is taken out of the above."
+        f"The gradients of the {others} are {factor:.6g} times the baseline's, as when clipping by the global norm "
+        "follows from the gradients above, which are shown without this factor."
     )
 
 
@@ -300,12 +298,12 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
         if factor is not None and abs(factor - 1) > limit:
             said.append(
                 f"The loss gives the model's results gradients that are {factor:.6g} times the baseline's: it is a "
-                "mean on one side and a sum on the other, or has another scale or number of micro-batches."
+                "mean on one side and a sum on the other, or its scale or the number of micro-batches differs."
             )
         elif factor is None:
             said.append(
                 f"The gradients that the loss gives the model's results differ (rel_l2 "
-                f"{_distance(one.values, other.values):.2g}): the loss or what it is compared with differs."
+                f"{_distance(one.values, other.values):.2g}): the loss or its labels differ."
             )
         else:
             said.append("The gradients that the loss gives the model's results agree.")

@@ -77,7 +77,7 @@ def judge_held_updates(
                 "is named in the model follows from the step."
             )
     elif not gradients.sentences:
-        remarks.append("The gradients agree, and the updates that are computed from equal ones differ.")
+        remarks.append("The gradients agree, and the updates computed from them differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
     findings = replace(
         findings,

@@ -182,9 +182,9 @@ def _of_all(count: int, factors: Sequence[float], left: Sequence[str]) -> str:
     times = f"{low:.6g}" if f"{low:.6g}" == f"{high:.6g}" else f"{low:.6g} to {high:.6g}"
     names = first_of([group.rpartition("@")[0] for group in left], _SHOWN)
     return (
-        f"One factor for all, {times}, explains the gradients of {count} groups of weights, as gradient clipping or a "
-        "scale of the loss would. It is taken out: these are not named, and a mistake in single elements of them may "
-        f"not show. It does not explain {names}. If the gradients are clipped, the factor may follow from these."
+        f"One common factor, {times}, explains the gradients of {count} groups of weights, as after gradient clipping "
+        "or loss scaling. These groups are not named, and a mistake in single elements of them may not show. The "
+        f"factor does not explain {names}. If the gradients are clipped, the factor may result from these."
     )
 
 

@@ -20,7 +20,7 @@ _MOST_STEPS = 6
 _NO_INPUTS = "whether both {} have the same inputs, which no tap shows (gl.watch(inputs=True))."
 _NO_WEIGHTS = "whether both {} have the same weights, which no tap shows (gl.watch(params=True))"
 _NO_LINES = "No line of source is named: "
-_NO_LINES_OF_JOBS = f"{_NO_LINES}that takes runs of functions in a session of gl.launch, and these are jobs."
+_NO_LINES_OF_JOBS = f"{_NO_LINES}only functions in a session of gl.launch can be traced, and these are jobs."
 _NO_LINES_OF_RECORDINGS = f"{_NO_LINES}a recording has no operations to compare the target's with."
 _LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
@@ -124,7 +124,7 @@ def _given_to_both(
         last.append("From now on the target has the baseline's weights (graft_weights=True).")
     elif any(said.startswith("The weights already differ") for said in differing_data(compared, threshold)):
         of_named.append(
-            f"Weights were not grafted, so those that differ may explain what is named. {graft_them} first gives the "
+            f"Weights were not grafted, so differing weights may explain what is named. {graft_them} first gives the "
             "target the baseline's weights, permanently."
         )
     of_named.append(_NO_LINES_OF_JOBS)

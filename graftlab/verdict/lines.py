@@ -77,14 +77,14 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
     group = next(iter(confirmed or with_lines))
     found, shown = of_group[group], shown_of_group[group]
     is_of_all = len(with_lines) > 1 and len({first_places(lines, [each]) for each in with_lines}) == 1
-    head = f"First difference{' in each of them' if is_of_all and are_several else ''}, from equal values before it"
+    head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values first differ here"
     tap = f"{listed(confirmed, most=4)} agrees" if is_of_all and len(confirmed) < len(with_lines) else "the tap agrees"
     if any(each.confirmed and each.side == "target" and each.is_only_here for each in shown):
-        head += f"; without what the target does there {tap}:"
+        head += f"; without what the target does there, {tap}:"
     elif any(each.confirmed and each.is_only_here for each in shown):
-        head += f"; with what the target lacks there {tap}:"
+        head += f"; with what the target lacks there, {tap}:"
     elif any(each.confirmed for each in shown):
-        head += f"; with the baseline's value there {tap}:"
+        head += f"; with the baseline's value there, {tap}:"
     elif len(found) > len(shown):
         head += f" (not confirmed; {len(found) - len(shown)} more in verdict.lines):"
     else:
@@ -127,7 +127,7 @@ def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
 
 def _in_words(line: DifferingLine, place: str) -> str:
     operation = f"  [{line.operation}]" if line.source else line.operation
-    said = "  (its results on the ranks sum to the baseline's; no sum over the ranks follows)" if line.lacks_sum else ""
+    said = "  (the ranks' results sum to the baseline's, but no sum over the ranks follows)" if line.lacks_sum else ""
     if line.is_only_here:
         said += f"  ({only_here_in_words(line)})"
     if line.state:

@@ -87,7 +87,7 @@ def input_names(frame: pd.DataFrame) -> list[str]:
 
 
 BELOW = "The code that uses them is judged below."
-WITH_THE_BASELINES = "All that follows was measured with the baseline's weights."
+WITH_THE_BASELINES = "Everything below was measured with the baseline's weights."
 AGREES_WITH_THE_BASELINES = "With the baseline's weights the target agrees."
 """What follows a sentence on weights: where each side kept its own, and where the target had the baseline's."""
 
