@@ -357,10 +357,11 @@ class Session(SessionCore):
         ``tap`` is the name of a tap, or of a group of taps such as ``layers.*.attn``. Both sides run a few times, with
         every tap grafted from the baseline, so that what differs at this tap arose after the taps before it. The lines
         are found and confirmed as those of a verdict, and ``threshold`` is its threshold, over the rounding of the
-        tap's dtype. The code is given as for :meth:`run`; it must be repeatable.
+        tap's dtype. The code is given as for :meth:`run`; it must be repeatable. Jobs are given no code: they are
+        traced in steps that they make anyway, as for :meth:`verdict`.
 
-        Raises what :meth:`run` raises, and :class:`SessionError` for a tap that no call measured, for jobs,
-        and for a baseline that is a recording.
+        Raises what :meth:`run` raises, and :class:`SessionError` for a tap that no call measured, and for a baseline
+        that is a recording.
 
         >>> session.lines("hidden", forward, forward, args=(x,)).text
         "'hidden' adds no more than rounding: from equal inputs, both sides compute the same."

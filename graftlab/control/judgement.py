@@ -473,8 +473,9 @@ class Judgement:
         return naming.job_remarks is None or not naming.target_not_repeated
 
     def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
-        """Whether runs with every tap grafted repeat themselves, so that operations of both sides correspond."""
-        return self._explains(naming) and naming.job_remarks is None and not naming.not_repeated
+        """Whether the operations of both sides correspond: in one step of jobs, or in calls that repeat themselves."""
+        of_functions = naming.job_remarks is None
+        return self._explains(naming) and not (of_functions and naming.not_repeated)
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
         """What the named groups do to each output, by the output's group, and remarks on that."""

@@ -19,9 +19,7 @@ _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6
 _NO_INPUTS = "whether both {} have the same inputs, which no tap shows (gl.watch(inputs=True))."
 _NO_WEIGHTS = "whether both {} have the same weights, which no tap shows (gl.watch(params=True))"
-_NO_LINES = "No line of source is named: "
-_NO_LINES_OF_JOBS = f"{_NO_LINES}only functions in a session of gl.launch can be traced, and these are jobs."
-_NO_LINES_OF_RECORDINGS = f"{_NO_LINES}a recording has no operations to compare the target's with."
+_NO_LINES_OF_ROWS = "No line of source is named: that takes steps of the jobs in a session (gl.listen)."
 _LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
 
@@ -75,7 +73,7 @@ def remarks_on_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: f
     # Unlike two functions, a recording is not called with the same arguments.
     unseen = [] if input_names(compared) else [_NO_INPUTS.format("sides")]
     unseen += [] if _shows_weights(compared) else [_NO_WEIGHTS.format("sides") + "."]
-    return JobRemarks(constant, word, basis=(basis,), unseen=tuple(unseen), of_named=(_NO_LINES_OF_RECORDINGS,))
+    return JobRemarks(constant, word, basis=(basis,), unseen=tuple(unseen))
 
 
 def remarks_on_rows(
@@ -103,6 +101,7 @@ def remarks_on_rows(
             f"The target has had the baseline's weights since step {shown.grafted_from}, because the filter that "
             "grafts every tap matches them too."
         ]
+    of_named.append(_NO_LINES_OF_ROWS)
     if not len(compared):
         unseen.append("what was inherited: no step of this run compared every tap and grafted none.")
     return JobRemarks(constant, word, (), (basis,), tuple(unseen), tuple(of_named), tuple(last))
@@ -127,7 +126,6 @@ def _given_to_both(
             f"Weights were not grafted, so differing weights may explain what is named. {graft_them} first gives the "
             "target the baseline's weights, permanently."
         )
-    of_named.append(_NO_LINES_OF_JOBS)
     if weights_grafted is None and updates(compared).any():
         unseen.append(f"how the optimizers' steps update the weights: that needs permanent grafts ({graft_them}).")
     return unseen, of_named, last
