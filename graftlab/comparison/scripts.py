@@ -15,6 +15,7 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted
 from graftlab.base.world import Side
+from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
 from graftlab.comparison.held_calls import (
     Answer,
     Comparison,
@@ -50,6 +51,7 @@ from graftlab.ranks.held_call import (
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
+from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED
 
@@ -61,6 +63,10 @@ _HOW = (
     "for each run from the same state; nothing else in the scripts was repeated."
 )
 _REFUSED = "What cannot be repeated in its process is judged where the scripts are started again for each run:"
+# Calls that raise, after which a script is not waited for any more.
+_MOST_RAISING = 16
+_AFTER_A_TIE = f"{NOT_CHECKED}what the scripts compute from different tokens."
+_NOTHING_TO_JUDGE = "a script ended before there was a call of both sides to judge"
 _NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
 # Seconds in which the results of further calls are compared, at least.
 _LOOK_AT_RESULTS = 10.0
@@ -163,6 +169,18 @@ class _Held:
                 return side
         return None
 
+    @property
+    def raising(self) -> list[tuple[Side, CallDescription]]:
+        """The calls that raise, with their sides."""
+        return [
+            (side, each)
+            for side, _ in _SIDES
+            for each in self.of(side)[:1]
+            if isinstance(each, CallDescription) and each.raises
+        ]
+
+
+_Calls = tuple[CallDescription, CallDescription]
 
 _SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "baseline"))
 
@@ -193,6 +211,11 @@ class _HeldInTurn:
         # The comparison of calls that have other numbers of rows on both sides, if no update follows.
         self._unpaired: Comparison | None = None
         self._buffers: set[str] = set()
+        # Sentences on calls that raise.
+        self._raised: list[str] = []
+        # The newest calls of the first ranks, and those before them.
+        self._newest: _Calls | None = None
+        self._before: _Calls | None = None
         # The numbers of calls and updates that have been judged.
         self._judged: tuple[int, int] | None = None
         self._compared: Comparison
@@ -201,10 +224,12 @@ class _HeldInTurn:
     def judge(self) -> Comparison:
         held = self._first()
         while True:
-            while (side := held.behind) is not None and (following := self._next(side, held)) is not None:
-                held = following
-            if held.behind is not None:
+            if (following := self._brought_together(held)) is None:
                 return self._concluded([_NOT_ALL])
+            held = following
+            if held.both_hold(CallDescription):
+                ours, theirs = _described(held, CallDescription)
+                self._before, self._newest = self._newest, (ours[0], theirs[0])
             if held.both_hold(UpdateDescription):
                 compared = self._judge_update(held)
             elif not held.both_hold(CallDescription):
@@ -264,6 +289,33 @@ class _HeldInTurn:
             return None
         return _Held(run.baseline if ours else before.baseline, run.target if theirs else before.target)
 
+    def _brought_together(self, held: _Held) -> _Held | None:
+        """Let a side continue whose call raises, or which calls where the other makes its update; None if time is over.
+
+        Raises :class:`SessionError` if calls only raise.
+        """
+        following: _Held | None = held
+        while following is not None:
+            held = following
+            if raising := held.raising:
+                following = self._next_of(raising, held)
+            elif (side := held.behind) is not None:
+                following = self._next(side, held)
+            else:
+                return held
+        return None
+
+    def _next_of(self, raising: Sequence[tuple[Side, CallDescription]], held: _Held) -> _Held | None:
+        """Let the sides continue whose calls raise: their scripts may expect that, and call again."""
+        if len(self._raised) >= _MOST_RAISING:
+            raise SessionError("\n".join(self._raised))
+        for side, call in raising:
+            self._raised.append(
+                f"{NOT_CHECKED}the {side}'s call {call.number} of {call.model}, which raises {call.raises}; its next "
+                "call was taken in its place."
+            )
+        return self._next(raising[0][0] if len(raising) == 1 else None, held)
+
     @property
     def _are_judged(self) -> bool:
         """Whether as many calls have been judged as are asked for."""
@@ -288,6 +340,7 @@ class _HeldInTurn:
         if not self._are_judged:
             return held
         run = self._session.run(describe_call, describe_call)
+        self._newest = run.baseline[0], run.target[0]
         return _Held(run.baseline, run.target)
 
     def _judges_calls(self, held: _Held) -> bool:
@@ -399,7 +452,7 @@ class _HeldInTurn:
             for side, _ in _SIDES
             if uncompared_calls(self._session.folder, side).exists()
         ]
-        remarks = (*said, *compared.remarks, *elsewhere)
+        remarks = (*said, *compared.remarks, *self._raised, *elsewhere)
         return replace(compared, remarks=remarks, answer=answer or compared.answer, how=how, starts=starts)
 
     def _agreed(self, models: Sequence[str] | None = None, updates: int | None = None) -> str:
@@ -415,12 +468,33 @@ class _HeldInTurn:
 
     def _at_last(self, compared: Comparison) -> Comparison:
         """The comparison of the last call or update, with what agreed before it."""
+        tokens = self._chosen_tokens(compared)
+        if tokens:
+            number = len(self._models) + len(self._results)
+            said = f"{self._agreed(self._models[:-1])} {sentence_on(tokens, number, self._models[-1])}"
+            if not all(each.is_tie for each in tokens):
+                return self._with(compared, (said,))
+            # From equal tokens this call agrees too.
+            return self._with(compared, (said, _AFTER_A_TIE), "agree")
         if self._since_update == 0 and self._updates:
             agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
             return self._with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
         if len(self._models) == 1 and not self._updates:
             return self._with(compared, ())
         return self._with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
+
+    def _chosen_tokens(self, compared: Comparison) -> list[ChosenToken]:
+        """The tokens that differ before the last call, if nothing else does and they were chosen from logits."""
+        found = compared.findings
+        alone = [
+            *(found.unexplained, found.following, found.failed, found.without_output, found.inconclusive),
+            *(found.not_repeated, found.target_not_repeated),
+        ]
+        given = BEGINNINGS["input"]
+        is_of_inputs = {*found.named} <= {*found.inputs} and all(line.startswith(given) for line in found.data)
+        if self._before is None or self._newest is None or any(alone) or not is_of_inputs or not found.named:
+            return []
+        return chosen_tokens(self._before, self._newest, self._choice.judging.threshold)
 
     def _at_last_call(self, compared: Comparison) -> str:
         number = len(self._models) + len(self._results)
@@ -451,11 +525,14 @@ class _HeldInTurn:
         ranks = zip(self._session.ranks, (*held.baseline, *held.target), strict=True)
         if any(rank.alive and result is None for rank, result in ranks):
             state_of(self._run).raise_failures(f"{self._agreed()} Then ")
+        before = f"{self._agreed()} Then the" if self._judged else "The"
         said = [
-            f"{self._agreed()} Then the {side} `{process.command.text}` {how}. Its output ends:\n{process.last_lines()}"
+            f"{before} {side} `{process.command.text}` {how}. Its output ends:\n{process.last_lines()}"
             for side, process in scripts_of(self._session).items()
             if (how := _failure(process, held.of(side))) is not None
         ]
+        if not self._judged:
+            raise SessionError("\n".join([*said, *self._raised]) or _NOTHING_TO_JUDGE)
         if said:
             return self._with(self._compared, said, "inconclusive")
         for more, fewer in _SIDES:
