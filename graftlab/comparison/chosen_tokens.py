@@ -78,9 +78,9 @@ def _chosen(
             continue
         dtypes = [str(each.dtype).removeprefix("torch.") for each in (tensor, theirs[path])]
         rounding = 2 * threshold * assumed_floor(dtypes)[0]
-        return [
-            _of_row(row, logits[row], others[row], int(mine[row, -1]), int(other[row, -1]), rounding) for row in rows
-        ]
+        last = zip(mine[:, -1].tolist(), other[:, -1].tolist(), strict=True)
+        chosen = [(row, *tokens) for row, tokens in enumerate(last) if tokens[0] != tokens[1]]
+        return [_of_row(row, logits[row], others[row], one, two, rounding) for row, one, two in chosen]
     return []
 
 
