@@ -448,7 +448,7 @@ class _HeldInTurn:
         starts = self._started.starts if self._started is not None else 0
         how = how_started(starts) if starts else _HOW
         elsewhere = [
-            f"{NOT_CHECKED}calls of models in processes that the {side} forks, such as a data loader's workers."
+            f"{NOT_CHECKED}calls of models in other processes of the {side}, such as a data loader's workers."
             for side, _ in _SIDES
             if uncompared_calls(self._session.folder, side).exists()
         ]

@@ -57,8 +57,26 @@ all models without one."""
 
 
 def uncompared_calls(folder: Path, side: Side) -> Path:
-    """The file in a comparison's folder that exists once a worker or a fork of this side's processes calls a model."""
+    """The file in a comparison's folder that exists once a process of this side calls a model that is no rank."""
     return folder / f"{side}-calls-elsewhere"
+
+
+def forget_claims(folder: Path) -> None:
+    """Let other processes become the ranks of a comparison in this folder."""
+    for claim in folder.glob(f"*{_CLAIM}"):
+        claim.unlink()
+
+
+def _claims(folder: Path, side: Side, rank: int) -> bool:
+    """Whether this process is the first one of this rank that calls a model, and so becomes it.
+
+    A script may start others, which would be the same rank by their environment.
+    """
+    try:
+        os.close(os.open(folder / f"{side}-{rank}{_CLAIM}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except (FileExistsError, FileNotFoundError):
+        return False
+    return True
 
 
 def package_folder() -> str:
@@ -66,6 +84,7 @@ def package_folder() -> str:
     return str(Path(__file__).resolve().parents[1])
 
 
+_CLAIM = "-is-a-process"
 # Seconds to wait for the answer of the process that compares.
 _ANSWER_LIMIT = 60.0
 
@@ -108,10 +127,7 @@ class HeldScript:
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A data loader's worker is no rank, and neither is a fork of one: the connections are its parent's.
         if os.getpid() != self._process or torch.utils.data.get_worker_info() is not None:
-            self.remove()
-            with contextlib.suppress(FileNotFoundError):
-                # The comparison may be over, and its folder deleted.
-                uncompared_calls(self._folder, self._side).touch()
+            self._pass()
             return
         kind = type(module).__name__
         if module not in self._models.values():
@@ -129,12 +145,22 @@ class HeldScript:
         self._calls_in_step += 1
         if self._rank is None:
             self._rank = _joined(self._folder, self._side, self.remove)
+        if self._rank is None:
+            self._pass()
+            return
         if not self._rank.waits_in("call", self._count):
             return
         call = partial(module, *args, **kwargs)
         self._rank.hold(
             HeldCall(call, {"": module}, (args, kwargs), self._rank.choice, number=self._count, others=self._others)
         )
+
+    def _pass(self) -> None:
+        """Hold nothing in this process, and note that it has called a model."""
+        self.remove()
+        with contextlib.suppress(FileNotFoundError):
+            # The comparison may be over, and its folder deleted.
+            uncompared_calls(self._folder, self._side).touch()
 
     def _after(self, module: torch.nn.Module, result: Any) -> None:
         if not torch.is_grad_enabled():
@@ -299,10 +325,12 @@ def leave() -> None:
     _rank.leave()
 
 
-def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank:
-    """Become a rank, or end the process with the reason why it cannot."""
+def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank | None:
+    """Become a rank, or end the process with the reason why it cannot; None if another process is this rank."""
     global _rank
     try:
+        if not _claims(folder, side, own_rank()[0]):
+            return None
         _rank = _join(folder, side, hold_nothing)
     except (GraftError, OSError, EOFError) as error:
         sys.stderr.write(f"graftlab compare: {error}\n")

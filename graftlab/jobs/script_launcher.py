@@ -26,7 +26,7 @@ from graftlab.jobs.handshake import (
     receive_handshake,
     send_handshake,
 )
-from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, package_folder
+from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, forget_claims, package_folder
 from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid
 from graftlab.plan.plan import GraftPlan
@@ -234,6 +234,7 @@ def start_scripts(
             listener = rendezvous.listen()
             if listener is None:
                 raise LaunchError(f"a session already listens in {folder}; pass another folder")
+        forget_claims(folder)
         with listener:
             for side, command in commands.items():
                 environment = _environment(side, folder, settings, command.variables or {})
@@ -367,10 +368,7 @@ class _Admission:
             )
         label = f"{request.side}[{request.rank}]"
         if label in self._joined:
-            return (
-                f"{label} has joined already, as pid {self._joined[label].pid}: a second process of the "
-                f"{request.side} called a model as the same rank"
-            )
+            return f"{label} has joined already, as pid {self._joined[label].pid}"
         return ""
 
     def _admit(self, connection: socket.socket, request: HoldRequest) -> None:
