@@ -129,8 +129,10 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"graftlab compare: {error}\n")
         return _INCONCLUSIVE
     except KeyboardInterrupt as interrupt:
-        known = next((each for each in interrupt.args if isinstance(each, str)), "Nothing was judged yet.")
-        text = f"interrupted; both sides have ended. {known}"
+        from graftlab.comparison.held_calls import known_at
+
+        known = known_at(interrupt) or ["Nothing was judged yet."]
+        text = f"interrupted; both sides have ended. {' '.join(known)}"
         if arguments.json:
             _write_json({"answer": "inconclusive", "exit_code": _INTERRUPTED, "text": text})
         else:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from graftlab.base.text import counted
 from graftlab.base.world import Place, Side
 from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError, LaunchError
@@ -44,6 +45,9 @@ _HANDSHAKE_LIMIT = 10.0
 # Seconds between two calls of the function that shows the progress.
 _LOOK = 0.5
 _LAST_LINES = 20
+# Times as many lines are read, for those that are left out.
+_LOOKED_AT = 8
+_OF_TORCH = "/site-packages/torch/"
 # Variables of a job, which would let a script join a session of jobs or record.
 _OF_JOBS = ("GRAFTLAB_ENABLE", "GRAFTLAB_RECORD", "GRAFTLAB_ROLE", "DUMPER_GRAFTER_ENABLE")
 
@@ -117,13 +121,19 @@ class ScriptProcess:
                 return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the command; None while it runs."""
+        return self._process.poll()
+
     def last_lines(self, most: int = _LAST_LINES) -> str:
-        """The last lines that it has printed."""
+        """The last lines that it has printed, without torch's frames in tracebacks."""
         try:
             text = self.log.read_bytes()[self._log_begins :].decode("utf-8", errors="replace")
         except OSError as error:
             return f"(its output cannot be read: {error})"
-        return "\n".join(text.splitlines()[-most:]) or "(nothing)"
+        # Of a long log only the end is looked at.
+        return "\n".join(_without_frames_of_torch(text.splitlines()[-_LOOKED_AT * most :])[-most:]) or "(nothing)"
 
     def kill(self) -> None:
         """End it and the programs that it has started, unless it is to keep going."""
@@ -140,6 +150,25 @@ class ScriptProcess:
             self._process.wait()
         os.close(self.ended)
         self.ended = -1
+
+
+def _without_frames_of_torch(lines: Sequence[str]) -> list[str]:
+    """Leave out the frames in torch of tracebacks, which may be more than all lines that are shown."""
+    kept: list[str] = []
+    left_out = 0
+    in_torch = False
+    for line in lines:
+        if line.startswith("  File "):
+            in_torch = _OF_TORCH in line
+            left_out += in_torch
+        elif not line.startswith("    "):
+            in_torch = False
+        if not in_torch:
+            if left_out:
+                kept.append(f"  ({counted(left_out, 'frame')} of torch)")
+                left_out = 0
+            kept.append(line)
+    return kept
 
 
 class ScriptRankHandle(RankHandle):
