@@ -74,7 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="judge training: the target begins with the baseline's weights, and an optimizer must make a step",
     )
-    scripts.add_argument("--model", metavar="CLASS", help="hold the calls of models of this class alone")
+    scripts.add_argument(
+        "--model",
+        metavar="NAME",
+        help="hold the calls of models of this class alone, or of one model, such as Net[1], the second Net called",
+    )
     scripts.add_argument(
         "--ranks", metavar="B,T", help="the numbers of ranks of both sides (default: as torchrun says)"
     )

@@ -27,7 +27,7 @@ from graftlab.jobs.handshake import (
     receive_handshake,
     send_handshake,
 )
-from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, forget_claims, package_folder
+from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, forget_claims, other_models, package_folder
 from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid
 from graftlab.plan.plan import GraftPlan
@@ -268,7 +268,9 @@ def start_scripts(
             for side, command in commands.items():
                 environment = _environment(side, folder, settings, command.variables or {})
                 processes.append(ScriptProcess(side, command, folder / "logs" / f"{side}.log", environment))
-            return _Admission(processes, options, plan, settings.choice).wait(listener, settings.timeout, on_wait)
+            return _Admission(processes, options, plan, settings.choice, folder).wait(
+                listener, settings.timeout, on_wait
+            )
     except BaseException:
         for process in processes:
             process.release()
@@ -300,8 +302,14 @@ class _Admission:
     """Admits each process that has reached its model, until all ranks have joined."""
 
     def __init__(
-        self, processes: Sequence[ScriptProcess], options: LaunchOptions, plan: GraftPlan, choice: WatchChoice
+        self,
+        processes: Sequence[ScriptProcess],
+        options: LaunchOptions,
+        plan: GraftPlan,
+        choice: WatchChoice,
+        folder: Path,
     ) -> None:
+        self._folder = folder
         self._processes = {process.side: process for process in processes}
         self._options, self._plan, self._choice = options, plan, choice
         self._places = Place("baseline", 0, options.baseline, options.target).everyone()
@@ -349,7 +357,7 @@ class _Admission:
             if not process.has_ended:
                 continue
             missing = [p for p in self._places if p.side == side and p.label not in self._joined]
-            why = f" {self._refused[side]}." if side in self._refused else ""
+            why = f" {self._refused[side]}." if side in self._refused else self._other_models(side)
             what = "before it called a model" if missing else "while the other side had not called its model yet"
             raise LaunchError(
                 f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why} A model is a "
@@ -359,11 +367,20 @@ class _Admission:
                 f"{process.last_lines()}"
             )
 
+    def _other_models(self, side: Side) -> str:
+        """A sentence on the models that a side has called where another is asked for; blank where there are none."""
+        path = other_models(self._folder, side)
+        called = list(dict.fromkeys(path.read_text().split())) if path.exists() else []
+        return f" It has called {', '.join(called)}, and --model names another." if called else ""
+
     def _describe_wait(self, missing: Sequence[str], timeout: float) -> str:
         parts = [f"{', '.join(missing)} had not called a model within {timeout:g} s; --timeout waits longer"]
         for side, process in self._processes.items():
             if any(label.startswith(side) for label in missing):
-                parts.append(f"The output of the {side} `{process.command.text}` ends:\n{process.last_lines()}")
+                parts.append(
+                    f"The output of the {side} `{process.command.text}` ends:\n{process.last_lines()}"
+                    f"{self._other_models(side)}"
+                )
         return ". ".join(parts)
 
     def _accept(self, connection: socket.socket) -> None:

@@ -92,6 +92,7 @@ class HeldCall:
     """A call that can be repeated: calling this object restores the state, calls, and returns the named tensors.
 
     ``models`` are what is tapped, by the prefix of the names of their taps; ``state`` what the call may change besides.
+    ``name`` is that of the model in sentences, or its class.
     """
 
     def __init__(
@@ -101,10 +102,12 @@ class HeldCall:
         state: Any,
         choice: WatchChoice,
         *,
+        name: str | None = None,
         number: int = 1,
         others: Mapping[str, int] | None = None,
     ) -> None:
         self.is_released = False
+        self._name = name
         self._call = call
         self._models = dict(models)
         self._choice = choice
@@ -198,6 +201,8 @@ class HeldCall:
 
     @property
     def _kind(self) -> str:
+        if self._name is not None:
+            return self._name
         return " and ".join(dict.fromkeys(type(model).__name__ for model in self._models.values()))
 
     def try_backward(self) -> str | None:

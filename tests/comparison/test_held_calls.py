@@ -218,6 +218,26 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
     assert rank.held[0].others == ({"Sequential": 1} if wanted else {})
 
 
+@pytest.mark.parametrize(("wanted", "held"), [("Linear", ["Linear", "Linear[1]"]), ("Linear[1]", ["Linear[1]"])])
+def test_several_models_of_a_class_are_told_apart(
+    wanted: str, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank()
+    monkeypatch.setattr(held_script, "_joined", lambda *where: rank)
+    draft, target, critic, x = nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    script = held_script.HeldScript(tmp_path, "target", wanted)
+    try:
+        script.begin(critic, (x,), {})
+        for model in (draft, target):
+            model(x)
+    finally:
+        script.remove()
+    assert [each.model for each in rank.held] == held
+    # A script that ends without the model that is asked for is shown with those that it has called.
+    names = held_script.other_models(tmp_path, "target").read_text().split()
+    assert names == ["Sequential", "Linear"][: 1 + (wanted == "Linear[1]")]
+
+
 @pytest.mark.parametrize(("error", "failure"), [(None, None), (ValueError("no such file"), "ValueError: no such file")])
 def test_a_script_that_ends_answers_the_next_request(
     error: Exception | None, failure: str | None, monkeypatch: pytest.MonkeyPatch
