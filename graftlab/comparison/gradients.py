@@ -124,15 +124,18 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
 
 
 def _is_unscaled(baseline: UpdateDescription, target: UpdateDescription) -> bool:
-    """Whether both sides only multiply their gradients by a power of two after the backward passes.
+    """Whether both sides take out just what they have multiplied their losses by, after the backward passes.
 
-    A program that scales its loss takes the factor out like this, and exactly. Clipping multiplies by any number.
+    Then they multiply by a power of two, exactly, or one side does not change its gradients at all. Clipping multiplies
+    by any number, and brings equal updates of other losses only where it clips on both sides.
     """
-    for each in (baseline, target):
-        factor = _changed_afterwards(each)
-        if factor is None or abs(2.0 ** round(math.log2(factor)) / factor - 1) > _EXACT:
-            return False
-    return True
+    factors = [_changed_afterwards(each) for each in (baseline, target)]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < len(factors):
+        return False
+    if any(abs(factor - 1) <= _EXACT for factor in known):
+        return True
+    return all(abs(2.0 ** round(math.log2(factor)) / factor - 1) <= _EXACT for factor in known)
 
 
 def _lines(

@@ -18,7 +18,8 @@ from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import ResultDifference, compare_named
 from graftlab.diffs.rounding import assumed_floor, roundoff
-from graftlab.errors import MatchError, SessionError
+from graftlab.errors import MatchError, SessionError, WaitInterrupted
+from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import CallDescription, drop_backward, repeat_call, try_backward
 from graftlab.verdict.unexplained import compare_returned
@@ -133,6 +134,9 @@ def judge_held_calls(
         try:
             proposal = repeats.match()
             session.edit(pairs=proposal)
+            if INTERRUPTED in proposal.notices:
+                # The match keeps what it knows; what would follow was to be interrupted too.
+                raise KeyboardInterrupt(_paired(proposal, target[0]))
         except MatchError as error:
             remarks.append(f"Taps could not be paired by value: {error}")
     backward = _add_backward(repeats, baseline, target)
@@ -193,6 +197,16 @@ def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
 
 def _enough_in_common(ours: set[str], theirs: set[str]) -> bool:
     return len(ours & theirs) >= _ENOUGH * min(len(ours), len(theirs))
+
+
+def _paired(proposal: Proposal, target: CallDescription) -> str:
+    paired = len({pair.target for pair in proposal.graftable})
+    return f"{paired} of {counted(len(target.taps), 'tap')} of the target had a partner."
+
+
+def known_at(interrupt: KeyboardInterrupt) -> list[str]:
+    """What was known of a comparison at its interrupt. An interrupted wait has a message on runs, which have ended."""
+    return [] if isinstance(interrupt, WaitInterrupted) else [each for each in interrupt.args if isinstance(each, str)]
 
 
 def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:

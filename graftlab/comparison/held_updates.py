@@ -72,10 +72,8 @@ def judge_held_updates(
     elif has_closure:
         remarks.append("From equal weights and state both sides compute different steps.")
         if not _differs_in_first_call(findings):
-            remarks.append(
-                "The first call of the closure agrees. Its later calls have weights that the step has moved, so what "
-                "is named in the model follows from the step."
-            )
+            remarks.append("The closure's first call agrees; its later calls have weights that the step has moved.")
+            findings = replace(findings, frame=_model_inherits(findings))
     elif not gradients.sentences:
         remarks.append("The gradients agree, and the updates computed from them differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
@@ -112,13 +110,24 @@ def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
     return frame.assign(label="culprit")
 
 
+def _of_model(findings: Findings) -> pd.Series[bool]:
+    """Which rows are named values or gradients of the model, not of the update."""
+    kinds = findings.frame["tags"].map(kind_of)
+    return (kinds.isna() | (kinds == "grad")) & findings.frame["group"].isin(findings.named)
+
+
 def _differs_in_first_call(findings: Findings) -> bool:
     """Whether a value or a gradient of the model is named where the closure calls it first."""
-    frame = findings.frame
-    kinds = frame["tags"].map(kind_of)
-    of_model = kinds.isna() | (kinds == "grad")
-    over = frame["group"].isin(findings.named) & (frame["ratio"] > findings.threshold)
-    return bool((of_model & over & (frame["occurrence"] == 0)).any())
+    over = findings.frame["ratio"] > findings.threshold
+    return bool((_of_model(findings) & over & (findings.frame["occurrence"] == 0)).any())
+
+
+def _model_inherits(findings: Findings) -> pd.DataFrame:
+    """The frame where the model is not named for what follows from the step, if anything else is named."""
+    of_model = _of_model(findings)
+    if not (findings.frame["group"].isin(findings.named) & ~of_model).any():
+        return findings.frame
+    return findings.frame.assign(label=findings.frame["label"].mask(of_model, "inherited"))
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -267,6 +267,7 @@ def _over_floor(times: float) -> str:
 def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]:
     """Sentences on what the named groups do to one output."""
     groups = ", ".join(group.removesuffix("@input") for group in causes.labels)
+    is_itself = {*causes.labels} == {output}
     # The last tap of a model that is watched as a whole has this name.
     named = "" if output == "output" else f" {output}"
     output = f", {described(output)}," if kind_of_group(output) else named
@@ -278,7 +279,7 @@ def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]
             "outside the taps affects it, such as state that is written before its tap (a KV cache). Tap that state."
         ]
     lines = []
-    if math.isnan(causes.total):
+    if math.isnan(causes.total) and not is_itself:
         lines.append(
             f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}); without them "
             "it could not be measured."
@@ -290,7 +291,8 @@ def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]
         )
     elif causes.agrees:
         lines.append(f"The output{output} still agrees ({_over_floor(causes.total)}).")
-    else:
+    elif not is_itself:
+        # With its own values an output agrees in any case.
         lines.append(
             f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}; "
             f"{_over_floor(causes.total).removesuffix(' its floor')} without)."
