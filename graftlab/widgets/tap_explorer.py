@@ -11,7 +11,6 @@ import logging
 import math
 from typing import Any
 
-import anywidget
 import ipywidgets as widgets
 import traitlets
 
@@ -29,6 +28,7 @@ from graftlab.rows.store import to_frame
 from graftlab.verdict.conclusion import UNMEASURED, Conclusion, LiveConclusion, TapSummary, conclude_from
 from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
+from graftlab.widgets.scripts import Script, ScriptedWidget, shared
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,15 @@ ROWS_A_TICK = 3000
 _STATIC_LIMIT = 100
 
 
-class TapView(anywidget.AnyWidget):
+class TapView(ScriptedWidget):
     """The widget in the browser. ``taps`` is only sent when the set of taps changes."""
 
-    _esm = explorer.SCRIPT
     taps: traitlets.Dict[str, Any] = traitlets.Dict({"label": [], "order": []}).tag(sync=True)
     figures: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+
+    @traitlets.default("script")
+    def _script(self) -> Script:
+        return shared(explorer.SCRIPT.read_text(encoding="utf-8"))
 
 
 class TapExplorer(widgets.VBox):  # type: ignore[misc]
