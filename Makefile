@@ -111,7 +111,7 @@ $(test_ready): $(installed_from) | $(run)
 	@touch $@ $(demo_ready)
 
 $(VENV)/.graftlab-pairs: pyproject.toml | $(run)
-	$(install) '.[pairs]'
+	$(install) -e '.[pairs]'
 	@touch $@
 
 $(run):
