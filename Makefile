@@ -65,7 +65,6 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 pairs: ## match public implementations of one model (timm, litgpt, open_clip), in an environment of their own
-	$(MAKE) VENV=build/pairs build/pairs/.graftlab-test
 	$(MAKE) VENV=build/pairs build/pairs/.graftlab-pairs
 	$(keep_bytecode) build/pairs/bin/python -m pytest tests/pairs $(PYTEST_ARGS)
 
@@ -110,8 +109,9 @@ $(test_ready): $(installed_from) | $(run)
 	$(install) -e '.[test]'
 	@touch $@ $(demo_ready)
 
-$(VENV)/.graftlab-pairs: pyproject.toml | $(run)
-	$(install) -e '.[pairs]'
+# Both at once, or litgpt's older huggingface_hub would come under a transformers that needs a newer one.
+$(VENV)/.graftlab-pairs: $(installed_from) | $(run)
+	$(install) -e '.[test,pairs]'
 	@touch $@
 
 $(run):
