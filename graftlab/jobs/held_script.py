@@ -41,7 +41,16 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
-from graftlab.ranks.held_call import HeldCall, ScriptEnd, UnitKind, WatchChoice, held_unit, hold, release_call
+from graftlab.ranks.held_call import (
+    HeldCall,
+    ScriptEnd,
+    UnitKind,
+    WatchChoice,
+    arguments_by_name,
+    held_unit,
+    hold,
+    release_call,
+)
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
@@ -133,7 +142,14 @@ class HeldScript:
             return
         call = partial(module, *args, **kwargs)
         self._rank.hold(
-            HeldCall(call, {"": module}, (args, kwargs), self._rank.choice, number=self._count, others=self._others)
+            HeldCall(
+                call,
+                {"": module},
+                arguments_by_name(args, kwargs),
+                self._rank.choice,
+                number=self._count,
+                others=self._others,
+            )
         )
 
     def _after(self, module: torch.nn.Module, result: Any) -> None:
