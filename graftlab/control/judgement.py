@@ -193,7 +193,7 @@ class Judgement:
         if self._explains(naming):
             # Each group alone and all together, where their errors arise, and hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
-        unexplained, without_output = self._unexplained(evidence, naming)
+        unexplained, without_output, written = self._unexplained(evidence, naming)
         mechanisms = Mechanisms(self._runs, evidence.lonely)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
@@ -204,7 +204,7 @@ class Judgement:
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
-        remarks += masked
+        remarks += masked + written
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
         may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
@@ -409,10 +409,13 @@ class Judgement:
 
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 
-    def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str]]:
-        """Sentences on differences that nothing explains, and on an output that was not compared."""
+    def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str], list[str]]:
+        """Sentences on differences that nothing explains, on an output that was not compared, and on state.
+
+        The last are of state that the calls write, beside named groups.
+        """
         if naming.not_repeated:
-            return [], []
+            return [], [], []
         differences = UnexplainedDifferences(
             evidence.compared,
             naming.differing,
@@ -425,7 +428,9 @@ class Judgement:
         )
         naming.unseen += differences.not_compared()
         said = differences.after_last_tap()
+        written = differences.written()
         if naming.clears:
+            said += written
             found = differences.no_tap_explains()
             if naming.data_differs:
                 # Data come first, and the difference is still stated.
@@ -440,8 +445,8 @@ class Judgement:
                 )
                 if again is not None:
                     said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
-            return said, differences.without_partner(evidence.floors.last_tap())
-        return said, []
+            return said, differences.without_partner(evidence.floors.last_tap()), []
+        return said, [], written
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 
