@@ -76,7 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare training: the target starts with the baseline's weights, and an optimizer must make a step",
     )
-    scripts.add_argument("--model", metavar="CLASS", help="compare only the calls of models of this class")
+    scripts.add_argument(
+        "--model",
+        metavar="NAME",
+        help="compare only the calls of models of this class, or of one model, such as Net[1], the second Net called",
+    )
     scripts.add_argument(
         "--ranks", metavar="B,T", help="the number of ranks of each side (default: read from torchrun's options)"
     )
@@ -135,8 +139,10 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"graftlab compare: {error}\n")
         return _INCONCLUSIVE
     except KeyboardInterrupt as interrupt:
-        known = next((each for each in interrupt.args if isinstance(each, str)), "Nothing was judged yet.")
-        text = f"interrupted; both sides have ended. {known}"
+        from graftlab.comparison.held_calls import known_at
+
+        known = known_at(interrupt) or ["Nothing was judged yet."]
+        text = f"interrupted; both sides have ended. {' '.join(known)}"
         if arguments.json:
             _write_json({"answer": "inconclusive", "exit_code": _INTERRUPTED, "text": text})
         else:

@@ -3,7 +3,7 @@
 A compiler must not drop or reorder taps. So each operator writes into a clock, one tensor that outlives all graphs, and
 compilers keep operators that mutate their inputs, in order. The clock's number also identifies the open
 ``with gl.tags(...)`` blocks of the graph. It flows through the graph like any other tensor, so a part that activation
-checkpointing repeats sees the same tags as the first time.
+checkpointing repeats sees the same tags as the first time. While the plan in force can match no tap, a graph has none.
 
 Names and tags are stored as text, not as indices into a table of this process, so that a compiled graph from a cache,
 or an exported program in a file, stays valid.
@@ -72,6 +72,15 @@ _shown: dict[int, _GradientOrigin] = {}
 _SHOWN_LIMIT = 100_000
 _shown_numbers: dict[tuple[tuple[tuple[str, Any], ...], int], int] = {}
 _places = itertools.count()
+# The taps that are in no graph because the plan in force matches nothing: name, tags around them, and own tags.
+_left_out: dict[tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]], None] = {}
+_LEFT_OUT_LIMIT = 10_000
+# Set by a tracer. Whether graphs of this process end steps, so that a plan may change while one runs.
+_has_steps = False
+# Set by a tracer. The tags of the open blocks around taps that are left out.
+_around: tuple[tuple[str, ...], ...] = ()
+# Set while the taps of a compilation are given, whatever the plan.
+_is_given = False
 _said: set[str] = set()
 
 # A model's own call may be what imports this module, in inference mode or with another default device.
@@ -102,6 +111,11 @@ def tap(
     if layout is not None and not isinstance(layout, str):
         raise TagError(f"layout of gl.tap({name!r}): in compiled code a layout is given as text")
     if _choice is not None and not _is_chosen(name, tuple(as_text(f"gl.tap({name!r})", tags)), _choice):
+        return value
+    # The gradient may be computed under a later plan.
+    if not grad and _leaves_out():
+        own = as_text(f"gl.tap({name!r})", tags)
+        torch.ops.graftlab.left_out(clock, name, [text for block in _around for text in block] + own)
         return value
     is_computed = _is_function(value)
     shown = value() if is_computed else value
@@ -141,6 +155,10 @@ def tap(
     return value if is_computed else shown
 
 
+def _leaves_out() -> bool:
+    return not (calls.are_wanted() or _has_steps or _is_given)
+
+
 def _is_function(value: Any) -> bool:
     # Tracers cannot call callable() on a dict, and the tracer of torch 2.6 cannot take the type of a function.
     return not hasattr(value, "keys") and callable(value)
@@ -169,8 +187,9 @@ def compile_taps(choice: str | None) -> None:
 @contextlib.contextmanager
 def only_taps(names: tuple[str, ...] | None) -> Iterator[None]:
     """Include only taps of these names in compilations inside the block; None includes all."""
-    global _choice, _is_chosen
-    before = _choice
+    global _choice, _is_chosen, _is_given
+    before = _choice, _is_given
+    _is_given = True
     if names is not None:
         _is_chosen = torch.compiler.assume_constant_result(_matches)  # type: ignore[no-untyped-call]
         number = _sets.setdefault(names, len(_sets))
@@ -181,7 +200,7 @@ def only_taps(names: tuple[str, ...] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _choice = before
+        _choice, _is_given = before
 
 
 def _matches(name: str, tags: tuple[str, ...], choice: str) -> bool:
@@ -192,16 +211,25 @@ def _matches(name: str, tags: tuple[str, ...], choice: str) -> bool:
 
 def open_tags(tags: Mapping[str, Any]) -> None:
     """Enter a ``with gl.tags(...)`` block in a graph."""
-    torch.ops.graftlab.open_(clock, as_text("gl.tags", tags))
+    global _around
+    text = as_text("gl.tags", tags)
+    if _leaves_out():
+        _around = (*_around, tuple(text))
+    torch.ops.graftlab.open_(clock, text)
 
 
 def close_tags() -> None:
     """Leave a ``with gl.tags(...)`` block in a graph."""
+    global _around
+    if _around:
+        _around = _around[:-1]
     torch.ops.graftlab.close_(clock)
 
 
 def step() -> None:
     """End a step in a graph; see :func:`graftlab.step`."""
+    global _has_steps
+    _has_steps = True
     torch.ops.graftlab.step_(clock)
 
 
@@ -368,6 +396,19 @@ def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags:
     return own
 
 
+def _note_left_out(time: torch.Tensor, name: str, tags: list[str]) -> torch.Tensor:
+    """Note a tap at the time of tracing; compilers drop the operator, because nothing uses its result."""
+    if len(_left_out) < _LEFT_OUT_LIMIT:
+        _left_out.setdefault((name, calls.ambient.get(), tuple(tags)))
+    return torch.empty_like(time)
+
+
+def left_out_since(number: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and tags of the taps that are in no graph, without the first ``number`` of them."""
+    found = itertools.islice(_left_out, number, None)
+    return [(name, {**dict(around), **from_text(tags), COMPILED: True}) for name, around, tags in found]
+
+
 def _put_together(tensors: Sequence[torch.Tensor], form: Sequence[str]) -> Any:
     if not form:
         return None
@@ -417,6 +458,8 @@ def _warn_once(what: str) -> None:
 
 def forget_open_tags() -> None:
     """Reset open tags where no ``with gl.tags(...)`` of a graph can be open; an exception leaves some open."""
+    global _around
+    _around = ()
     clock.zero_()
 
 
@@ -470,6 +513,7 @@ _define("open_(Tensor(a!) clock, str[] tags) -> ()", _open_tags)
 _define("close_(Tensor(a!) clock) -> ()", _close_tags)
 _define("step_(Tensor(a!) clock) -> ()", _step)
 _define("place(Tensor clock) -> Tensor", _place, torch.empty_like)
+_define("left_out(Tensor clock, str name, str[] tags) -> Tensor", _note_left_out, _note_left_out)
 _define(
     "show_gradient(Tensor gradient, Tensor place, str name, str[] tags) -> Tensor",
     _show_gradient,

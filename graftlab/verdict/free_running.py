@@ -7,6 +7,7 @@ from collections.abc import Collection
 import pandas as pd
 
 from graftlab.base.tap_groups import kind_of
+from graftlab.base.text import first_of
 from graftlab.diffs.rounding import roundoff
 
 # A token that differs changes whole rows; rounding and most mistakes change all rows a little.
@@ -66,10 +67,9 @@ def held_choices(frame: pd.DataFrame, named: Collection[str]) -> list[str]:
     if not (later["error"] > 0).any():
         return []
     unit = "step" if in_steps else "occurrence"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return [
-        f"Running freely, the target has different numbers at {', '.join(names[:3])}{more} from {unit} {first[unit]} "
-        "on. Here it was given the baseline's, so later code that reads them is judged from equal numbers."
+        f"Running freely, the target has different numbers at {first_of(names)} from {unit} {first[unit]} on. Here it "
+        "was given the baseline's, so later code that reads them is judged from equal numbers."
     ]
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import pandas as pd
 import torch
 
+from graftlab.base.text import first_of
+
 LABEL = "rounds differently"
 _MOST_SHOWN = 6
 
@@ -42,8 +44,7 @@ class RoundingGroups:
         """What a verdict says of them."""
         if not self.groups:
             return []
-        left = len(self.groups) - _MOST_SHOWN
-        shown = ", ".join(self.groups[:_MOST_SHOWN]) + (f" and {left} more" if left > 0 else "")
+        shown = first_of(self.groups, _MOST_SHOWN)
         several = len(self.groups) > 1
         verb, are, compute = ("round", "they are", "they compute") if several else ("rounds", "it is", "it computes")
         said = [
