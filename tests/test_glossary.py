@@ -45,7 +45,7 @@ def tables() -> list[list[str]]:
 
 
 def defined() -> list[str]:
-    """Every word that the glossary explains, in a line of its own or within another word's."""
+    """Every word that the glossary explains, in a separate line or within another word's."""
     return re.findall(r"\*\*(.+?)\*\*", GLOSSARY.read_text(encoding="utf-8"))
 
 

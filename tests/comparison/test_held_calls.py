@@ -219,7 +219,7 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
 
 
 @pytest.mark.parametrize(("wanted", "held"), [("Linear", ["Linear", "Linear[1]"]), ("Linear[1]", ["Linear[1]"])])
-def test_several_models_of_a_class_are_told_apart(
+def test_several_models_of_a_class_are_distinguished(
     wanted: str, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = Rank()

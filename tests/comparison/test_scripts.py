@@ -95,7 +95,7 @@ def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict
     assert turns._at_last_call(compared).startswith(text)
 
 
-def test_inputs_that_differ_before_a_later_call_are_put_down_to_the_scripts() -> None:
+def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
     turns._models = ["Net", "Net"]
     for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "At call 2, of Net:")):
