@@ -18,12 +18,15 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.held_calls import answer_of, names_pair
+from graftlab.comparison.held_calls import JudgingChoice, answer_of, judge_held_calls, known_at, names_pair
 from graftlab.comparison.held_units import failure_of, other_exit_code
 from graftlab.comparison.sides import command_of, ranks_of_command
-from graftlab.errors import ConfigError, SessionError
+from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
 from graftlab.jobs.script_launcher import _without_frames_of_torch
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.rounds import INTERRUPTED
 from graftlab.ranks import held_call
 from graftlab.ranks.held_call import (
     CallDescription,
@@ -296,6 +299,20 @@ def test_a_script_has_failed_if_it_raised_or_ended_without_a_word(
     results: list[object], process: Any, said: str | None
 ) -> None:
     assert failure_of(process, results) == said
+
+
+def test_an_interrupt_of_the_match_ends_the_comparison_with_what_is_paired() -> None:
+    pair = Pair("a", "x")
+    proposal = Proposal((pair,), {}, {"y": "no partner"}, (), notices=(INTERRUPTED,))
+    edits: list[object] = []
+    session = SimpleNamespace(edit=lambda pairs: edits.append(pairs))
+    repeats: Any = SimpleNamespace(session=session, match=lambda: proposal)
+    ours, theirs = (CallDescription("Net", 1, False, taps, {}, {}) for taps in (("a", "b"), ("x", "y")))
+    with pytest.raises(KeyboardInterrupt, match=r"^1 of 2 taps of the target had a partner\.$") as interrupt:
+        judge_held_calls(repeats, [ours], [theirs], JudgingChoice())
+    assert edits == [proposal], "the pairs stay"
+    assert known_at(interrupt.value) == ["1 of 2 taps of the target had a partner."]
+    assert known_at(WaitInterrupted("run 3 continues")) == []
 
 
 @pytest.mark.parametrize(
