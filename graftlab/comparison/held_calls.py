@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from graftlab.base.text import counted
+from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.diffs.results import ResultDifference, compare_named
+from graftlab.diffs.results import ResultDifference, compare_named, values_of_other_shapes, written_on_one_side
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import MatchError, SessionError, WaitInterrupted
 from graftlab.matching.rounds import INTERRUPTED
@@ -59,12 +59,16 @@ class Comparison(Verdict):
 
     @property
     def text(self) -> str:
-        return "\n".join(filter(None, [*self.remarks, super().text, self.how]))
+        first, last = self._remarks()
+        return "\n".join(filter(None, [*first, super().text, *last]))
+
+    def _remarks(self) -> tuple[list[str], list[str]]:
+        """The remarks that come before the verdict, which they may overturn, and those that come after it."""
+        first = [each for each in self.remarks if not each.startswith(NOT_CHECKED)]
+        return first, [each for each in [*self.remarks, self.how] if each and each not in first]
 
     def _html(self) -> str:
-        first = [each for each in self.remarks if not each.startswith(NOT_CHECKED)]
-        last = [each for each in [*self.remarks, self.how] if each and each not in first]
-        # The remarks may overturn the verdict, as the first sentences of a verdict may.
+        first, last = self._remarks()
         bold = "".join(f"<p><b>{html.escape(each)}</b></p>" for each in first)
         return bold + super()._html() + "".join(f"<p>{html.escape(each)}</p>" for each in last)
 
@@ -145,7 +149,7 @@ def judge_held_calls(
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
     pairs = session.plan.pairs
-    results = compare_returned([each.plain for each in baseline], [each.plain for each in target], pairs)
+    results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     answer = answer_of(verdict.findings, trusted, results.compared)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
     if answer == "agree" and without_taps:
@@ -165,7 +169,12 @@ def judge_held_calls(
     if proposal is not None and proposal.unpaired_rows:
         remarks.append(proposal.unpaired_rows)
         answer = "inconclusive" if answer == "agree" else answer
-    remarks += without_taps
+    # Ranks that are not as many may each have a part.
+    whole = proposal is None and len(baseline) == len(target)
+    unlike = values_of_other_shapes(baseline[0].plain, target[0].plain) if whole else []
+    if answer == "agree" and unlike:
+        answer = "inconclusive"
+    remarks += [*unlike[:1], *without_taps]
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
@@ -182,10 +191,9 @@ def judge_against_recording(
     verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
     answer = answer_of(verdict.findings, not remarks, False)
     if sketched := baseline.sketched:
-        shown = ", ".join(sketched[:4]) + (f" and {len(sketched) - 4} more" if len(sketched) > 4 else "")
         remarks.append(
-            f"{NOT_CHECKED}the single values of {shown}, of which the recording has sketches: they show how far two "
-            "tensors are apart, and not where. They cannot be grafted."
+            f"{NOT_CHECKED}the single values of {first_of(sketched, 4)}: the recording has only sketches of them, "
+            "which show how far two tensors are apart, and not where. They cannot be grafted."
         )
     remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked((), target)]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
@@ -252,7 +260,7 @@ def _shows_output(findings: Findings) -> bool:
 
 def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription], threshold: float) -> bool:
     """Whether the results have equal rows on both sides, in whichever order; False where that cannot be seen."""
-    ours, theirs = baseline[0].plain, target[0].plain
+    ours, theirs = baseline[0].returned, target[0].returned
     if len(baseline) != 1 or len(target) != 1 or ours.keys() != theirs.keys() or not ours:
         return False
     for path, tensor in ours.items():
@@ -312,9 +320,14 @@ def _change(call: CallDescription) -> float:
 
 def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     said = []
+    if written := list(dict.fromkeys(what for call in (*baseline, *target) for what in call.not_compared)):
+        more = f" and {len(written) - 3} more" if len(written) > 3 else ""
+        said.append(f"{', '.join(written[:3])}{more}: it is large, or not the same when the call is repeated.")
+    for ours, theirs in zip(baseline[:1], target[:1], strict=False):
+        said += [f"{each}." for each in written_on_one_side(ours.plain, theirs.plain)]
     for side, calls in (("baseline", baseline), ("target", target)):
         for call in calls[:1]:
-            dtype = next((str(t.dtype).removeprefix("torch.") for t in call.plain.values()), "float32")
+            dtype = next((str(t.dtype).removeprefix("torch.") for t in call.returned.values()), "float32")
             limit = assumed_floor([dtype])[0] if roundoff(dtype) else 0.0
             if (change := _change(call)) > limit:
                 said.append(
@@ -346,7 +359,7 @@ def why_no_backward(calls: Sequence[CallDescription]) -> str | None:
     """Why the backward passes of these calls cannot be compared; None if they can."""
     if not all(call.needs_backward for call in calls):
         return "the results of one side alone need gradients"
-    shapes = [[tensor.shape for tensor in call.plain.values()] for call in calls]
+    shapes = [[tensor.shape for tensor in call.returned.values()] for call in calls]
     if any(each != shapes[0] for each in shapes):
         return "results of different shapes have no gradients in common"
     return None

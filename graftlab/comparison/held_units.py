@@ -71,7 +71,7 @@ def trains(held: Held) -> bool:
 def have_equal_shapes(held: Held) -> bool:
     """Whether the results of all ranks' calls have the same shapes, so that the sides cut the batch alike."""
     every = (*held.baseline, *held.target)
-    shapes = [[t.shape for t in each.plain.values()] for each in every if isinstance(each, CallDescription)]
+    shapes = [[t.shape for t in each.returned.values()] for each in every if isinstance(each, CallDescription)]
     return all(each == shapes[0] for each in shapes)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
-from graftlab.comparison.gradients import GradientFindings, judge_gradients, listed
+from graftlab.base.text import first_of
+from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, answer_of
 from graftlab.control.core import lend_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
@@ -74,7 +75,7 @@ def judge_held_updates(
             remarks.append("The closure's first call agrees; its later calls have weights that the step has moved.")
             findings = replace(findings, frame=_model_inherits(findings))
     elif not gradients.sentences:
-        remarks.append("The gradients agree, and the updates that are computed from equal ones differ.")
+        remarks.append("The gradients agree, and the updates computed from them differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
     findings = replace(
         findings,
@@ -139,7 +140,7 @@ def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             if kind_of(row["tags"]) == kind and not (row["rel_l2"] or 0.0) <= _DRIFT * roundoff(coarser_dtype(row))
         ]
         if differing:
-            said.append(f"{what} before this update: {listed(differing)}.")
+            said.append(f"{what} before this update: {first_of([*differing], 4)}.")
     return said
 
 
@@ -148,7 +149,7 @@ def _not_taken(taken: pd.DataFrame) -> list[str]:
     left = taken[~taken["status"].isin(MEASURED)]
     if not len(left):
         return []
-    names = listed(dict.fromkeys(left["name"]))
+    names = first_of([*dict.fromkeys(left["name"])], 4)
     return [f"the update from equal values for {names}: the baseline's value could not be grafted there."]
 
 
@@ -171,14 +172,14 @@ def _differing_settings(
             if one is not None and other is not None and one != other:
                 differing.setdefault((one, other), []).append(name)
         for (one, other), names in differing.items():
-            where = "" if len(names) == len(pairs) else f", for {listed(names)}"
+            where = "" if len(names) == len(pairs) else f", for {first_of([*names], 4)}"
             verb = "are" if isinstance(one, tuple) else "is"
             said.append(f"The optimizer's {setting} {verb} {one} on the baseline and {other} on the target{where}.")
     apart = [name for name, partner in pairs.items() if baseline.dtypes.get(name) != target.dtypes.get(partner)]
     if apart:
         one, other = baseline.dtypes.get(apart[0]), target.dtypes.get(pairs[apart[0]])
         said.append(
-            f"The weights are {one} on the baseline and {other} on the target: {listed(apart)}. An update below their "
-            "rounding is lost."
+            f"The weights are {one} on the baseline and {other} on the target: {first_of([*apart], 4)}. "
+            "An update below their rounding is lost."
         )
     return said

@@ -42,7 +42,16 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
-from graftlab.ranks.held_call import HeldCall, ScriptEnd, UnitKind, WatchChoice, held_unit, hold, release_call
+from graftlab.ranks.held_call import (
+    HeldCall,
+    ScriptEnd,
+    UnitKind,
+    WatchChoice,
+    arguments_by_name,
+    held_unit,
+    hold,
+    release_call,
+)
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
@@ -170,7 +179,7 @@ class HeldScript:
             HeldCall(
                 call,
                 {"": module},
-                (args, kwargs),
+                arguments_by_name(args, kwargs),
                 self._rank.choice,
                 name=name,
                 number=self._count,

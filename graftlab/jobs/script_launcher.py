@@ -192,7 +192,6 @@ class ScriptRankHandle(RankHandle):
         self.pid = request.pid
         self.process = process
         self._death_pipe = death_pipe
-        self._ended_by_us: str | None = None
 
     def signal(self, number: int) -> None:
         """Do nothing: a script handles its own signals."""
@@ -202,14 +201,6 @@ class ScriptRankHandle(RankHandle):
 
     def kill(self) -> None:
         self.process.kill()
-
-    def end(self, why: str) -> None:
-        self._ended_by_us = why
-        self.kill()
-
-    @property
-    def was_ended(self) -> bool:
-        return self._ended_by_us is not None
 
     def end_programs(self) -> None:
         """Do nothing: another rank of the script may still run."""

@@ -22,6 +22,7 @@ from graftlab.grafting.self_graft import (
     SelfGraftRecorder,
     TapRecord,
     changed_results,
+    in_words,
     note_returned,
 )
 from graftlab.plan.plan import GraftPlan
@@ -58,7 +59,7 @@ def compare_with_record(folder: str) -> list[str]:
     with handled_by(repeat):
         again = repeat_call()
     on_cpu = {path: tensor.detach().cpu() for path, tensor in again.items()}
-    return repeat.differences() or changed_results(results, on_cpu)
+    return repeat.differences() or in_words(changed_results(results, on_cpu))
 
 
 def graft_record(

@@ -233,7 +233,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     ours, theirs = description({"w": large, "b": noise}), description({"w": large, "b": other})
     found = judge_gradients(rows, [ours], [theirs], {})
     assert found.sentences == ()
-    assert found.unseen == ("the gradients of b, which are hardly above what rounding leaves of zero.",)
+    assert found.unseen == ("the gradients of b, which are barely above rounding noise.",)
     doubled = [row("w", 0, large, large), row("b", 0, noise, 2 * noise)]
     assert judge_gradients(doubled, [ours], [description({"w": large, "b": 2 * noise})], {}).named == ("b",)
 

@@ -58,9 +58,11 @@ def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
     answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong", "--calls", "1")
     assert (answer["answer"], answer["exit_code"], answer["named"]) == ("differ", 1, ["layers.*.out"])
     text = str(answer["text"])
-    assert text.startswith("1 call of Model agrees. At call 2, of Model:\nlayers.*.out differs in layers 0-1")
+    assert text.startswith(
+        "1 call of Model agrees. At call 2, of Model:\nlayers.* is computed differently in layers 0-1, "
+    )
     assert "With the baseline's layers.*.out the output output.logits agrees" in text
-    assert "layers.*.out differs in layers 0-1" in Path(str(answer["report"])).read_text()
+    assert "layers.* is computed differently in layers 0-1, " in Path(str(answer["report"])).read_text()
     # The scripts end with the answer: neither has printed the token of the second call.
     assert (tmp_path / "logs" / "target.log").read_text().count("token") == 1
 
