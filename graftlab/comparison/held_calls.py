@@ -163,6 +163,7 @@ def judge_held_calls(
     if answer == "agree" and moved:
         answer = "inconclusive"
     if answer == "inconclusive" and trusted and not results.compared:
+        remarks += _other_batch(baseline, target)
         remarks.append(
             "The results of the two calls could not be compared, so the taps that agree do not clear the target."
         )
@@ -271,6 +272,21 @@ def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallD
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
             return False
     return True
+
+
+def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    """A sentence if the results differ in their numbers of rows alone, as those of batches of other sizes."""
+    ours, theirs = baseline[0].plain, target[0].plain
+    shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
+    # The ranks of a side may each have a part of the batch.
+    if len(baseline) != 1 or len(target) != 1 or not shapes:
+        return []
+    if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
+        return []
+    return [
+        f"The calls have batches of other sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the target, "
+        "so they are not the same work: let both sides call their models with the same batch."
+    ]
 
 
 def _in_one_order(tensor: Tensor) -> Tensor:

@@ -18,7 +18,14 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.held_calls import JudgingChoice, answer_of, judge_held_calls, known_at, names_pair
+from graftlab.comparison.held_calls import (
+    JudgingChoice,
+    _other_batch,
+    answer_of,
+    judge_held_calls,
+    known_at,
+    names_pair,
+)
 from graftlab.comparison.held_units import failure_of, other_exit_code
 from graftlab.comparison.sides import command_of, ranks_of_command
 from graftlab.errors import ConfigError, SessionError, WaitInterrupted
@@ -299,6 +306,20 @@ def test_a_script_has_failed_if_it_raised_or_ended_without_a_word(
     results: list[object], process: Any, said: str | None
 ) -> None:
     assert failure_of(process, results) == said
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [((3, 4), (2, 4), True), ((3, 4), (3, 4), False), ((3, 4), (2, 5), False), ((3, 4, 5), (3, 2, 5), False)],
+)
+def test_batches_of_other_sizes_are_named(ours: tuple[int, ...], theirs: tuple[int, ...], said: bool) -> None:
+    calls = [CallDescription("Net", 1, False, (), {"x": torch.ones(each)}, {}) for each in (ours, theirs)]
+    told = _other_batch(calls[:1], calls[1:])
+    assert bool(told) == said
+    assert not said or told[0].startswith(
+        "The calls have batches of other sizes, 3 on the baseline and 2 on the target"
+    )
+    assert not _other_batch(calls[:1] * 2, calls[1:])
 
 
 def test_an_interrupt_of_the_match_ends_the_comparison_with_what_is_paired() -> None:
