@@ -20,6 +20,7 @@ import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison.held_calls import (
     JudgingChoice,
+    _have_equal_rows,
     _other_batch,
     answer_of,
     judge_held_calls,
@@ -320,6 +321,25 @@ def test_batches_of_other_sizes_are_named(ours: tuple[int, ...], theirs: tuple[i
         "The calls have batches of other sizes, 3 on the baseline and 2 on the target"
     )
     assert not _other_batch(calls[:1] * 2, calls[1:])
+
+
+def rows_in_calls(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    one, other = ([CallDescription("Net", 1, False, (), {"": each}, {})] for each in (ours, theirs))
+    return _have_equal_rows(one, other, 5.0)
+
+
+def test_results_with_fewer_rows_agree_if_the_other_side_has_all_of_them() -> None:
+    padded = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    packed = torch.cat([padded[2, :4], padded[0, :1], padded[1, :3]])
+    assert rows_in_calls(padded, packed)
+    assert rows_in_calls(packed, padded)
+    assert rows_in_calls(padded, padded.flip(0))
+    wrong = packed.clone()
+    wrong[4, 3] += 1e-2
+    assert not rows_in_calls(padded, wrong)
+    assert not rows_in_calls(wrong, padded)
+    # A row cannot be the partner of two.
+    assert not rows_in_calls(padded, torch.cat([packed[:1], packed[:1]]))
 
 
 def test_an_interrupt_of_the_match_ends_the_comparison_with_what_is_paired() -> None:
