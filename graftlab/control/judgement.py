@@ -28,6 +28,7 @@ from graftlab.errors import GraftError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
+from graftlab.transforms.default import DOES_NOT_FIT
 from graftlab.verdict.added import (
     added_frame,
     labelled,
@@ -53,6 +54,7 @@ from graftlab.verdict.model_data import (
     differing_data,
     differing_weights,
     input_names,
+    unequal_weights,
 )
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, SettingsDifference, settings_difference
 from graftlab.verdict.origins import ErrorOrigins
@@ -204,6 +206,9 @@ class Judgement:
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
         remarks += masked + written
+        weights = differing_weights(evidence.compared, self._threshold)
+        if not naming.named:
+            remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
         may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
@@ -241,7 +246,7 @@ class Judgement:
                 data=naming.data,
                 inputs=naming.inputs,
                 # Jobs are not known to have begun with equal weights, so theirs come first.
-                weights=differing_weights(evidence.compared, self._threshold) if of_functions else {},
+                weights=weights if of_functions else {},
                 weights_lent=bool(self._weights),
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
@@ -443,7 +448,7 @@ class Judgement:
                 )
                 if again is not None:
                     said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
-            return said, differences.without_partner(evidence.floors.last_tap()), []
+            return said, differences.without_partner(evidence.floors.last_tap()) + differences.turned(), []
         return said, [], written
 
     # ---- the cause ----------------------------------------------------------------------------------------------
@@ -655,6 +660,10 @@ def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: floa
     failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
     if not len(failed):
         return []
-    groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    shown = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
+    first = failed.iloc[0]
+    unfit = DOES_NOT_FIT in str(first["error"])
+    why = f" because the baseline's value does not fit the target's shape, {list(first['shape'])}" if unfit else ""
     inherited = "later taps may have inherited their named error from there"
-    return [f"{NOT_CHECKED}{groups}, where nothing could be grafted: {inherited}."]
+    return [f"{NOT_CHECKED}{shown}, where nothing could be grafted{why}: {inherited}."]

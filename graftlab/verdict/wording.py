@@ -149,10 +149,11 @@ def _data(findings: Findings) -> list[str]:
 
 
 def _weights_of(findings: Findings, group: str) -> list[str]:
-    """The differing weights of the module whose output this group is, or that have its name."""
+    """The differing weights of the module whose output this group is, or is a part of, or that have its name."""
     if findings.weights_lent:
         return []
-    return [weight for weight in findings.weights if group in (weight, weight.rpartition(".")[0])]
+    names = (group, group.partition("[")[0])
+    return [weight for weight in findings.weights if weight == group or weight.rpartition(".")[0] in names]
 
 
 def _hints(hints: Mapping[str, str]) -> list[str]:
@@ -210,10 +211,13 @@ def _conclusion(findings: Findings) -> list[str]:
     return lines
 
 
+_ENDINGS = {"culprit": "", "minor": ", without changing the output", "cancels": ", which others cancel"}
+
+
 def _sentence_on(findings: Findings, groups: Sequence[str]) -> str:
     what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
     weights = [findings.weights[weight] for group in groups for weight in _weights_of(findings, group)]
-    ending = {"culprit": "", "minor": ", without changing the output", "cancels": ""}[_label(findings.frame, groups[0])]
+    ending = _ENDINGS[_label(findings.frame, groups[0])]
     ending += f", with weights that already differ: {_shown(weights)}" if weights else ""
     return f"{what}{ending}."
 

@@ -214,7 +214,8 @@ def test_groups_that_round_differently_are_named_with_their_effect(session: gl.S
     assert verdict.labels["layers.*.norm"] == "rounds differently"
     assert verdict.text.startswith(
         "layers.*.norm rounds differently: from equal inputs it is never bit-equal, and the other 4 groups of bfloat16 "
-        "taps always are. So it computes in another order or another precision. A run in float32 does not show that.\n"
+        "taps always are. So it computes in another order or another precision, or with a mistake "
+        "that is smaller than one rounding: a run in float32 shows the mistake, and not the others.\n"
         "With the baseline's layers.*.norm the output logits is bit-equal; with the target's it is off by 0.0"
     )
     assert "run the target in float32" not in verdict.text
