@@ -76,7 +76,7 @@ from graftlab.verdict.unexplained import (
     ValueDifference,
     differing_taps,
 )
-from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks
+from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks, reads_unwritten
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -195,6 +195,11 @@ class Judgement:
             # Each group alone and all together, where their errors arise, and hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
         unexplained, without_output, written = self._unexplained(evidence, naming)
+        # What is compiled would be compiled anew for the run that shows this.
+        if naming.clears and not naming.target_not_repeated and not _any_compiled(evidence.compared):
+            nothing_read: list[str] = []
+            read = self._attempt("the look at unwritten memory", self._runs.unwritten_memory, nothing_read)
+            without_output += reads_unwritten(read)
         mechanisms = Mechanisms(self._runs, evidence.lonely)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
@@ -541,6 +546,10 @@ class Judgement:
         found = found.with_effect(output.name, *measured)
         # Sums over ranks round differently in any tensor parallel target, and explain little.
         return found if found.explains_output else RoundsDifferently()
+
+
+def _any_compiled(rows: pd.DataFrame) -> bool:
+    return any(tags.get("compiled") for tags in rows["tags"])
 
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:

@@ -36,6 +36,7 @@ from graftlab.ranks.remote_functions import (
     find_without_dependents,
     graft_baseline_into_itself,
     repeat_callee,
+    unwritten_memory_of_callee,
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.taps.module_inputs import ModuleCall
@@ -204,6 +205,10 @@ class VerdictRuns:
     def target_against_itself(self) -> list[str]:
         """The taps at which the target differs from itself in a second run, on any of its ranks."""
         raise NotImplementedError
+
+    def unwritten_memory(self) -> list[str]:
+        """What depends, on the target alone, on memory that it reads before it writes there; none where unknown."""
+        return []
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -427,6 +432,17 @@ class CalledRuns(VerdictRuns):
         call = partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
         run, _ = self._run("the target against itself", {"target": call})
         return list(dict.fromkeys(tap for each in run.target for tap in each))
+
+    def unwritten_memory(self) -> list[str]:
+        found = self._reads_unwritten("target", self._target)
+        # What the baseline reads too is no difference, such as padding that nothing depends on.
+        return found if found and (self.recorded or not self._reads_unwritten("baseline", self._baseline)) else []
+
+    def _reads_unwritten(self, side: Side, callee: Callee) -> list[str]:
+        budget = self.session.options.keep_budget
+        call = partial(unwritten_memory_of_callee, callee, *self.request.arguments, budget)
+        run, _ = self._run(f"the {side} with its new memory filled", {side: call})
+        return list(dict.fromkeys(tap for each in (run.baseline if side == "baseline" else run.target) for tap in each))
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None

@@ -179,6 +179,17 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
     )
 
 
+def reads_unwritten(values: Sequence[str]) -> list[str]:
+    """A sentence on a target that depends on memory that it reads before it writes there."""
+    if not values:
+        return []
+    return [
+        "The target reads memory before anything is written to it: in a run whose new memory was filled with NaN, it "
+        f"differs at {_shown(values)}. What agrees here may not agree elsewhere; look for torch.empty, empty_like and "
+        "new_empty."
+    ]
+
+
 def _conclusion(findings: Findings) -> list[str]:
     frame, named = findings.frame, findings.named
     if findings.inconclusive or (findings.failed and not len(frame)):
