@@ -20,6 +20,7 @@ from graftlab.control.line_runs import LineSearch
 from graftlab.control.masked_values import left_out, without_masked_values
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import LentWeights, Mechanisms
+from graftlab.control.partial_sums import not_compared, partial_sums
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
@@ -158,8 +159,9 @@ class Judgement:
 
     def verdict(self) -> Verdict:
         """Make the runs, and return the verdict."""
-        evidence = self._measure()
+        evidence, sums = self._measured_without_partial_sums()
         naming = self._name(evidence)
+        naming.unseen += not_compared(sums)
         misaligned = self._attempt(
             "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
         )
@@ -297,6 +299,18 @@ class Judgement:
             return otherwise
 
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
+
+    def _measured_without_partial_sums(self) -> tuple[Evidence, dict[str, list[str]]]:
+        """What the runs measured, with taps left out of which each rank has a summand; and these, by group."""
+        evidence = self._measure()
+        sums: dict[str, list[str]] = {}
+        if self._runs.shows_module_inputs and not self._failed:
+            sums = self._attempt("the look for partial sums", lambda: partial_sums(self._runs, evidence.grafted), sums)
+        if sums:
+            self._runs.leave_out(name for names in sums.values() for name in names)
+            self._runs.return_weights()
+            evidence = self._measure()
+        return evidence, sums
 
     def _measure(self) -> Evidence:
         compared = self._runs.both("without grafts", RunFilters(compare="True", keep=SETTINGS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -138,6 +138,8 @@ class VerdictRuns:
         """How many runs there will be, as far as it is known."""
         self._lent: str | None = None
         """A filter for the weights that are the baseline's in each run."""
+        self._left_out: str | None = None
+        """A filter for the taps that are left out of each run."""
         self._ours: set[int] = set()
         self._began = time.monotonic()
 
@@ -165,6 +167,9 @@ class VerdictRuns:
         """The edit that turns the earlier plan into the plan of a run with these filters."""
         left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
+        compare = wanted.compare
+        if self._left_out is not None:
+            b2t, t2b, compare = (each and f"({each}) and not ({self._left_out})" for each in (b2t, t2b, compare))
         if self._lent is not None:
             b2t = f"({b2t}) or {self._lent}" if b2t else self._lent
         # A verdict grafts every tap, so a transform for grafted taps applies at each tap, in all of its runs.
@@ -172,7 +177,7 @@ class VerdictRuns:
         return {
             "b2t": b2t,
             "t2b": t2b,
-            "compare": wanted.compare,
+            "compare": compare,
             "keep": wanted.keep,
             "transform": transforms,
             "pairs": (*self.before.pairs, *wanted.pairs),
@@ -193,6 +198,10 @@ class VerdictRuns:
         Raises :class:`SessionError` if a weight cannot be grafted.
         """
         raise NotImplementedError
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Neither compare nor graft the taps of these values from now on."""
+        self._left_out = filter_of((name, None) for name in names)
 
     def return_weights(self) -> None:
         """Let the target keep its own weights again."""
