@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from graftlab.base.text import counted
+from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import ResultDifference, compare_named, values_of_other_shapes, written_on_one_side
 from graftlab.diffs.rounding import assumed_floor, roundoff
-from graftlab.errors import MatchError, SessionError
+from graftlab.errors import MatchError, SessionError, WaitInterrupted
+from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import CallDescription, drop_backward, repeat_call, try_backward
 from graftlab.verdict.unexplained import compare_returned
@@ -137,6 +138,9 @@ def judge_held_calls(
         try:
             proposal = repeats.match()
             session.edit(pairs=proposal)
+            if INTERRUPTED in proposal.notices:
+                # The match keeps what it knows; what would follow was to be interrupted too.
+                raise KeyboardInterrupt(_paired(proposal, target[0]))
         except MatchError as error:
             remarks.append(f"Taps could not be paired by value: {error}")
     backward = _add_backward(repeats, baseline, target)
@@ -188,10 +192,9 @@ def judge_against_recording(
     verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
     answer = answer_of(verdict.findings, not remarks, False)
     if sketched := baseline.sketched:
-        shown = ", ".join(sketched[:4]) + (f" and {len(sketched) - 4} more" if len(sketched) > 4 else "")
         remarks.append(
-            f"{NOT_CHECKED}the single values of {shown}, of which the recording has sketches: they show how far two "
-            "tensors are apart, and not where. They cannot be grafted."
+            f"{NOT_CHECKED}the single values of {first_of(sketched, 4)}: the recording has only sketches of them, "
+            "which show how far two tensors are apart, and not where. They cannot be grafted."
         )
     remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked((), target)]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
@@ -204,6 +207,16 @@ def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
 
 def _enough_in_common(ours: set[str], theirs: set[str]) -> bool:
     return len(ours & theirs) >= _ENOUGH * min(len(ours), len(theirs))
+
+
+def _paired(proposal: Proposal, target: CallDescription) -> str:
+    paired = len({pair.target for pair in proposal.graftable})
+    return f"{paired} of {counted(len(target.taps), 'tap')} of the target had a partner."
+
+
+def known_at(interrupt: KeyboardInterrupt) -> list[str]:
+    """What was known of a comparison at its interrupt. An interrupted wait has a message on runs, which have ended."""
+    return [] if isinstance(interrupt, WaitInterrupted) else [each for each in interrupt.args if isinstance(each, str)]
 
 
 def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.base.text import first_of
 from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
 from graftlab.control.masked_values import left_out, without_masked_values
@@ -45,7 +46,7 @@ from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
-from graftlab.verdict.lines import DifferingLine
+from graftlab.verdict.lines import DifferingLine, explained_by_code
 from graftlab.verdict.model_data import (
     AGREES_WITH_THE_BASELINES,
     BEGINNINGS,
@@ -218,8 +219,7 @@ class Judgement:
             remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
-        may_be_inherited += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
         may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
@@ -235,6 +235,8 @@ class Judgement:
             self._attempt("the confirmation of lines of source", search.confirm, None)
             lines = search.lines
             remarks += search.remarks
+        to_explain = {*naming.named} - explained_by_code(lines)
+        may_be_inherited = runs_freely(naming.frame, to_explain, self._threshold) + may_be_inherited
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and not naming.not_repeated):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
@@ -500,8 +502,9 @@ class Judgement:
         return naming.job_remarks is None or not naming.target_not_repeated
 
     def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
-        """Whether runs with every tap grafted repeat themselves, so that operations of both sides correspond."""
-        return self._explains(naming) and naming.job_remarks is None and not naming.not_repeated
+        """Whether the operations of both sides correspond: in one step of jobs, or in calls that repeat themselves."""
+        of_functions = naming.job_remarks is None
+        return self._explains(naming) and not (of_functions and naming.not_repeated)
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
         """What the named groups do to each output, by the output's group, and remarks on that."""
@@ -671,10 +674,7 @@ def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
         return []
     if not shown:
         return ["exact=, which reaches none of the baseline's taps: the floor is the same as without it."]
-    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-    return [
-        f"{', '.join(left[:4])}{more} with exact=, which does not reach them; their floor is the same as without it."
-    ]
+    return [f"{first_of(left, 4)} with exact=, which does not reach them; their floor is the same as without it."]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:

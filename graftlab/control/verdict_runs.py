@@ -24,11 +24,11 @@ from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
-from graftlab.lines.traces import SliceTrace, WantedCall
+from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import FILTERS, PlanEdit
-from graftlab.ranks.line_tracer import OperationChanges, TraceRequest, trace_callee
+from graftlab.ranks.line_tracer import trace_callee
 from graftlab.ranks.remote_functions import (
     Callee,
     call_with_lent_weights,
@@ -104,6 +104,13 @@ class TracedRun:
     def _every(self) -> Iterator[SliceTrace]:
         for rank in (*self.baseline, *self.target):
             yield from (trace for trace in rank if trace is not None)
+
+
+@dataclass(frozen=True)
+class NotTraced:
+    """Why a run could not be traced, in words."""
+
+    reason: str
 
 
 class VerdictRuns:
@@ -241,12 +248,12 @@ class VerdictRuns:
         grafted: frozenset[tuple[TapIdentity, int, int]],
         changes: Mapping[Side, OperationChanges],
         only: frozenset[int] | None = None,
-    ) -> TracedRun | None:
-        """Trace the wanted calls in one run of both sides; None where runs cannot be traced.
+    ) -> TracedRun | NotTraced:
+        """Trace the wanted calls in one run of both sides.
 
         ``changes`` are made at single operations of each side. ``only`` restricts fingerprints to these values.
         """
-        return None
+        raise NotImplementedError
 
     def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows of taps that are grafted in the run in which every tap is."""
@@ -323,15 +330,12 @@ class CalledRuns(VerdictRuns):
         grafted: frozenset[tuple[TapIdentity, int, int]],
         changes: Mapping[Side, OperationChanges],
         only: frozenset[int] | None = None,
-    ) -> TracedRun | None:
+    ) -> TracedRun | NotTraced:
         if self.recorded:
-            # A recording has no operations.
-            return None
+            return NotTraced("a recording has no operations to compare the target's with")
         args, kwargs = self.request.arguments
         callees: dict[Side, Callee] = {
-            side: partial(
-                trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, self.before, changes[side], only)
-            )
+            side: partial(trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, changes[side], only))
             for side, callee in self._callees().items()
         }
         run, version = self._run(why, callees, (), {}, self.changes(filters))

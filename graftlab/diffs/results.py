@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graftlab.base.text import first_of
 from graftlab.errors import SessionError
 
 Results = list[list[torch.Tensor]]
@@ -172,8 +173,7 @@ def compare_named(
     ):
         alone = [_shown(path) for path in all_of_side if path not in paired and not is_written(path)]
         if alone:
-            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
-            left.append(f"only the {side} returns {', '.join(alone[:3])}{more}")
+            left.append(f"only the {side} returns {first_of(alone)}")
     return differences, left
 
 

@@ -17,7 +17,6 @@ from graftlab.lines.fingerprints import (
     ANY_ORDER,
     DIFFERENT,
     IN_ORDER,
-    MAGNITUDES,
     Fingerprint,
     Level,
     agreement,
@@ -144,21 +143,21 @@ class _Known:
         alike = self._by_size.get((parts[0].numel, parts[0].mask), [])
         return any(_is_sum(parts, each, self._tolerance) for each in alike)
 
-    def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, bool]:
-        """Return the best agreement, and whether one that agrees has the same shape; ``without`` does not count."""
+    def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, Level]:
+        """Return the best agreement, and the best with a tensor of the same shape; ``without`` does not count."""
         found = self._by_size.get((wanted.numel, wanted.mask), [])
         rms = wanted.norm / math.sqrt(max(wanted.numel, 1))
         # A sum of magnitudes is at most that of equally large ones.
         reach = 2 * self._tolerance * wanted.numel * rms + 1e-30
         begin = bisect.bisect_left(found, _total(wanted) - reach, key=_total)
         best: Level = DIFFERENT
-        shaped = False
+        shaped: Level = DIFFERENT
         for each in found[begin:]:
             if _total(each) > _total(wanted) + reach and not wanted.mask:
                 break
             level = DIFFERENT if each is without else agreement(wanted, each, self._tolerance)
-            if level:
-                shaped |= _plain_shape(each) == _plain_shape(wanted)
+            if _plain_shape(each) == _plain_shape(wanted):
+                shaped = max(shaped, level)
             best = max(best, level)
         return best, shaped
 
@@ -188,6 +187,23 @@ def _plain_shape(each: Fingerprint) -> tuple[int, ...]:
 
 
 @dataclass
+class _Parts:
+    """How much of a value its parts have, and how much of that the other side has."""
+
+    all: int = 0
+    known: int = 0
+
+    def add(self, size: int, is_known: bool) -> None:
+        self.all += size
+        self.known += size if is_known else 0
+
+    @property
+    def are_most(self) -> bool:
+        """Whether the other side has at least half of what was taken."""
+        return self.known > 0 and 2 * self.known >= self.all
+
+
+@dataclass
 class _Side:
     """One rank's operations, judged by the other side's values."""
 
@@ -199,25 +215,26 @@ class _Side:
     """The other side's value of the tap, which differs from this side's."""
     elsewhere: _Known
     """What the other side computed before the tap, and not for it."""
-    _levels: dict[int, tuple[Level, bool]] = field(default_factory=dict)
+    _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
     _of_all_ranks: dict[int, list[Fingerprint]] | None = None
 
     def level(self, number: int) -> Level:
         """How the other side has a value: as it is, or as the whole that this rank has a part of."""
         return self._found(number)[0]
 
-    def _found(self, number: int) -> tuple[Level, bool]:
+    def _found(self, number: int) -> tuple[Level, Level]:
         if number not in self._levels:
             own = self.trace.fingerprints.get(number)
             without = self.other_result if number == self.trace.result else None
-            found = (DIFFERENT, False) if own is None else self.known.find(own, without)
+            nothing: tuple[Level, Level] = (DIFFERENT, DIFFERENT)
+            found = nothing if own is None else self.known.find(own, without)
             if found[0] < ANY_ORDER and (parts := self._parts(number)):
                 found = max(found, self.known.find(joined(parts), without))
                 # What is copied on the ranks is no summand.
                 may_sum = number != self.trace.result and _differ(parts)
                 if found[0] < ANY_ORDER and may_sum and self.known.has_sum(parts):
                     # A summand before the ranks' sum is taken.
-                    found = (IN_ORDER, True)
+                    found = (IN_ORDER, IN_ORDER)
             self._levels[number] = found
         return self._levels[number]
 
@@ -325,16 +342,41 @@ class _Side:
         """The operations of which the other side has neither the result nor any that depends on it."""
         rescued: set[int] = set()
         equal: set[int] = set()
-        readers = self._readers(informed=True)
+        readers = self._readers_of_values()
+        by_index = {each.index: each for each in self.trace.operations}
+
+        def has(number: int) -> bool:
+            return self.says(number) and self.level(number) >= level
+
         for each in reversed(self.trace.operations):
-            own = any(self.says(number) and self.level(number) >= level for number in each.outputs)
             # A number alone, or a constant, tells nothing of what came before it, but it may be equal itself.
-            silent = bool(each.outputs) and all(self._is_silent_and_equal(number) for number in each.outputs)
-            if silent:
+            if each.outputs and all(self._is_silent_and_equal(number) for number in each.outputs):
                 equal.add(each.index)
-            if own or any(index in rescued for index in readers[each.index]):
+            # What takes a part of a value tells of that part alone: a half may agree by chance.
+            parts = _Parts()
+            is_whole = False
+            for number in each.outputs:
+                own = has(number)
+                size = math.prod(self.trace.values[number].shape)
+                taken = _Parts()
+                for index in readers[each.index, number]:
+                    if (made := self._part_of(by_index[index], number)) is None:
+                        own |= index in rescued
+                    else:
+                        taken.add(made, index in rescued)
+                own |= taken.are_most
+                parts.add(size, own)
+                is_whole |= own
+            if parts.are_most if each.only_arranges and len(each.outputs) > 1 else is_whole:
                 rescued.add(each.index)
         return [each for each in self.trace.operations if each.index not in rescued | equal]
+
+    def _part_of(self, reader: TracedOperation, number: int) -> int | None:
+        """The size of the part of a value that an operation takes; None for one that reads it as a whole."""
+        if not reader.only_arranges or len(reader.outputs) != 1:
+            return None
+        made, read = (math.prod(self.trace.values[each].shape) for each in (reader.outputs[0], number))
+        return made if made < read else None
 
     def _lost_here(self, level: int) -> list[TracedOperation]:
         """The lost operations without those whose results the other side computed, but not for this tap.
@@ -356,17 +398,32 @@ class _Side:
         left = [each for each in lost if each.index not in excused]
         return left if any(not each.only_arranges for each in left) else lost
 
-    def _readers(self, *, informed: bool = False) -> Mapping[int, list[int]]:
-        """The operations that read each one's results; only those whose own results tell of what they read."""
+    def _readers(self) -> Mapping[int, list[int]]:
+        """The operations that read each one's results."""
         found: dict[int, list[int]] = defaultdict(list)
         sources = self._sources()
         for each in self.trace.operations:
-            if informed and each.outputs and all(self._is_constant(number) for number in each.outputs):
+            for number in each.inputs:
+                for index in sources[number]:
+                    found[index].append(each.index)
+        return found
+
+    def _readers_of_values(self) -> Mapping[tuple[int, int], list[int]]:
+        """By operation and output, the operations that read it and whose own results tell of what they read.
+
+        A value that several wrote to is an output of each.
+        """
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        sources = self._sources()
+        outputs = {each.index: each.outputs for each in self.trace.operations}
+        for each in self.trace.operations:
+            if each.outputs and all(self._is_constant(number) for number in each.outputs):
                 # Multiplied by zero, a wrong value gives the right one.
                 continue
             for number in each.inputs:
                 for index in sources[number]:
-                    found[index].append(each.index)
+                    of = number if number in outputs[index] else outputs[index][0] if outputs[index] else number
+                    found[index, of].append(each.index)
         return found
 
     def _is_constant(self, number: int) -> bool:
@@ -426,7 +483,8 @@ class _Side:
     def _is_equal(self, number: int) -> bool:
         """Whether the other side has this value; in another order only if it has another shape there."""
         level, shaped = self._found(number)
-        return level == IN_ORDER or (level == ANY_ORDER and not shaped)
+        # The same numbers in another order and in this shape are what this side should have made of them.
+        return shaped != ANY_ORDER and (level == IN_ORDER or (level == ANY_ORDER and not shaped))
 
     def _suspects(self, operation: TracedOperation) -> list[TracedOperation]:
         """The operations before this one from which on a value has another order, or other signs.
@@ -453,7 +511,7 @@ class _Side:
         return [found[index] for index in sorted(found)]
 
     def _is_weak(self, number: int) -> bool:
-        return self.says(number) and self.level(number) in (MAGNITUDES, ANY_ORDER) and not self._is_equal(number)
+        return self.says(number) and self.level(number) != DIFFERENT and not self._is_equal(number)
 
 
 def _without_ancestors(chosen: Sequence[TracedOperation], trace: SliceTrace, others: set[int]) -> list[TracedOperation]:

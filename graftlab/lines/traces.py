@@ -1,9 +1,9 @@
-"""What a rank returns of a trace: the operations between a tap that differs and the grafted taps before it."""
+"""What a rank is asked to trace, and what it returns: the operations between a tap that differs and those before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from graftlab.base.tags import TapIdentity, identity
@@ -12,6 +12,9 @@ from graftlab.lines.frames import SourceFrame
 from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
 
 MOST_ELSEWHERE = 4096
+
+LINE_TAP = "graftlab.line"
+"""The beginning of the names of taps at operations, which confirm a line."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,33 @@ class WantedCall:
         return (step, occurrence) == (self.step, self.occurrence) and which == identity(
             {**self.tags, "name": self.name}
         )
+
+
+@dataclass(frozen=True)
+class OperationChanges:
+    """What a traced run changes at single operations, by their index.
+
+    ``shown`` are operations whose results are shown as taps, each with its name. ``passed`` are the numbers of values
+    that operations return unchanged, ``fed`` those of values in whose place they read what a tap shows.
+    """
+
+    shown: Mapping[int, str] = field(default_factory=dict)
+    passed: Mapping[int, int] = field(default_factory=dict)
+    fed: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """What to trace in one run.
+
+    ``grafted`` are the calls of taps that have the baseline's values, each with its step and its occurrence. ``only``
+    are the values to take fingerprints of; all if it is None.
+    """
+
+    wanted: Sequence[WantedCall]
+    grafted: frozenset[tuple[TapIdentity, int, int]]
+    changes: OperationChanges = field(default_factory=OperationChanges)
+    only: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ from graftlab.taps.watch import Watch, watch, weights_of
 _SEED = 0
 # Items that a generator is run for, which may have no end.
 _MOST_ITEMS = 1024
+_WHOLE_NUMBERS = (torch.int64, torch.int32)
+_MOST_WHOLE_NUMBERS = 1 << 16
 # Bytes of state that a call has written and that are compared, in each of a verdict's runs.
 _WRITTEN_BUDGET = 32 << 20
 
@@ -76,6 +78,10 @@ class CallDescription:
     """The names of the model's buffers, which its own calls may write."""
     fails_when_repeated: str | None = None
     """What a repetition raises although the first call returns."""
+    whole_numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The integers among the arguments, such as tokens, by their paths."""
+    raises: str | None = None
+    """What the call itself raises; then nothing else is described."""
     not_compared: tuple[str, ...] = ()
 
     @property
@@ -96,7 +102,7 @@ class HeldCall:
 
     These are the tensors of its result, and those that the call has written: buffers and attributes of modules, and
     tensors and caches among the arguments. ``models`` are what is tapped, by the prefix of the names of their taps;
-    ``state`` what the call may change besides, by name.
+    ``state`` what the call may change besides, by name. ``name`` is that of the model in sentences, or its class.
     """
 
     def __init__(
@@ -106,10 +112,12 @@ class HeldCall:
         state: Mapping[str, Any],
         choice: WatchChoice,
         *,
+        name: str | None = None,
         number: int = 1,
         others: Mapping[str, int] | None = None,
     ) -> None:
         self.is_released = False
+        self._name = name
         self._call = call
         self._models = dict(models)
         self._choice = choice
@@ -152,14 +160,19 @@ class HeldCall:
         self._shows_written = False
         self._watch()
 
-    def describe(self) -> CallDescription:
-        """Call it without taps, again, and with them."""
+    def describe(self, *, reports_failure: bool = False) -> CallDescription:
+        """Call it without taps, again, and with them. ``reports_failure`` describes what the first call raises."""
         names = _TapLister()
         not_repeated: list[str] = []
         fails = None
         with handled_by(names):
             # A tap in the model's own code stays, and does nothing else here.
-            first = self()
+            try:
+                first = self()
+            except Exception as error:
+                if not reports_failure:
+                    raise
+                return self._describe_failure(error)
             needs_backward = any(tensor.requires_grad for tensor in first.values())
             plain = tapped = _copied(first)
             try:
@@ -172,7 +185,7 @@ class HeldCall:
                 self._watch()
                 tapped = _copied(self())
             except Exception as error:
-                fails = f"{type(error).__name__}: {error}".partition("\n")[0]
+                fails = _in_a_line(error)
         buffers = [f"{prefix}{name}" for prefix, model in self._models.items() for name, _ in model.named_buffers()]
         return CallDescription(
             self._kind,
@@ -185,16 +198,32 @@ class HeldCall:
             self._others,
             tuple(buffers),
             fails,
-            tuple(value_in_words(path) for path in self._left),
+            self._whole_numbers(),
+            not_compared=tuple(value_in_words(path) for path in self._left),
         )
 
-    def describe_result(self) -> CallDescription:
+    def describe_result(self, *, reports_failure: bool = False) -> CallDescription:
         """Call it once, without taps; what this does not show is left out."""
-        with handled_by(_TapLister()):
-            result = self()
+        try:
+            with handled_by(_TapLister()):
+                result = self()
+        except Exception as error:
+            if not reports_failure:
+                raise
+            return self._describe_failure(error)
         needs_backward = any(tensor.requires_grad for tensor in result.values())
         plain = _copied(result)
         return CallDescription(self._kind, self._number, needs_backward, (), plain, plain)
+
+    def _describe_failure(self, error: Exception) -> CallDescription:
+        return CallDescription(self._kind, self._number, False, (), {}, {}, raises=_in_a_line(error))
+
+    def _whole_numbers(self) -> dict[str, torch.Tensor]:
+        self._snapshot.restore()
+        given = named_tensors(self._state)
+        return _copied(
+            {path: t for path, t in given.items() if t.dtype in _WHOLE_NUMBERS and t.numel() <= _MOST_WHOLE_NUMBERS}
+        )
 
     @property
     def unit(self) -> tuple[UnitKind, int]:
@@ -203,6 +232,8 @@ class HeldCall:
 
     @property
     def _kind(self) -> str:
+        if self._name is not None:
+            return self._name
         return " and ".join(dict.fromkeys(type(model).__name__ for model in self._models.values()))
 
     def try_backward(self) -> str | None:
@@ -218,7 +249,7 @@ class HeldCall:
                 self()
         except Exception as error:
             self.drop_backward()
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
+            return _in_a_line(error)
         return None
 
     def take_weights(self) -> None:
@@ -290,6 +321,10 @@ class HeldCall:
             )
             for prefix, model in self._models.items()
         ]
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _gradient_of(place: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -386,12 +421,20 @@ def _held_here() -> HeldCall | HeldUpdate:
 
 def describe_call() -> CallDescription | UpdateDescription | ScriptEnd:
     """Describe the held call, see :meth:`HeldCall.describe`, the held update, or how the script has ended."""
+    if isinstance(_held, HeldCall):
+        return _held.describe(reports_failure=_is_alone())
     return _held if isinstance(_held, ScriptEnd) else _held_here().describe()
 
 
 def describe_result() -> CallDescription | UpdateDescription | ScriptEnd:
     """Describe the result of the held call alone; otherwise like :func:`describe_call`."""
-    return _held.describe_result() if isinstance(_held, HeldCall) else describe_call()
+    return _held.describe_result(reports_failure=_is_alone()) if isinstance(_held, HeldCall) else describe_call()
+
+
+def _is_alone() -> bool:
+    """Whether no other rank of this side would wait for one whose call raises."""
+    me = here()
+    return me is None or me.world_size == 1
 
 
 def prepare_once(backward: bool) -> tuple[UnitKind, int] | ScriptEnd:

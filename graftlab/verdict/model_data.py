@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, is_data, kind_of, numbers_in
-from graftlab.base.text import spans
+from graftlab.base.text import first_of, spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records
@@ -90,7 +90,7 @@ def input_names(frame: pd.DataFrame) -> list[str]:
 
 
 BELOW = "The code that uses them is judged below."
-WITH_THE_BASELINES = "All that follows was measured with the baseline's weights."
+WITH_THE_BASELINES = "Everything below was measured with the baseline's weights."
 AGREES_WITH_THE_BASELINES = "With the baseline's weights the target agrees."
 """What follows a sentence on weights: where each side kept its own, and where the target had the baseline's."""
 
@@ -211,11 +211,9 @@ def unequal_weights(compared: pd.DataFrame, differing: Collection[str]) -> list[
 
 def _listed(groups: Mapping[str, Sequence[Mapping[str, Any]]], values: Mapping[str, str]) -> str:
     parts = [
-        f"{group} ({values[group]})" if group in values else _in_words(group, rows)
-        for group, rows in list(groups.items())[:_MOST_SHOWN]
+        f"{group} ({values[group]})" if group in values else _in_words(group, rows) for group, rows in groups.items()
     ]
-    left = len(groups) - _MOST_SHOWN
-    return ", ".join(parts) + (f" and {left} more" if left > 0 else "")
+    return first_of(parts, _MOST_SHOWN)
 
 
 def _in_words(group: str, rows: Sequence[Mapping[str, Any]]) -> str:

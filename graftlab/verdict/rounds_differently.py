@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import pandas as pd
 import torch
 
+from graftlab.base.text import first_of
+
 LABEL = "rounds differently"
 _MOST_SHOWN = 6
 
@@ -42,14 +44,13 @@ class RoundsDifferently:
         """What a verdict says of them."""
         if not self.groups:
             return []
-        left = len(self.groups) - _MOST_SHOWN
-        shown = ", ".join(self.groups[:_MOST_SHOWN]) + (f" and {left} more" if left > 0 else "")
+        shown = first_of(self.groups, _MOST_SHOWN)
         several = len(self.groups) > 1
         verb, are, compute = ("round", "they are", "they compute") if several else ("rounds", "it is", "it computes")
         said = [
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
-            f"of {' and '.join(self.dtypes)} taps always are. So {compute} in another order or another precision, or "
-            "with a mistake that is smaller than one rounding: a run in float32 shows the mistake, and not the others."
+            f"of {' and '.join(self.dtypes)} taps always are. So {compute} in a different order or precision, or with "
+            "a mistake that is smaller than one rounding: a run in float32 shows the mistake, and not the others."
         ]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"

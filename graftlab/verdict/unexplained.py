@@ -112,7 +112,7 @@ def compare_returned(
     if not baseline or not target:
         return ReturnedValues()
     if outputs_move_rows(pairs):
-        return ReturnedValues(left=("the returned values have their rows in another order on each side",))
+        return ReturnedValues(left=("the returned values have their rows in a different order on each side",))
     if len(baseline) != len(target) and len(baseline) > 1:
         return ReturnedValues(
             left=(
@@ -270,11 +270,11 @@ class UnexplainedDifferences:
             return []
         if not now:
             return [
-                f"The target does not repeat itself: it differed in the first run and agrees in run {run}. Look at "
+                f"The target does not repeat itself: it differed in the first run and agrees in run {run}. Check "
                 "what only its first calls do: warm-up, lazy initialisation, autotuning, caches that are still empty."
             ]
         return [
-            f"The target does not repeat itself: other taps differ in run {run} than in the first. Look at state that "
+            f"The target does not repeat itself: run {run} differs at other taps than the first. Check the state that "
             "it keeps between calls."
         ]
 

@@ -8,7 +8,7 @@ import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -19,10 +19,11 @@ from torch import nn
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison.held_calls import answer_of, names_pair
-from graftlab.comparison.scripts import _failure
+from graftlab.comparison.held_units import failure_of, other_exit_code
 from graftlab.comparison.sides import command_of, ranks_of_command
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs import held_script
+from graftlab.jobs.script_launcher import _without_frames_of_torch
 from graftlab.ranks import held_call
 from graftlab.ranks.held_call import (
     CallDescription,
@@ -217,6 +218,26 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
     assert rank.held[0].others == ({"Sequential": 1} if wanted else {})
 
 
+@pytest.mark.parametrize(("wanted", "held"), [("Linear", ["Linear", "Linear[1]"]), ("Linear[1]", ["Linear[1]"])])
+def test_several_models_of_a_class_are_told_apart(
+    wanted: str, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank()
+    monkeypatch.setattr(held_script, "_joined", lambda *where: rank)
+    draft, target, critic, x = nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    script = held_script.HeldScript(tmp_path, "target", wanted)
+    try:
+        script.begin(critic, (x,), {})
+        for model in (draft, target):
+            model(x)
+    finally:
+        script.remove()
+    assert [each.model for each in rank.held] == held
+    # A script that ends without the model that is asked for is shown with those that it has called.
+    names = held_script.other_models(tmp_path, "target").read_text().split()
+    assert names == ["Sequential", "Linear"][: 1 + (wanted == "Linear[1]")]
+
+
 @pytest.mark.parametrize(("error", "failure"), [(None, None), (ValueError("no such file"), "ValueError: no such file")])
 def test_a_script_that_ends_answers_the_next_request(
     error: Exception | None, failure: str | None, monkeypatch: pytest.MonkeyPatch
@@ -274,7 +295,44 @@ class Ended:
 def test_a_script_has_failed_if_it_raised_or_ended_without_a_word(
     results: list[object], process: Any, said: str | None
 ) -> None:
-    assert _failure(process, results) == said
+    assert failure_of(process, results) == said
+
+
+@pytest.mark.parametrize(
+    ("codes", "ranks", "said"), [((0, 3), 1, "target"), ((2, 0), 1, "baseline"), ((3, 3), 1, None), ((0, 1), 2, None)]
+)
+def test_exit_codes_that_differ_are_reported(codes: tuple[int, int], ranks: int, said: str | None) -> None:
+    ended = {
+        side: SimpleNamespace(
+            side=side,
+            command=SimpleNamespace(text=f"{side}.py", ranks=ranks),
+            exit_code=code,
+            wait=lambda limit: True,
+            how_it_ended=lambda: "ended with exit code",
+            last_lines=lambda: "last",
+        )
+        for side, code in zip(("baseline", "target"), codes, strict=True)
+    }
+    told = other_exit_code(cast("Any", ended))
+    assert (told is None) == (said is None)
+    assert said is None or str(told).startswith(f"{said} `{said}.py` ended with exit code")
+
+
+def test_frames_of_torch_are_left_out_of_the_last_lines() -> None:
+    traceback = [
+        "Traceback (most recent call last):",
+        '  File "/a/train.py", line 3, in <module>',
+        "    model(x)",
+        *[
+            line
+            for _ in range(30)
+            for line in ('  File "/p/site-packages/torch/nn/a.py", line 1, in f', "    g()", "    ^^^")
+        ],
+        "RuntimeError: shapes",
+    ]
+    assert _without_frames_of_torch(traceback) == [*traceback[:3], "  (30 frames of torch)", traceback[-1]]
+    plain = ["loading", "    indented", "done"]
+    assert _without_frames_of_torch(plain) == plain
 
 
 def taps_of(name: str, label: str = "clean") -> pd.DataFrame:

@@ -19,6 +19,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
+from graftlab.base.tap_groups import kind_of_group
 from graftlab.comparison.held_calls import Comparison, JudgingChoice
 from graftlab.comparison.held_updates import take_given_values
 from graftlab.comparison.started_scripts import StartedScripts
@@ -200,8 +201,10 @@ def test_a_step_with_a_closure_is_judged_with_its_calls(
     compared = ClosureInPlace(session, fault).judge_update(run.baseline, run.target, JudgingChoice(), None, {})
     assert compared.answer == answer, compared.text
     assert said in compared.text
-    first_agrees = "what is named in the model follows from the step" in compared.text
+    first_agrees = "The closure's first call agrees" in compared.text
     assert first_agrees == (fault == "rate")
+    # Then what differs in the model's later calls is not named beside the step that it follows from.
+    assert (not any(kind_of_group(group) in (None, "grad") for group in compared.named)) == (fault != "scaled")
     # The closure's calls are among the taps.
     assert {"0", "2"} <= {*compared.frame["name"]}
 

@@ -215,8 +215,8 @@ def test_groups_that_round_differently_are_named_with_their_effect(session: gl.S
     assert verdict.labels["layers.*.norm"] == "rounds differently"
     assert verdict.text.startswith(
         "layers.*.norm rounds differently: from equal inputs it is never bit-equal, and the other 4 groups of bfloat16 "
-        "taps always are. So it computes in another order or another precision, or with a mistake "
-        "that is smaller than one rounding: a run in float32 shows the mistake, and not the others.\n"
+        "taps always are. So it computes in a different order or precision, or with a mistake that is smaller than one "
+        "rounding: a run in float32 shows the mistake, and not the others.\n"
         "With the baseline's layers.*.norm the output logits is bit-equal; with the target's it is off by 0.0"
     )
     assert "run the target in float32" not in verdict.text
@@ -331,15 +331,17 @@ def generates(fault: str, tapped: bool) -> None:
 
 def test_a_run_that_feeds_back_its_own_tokens_is_called_free(session: gl.Session) -> None:
     text = session.verdict(generates, generates, args=("sampler", False), explain=False).text
-    assert text.startswith("From step 2 on this is probably a free run: embed, the first tap of each step, differs")
-    assert "such as a token chosen from logits; what is named from step 2 on may be a consequence." in text
+    assert text.startswith(
+        "From step 2 on, each side probably generates freely: embed, the first tap of each step, differs"
+    )
+    assert "such as a token chosen from logits; differences from step 2 on may be its consequences." in text
     assert "free run" not in session.verdict(generates, generates, args=("sampler", True), explain=False).text
 
 
 def test_tokens_that_are_tapped_are_held_to_the_baselines(session: gl.Session) -> None:
     verdict = session.verdict(generates, generates, args=("h", True), explain=False)
     assert verdict.named == ["h"]
-    assert "Left to itself, the target has other numbers at token from step 2 on. Here it had the ba" in verdict.text
+    assert "Running freely, the target has different numbers at token from step 2 on. Here it was giv" in verdict.text
 
 
 # ---- groups that are outputs themselves -----------------------------------------------------------------------------

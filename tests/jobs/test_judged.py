@@ -129,7 +129,7 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     )
     # These compute with weights that the fault has changed; the text qualifies what is named.
     assert "layers.*.linear" in verdict.named
-    assert "\nWeights were not grafted, so those that differ may explain what is named." in verdict.text
+    assert "\nWeights were not grafted, so differing weights may explain what is named." in verdict.text
     assert "how the optimizers' steps update the weights: that needs permanent grafts" in verdict.text
     assert "the output" not in verdict.text.replace("what moves the output", "")
     assert not session.plan.b2t
