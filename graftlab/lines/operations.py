@@ -96,6 +96,9 @@ class Operation:
         """Return the lines of source, the line to show first, then the stack, innermost first."""
         shown = model_entry(self.stack)
         own = [each.read() for each in ([] if shown is None else [shown, *(e for e in self.stack if e is not shown)])]
+        if own and shown is not self.stack[0]:
+            # What called it does not follow it.
+            own[0] = replace(own[0], instruction=-1)
         return [*self.backward_of, *own] if self.backward_of and not _has_own_backward(own) else own
 
 
