@@ -151,6 +151,7 @@ class LineSearch:
         said = []
         if self._not_confirmed:
             said.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
+        said += dict.fromkeys(filter(None, map(_of_summands, self._found_calls)))
         vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
         if not vanished:
             return said
@@ -456,6 +457,21 @@ def _with_counterpart(baseline: Sequence[LostOperation], target: Sequence[LostOp
 def _all(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
     found = [each for each in traces if each is not None]
     return found if found and len(found) == len(traces) else None
+
+
+def _of_summands(call: _Traced) -> str:
+    """Why a line of code before a sum over the ranks is not confirmed; blank for other calls."""
+    first = [each for each in call.kept if not each.is_suspect][:1]
+    if call.confirmed or call.cure is not None or not first or not first[0].operation.frames:
+        return ""
+    place = first[0].operation.frames[0]
+    if first[0].operation.is_collective:
+        return f"{place} is not confirmed: a collective's result cannot be replaced while it may be under way."
+    if first[0].is_summand and first[0].partner is None:
+        return (
+            f"{place} is not confirmed: its results are summed over the ranks, and the baseline has no such summands."
+        )
+    return ""
 
 
 def _what_ran(trace: SliceTrace | None, indices: frozenset[int]) -> list[tuple[int, str, object]] | None:

@@ -290,7 +290,9 @@ class _Side:
                     found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
             for suspect in (*self._omitting(each, everything, level), *self._suspects(each)):
                 found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
-            found[each.index] = LostOperation(each, self._has_equal_inputs(each), True, state=self._state(each))
+            found[each.index] = LostOperation(
+                each, self._has_equal_inputs(each), True, state=self._state(each), is_summand=self._is_summand(each)
+            )
         for each in alone:
             for suspect in self._suspects(each):
                 found.setdefault(suspect.index, LostOperation(suspect, False, False, is_suspect=True))
@@ -350,6 +352,12 @@ class _Side:
                 if by_index[index].only_arranges:
                     left += by_index[index].inputs
         return tuple(found.values())
+
+    def _is_summand(self, operation: TracedOperation) -> bool:
+        """Whether the ranks have different results of this operation, which a collective puts together later."""
+        parts = [part for number in operation.outputs[:1] for part in self._parts(number)]
+        later = (each for each in self.trace.operations if each.is_collective)
+        return bool(parts) and _differ(parts) and any(operation.index in _ancestors(each, self.trace) for each in later)
 
     def _arranges_known(self, operation: TracedOperation, level: int) -> bool:
         """Whether an operation only arranges what the other side has, or what others arranged so."""

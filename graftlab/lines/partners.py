@@ -96,6 +96,7 @@ def without_effect(
             if (
                 each.index not in known
                 and not each.only_arranges
+                and each.inputs
                 and made
                 and all(form.constant and form.numel > 1 for form in made)
                 and _may_correspond(each, theirs.operation, side, other)
@@ -109,6 +110,9 @@ def _may_correspond(
     operation: TracedOperation, partner: TracedOperation, side: ComparedSide, other: ComparedSide
 ) -> bool:
     """Whether the results have one shape, or one of them is a part of the other, of which each rank has its own."""
+    if operation.is_collective or partner.is_collective:
+        # Its result may arrive after it has returned, and would overwrite what is put there.
+        return False
     shapes = side.shape_of(operation), other.shape_of(partner)
     if shapes[0] == shapes[1]:
         return True

@@ -186,7 +186,7 @@ def _region(operations: Sequence[TracedOperation], named: TracedOperation, trace
         return None
     (number,) = made
     last = [each for each in operations if each.outputs[:1] == (number,)]
-    if not last:
+    if not last or last[-1].is_collective:
         return None
     read = dict.fromkeys(n for each in operations for n in each.inputs)
     inputs = tuple(n for n in read if values[n].tap is not None or not own.intersection(values[n].sources))

@@ -80,6 +80,7 @@ class TracedOperation:
     step: int = 0
     arguments: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    is_collective: bool = False
 
     @classmethod
     def of(cls, operation: Operation) -> TracedOperation:
@@ -96,6 +97,7 @@ class TracedOperation:
             operation.step,
             operation.arguments,
             operation.shapes,
+            operation.is_collective,
         )
 
 
