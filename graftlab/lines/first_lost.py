@@ -25,7 +25,7 @@ from graftlab.lines.fingerprints import (
 )
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
-from graftlab.lines.partners import ComparedSide, plain_shape, with_partners, without_effect
+from graftlab.lines.partners import ComparedSide, plain_shape, with_constants, with_partners
 from graftlab.lines.remedies import LostPart, Remedy, remedies
 from graftlab.lines.traces import OperationPlace, SliceTrace, TracedOperation
 
@@ -75,8 +75,8 @@ def first_lost(
     )
     here, there = on_baseline.compared, on_target.compared
     lost_there, lost_here = (
-        [*without_effect(there, lost_there, here, lost_here, tolerance), *lost_there],
-        [*without_effect(here, lost_here, there, lost_there, tolerance), *lost_here],
+        with_constants(there, lost_there, here, lost_here, tolerance),
+        with_constants(here, lost_here, there, lost_there, tolerance),
     )
     return LostOnBothSides(
         on_baseline.at_fault(with_partners(lost_here, lost_there, here, there, tolerance), level),

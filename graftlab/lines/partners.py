@@ -75,27 +75,25 @@ def with_partners(
     return [replace(each, partner=found, counterpart=by_index.get(found)) for each, found in found_partners]
 
 
-def without_effect(
+def with_constants(
     side: ComparedSide,
     lost: Sequence[LostOperation],
     other: ComparedSide,
     others: Sequence[LostOperation],
     tolerance: float,
 ) -> list[LostOperation]:
-    """The operations that correspond to first lost ones of the other side, and whose results are all alike.
+    """The lost operations, after those that correspond to first lost ones of the other side with a constant result.
 
-    Such a result is equal to others by chance, as a mask that hides nothing, so the operation is not lost.
+    Such a result tells nothing, as a mask that hides nothing, and is equal to others by chance.
     """
-    known = {each.operation.index for each in lost}
-    found = {}
+    found: dict[int, LostOperation] = {}
     for theirs in others:
         if theirs.is_suspect or theirs.is_later or not theirs.has_equal_inputs:
             continue
         for each in side.trace.operations:
             made = [form for number in each.outputs for form in side.forms(number)]
             if (
-                each.index not in known
-                and not each.only_arranges
+                not each.only_arranges
                 and each.inputs
                 and made
                 and all(form.constant and form.numel > 1 for form in made)
@@ -103,7 +101,7 @@ def without_effect(
                 and _reads_the_same(each, theirs.operation, side, other, tolerance)
             ):
                 found[each.index] = LostOperation(each, has_equal_inputs=True, follows_inputs=theirs.follows_inputs)
-    return list(found.values())
+    return [*found.values(), *(each for each in lost if each.operation.index not in found)]
 
 
 def _may_correspond(
