@@ -246,12 +246,12 @@ class VerdictRuns:
         filters: RunFilters,
         wanted: Sequence[WantedCall],
         grafted: frozenset[tuple[TapIdentity, int, int]],
-        changes: Mapping[Side, OperationChanges],
+        changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
     ) -> TracedRun | NotTraced:
         """Trace the wanted calls in one run of both sides.
 
-        ``changes`` are made at single operations of each side. ``only`` restricts fingerprints to these values.
+        ``changes`` are made at single operations on each rank. ``only`` restricts fingerprints to these values.
         """
         raise NotImplementedError
 
@@ -328,14 +328,20 @@ class CalledRuns(VerdictRuns):
         filters: RunFilters,
         wanted: Sequence[WantedCall],
         grafted: frozenset[tuple[TapIdentity, int, int]],
-        changes: Mapping[Side, OperationChanges],
+        changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
     ) -> TracedRun | NotTraced:
         if self.recorded:
             return NotTraced("a recording has no operations to compare the target's with")
         args, kwargs = self.request.arguments
         callees: dict[Side, Callee] = {
-            side: partial(trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, changes[side], only))
+            side: partial(
+                trace_callee,
+                callee,
+                args,
+                kwargs,
+                [TraceRequest(wanted, grafted, each, only) for each in changes[side]],
+            )
             for side, callee in self._callees().items()
         }
         run, version = self._run(why, callees, (), {}, self.changes(filters))
