@@ -75,6 +75,7 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[TapHandler]:
         ("_handler", handler),
         ("_traced", compiled),
         ("_is_tracing", torch.compiler.is_dynamo_compiling),
+        ("_are_wanted", True),
     ):
         monkeypatch.setattr(calls, name, value)
     torch.compiler.reset()
@@ -83,7 +84,6 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[TapHandler]:
     monkeypatch.setattr(compiled, "_left_out", {})
     yield handler
     gl.compile_taps(None)
-    calls.want_taps(True)
     torch.compiler.reset()
 
 
@@ -665,17 +665,17 @@ def test_compiled_autograd_has_one_graph_with_taps_and_without(handler: TapHandl
 def test_graphs_have_no_taps_while_none_is_wanted_and_the_next_call_has_all(handler: TapHandler) -> None:
     model, graphs = Model(), Graphs()
     function = torch.compile(model, fullgraph=True, backend=graphs)
-    calls.want_taps(False)
+    calls.want_taps(handler, False)
     expected = function(X)
     assert handler.seen == []
     assert not any("show_" in target for target in graphs.graphs[0])
-    calls.want_taps(True)
+    calls.want_taps(handler, True)
     torch.testing.assert_close(function(X), expected)
     assert len(handler.take()) == 6
     # Both programs stay compiled.
-    calls.want_taps(False)
+    calls.want_taps(handler, False)
     function(X)
-    calls.want_taps(True)
+    calls.want_taps(handler, True)
     function(X)
     assert len(handler.seen) == 6
     assert len(graphs.graphs) == 2
@@ -683,7 +683,7 @@ def test_graphs_have_no_taps_while_none_is_wanted_and_the_next_call_has_all(hand
 
 def test_taps_left_out_of_a_graph_are_known_by_their_names_and_tags(handler: TapHandler) -> None:
     known = len(compiled.left_out_since(0))
-    calls.want_taps(False)
+    calls.want_taps(handler, False)
     with gl.tags(phase="decode"):
         torch.compile(Model(), fullgraph=True, backend="aot_eager")(X)
     found = compiled.left_out_since(known)
@@ -704,7 +704,7 @@ def test_graph_that_ends_steps_keeps_the_taps_that_a_later_plan_may_want(handler
 
     def edited() -> None:
         step()
-        calls.want_taps(True)
+        calls.want_taps(handler, True)
 
     handler.step = edited  # type: ignore[method-assign]
 
@@ -716,10 +716,10 @@ def test_graph_that_ends_steps_keeps_the_taps_that_a_later_plan_may_want(handler
                 gl.step()
         return x
 
-    calls.want_taps(False)
+    calls.want_taps(handler, False)
     function(X)
     assert handler.take() == [("x", {"phase": "decode"})]
-    calls.want_taps(False)
+    calls.want_taps(handler, False)
     function(X)
     assert handler.seen == [("x", {"phase": "decode"})] * 2
 
@@ -727,7 +727,7 @@ def test_graph_that_ends_steps_keeps_the_taps_that_a_later_plan_may_want(handler
 def test_graphs_have_all_taps_while_something_else_than_the_plan_takes_them(handler: TapHandler) -> None:
     other = TapHandler()
     function = torch.compile(lambda x: gl.tap("x", x * 2), fullgraph=True, backend="aot_eager")
-    calls.want_taps(False)
+    calls.want_taps(handler, False)
     function(X)
     with handled_by(other):
         function(X)
