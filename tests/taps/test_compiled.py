@@ -739,8 +739,8 @@ def test_graphs_have_all_taps_while_something_else_than_the_plan_takes_them(hand
 
 def test_watched_modules_that_return_tuples_stay_in_one_graph(handler: TapHandler) -> None:
     class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, int]]:
-            return x * 2, (x + 1, 3)
+        def forward(self, x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
+            return (x + 1, 3), x * 2
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -748,7 +748,7 @@ def test_watched_modules_that_return_tuples_stay_in_one_graph(handler: TapHandle
             self.pair = Pair()
 
         def forward(self, x: Tensor) -> Tensor:
-            double, (more, number) = self.pair(x)
+            (more, number), double = self.pair(x)
             return double + more * number
 
     model, graphs = Outer(), Graphs()
@@ -824,7 +824,7 @@ def loop(folder: str, backend: str | None) -> int:
 
 @pytest.mark.ranks
 def test_edit_after_compilation_reaches_the_tap_at_one_step_on_all_ranks(tmp_path: Path) -> None:
-    with gl.launch(1, 2, plan=gl.GraftPlan(compare=None)) as session:
+    with gl.launch(1, 2, plan=gl.GraftPlan(compare="False")) as session:
         run = session.start(loop, loop, args=(str(tmp_path), "aot_eager"))
         wait_until(lambda: Path(tmp_path, "began").exists(), "the compiled function was called")
         session.edit(compare="name == 'hidden'")
