@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from graftlab.base.files import has_room
 from graftlab.base.world import Place, Side
 from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError, LaunchError
@@ -123,7 +124,11 @@ class ScriptProcess:
             text = self.log.read_bytes()[self._log_begins :].decode("utf-8", errors="replace")
         except OSError as error:
             return f"(its output cannot be read: {error})"
-        return "\n".join(text.splitlines()[-most:]) or "(nothing)"
+        shown = "\n".join(text.splitlines()[-most:]) or "(nothing)"
+        if not has_room(self.log.parent):
+            # The script itself then fails where it prints, and its traceback is not there either.
+            shown += f"\n(the disk of {self.log.parent} is full, so what was printed last is not in it)"
+        return shown
 
     def kill(self) -> None:
         """End it and the programs that it has started, unless it is to keep going."""
