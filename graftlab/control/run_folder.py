@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 HOME_VARIABLE = "GRAFTLAB_HOME"
 _DESCRIPTION = "session.json"
-_MOST_BYTES = 1 << 20
+# What a session writes is far less: the file may be another's.
+_MOST_BYTES, _MOST_RANKS = 1 << 20, 1 << 20
 
 
 def home() -> Path:
@@ -95,6 +96,7 @@ def sizes_of(folder: Path, run: int) -> tuple[int, int] | None:
     said = description_of(folder)
     try:
         baseline, target = (int(size) for size in said["ranks"])
-        return (baseline, target) if run >= int(said["first_run"]) else None
-    except (KeyError, TypeError, ValueError):
+        known = run >= int(said["first_run"]) and max(baseline, target) <= _MOST_RANKS
+        return (baseline, target) if known else None
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
