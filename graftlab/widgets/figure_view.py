@@ -75,5 +75,5 @@ def show_canvas(figure: NotebookFigure, canvas: Canvas) -> None:
     Snapshot().display(
         FigureView(canvas)._repr_mimebundle_(),
         figure._repr_html_(),
-        {"image/png": with_fewer_colours(figure._repr_png_()), "text/plain": repr(figure)},
+        {"image/png": with_fewer_colours(figure._repr_png_())},
     )
