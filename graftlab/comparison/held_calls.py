@@ -164,20 +164,21 @@ def judge_held_calls(
     moved = outputs_move_rows(pairs) and not _have_equal_rows(baseline, target, choice.threshold)
     if answer == "agree" and moved:
         answer = "inconclusive"
-    if answer == "inconclusive" and trusted and not results.compared:
-        remarks += _other_batch(baseline, target)
+    # Ranks that are not as many may each have a part.
+    whole = proposal is None and len(baseline) == len(target)
+    unlike = values_of_other_shapes(baseline[0].plain, target[0].plain) if whole else []
+    cannot_tell = trusted and not results.compared
+    remarks += (_other_batch(baseline, target) if answer == "inconclusive" and cannot_tell else []) or unlike[:1]
+    if answer == "agree" and unlike:
+        answer = "inconclusive"
+    if answer == "inconclusive" and cannot_tell and not unlike:
         remarks.append(
             "The results of the two calls could not be compared, so the taps that agree do not clear the target."
         )
     if proposal is not None and proposal.unpaired_rows:
         remarks.append(proposal.unpaired_rows)
         answer = "inconclusive" if answer == "agree" else answer
-    # Ranks that are not as many may each have a part.
-    whole = proposal is None and len(baseline) == len(target)
-    unlike = values_of_other_shapes(baseline[0].plain, target[0].plain) if whole else []
-    if answer == "agree" and unlike:
-        answer = "inconclusive"
-    remarks += [*unlike[:1], *without_taps]
+    remarks += without_taps
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
@@ -246,7 +247,8 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
             said.append(
                 f"The {side}'s call of {calls[0].model} cannot be replayed: from the same state, arguments and random "
                 f"numbers it returns something else ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
-                f"State outside the model and its arguments, or random numbers of another source, may change it."
+                f"State outside the model and its arguments, random numbers of another source, or memory that is read "
+                "before anything is written to it (torch.empty), may change it."
             )
     return said
 

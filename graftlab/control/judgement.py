@@ -21,6 +21,7 @@ from graftlab.control.line_runs import LineSearch
 from graftlab.control.masked_values import left_out, without_masked_values
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import LentWeights, Mechanisms
+from graftlab.control.partial_sums import not_compared, partial_sums
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
@@ -29,6 +30,7 @@ from graftlab.errors import GraftError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
+from graftlab.transforms.default import DOES_NOT_FIT
 from graftlab.verdict.added import (
     added_frame,
     labelled,
@@ -54,6 +56,7 @@ from graftlab.verdict.model_data import (
     differing_data,
     differing_weights,
     input_names,
+    unequal_weights,
 )
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, SettingsDifference, settings_difference
 from graftlab.verdict.origins import ErrorOrigins
@@ -75,14 +78,14 @@ from graftlab.verdict.unexplained import (
     ValueDifference,
     differing_taps,
 )
-from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks
+from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks, reads_unwritten
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-# Of all named groups together: with and without their code, the inputs of their modules, lines of source, and hints.
-_RUNS_OF_NAMED = 5
+# Of all named groups together: with and without their code, the inputs of their modules, and lines of source.
+_RUNS_OF_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,9 @@ class Judgement:
 
     def verdict(self) -> Verdict:
         """Make the runs, and return the verdict."""
-        evidence = self._measure()
+        evidence, sums = self._measured_without_partial_sums()
         naming = self._name(evidence)
+        naming.unseen += not_compared(sums)
         misaligned = self._attempt(
             "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
         )
@@ -194,6 +198,11 @@ class Judgement:
             # Each group alone and all together, where their errors arise, and hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
         unexplained, without_output, written = self._unexplained(evidence, naming)
+        # What is compiled would be compiled anew for the run that shows this.
+        if naming.clears and not naming.target_not_repeated and not _any_compiled(evidence.compared):
+            nothing_read: list[str] = []
+            read = self._attempt("the look at unwritten memory", self._runs.unwritten_memory, nothing_read)
+            without_output += reads_unwritten(read)
         mechanisms = Mechanisms(self._runs, evidence.lonely)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
@@ -205,6 +214,9 @@ class Judgement:
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
         remarks += masked + written
+        weights = differing_weights(evidence.compared, self._threshold)
+        if not naming.named:
+            remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
         may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
@@ -243,7 +255,7 @@ class Judgement:
                 data=naming.data,
                 inputs=naming.inputs,
                 # Jobs are not known to have begun with equal weights, so theirs come first.
-                weights=differing_weights(evidence.compared, self._threshold) if of_functions else {},
+                weights=weights if of_functions else {},
                 weights_lent=bool(self._weights),
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
@@ -289,6 +301,18 @@ class Judgement:
             return otherwise
 
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
+
+    def _measured_without_partial_sums(self) -> tuple[Evidence, dict[str, list[str]]]:
+        """What the runs measured, with taps left out of which each rank has a summand; and these, by group."""
+        evidence = self._measure()
+        sums: dict[str, list[str]] = {}
+        if self._runs.shows_module_inputs and not self._failed:
+            sums = self._attempt("the look for partial sums", lambda: partial_sums(self._runs, evidence.grafted), sums)
+        if sums:
+            self._runs.leave_out(name for names in sums.values() for name in names)
+            self._runs.return_weights()
+            evidence = self._measure()
+        return evidence, sums
 
     def _measure(self) -> Evidence:
         compared = self._runs.both("without grafts", RunFilters(compare="True", keep=SETTINGS))
@@ -445,7 +469,7 @@ class Judgement:
                 )
                 if again is not None:
                     said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
-            return said, differences.without_partner(evidence.floors.last_tap()), []
+            return said, differences.without_partner(evidence.floors.last_tap()) + differences.turned(), []
         return said, [], written
 
     # ---- the cause ----------------------------------------------------------------------------------------------
@@ -539,6 +563,10 @@ class Judgement:
         found = found.with_effect(output.name, *measured)
         # Sums over ranks round differently in any tensor parallel target, and explain little.
         return found if found.explains_output else RoundingGroups()
+
+
+def _any_compiled(rows: pd.DataFrame) -> bool:
+    return any(tags.get("compiled") for tags in rows["tags"])
 
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
@@ -655,6 +683,10 @@ def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: floa
     failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
     if not len(failed):
         return []
-    groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    shown = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
+    first = failed.iloc[0]
+    unfit = DOES_NOT_FIT in str(first["error"])
+    why = f" because the baseline's value does not fit the target's shape, {list(first['shape'])}" if unfit else ""
     inherited = "later taps may have inherited their named error from there"
-    return [f"{NOT_CHECKED}{groups}, where nothing could be grafted: {inherited}."]
+    return [f"{NOT_CHECKED}{shown}, where nothing could be grafted{why}: {inherited}."]

@@ -101,7 +101,9 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (int, float)):
-        yield path, torch.tensor(value, dtype=torch.float64)
+        # Whole numbers do not round, such as tokens in a list.
+        is_whole = isinstance(value, int) and abs(value) < 2**63
+        yield path, torch.tensor(value, dtype=torch.int64 if is_whole else torch.float64)
     elif isinstance(value, complex):
         yield path, torch.tensor(value)
     elif isinstance(value, (str, bytes)):

@@ -49,8 +49,8 @@ class RoundingGroups:
         verb, are, compute = ("round", "they are", "they compute") if several else ("rounds", "it is", "it computes")
         said = [
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
-            f"of {' and '.join(self.dtypes)} taps always are. So {compute} in a different order or precision. A run "
-            "in float32 does not show that."
+            f"of {' and '.join(self.dtypes)} taps always are. So {compute} in a different order or precision, or with "
+            "a mistake that is smaller than one rounding: a run in float32 shows the mistake, and not the others."
         ]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"

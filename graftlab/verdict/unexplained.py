@@ -226,6 +226,23 @@ class UnexplainedDifferences:
         grafts = ", with the baseline's value at every tap" if worst.what in seen else ""
         return [f"{_capital(worst.what)}{more} differs {worst.size}{grafts}."]
 
+    def turned(self) -> list[str]:
+        """A sentence where whole numbers are returned that differ, and rounding alone would turn some of them.
+
+        A token that is chosen near a tie is such a number, and so is one that is chosen wrongly.
+        """
+        for path, rel_l2, dtypes in self.returned.differences if self.returned else ():
+            what = value_in_words(path)
+            if is_written(path) or any(map(roundoff, dtypes)) or what in self.values_left or not rel_l2 > 0:
+                continue
+            if all(each.what != what for each in self._returned):
+                return [
+                    f"{_capital(what)} differs in whole numbers, by {rel_l2:.2g}. Rounding alone would turn some of "
+                    f"them here (by {self.floors.of_returned(path, dtypes):.2g}), so they may be choices near a tie, "
+                    "or a mistake: compare the numbers that they are chosen by."
+                ]
+        return []
+
     def no_tap_explains(self) -> list[str]:
         """A sentence where something differs in the run without grafts. For verdicts that name no group."""
         returned = [] if self._after_last_tap else self._returned

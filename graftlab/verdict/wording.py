@@ -156,10 +156,11 @@ def _data(findings: Findings) -> list[str]:
 
 
 def _weights_of(findings: Findings, group: str) -> list[str]:
-    """The differing weights of the module whose output this group is, or that have its name."""
+    """The differing weights of the module whose output this group is, or is a part of, or that have its name."""
     if findings.weights_lent:
         return []
-    return [weight for weight in findings.weights if group in (weight, weight.rpartition(".")[0])]
+    names = (group, group.partition("[")[0])
+    return [weight for weight in findings.weights if weight == group or weight.rpartition(".")[0] in names]
 
 
 def _hints(hints: Mapping[str, str]) -> list[str]:
@@ -178,6 +179,17 @@ def _not_repeatable(side: str, taps: Sequence[str]) -> str:
         "dropout off (model.eval()), seed the random numbers inside the function, and start each call from the same "
         "state (caches, weights)."
     )
+
+
+def reads_unwritten(values: Sequence[str]) -> list[str]:
+    """A sentence on a target that depends on memory that it reads before it writes there."""
+    if not values:
+        return []
+    return [
+        "The target reads memory before anything is written to it: in a run whose new memory was filled with NaN, it "
+        f"differs at {first_of(values)}. What agrees here may not agree elsewhere; look for torch.empty, empty_like "
+        "and new_empty."
+    ]
 
 
 def _conclusion(findings: Findings) -> list[str]:
@@ -215,6 +227,9 @@ def _conclusion(findings: Findings) -> list[str]:
     return lines
 
 
+_ENDINGS = {"culprit": "", "minor": ", without changing the output", "cancels": ", which others cancel"}
+
+
 def _sentence_on(findings: Findings, groups: Sequence[str]) -> str:
     unsure = None
     if alike := _shared_origin(findings, groups):
@@ -228,7 +243,7 @@ def _sentence_on(findings: Findings, groups: Sequence[str]) -> str:
     else:
         what = _many_groups(findings, groups)
     weights = [findings.weights[weight] for group in groups for weight in _weights_of(findings, group)]
-    ending = {"culprit": "", "minor": ", without changing the output", "cancels": ""}[_label(findings.frame, groups[0])]
+    ending = _ENDINGS[_label(findings.frame, groups[0])]
     ending += f", with weights that already differ: {first_of(weights)}" if weights else ""
     return " ".join([f"{what}{ending}.", *([unsure] if unsure else [])])
 

@@ -97,7 +97,7 @@ def test_a_repeated_call_begins_from_the_same_state_and_leaves_it() -> None:
     model, cache, x = Stateful(), Cache(), torch.randn(4, 2)
     before = state_of(model, cache)
     identity = cache.layers[0]
-    held = HeldCall(lambda: model(x, cache), {"": model}, (x, cache), WatchChoice())
+    held = HeldCall(lambda: model(x, cache), {"": model}, {"x": x, "cache": cache}, WatchChoice())
     results = [held()[""] for _ in range(3)]
     assert all(torch.equal(results[0], each) for each in results[1:])
     held.end()
@@ -113,7 +113,7 @@ def test_state_that_is_not_restored_is_reported() -> None:
         return torch.tensor(outside)
 
     model = nn.Linear(2, 2)
-    described = HeldCall(call, {"": model}, (), WatchChoice()).describe()
+    described = HeldCall(call, {"": model}, {}, WatchChoice()).describe()
     assert described.not_repeated == ("the returned value",)
 
 
@@ -135,7 +135,7 @@ def test_a_backward_pass_leaves_gradients_and_earlier_graphs_as_they_were() -> N
     assert accumulated is not None
     kept = accumulated.clone()
     x = before * 2
-    held = HeldCall(lambda: model(x), {"": model}, (x,), WatchChoice())
+    held = HeldCall(lambda: model(x), {"": model}, {"x": x}, WatchChoice())
     assert held.describe().needs_backward
     assert held.try_backward() is None
     held()
@@ -434,6 +434,7 @@ def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:
         (["absent.py", "python b.py"], "absent.py does not exist"),
         (["absent.py:f", "absent.py:g"], "absent.py does not exist"),
         (["python a.py", "absent.py:g"], "one side is a function and the other a script"),
+        (["env X=1", "python b.py"], "a side is empty"),
         (["python a.py", "python b.py", "--inputs", "d.py:x"], "--inputs is for two functions"),
         (["python a.py", "python b.py", "--ranks", "2"], "give two numbers"),
         (["python a.py", "python b.py", "--calls", "0"], "give at least 1"),

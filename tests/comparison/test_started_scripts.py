@@ -64,7 +64,7 @@ def test_calls_in_a_generator_are_part_of_the_call_that_returned_it() -> None:
 
 def test_a_call_that_returns_a_generator_is_held_to_its_last_item() -> None:
     model, x = Stream(), torch.ones(1, 2)
-    described = HeldCall(partial(model, x), {"": model}, (x,), WatchChoice()).describe()
+    described = HeldCall(partial(model, x), {"": model}, {"x": x}, WatchChoice()).describe()
     assert list(described.plain) == ["[0]", "[1]", "[2]"]
     assert described.not_repeated == ()
 
@@ -75,7 +75,7 @@ def test_a_call_that_fails_when_it_is_repeated_keeps_its_first_result() -> None:
     def call() -> torch.Tensor:
         return next(given)
 
-    described = HeldCall(call, {"": nn.Linear(2, 2)}, (), WatchChoice()).describe()
+    described = HeldCall(call, {"": nn.Linear(2, 2)}, {}, WatchChoice()).describe()
     assert described.fails_when_repeated == "StopIteration: "
     assert described.plain[""].tolist() == [1.0, 1.0]
 
@@ -101,7 +101,7 @@ def hold_call(fault: str, start: int) -> None:
         calls.append(1)
         return model(x) * len(calls)
 
-    hold(HeldCall(call, {"": model}, (x,), WatchChoice()))
+    hold(HeldCall(call, {"": model}, {"x": x}, WatchChoice()))
 
 
 class StartedInPlace(StartedScripts):
