@@ -213,8 +213,8 @@ class Swaps:
         )
         if names is None:
             raise SessionError(
-                f"verdict: the baseline's values of {output.name} were not recorded; keep_budget= of gl.launch, which is "
-                f"{self._runs.session.options.keep_budget >> 20:,} MiB on each rank, does not suffice for all taps"
+                f"verdict: the baseline's values of {output.name} were not recorded; keep_budget= of gl.launch is too "
+                f"small for all taps ({self._runs.session.options.keep_budget >> 20:,} MiB on each rank)"
             )
         return output.name if output.name in names else names[-1]
 
