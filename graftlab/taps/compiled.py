@@ -30,7 +30,6 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls
 from graftlab.taps.backward import is_backward
 from graftlab.taps.extras import ExtrasWithLayout
-from graftlab.taps.memory_order import is_dense, overlaps_itself
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ def tap(
     if shown.is_complex():
         # The same tensor, unless it is lazily conjugated, which the operators cannot write into.
         shown = shown.resolve_conj()
-    is_copy = not replace and overlaps_itself(shown)
+    is_copy = not replace and _overlaps_itself(shown)
     if replace or is_copy:
         # A compiler optimizes away a clone with a single use. In a tensor that overlaps itself, a graph would add up
         # the numbers written to one place.
@@ -141,7 +140,7 @@ def tap(
         local = alias.to_local()
     is_complex = local.is_complex()
     whole = local
-    if is_complex or not is_dense(local):
+    if is_complex or not _is_dense(local):
         # Inductor does not compile operators that write into complex tensors. For a tensor with gaps it copies all the
         # memory in between; after detach(), which hides the base tensor, the gaps are uninitialized.
         whole = _as_real(local).clone(memory_format=torch.contiguous_format)
@@ -522,3 +521,45 @@ _define(
 )
 
 torch.library.register_vmap("graftlab::show_", _show_batched, lib=_library)
+
+
+# How a tensor lies in memory, in code that a tracer can follow: it neither sorts nor guards on data-dependent sizes. A
+# condition that a graph cannot know counts as false.
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements share one number in memory: the tensor is expanded, or has overlapping windows."""
+    steps = _steps(tensor)
+    for place, (extent, stride) in enumerate(steps):
+        if _is_true(stride == 0):
+            return True
+        for other, (_, wider) in enumerate(steps):
+            if other != place and _is_true(stride <= wider) and _is_true(wider <= (extent - 1) * stride):
+                return True
+    return False
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that does not overlap itself has no gaps in memory."""
+    reach = 1
+    for extent, stride in _steps(tensor):
+        reach = reach + (extent - 1) * stride
+    return _is_true(reach == tensor.numel())
+
+
+def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return extent and stride of each dimension with more than one element."""
+    return [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if not _is_true(n <= 1)]
+
+
+def _is_true(condition: bool) -> bool:
+    # Imported here because it loads sympy, which is already loaded when code is traced.
+    from torch.fx.experimental import symbolic_shapes
+
+    # A tracer can follow hasattr, but not an ImportError.
+    if hasattr(symbolic_shapes, "guard_or_false"):
+        return symbolic_shapes.guard_or_false(condition)
+    # The tracer of torch 2.6 can follow an `if` on an unknown size, but not bool().
+    if condition:  # noqa: SIM103
+        return True
+    return False

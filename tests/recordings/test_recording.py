@@ -265,6 +265,27 @@ def test_an_edited_header_and_ranks_of_two_recordings_are_refused(tmp_path: Path
         gl.Recording(tmp_path)
 
 
+def test_a_header_of_a_later_format_or_of_another_rank_is_refused(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    path = tmp_path / "rank-00000" / "rank.json"
+    header = path.read_text()
+    path.write_text(header.replace('"format":2', '"format":99'))
+    with pytest.raises(gl.RecordingError, match="is of format 99 and rank 0 of 1, not of format 2 and rank 0"):
+        gl.Recording(tmp_path)
+    path.write_text(header.replace('"rank":0', '"rank":1').replace('"world_size":1', '"world_size":2'))
+    with pytest.raises(gl.RecordingError, match="is of format 2 and rank 1 of 2, not of format 2 and rank 0"):
+        gl.Recording(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(gl.RecordingError, match=r"cannot record to .*file: .*Not a directory"),
+        gl.record(tmp_path / "file"),
+    ):
+        pass
+
+
 def test_a_folder_is_recorded_to_once(tmp_path: Path) -> None:
     record_two_steps(tmp_path)
     with pytest.raises(gl.RecordingError, match="already has a recording of rank 0"), gl.record(tmp_path):
