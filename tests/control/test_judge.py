@@ -15,7 +15,7 @@ from kit.support import reset, run_cell
 import graftlab as gl
 from graftlab.control.verdicts import Verdict
 from graftlab.errors import RunError, SessionError
-from graftlab.ranks.line_tracer import LINE_TAP
+from graftlab.lines.traces import LINE_TAP
 from graftlab.ranks.messages import Failure
 
 pytestmark = pytest.mark.ranks
