@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-restart",
         dest="restart",
         action="store_false",
-        help="do not start the scripts again if a call or an update cannot be repeated; answer inconclusive",
+        help="answer `inconclusive`, rather than start the scripts again, if a call or update cannot be repeated",
     )
     judging = parser.add_argument_group("what is compared")
     judging.add_argument("--include", metavar="FILTER", help="tap the modules that match, such as \"type == 'Linear'\"")

@@ -34,6 +34,8 @@ Answer = Literal["agree", "differ", "inconclusive"]
 
 # The share of the taps of the side with fewer that must have a partner of the same name, or taps are matched by value.
 _ENOUGH = 0.8
+# Rows of one side times those of the other, of results that are compared row by row.
+_MOST_ROW_PAIRS = 1 << 24
 # Sentences on weights that have another weight's values.
 _MOST_WEIGHTS = 4
 
@@ -134,7 +136,7 @@ def judge_held_calls(
     """
     session = repeats.session
     remarks = list(_not_trusted(baseline, target))
-    if proposal is None and (choice.match or (choice.match is None and not names_pair(baseline[0], target[0]))):
+    if proposal is None and (choice.match or (choice.match is None and not _pair_by_names(baseline, target))):
         try:
             proposal = repeats.match()
             session.edit(pairs=proposal)
@@ -165,10 +167,11 @@ def judge_held_calls(
     # Ranks that are not as many may each have a part.
     whole = proposal is None and len(baseline) == len(target)
     unlike = values_of_other_shapes(baseline[0].plain, target[0].plain) if whole else []
-    remarks += unlike[:1]
+    cannot_tell = trusted and not results.compared
+    remarks += (_other_batch(baseline, target) if answer == "inconclusive" and cannot_tell else []) or unlike[:1]
     if answer == "agree" and unlike:
         answer = "inconclusive"
-    if answer == "inconclusive" and trusted and not results.compared and not unlike:
+    if answer == "inconclusive" and cannot_tell and not unlike:
         remarks.append(
             "The results of the two calls could not be compared, so the taps that agree do not clear the target."
         )
@@ -203,6 +206,17 @@ def judge_against_recording(
 def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
     """Whether the names of the taps of both sides pair."""
     return _enough_in_common(set(baseline.taps), set(target.taps))
+
+
+def _pair_by_names(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:
+    """Whether taps of one name pair: not if the names differ, or the results have other rows, as a packed batch has."""
+    if not names_pair(baseline[0], target[0]):
+        return False
+    if len(baseline) != 1 or len(target) != 1 or any(call.needs_backward for call in (*baseline, *target)):
+        # Ranks have parts of a batch, and so have the calls that lead to one update.
+        return True
+    ours, theirs = baseline[0].plain, target[0].plain
+    return all(ours[path].shape == theirs[path].shape for path in ours if path in theirs)
 
 
 def _enough_in_common(ours: set[str], theirs: set[str]) -> bool:
@@ -261,23 +275,58 @@ def _shows_output(findings: Findings) -> bool:
 
 
 def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription], threshold: float) -> bool:
-    """Whether the results have equal rows on both sides, in whichever order; False where that cannot be seen."""
-    ours, theirs = baseline[0].returned, target[0].returned
+    """Whether the results have equal rows on both sides, in whichever order; False where that cannot be seen.
+
+    Where one side has fewer rows, as without padding, the other has all of them.
+    """
+    ours, theirs = baseline[0].plain, target[0].plain
     if len(baseline) != 1 or len(target) != 1 or ours.keys() != theirs.keys() or not ours:
         return False
     for path, tensor in ours.items():
-        if tensor.shape != theirs[path].shape:
+        one, other = _rows_of(tensor), _rows_of(theirs[path])
+        if one.shape[1] != other.shape[1] or len(one) * len(other) > _MOST_ROW_PAIRS:
             return False
-        sorted_rows = {path: _in_one_order(tensor)}, {path: _in_one_order(theirs[path])}
+        if len(one) != len(other):
+            one, other = _nearest(one, other) if len(one) > len(other) else _nearest(other, one)[::-1]
+        sorted_rows = {path: _in_one_order(one)}, {path: _in_one_order(other)}
         differences, _ = compare_named(*sorted_rows)
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
             return False
     return True
 
 
-def _in_one_order(tensor: Tensor) -> Tensor:
-    """The rows of a tensor, sorted by their sums under random weights, in its own dtype."""
-    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+def _rows_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+
+
+def _nearest(more: Tensor, fewer: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the side with more rows those that are nearest to the other's, each once, and the other's rows."""
+    apart = torch.cdist(fewer.double(), more.double())
+    chosen = []
+    for row in apart:
+        chosen.append(int(row.argmin()))
+        # Equal rows, as of one token, have partners of their own.
+        apart[:, chosen[-1]] = math.inf
+    return more[chosen], fewer
+
+
+def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    """A sentence if the results differ in their numbers of rows alone, as those of batches of other sizes."""
+    ours, theirs = baseline[0].plain, target[0].plain
+    shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
+    # The ranks of a side may each have a part of the batch.
+    if len(baseline) != 1 or len(target) != 1 or not shapes:
+        return []
+    if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
+        return []
+    return [
+        f"The calls have batches of other sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
+        "target, so they are not the same work: let both sides call their models with the same batch."
+    ]
+
+
+def _in_one_order(rows: Tensor) -> Tensor:
+    """The rows, sorted by their sums under random weights, in their own dtype."""
     weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return rows[(rows.double() @ weights).argsort()]
 

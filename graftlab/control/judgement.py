@@ -69,7 +69,7 @@ from graftlab.verdict.outdated_pairs import (
 from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs, pairs_of
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
-from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
+from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently
 from graftlab.verdict.sketched_taps import judged_until_sketch
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
@@ -548,9 +548,9 @@ class Judgement:
             return []
         return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
 
-    def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundsDifferently:
+    def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundingGroups:
         """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
-        found = RoundsDifferently() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
+        found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
         swappable = self._runs.request.explain and self._can_swap(evidence, naming)
         if not found.groups or naming.named or output is None or not swappable:
@@ -562,7 +562,7 @@ class Judgement:
             return found
         found = found.with_effect(output.name, *measured)
         # Sums over ranks round differently in any tensor parallel target, and explain little.
-        return found if found.explains_output else RoundsDifferently()
+        return found if found.explains_output else RoundingGroups()
 
 
 def _any_compiled(rows: pd.DataFrame) -> bool:

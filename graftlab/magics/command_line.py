@@ -38,7 +38,7 @@ _STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 _STRING_OR_OPTION = re.compile(rf"{_STRING}|(?:^|(?<=\s))(?P<option>--[a-zA-Z][\w-]*|-h)(?=\s|=|$)", re.DOTALL)
 
 
-class HelpShown(Exception):
+class HelpRequest(Exception):
     """Raised when the user asks for help; ``text`` is the help."""
 
     def __init__(self, text: str) -> None:
@@ -53,7 +53,7 @@ class _MagicParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}\n{self.format_usage().strip()}\nsee `{self.prog} -h`")
 
     def print_help(self, file: Any = None) -> NoReturn:
-        raise HelpShown(self.format_help())
+        raise HelpRequest(self.format_help())
 
 
 @dataclass(frozen=True)
@@ -446,11 +446,11 @@ def overview() -> str:
 def parse(line: str) -> tuple[str, argparse.Namespace]:
     """Parse a line into the subcommand and its arguments.
 
-    Raises UsageError for mistakes, :class:`HelpShown` when the line asks for help.
+    Raises UsageError for mistakes, :class:`HelpRequest` when the line asks for help.
     """
     name, _, rest = line.strip().partition(" ")
     if name in ("", "-h", "--help"):
-        raise HelpShown(overview())
+        raise HelpRequest(overview())
     command = COMMANDS.get(name)
     if command is None:
         if name.partition("[")[0] in CELL_TARGETS:

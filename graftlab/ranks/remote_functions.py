@@ -144,14 +144,14 @@ def call_in_float64(callee: Callee, *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class FedBatch:
+class BatchAnswer:
     """One rank's answer to a batch: one output for each request, or the traceback of what its function raised."""
 
     outputs: list[Any]
     error: str | None = None
 
 
-def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[FedBatch]:
+def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[BatchAnswer]:
     """Give a rank's function one batch per step. An exception that it raises fails that batch alone."""
     if isinstance(function, str):
         function = eval(function, _namespace())
@@ -166,7 +166,7 @@ def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[F
                 outputs = list(function(requests))
             if len(outputs) != len(requests):
                 raise RequestError(f"the function returned {len(outputs)} outputs for {len(requests)} requests")
-            fed.append(FedBatch(outputs))
+            fed.append(BatchAnswer(outputs))
         except (Exception, SystemExit) as error:
-            fed.append(FedBatch([None] * len(requests), user_traceback(error)))
+            fed.append(BatchAnswer([None] * len(requests), user_traceback(error)))
     return fed

@@ -16,7 +16,7 @@ _MOST_SHOWN = 6
 
 
 @dataclass(frozen=True)
-class RoundsDifferently:
+class RoundingGroups:
     """The groups, and how many groups were always bit-equal.
 
     ``restored`` is how far an output is with the baseline's code at these groups, ``total`` how far without (rel_l2);
@@ -30,7 +30,7 @@ class RoundsDifferently:
     restored: float = math.nan
     total: float = math.nan
 
-    def with_effect(self, output: str, restored: float, total: float) -> RoundsDifferently:
+    def with_effect(self, output: str, restored: float, total: float) -> RoundingGroups:
         """The same with what was measured at an output."""
         return replace(self, output=output, restored=restored, total=total)
 
@@ -61,7 +61,7 @@ class RoundsDifferently:
         return said
 
 
-def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundsDifferently:
+def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGroups:
     """Find the groups of low precision that are never bit-equal from equal inputs, where most others always are.
 
     ``frame`` is :func:`.added.added_frame`'s. Groups that are ``named`` already, and rows whose sides have different
@@ -71,13 +71,13 @@ def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundsDiffe
     rows = comparable[comparable["dtype"].map(_is_coarse).astype(bool)]
     rows = rows[~rows["group"].isin(list(named))]
     if not len(rows):
-        return RoundsDifferently()
+        return RoundingGroups()
     differs = (rows["added"] > 0).groupby(rows["group"], sort=False)
     always, never = differs.all(), ~differs.any()
     groups, equal = [str(g) for g in always.index[always]], int(never.sum())
     if not groups or equal <= len(groups) or 2 * equal < len(always):
-        return RoundsDifferently()
-    return RoundsDifferently(tuple(groups), equal, tuple(dict.fromkeys(rows["dtype"])))
+        return RoundingGroups()
+    return RoundingGroups(tuple(groups), equal, tuple(dict.fromkeys(rows["dtype"])))
 
 
 def _is_coarse(name: object) -> bool:

@@ -29,7 +29,7 @@ from graftlab.verdict.origins import (
     sentences_on,
     shared_origin,
 )
-from graftlab.verdict.rounds_differently import RoundsDifferently
+from graftlab.verdict.rounds_differently import RoundingGroups
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
 NOT_CHECKED = "Not checked: "
@@ -103,7 +103,7 @@ class Findings:
     """A sentence where nothing is named and the output was not compared."""
     failed: Sequence[str] = ()
     """Sentences on stages of the verdict that failed."""
-    rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
+    rounding: RoundingGroups = field(default_factory=RoundingGroups)
     """The groups that round differently. They are among the named ones."""
     maps: Mapping[str, ShownMap] = field(default_factory=dict)
     """Where the tensors of a culprit differ, by group."""

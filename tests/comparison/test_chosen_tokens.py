@@ -67,7 +67,7 @@ def test_a_token_that_differs_by_far_is_no_near_tie_although_each_is_the_largest
     assert not token.is_tie
 
 
-def test_a_token_that_is_not_the_largest_of_its_side_is_put_down_to_the_code_that_chooses() -> None:
+def test_a_token_that_is_not_its_sides_largest_blames_the_code_that_chooses() -> None:
     ours = logits(4.0 - 1e-6)
     others = ours[:, -1:].argmax(-1)
     others[1] = 700

@@ -18,12 +18,23 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.held_calls import answer_of, names_pair
+from graftlab.comparison.held_calls import (
+    JudgingChoice,
+    _have_equal_rows,
+    _other_batch,
+    answer_of,
+    judge_held_calls,
+    known_at,
+    names_pair,
+)
 from graftlab.comparison.held_units import failure_of, other_exit_code
 from graftlab.comparison.sides import command_of, ranks_of_command
-from graftlab.errors import ConfigError, SessionError
+from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
 from graftlab.jobs.script_launcher import _without_frames_of_torch
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.rounds import INTERRUPTED
 from graftlab.ranks import held_call
 from graftlab.ranks.held_call import (
     CallDescription,
@@ -219,7 +230,7 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
 
 
 @pytest.mark.parametrize(("wanted", "held"), [("Linear", ["Linear", "Linear[1]"]), ("Linear[1]", ["Linear[1]"])])
-def test_several_models_of_a_class_are_told_apart(
+def test_several_models_of_a_class_are_distinguished(
     wanted: str, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = Rank()
@@ -296,6 +307,53 @@ def test_a_script_has_failed_if_it_raised_or_ended_without_a_word(
     results: list[object], process: Any, said: str | None
 ) -> None:
     assert failure_of(process, results) == said
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [((3, 4), (2, 4), True), ((3, 4), (3, 4), False), ((3, 4), (2, 5), False), ((3, 4, 5), (3, 2, 5), False)],
+)
+def test_batches_of_other_sizes_are_named(ours: tuple[int, ...], theirs: tuple[int, ...], said: bool) -> None:
+    calls = [CallDescription("Net", 1, False, (), {"x": torch.ones(each)}, {}) for each in (ours, theirs)]
+    told = _other_batch(calls[:1], calls[1:])
+    assert bool(told) == said
+    assert not said or told[0].startswith(
+        "The calls have batches of other sizes, 3 on the baseline and 2 on the target"
+    )
+    assert not _other_batch(calls[:1] * 2, calls[1:])
+
+
+def rows_in_calls(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    one, other = ([CallDescription("Net", 1, False, (), {"": each}, {})] for each in (ours, theirs))
+    return _have_equal_rows(one, other, 5.0)
+
+
+def test_results_with_fewer_rows_agree_if_the_other_side_has_all_of_them() -> None:
+    padded = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    packed = torch.cat([padded[2, :4], padded[0, :1], padded[1, :3]])
+    assert rows_in_calls(padded, packed)
+    assert rows_in_calls(packed, padded)
+    assert rows_in_calls(padded, padded.flip(0))
+    wrong = packed.clone()
+    wrong[4, 3] += 1e-2
+    assert not rows_in_calls(padded, wrong)
+    assert not rows_in_calls(wrong, padded)
+    # A row cannot be the partner of two.
+    assert not rows_in_calls(padded, torch.cat([packed[:1], packed[:1]]))
+
+
+def test_an_interrupt_of_the_match_ends_the_comparison_with_what_is_paired() -> None:
+    pair = Pair("a", "x")
+    proposal = Proposal((pair,), {}, {"y": "no partner"}, (), notices=(INTERRUPTED,))
+    edits: list[object] = []
+    session = SimpleNamespace(edit=lambda pairs: edits.append(pairs))
+    repeats: Any = SimpleNamespace(session=session, match=lambda: proposal)
+    ours, theirs = (CallDescription("Net", 1, False, taps, {}, {}) for taps in (("a", "b"), ("x", "y")))
+    with pytest.raises(KeyboardInterrupt, match=r"^1 of 2 taps of the target had a partner\.$") as interrupt:
+        judge_held_calls(repeats, [ours], [theirs], JudgingChoice())
+    assert edits == [proposal], "the pairs stay"
+    assert known_at(interrupt.value) == ["1 of 2 taps of the target had a partner."]
+    assert known_at(WaitInterrupted("run 3 continues")) == []
 
 
 @pytest.mark.parametrize(

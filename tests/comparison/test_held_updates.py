@@ -194,7 +194,7 @@ def description(gradients: dict[str, torch.Tensor]) -> UpdateDescription:
 
 
 def row(name: str, rank: int, baseline: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-    """What a comparison records of a weight's gradient, as far as it is read."""
+    """What a comparison records of a weight's gradient: what is read of it."""
     found: dict[str, Any] = {"name": name, "rank": rank, "tags": {"kind": "param_grad"}, "nonfinite_differ": False}
     for side, tensor in (("baseline", baseline), ("target", target)):
         found[f"mean_{side}"], found[f"std_{side}"] = float(tensor.mean()), float(tensor.std(correction=0))

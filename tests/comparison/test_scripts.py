@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
-DECODES, TRAINS = str(SCRIPTS / "decodes.py"), str(SCRIPTS / "trains.py")
+DECODES, TRAINS, ENCODES = (str(SCRIPTS / name) for name in ("decodes.py", "trains.py", "encodes.py"))
 
 
 def compared(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, object]:
@@ -95,7 +95,7 @@ def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict
     assert turns._at_last_call(compared).startswith(text)
 
 
-def test_inputs_that_differ_before_a_later_call_are_put_down_to_the_scripts() -> None:
+def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
     turns._models = ["Net", "Net"]
     for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "At call 2, of Net:")):
@@ -251,6 +251,16 @@ def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsy
         "1 call of Model agrees. In update 1 of the weights:\n"
         "The optimizer's lr is 0.1 on the baseline and 0.2 on the target.\n"
     )
+
+
+@pytest.mark.parametrize("fault", [pytest.param("", marks=pytest.mark.soak), "wrong"])
+def test_a_padded_batch_is_compared_with_a_packed_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    answer = compared(capsys, tmp_path, ENCODES, f"{ENCODES} packed {fault}")
+    assert answer["answer"] == ("differ" if fault else "agree"), answer["text"]
+    assert answer["named"] == (["layers.*.norm"] if fault else [])
+    assert answer["pairs"]
 
 
 @pytest.mark.soak

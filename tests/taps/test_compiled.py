@@ -805,7 +805,7 @@ def test_rows_of_a_compiled_target_are_those_of_an_eager_one_and_a_graft_repairs
 
 
 def loop(folder: str, backend: str | None) -> int:
-    """Call a model, compiled with a backend or not, in steps of its own until the file ``enough`` exists."""
+    """Call a model, compiled with a backend or not, in separate steps until the file ``enough`` exists."""
     x = torch.ones(3)
 
     def model(x: Tensor) -> Tensor:

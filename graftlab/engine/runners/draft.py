@@ -32,7 +32,7 @@ T = TypeVar("T", ForwardBatch, SamplingBatchInfo)
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedTokens:
     """The model's logits ``[ahead + 1, V]`` after each of a request's `tokens`; the first token is at `place`."""
 
     place: int
@@ -99,7 +99,7 @@ class DraftGraphRunner(GraphRunner):
         self.draft = DecodeGraphRunner(draft, _cache_for(draft, cache), share_pool=True)
         self._batch_sizes = doubling(most)
         # By request id, of requests that the latest decode had.
-        self._verified: dict[str, Verified] = {}
+        self._verified: dict[str, VerifiedTokens] = {}
 
     def status(self) -> dict[str, Any]:
         own = super().status()
@@ -140,7 +140,7 @@ class DraftGraphRunner(GraphRunner):
         self.guessed += count * (depth - 1)
         places = (batch.seq_lens_cpu - 1).tolist()
         found = zip(places, tokens.tolist(), logits.view(count, depth, -1), strict=True)
-        self._verified.update(zip(batch.request_ids, (Verified(*each) for each in found), strict=True))
+        self._verified.update(zip(batch.request_ids, (VerifiedTokens(*each) for each in found), strict=True))
 
     def _guess(self, batch: ForwardBatch) -> Tensor:
         """``[B, ahead + 1]``: each request's token, and what the draft would choose after it."""
