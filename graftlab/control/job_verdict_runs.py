@@ -124,13 +124,13 @@ class StepRuns(VerdictRuns):
         filters: RunFilters,
         wanted: Sequence[WantedCall],
         grafted: frozenset[tuple[TapIdentity, int, int]],
-        changes: Mapping[Side, OperationChanges],
+        changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
     ) -> TracedRun | NotTraced:
         before, version = self.session.row_count, self.session.plan.version + 1
         ranks = self.session.ranks
         for rank in ranks:
-            request = TraceRequest(wanted, grafted, changes[rank.place.side], only)
+            request = TraceRequest(wanted, grafted, changes[rank.place.side][rank.place.rank], only)
             self._jobs.ask(rank, TraceSteps(version, request, self._steps), Acknowledgement)
         if self._publish(filters) != version:
             raise VerdictAbandoned(EDITED)

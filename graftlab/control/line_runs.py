@@ -34,6 +34,15 @@ LineGraft = dict[int, int]
 """The baseline's operation for each of the target's that one line ran."""
 
 
+@dataclass(frozen=True)
+class _Changed:
+    """What one rank's next run changes, as in :class:`OperationChanges`."""
+
+    shown: dict[int, str] = field(default_factory=dict)
+    passed: dict[int, int] = field(default_factory=dict)
+    fed: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class _Traced:
     """One call of a named group: the measured row, and what was found about it."""
@@ -142,6 +151,7 @@ class LineSearch:
         said = []
         if self._not_confirmed:
             said.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
+        said += dict.fromkeys(filter(None, map(_of_summands, self._found_calls)))
         vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
         if not vanished:
             return said
@@ -199,7 +209,7 @@ class LineSearch:
         ]
 
     def _trace(self, why: str, calls: Sequence[_Traced], only: frozenset[int] | None = None) -> TracedRun | NotTraced:
-        changes = _changes(calls)
+        changes = self._changes(calls)
         filters = RunFilters(b2t="True", leaving=self._lonely)
         wanted = [each.wanted for each in calls]
         traced = self._runs.traced(why, filters, wanted, self._grafted, changes, only)
@@ -207,6 +217,59 @@ class LineSearch:
             return traced
         # Fingerprints had a budget, and were taken of what is not needed, too.
         return self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
+
+    def _changes(self, calls: Sequence[_Traced]) -> dict[Side, list[OperationChanges]]:
+        """What the next run changes on each rank of both sides."""
+        options = self._runs.session.options
+        sizes: dict[Side, int] = {"baseline": options.baseline, "target": options.target}
+        changed: dict[Side, list[_Changed]] = {side: [_Changed() for _ in range(size)] for side, size in sizes.items()}
+        for call in calls:
+            own = int(call.row["rank"])
+            ranks: dict[Side, int] = {"target": own, "baseline": own if len({*sizes.values()}) == 1 else 0}
+            for target, baseline in call.grafted.items():
+                self._show(changed, call, ranks, baseline, target, _tap_of(target, baseline))
+            if call.trying is None:
+                continue
+            if call.trying.partner is not None:
+                self._show(changed, call, ranks, call.trying.partner, None, _fed_tap_of(call.trying))
+            for rank, each in enumerate(changed["target"]):
+                if all(self._at(call, "target", own, index, rank) == index for index in call.trying.touched):
+                    each.passed.update(call.trying.passed)
+                    name = _fed_tap_of(call.trying) if call.trying.fed else ""
+                    each.fed.update({index: (number, name) for index, number in call.trying.fed.items()})
+        return {
+            side: [OperationChanges(each.shown, each.passed, each.fed) for each in ranks]
+            for side, ranks in changed.items()
+        }
+
+    def _show(
+        self,
+        changed: Mapping[Side, Sequence[_Changed]],
+        call: _Traced,
+        ranks: Mapping[Side, int],
+        baseline: int,
+        target: int | None,
+        name: str,
+    ) -> None:
+        """Show the results of operations as a tap on each rank that runs them; ranks may run others beside."""
+        indices: dict[Side, int | None] = {"baseline": baseline, "target": target}
+        for side, index in indices.items():
+            for rank, each in enumerate(changed[side]):
+                at = None if index is None else self._at(call, side, ranks[side], index, rank)
+                if at is not None:
+                    each.shown[at] = name
+
+    def _at(self, call: _Traced, side: Side, own: int, index: int, rank: int) -> int | None:
+        """The index on another rank of an operation that has this one on the call's own; None where it did not run."""
+        if rank == own or self._traced is None:
+            return index
+        place = self._found_calls.index(call)
+        ours, theirs = (getattr(self._traced, side)[each][place] for each in (own, rank))
+        if ours is None or theirs is None:
+            return None
+        wanted = next((key for key, each in ours.places.items() if each.index == index), None)
+        found = None if wanted is None else theirs.places.get(wanted)
+        return None if found is None else found.index
 
     def _compare(self, calls: Sequence[_Traced], traced: TracedRun) -> None:
         for call in calls:
@@ -396,20 +459,19 @@ def _all(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
     return found if found and len(found) == len(traces) else None
 
 
-def _changes(calls: Sequence[_Traced]) -> dict[Side, OperationChanges]:
-    """What the next run changes on each side."""
-    baseline: dict[int, str] = {}
-    target: dict[int, str] = {}
-    passed: dict[int, int] = {}
-    fed: dict[int, tuple[int, str]] = {}
-    for call in calls:
-        for index, partner in call.grafted.items():
-            baseline[partner] = target[index] = _tap_of(index, partner)
-        if call.trying is not None and call.trying.partner is not None:
-            name = baseline[call.trying.partner] = _fed_tap_of(call.trying)
-            fed |= {index: (number, name) for index, number in call.trying.fed.items()}
-        passed |= {} if call.trying is None else call.trying.passed
-    return {"baseline": OperationChanges(baseline), "target": OperationChanges(target, passed, fed)}
+def _of_summands(call: _Traced) -> str:
+    """Why a line of code before a sum over the ranks is not confirmed; blank for other calls."""
+    first = [each for each in call.kept if not each.is_suspect][:1]
+    if call.confirmed or call.cure is not None or not first or not first[0].operation.frames:
+        return ""
+    place = first[0].operation.frames[0]
+    if first[0].operation.is_collective:
+        return f"{place} is not confirmed: a collective's result cannot be replaced while it may be under way."
+    if first[0].is_summand and first[0].partner is None:
+        return (
+            f"{place} is not confirmed: its results are summed over the ranks, and the baseline has no such summands."
+        )
+    return ""
 
 
 def _what_ran(trace: SliceTrace | None, indices: frozenset[int]) -> list[tuple[int, str, object]] | None:

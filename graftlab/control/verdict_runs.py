@@ -22,8 +22,12 @@ from graftlab.control.match_runs import match
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
+<<<<<<< HEAD
 from graftlab.errors import SessionError
 from graftlab.grafting.filled_memory import Repetition
+=======
+from graftlab.errors import RunError, SessionError
+>>>>>>> main
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
@@ -55,7 +59,7 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 # Without grafts, with every tap grafted, and each side against itself.
-_FEWEST_RUNS = 4
+_FEWEST_RUNS = 3
 
 EDITED = "the plan was edited during the verdict. Do not edit the filters until it is done"
 
@@ -249,12 +253,12 @@ class VerdictRuns:
         filters: RunFilters,
         wanted: Sequence[WantedCall],
         grafted: frozenset[tuple[TapIdentity, int, int]],
-        changes: Mapping[Side, OperationChanges],
+        changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
     ) -> TracedRun | NotTraced:
         """Trace the wanted calls in one run of both sides.
 
-        ``changes`` are made at single operations of each side. ``only`` restricts fingerprints to these values.
+        ``changes`` are made at single operations on each rank. ``only`` restricts fingerprints to these values.
         """
         raise NotImplementedError
 
@@ -295,7 +299,12 @@ class CalledRuns(VerdictRuns):
         self.recorded = isinstance(request.baseline, RecordedSide)
         self.shows_module_inputs = self.can_lend_weights = not self.recorded
         self._zero = 0
+<<<<<<< HEAD
         self._unwritten: list[str] = []
+=======
+        self._target_differs: list[str] | None = None
+        """What the newest run against themselves found of the target; None if none did."""
+>>>>>>> main
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
@@ -332,14 +341,20 @@ class CalledRuns(VerdictRuns):
         filters: RunFilters,
         wanted: Sequence[WantedCall],
         grafted: frozenset[tuple[TapIdentity, int, int]],
-        changes: Mapping[Side, OperationChanges],
+        changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
     ) -> TracedRun | NotTraced:
         if self.recorded:
             return NotTraced("a recording has no operations to compare the target's with")
         args, kwargs = self.request.arguments
         callees: dict[Side, Callee] = {
-            side: partial(trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, changes[side], only))
+            side: partial(
+                trace_callee,
+                callee,
+                args,
+                kwargs,
+                [TraceRequest(wanted, grafted, each, only) for each in changes[side]],
+            )
             for side, callee in self._callees().items()
         }
         run, version = self._run(why, callees, (), {}, self.changes(filters))
@@ -424,7 +439,12 @@ class CalledRuns(VerdictRuns):
             self.session.options.keep_budget,
             list(keep),
         )
-        run, _ = self._run("the baseline against itself", {"baseline": call})
+        try:
+            run, _ = self._run("each side against itself", {"baseline": call, "target": self._repeated_target()})
+            self._target_differs = _all_of(run.target)
+        except RunError:
+            # What the target raises says nothing about the baseline.
+            run, _ = self._run("the baseline against itself", {"baseline": call})
         measured = list(run.baseline)
         remember_floor(self.session, key, measured)
         return measured
@@ -446,9 +466,19 @@ class CalledRuns(VerdictRuns):
         return list(found.graftable)
 
     def target_against_itself(self) -> list[str]:
+<<<<<<< HEAD
         found = self._repeated("target", self._target)
         self._unwritten = list(dict.fromkeys(tap for each in found for tap in each.unwritten))
         return list(dict.fromkeys(tap for each in found for tap in each.differing))
+=======
+        if self._target_differs is not None:
+            return self._target_differs
+        run, _ = self._run("the target against itself", {"target": self._repeated_target()})
+        return _all_of(run.target)
+
+    def _repeated_target(self) -> Callee:
+        return partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
+>>>>>>> main
 
     def unwritten_memory(self) -> list[str]:
         # What the baseline reads too is no difference, such as padding that nothing depends on.
@@ -467,6 +497,10 @@ class CalledRuns(VerdictRuns):
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
+
+
+def _all_of(taps_of_ranks: Sequence[Any]) -> list[str]:
+    return list(dict.fromkeys(tap for each in taps_of_ranks for tap in each))
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:

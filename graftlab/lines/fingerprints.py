@@ -19,7 +19,8 @@ ANY_ORDER: Level = 2
 IN_ORDER: Level = 3
 
 QUANTILES = 65
-_COUNTS = frozenset({"int64", "int32"})
+COUNTS = frozenset({"int64", "int32", "bool"})
+"""The dtypes of indices, positions and masks, which have few different numbers."""
 # Frequencies without a common period: each gives a projection that no reordering keeps.
 _FREQUENCIES = np.array([0.7390851332, 2.2360679775, 5.1961524227, 9.4247779608])
 # The value that stands for "may not look here" in an additive mask is at least this large.
@@ -166,7 +167,7 @@ def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
         return DIFFERENT
     if one.mask:
         return _of_masks(one, other)
-    if _COUNTS.issuperset((one.dtype, other.dtype)):
+    if COUNTS.issuperset((one.dtype, other.dtype)):
         # Indices and positions have the same numbers in any order, whatever they mean.
         return IN_ORDER if _in_same_order(one, other, tolerance) else DIFFERENT
     in_order = _in_same_order(one, other, tolerance)

@@ -32,8 +32,9 @@ _SEARCHES_OF_ONE = 2
 
 # What these write to, they do not read.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
-# A collective's schema does not say what it writes to.
+# A collective's schema does not say what it writes to. It may still be under way when it returns.
 _COLLECTIVES = frozenset({"c10d"})
+_FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional"})
 # In training these write to the running statistics, which their schemas do not say.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS = ("running_mean", "running_var")
@@ -86,6 +87,7 @@ class Operation:
     """In words, those that are no tensors and have not their usual value."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Those of the tensors that it reads, and last that of its first result."""
+    is_collective: bool = False
 
     @property
     def only_arranges(self) -> bool:
@@ -96,6 +98,9 @@ class Operation:
         """Return the lines of source, the line to show first, then the stack, innermost first."""
         shown = model_entry(self.stack)
         own = [each.read() for each in ([] if shown is None else [shown, *(e for e in self.stack if e is not shown)])]
+        if own and shown is not self.stack[0]:
+            # What called it does not follow it.
+            own[0] = replace(own[0], instruction=-1)
         return [*self.backward_of, *own] if self.backward_of and not _has_own_backward(own) else own
 
 
@@ -268,7 +273,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = {_address(each) for each in written}
         shared = changed | {_address(each) for each in begun.read}
         outputs = [self._number(each, (index,)) for each in written]
-        for each in written:
+        for each in [] if func.namespace in _COLLECTIVES else written:
             # Part of a buffer may be written and read only as a part of the whole.
             self.read(each)
         for each in _tensors(result):
@@ -290,6 +295,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.present_step(),
                 begun.arguments,
                 (*begun.shapes, *(tuple(each.shape) for each in [*_tensors(result)][:1])),
+                func.namespace in _COLLECTIVES | _FUNCTIONAL_COLLECTIVES and begun.name != "wait_tensor",
             )
         )
         return result

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from graftlab.base.tags import TapIdentity, identity
 from graftlab.lines.fingerprints import Fingerprint
-from graftlab.lines.frames import SourceFrame
+from graftlab.lines.frames import SourceFrame, model_entry
 from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
 
 MOST_ELSEWHERE = 4096
@@ -79,6 +80,7 @@ class TracedOperation:
     step: int = 0
     arguments: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    is_collective: bool = False
 
     @classmethod
     def of(cls, operation: Operation) -> TracedOperation:
@@ -95,7 +97,12 @@ class TracedOperation:
             operation.step,
             operation.arguments,
             operation.shapes,
+            operation.is_collective,
         )
+
+
+OperationPlace = tuple[str, SourceFrame | None, int]
+"""Which operation is meant, on each rank: its name, its line, and how many of them the line has run before."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,18 @@ class SliceTrace:
     is_cut_short: bool
     elsewhere: tuple[Fingerprint, ...] = ()
     of_forward: tuple[Fingerprint, ...] = ()
+    ran_elsewhere: tuple[tuple[TracedOperation, Fingerprint], ...] = ()
+
+    @property
+    def places(self) -> dict[OperationPlace, TracedOperation]:
+        """The operations by what identifies them on each rank."""
+        counts = Counter[tuple[str, SourceFrame | None]]()
+        found = {}
+        for each in self.operations:
+            name, line = each.name, next(iter(each.frames), None)
+            found[name, line, counts[name, line]] = each
+            counts[name, line] += 1
+        return found
 
 
 def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
@@ -160,4 +179,20 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
         recorder.is_cut_short,
         elsewhere[-MOST_ELSEWHERE:],
         of_forward,
+        tuple(_elsewhere(recorder, chosen)),
     )
+
+
+def _elsewhere(
+    recorder: OperationRecorder, chosen: Sequence[Operation]
+) -> Iterator[tuple[TracedOperation, Fingerprint]]:
+    def line(operation: Operation) -> object:
+        entry = model_entry(operation.stack)
+        return entry and (entry.code, entry.line, operation.call)
+
+    lines = {line(each) for each in chosen}
+    indices = {each.index for each in chosen}
+    for each in recorder.operations:
+        known = [recorder.without_quantiles(number) for number in each.outputs if number in recorder.fingerprints]
+        if known and each.index not in indices and not each.only_arranges and line(each) in lines:
+            yield TracedOperation.of(each), known[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,12 +28,16 @@ _TAPS_BEFORE = 40
 
 
 def trace_callee(
-    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], request: TraceRequest
+    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], requests: Sequence[TraceRequest]
 ) -> list[SliceTrace | None]:
-    """Run the code once; returns the operations that lead to each wanted call, or None if it was not reached."""
+    """Run the code once; returns the operations that lead to each wanted call, or None if it was not reached.
+
+    ``requests`` are those of the side's ranks.
+    """
     me, grafter = here(), active.grafter()
     assert me is not None
     assert grafter is not None
+    request = requests[me.rank]
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
     # Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well.
     eager = torch.compiler.set_stance("force_eager")
