@@ -22,7 +22,12 @@ from graftlab.control.match_runs import match
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
+<<<<<<< HEAD
+from graftlab.errors import SessionError
+from graftlab.grafting.filled_memory import Repetition
+=======
 from graftlab.errors import RunError, SessionError
+>>>>>>> main
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
@@ -36,7 +41,6 @@ from graftlab.ranks.remote_functions import (
     find_without_dependents,
     graft_baseline_into_itself,
     repeat_callee,
-    unwritten_memory_of_callee,
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.taps.module_inputs import ModuleCall
@@ -223,7 +227,10 @@ class VerdictRuns:
         raise NotImplementedError
 
     def unwritten_memory(self) -> list[str]:
-        """What depends, on the target alone, on memory that it reads before it writes there; none where unknown."""
+        """What depends, on the target alone, on memory that it reads before it writes there; none where unknown.
+
+        Known once :meth:`target_against_itself` was called.
+        """
         return []
 
     def with_module_inputs(
@@ -292,8 +299,12 @@ class CalledRuns(VerdictRuns):
         self.recorded = isinstance(request.baseline, RecordedSide)
         self.shows_module_inputs = self.can_lend_weights = not self.recorded
         self._zero = 0
+<<<<<<< HEAD
+        self._unwritten: list[str] = []
+=======
         self._target_differs: list[str] | None = None
         """What the newest run against themselves found of the target; None if none did."""
+>>>>>>> main
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
@@ -455,6 +466,11 @@ class CalledRuns(VerdictRuns):
         return list(found.graftable)
 
     def target_against_itself(self) -> list[str]:
+<<<<<<< HEAD
+        found = self._repeated("target", self._target)
+        self._unwritten = list(dict.fromkeys(tap for each in found for tap in each.unwritten))
+        return list(dict.fromkeys(tap for each in found for tap in each.differing))
+=======
         if self._target_differs is not None:
             return self._target_differs
         run, _ = self._run("the target against itself", {"target": self._repeated_target()})
@@ -462,17 +478,19 @@ class CalledRuns(VerdictRuns):
 
     def _repeated_target(self) -> Callee:
         return partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
+>>>>>>> main
 
     def unwritten_memory(self) -> list[str]:
-        found = self._reads_unwritten("target", self._target)
         # What the baseline reads too is no difference, such as padding that nothing depends on.
-        return found if found and (self.recorded or not self._reads_unwritten("baseline", self._baseline)) else []
+        found = self._unwritten
+        if found and not self.recorded and any(each.unwritten for each in self._repeated("baseline", self._baseline)):
+            return []
+        return found
 
-    def _reads_unwritten(self, side: Side, callee: Callee) -> list[str]:
-        budget = self.session.options.keep_budget
-        call = partial(unwritten_memory_of_callee, callee, *self.request.arguments, budget)
-        run, _ = self._run(f"the {side} with its new memory filled", {side: call})
-        return list(dict.fromkeys(tap for each in (run.baseline if side == "baseline" else run.target) for tap in each))
+    def _repeated(self, side: Side, callee: Callee) -> list[Repetition]:
+        call = partial(repeat_callee, callee, *self.request.arguments, self.session.options.keep_budget)
+        run, _ = self._run(f"the {side} against itself", {side: call})
+        return list(run.baseline if side == "baseline" else run.target)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None
