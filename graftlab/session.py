@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from graftlab.base import limits
+from graftlab.base import jupyter, limits
 from graftlab.base.world import Side
 from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore, internals_of
@@ -26,6 +26,8 @@ from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.rows.store import RowStore
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from graftlab.control.compiled_comparison import CompiledComparison
     from graftlab.control.replay import Replay
     from graftlab.control.replica_check import ReplicaCheck
@@ -39,6 +41,15 @@ if TYPE_CHECKING:
     from graftlab.widgets.filter_editor import FilterEditor
     from graftlab.widgets.match_editor import MatchEditor
     from graftlab.widgets.transform_editor import TransformEditor
+
+
+def _show_canvas(figure: Any, canvas: Any) -> None:
+    from graftlab.widgets.figure_view import show_canvas
+
+    show_canvas(figure, canvas)
+
+
+jupyter.show_canvas = _show_canvas
 
 
 def launch(
@@ -364,7 +375,7 @@ class Session(SessionCore):
         that is a recording.
 
         >>> session.lines("hidden", forward, forward, args=(x,)).text
-        "'hidden' adds no more than rounding: from equal values before it, both sides compute the same."
+        "'hidden' adds no more than rounding: from equal inputs, both sides compute the same."
         """
         from graftlab.control.tap_lines import lines_of_tap
         from graftlab.control.verdict_request import VerdictRequest
@@ -538,6 +549,9 @@ class Session(SessionCore):
         from graftlab.control.session_plots import SessionPlots
 
         return SessionPlots(self)
+
+    def _draw(self, number: int) -> Figure:
+        return self.plot.of_run(number)
 
     def dashboard(self) -> Dashboard:
         """A widget that shows every rank and tap live, with the divergence figure, both editors and the logs.

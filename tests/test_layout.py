@@ -171,6 +171,7 @@ MUTABLE = {
     "_Chunk",
     "_ForwardedPair",
     "_OutgoingTensor",
+    "_Parts",
     "_Side",
     "_Traced",
     "_Writes",

@@ -31,7 +31,7 @@ class TapLines:
     ``added`` is that error, as ``rel_l2`` on the rank where it is largest, ``floor`` the rounding of its dtype.
 
     >>> session.lines("hidden", forward, forward, args=(x,)).text
-    "'hidden' adds no more than rounding: from equal values before it, both sides compute the same."
+    "'hidden' adds no more than rounding: from equal inputs, both sides compute the same."
     """
 
     tap: str
@@ -54,7 +54,7 @@ class TapLines:
     @property
     def _headline(self) -> str:
         if not self.added > 0 or self.floor == 0:
-            return f"{self.tap!r} adds no more than rounding: from equal values before it, both sides compute the same."
+            return f"{self.tap!r} adds no more than rounding: from equal inputs, both sides compute the same."
         far = f"{self.tap!r} adds {self.added:.2g}, {self.added / self.floor:.2g} x the rounding of its dtype."
         return far if self.found or self.remarks else f"{far} No operation was found at which that arises."
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -36,6 +36,7 @@ from graftlab.ranks.remote_functions import (
     find_without_dependents,
     graft_baseline_into_itself,
     repeat_callee,
+    unwritten_memory_of_callee,
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.taps.module_inputs import ModuleCall
@@ -144,6 +145,8 @@ class VerdictRuns:
         """How many runs there will be, as far as it is known."""
         self._lent: str | None = None
         """A filter for the weights that are the baseline's in each run."""
+        self._left_out: str | None = None
+        """A filter for the taps that are left out of each run."""
         self._ours: set[int] = set()
         self._began = time.monotonic()
 
@@ -171,6 +174,9 @@ class VerdictRuns:
         """The edit that turns the earlier plan into the plan of a run with these filters."""
         left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
+        compare = wanted.compare
+        if self._left_out is not None:
+            b2t, t2b, compare = (each and f"({each}) and not ({self._left_out})" for each in (b2t, t2b, compare))
         if self._lent is not None:
             b2t = f"({b2t}) or {self._lent}" if b2t else self._lent
         # A verdict grafts every tap, so a transform for grafted taps applies at each tap, in all of its runs.
@@ -178,7 +184,7 @@ class VerdictRuns:
         return {
             "b2t": b2t,
             "t2b": t2b,
-            "compare": wanted.compare,
+            "compare": compare,
             "keep": wanted.keep,
             "transform": transforms,
             "pairs": (*self.before.pairs, *wanted.pairs),
@@ -200,6 +206,10 @@ class VerdictRuns:
         """
         raise NotImplementedError
 
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Neither compare nor graft the taps of these values from now on."""
+        self._left_out = filter_of((name, None) for name in names)
+
     def return_weights(self) -> None:
         """Let the target keep its own weights again."""
         self._lent = None
@@ -211,6 +221,10 @@ class VerdictRuns:
     def target_against_itself(self) -> list[str]:
         """The taps at which the target differs from itself in a second run, on any of its ranks."""
         raise NotImplementedError
+
+    def unwritten_memory(self) -> list[str]:
+        """What depends, on the target alone, on memory that it reads before it writes there; none where unknown."""
+        return []
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -437,6 +451,17 @@ class CalledRuns(VerdictRuns):
         call = partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
         run, _ = self._run("the target against itself", {"target": call})
         return list(dict.fromkeys(tap for each in run.target for tap in each))
+
+    def unwritten_memory(self) -> list[str]:
+        found = self._reads_unwritten("target", self._target)
+        # What the baseline reads too is no difference, such as padding that nothing depends on.
+        return found if found and (self.recorded or not self._reads_unwritten("baseline", self._baseline)) else []
+
+    def _reads_unwritten(self, side: Side, callee: Callee) -> list[str]:
+        budget = self.session.options.keep_budget
+        call = partial(unwritten_memory_of_callee, callee, *self.request.arguments, budget)
+        run, _ = self._run(f"the {side} with its new memory filled", {side: call})
+        return list(dict.fromkeys(tap for each in (run.baseline if side == "baseline" else run.target) for tap in each))
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None

@@ -24,6 +24,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.line_tracer import TracedSteps
 from graftlab.ranks.match_recorder import MatchRecord, StepRecord
 from graftlab.ranks.messages import RecordStep, RunSelfGraft, TraceSteps
+from graftlab.taps import calls
 from graftlab.taps.calls import TapHandler
 from graftlab.taps.untraced import outside_compiled_code
 
@@ -235,6 +236,7 @@ class JobGrafter(Grafter):
         if ordered is None:
             self.__dict__.pop("tap", None)
             return
+        calls.want_taps(True)
         # Replaces the method, so that other steps do not pay for a check.
         self.__dict__["tap"] = self._guarded(ordered.handler_at(self._step))
 

@@ -65,7 +65,7 @@ class GraftMagics(Magics):
                 return self._cell(line.strip(), cell)
             name, arguments = command_line.parse(line)
             return getattr(self, f"_{name}")(arguments)
-        except command_line.HelpShown as help_:
+        except command_line.HelpRequest as help_:
             sys.stdout.write(help_.text + "\n")
             return None
 
@@ -90,7 +90,7 @@ class GraftMagics(Magics):
 
     def _cell(self, where: str, cell: str) -> None:
         if where in ("", "-h", "--help"):
-            raise command_line.HelpShown(command_line.overview())
+            raise command_line.HelpRequest(command_line.overview())
         session = self._open()
         place, option = command_line.split_where(where)
         if place.strip() == "transform":

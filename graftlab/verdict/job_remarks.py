@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from graftlab.base.tap_groups import group_of, is_data, kind_of
-from graftlab.base.text import spans
+from graftlab.base.tap_groups import described, group_of, is_data, kind_of
+from graftlab.base.text import first_of, spans
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, ratio, records
 from graftlab.verdict.floor import Floor
 from graftlab.verdict.model_data import RunData, data_rows, differing_data, input_names
-from graftlab.verdict.wording import JobRemarks, described
+from graftlab.verdict.wording import JobRemarks
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6
@@ -45,14 +45,14 @@ def remarks_on_jobs(
     step = "a step" if steps == 1 else f"a run of {steps} steps"
     if moved:
         basis.append(
-            f"The jobs do not repeat {step}: from one to the next, the baseline differs at {_listed(moved)}. So "
+            f"The jobs do not repeat {step}: from one to the next, the baseline differs at {first_of(moved)}. So "
             f"{words}, no code was swapped to see what moves the output, and dropout or other random numbers would "
             "not be noticed."
         )
     elif target_moved:
         first.append(
             f"The baseline repeats {step} and the target does not: from one to the next, it differs at "
-            f"{_listed(target_moved)}. No code was swapped to see what moves the output. State that only the target "
+            f"{first_of(target_moved)}. No code was swapped to see what moves the output. State that only the target "
             "carries over (weights, a cache, random numbers) may explain everything that is named."
         )
     unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold, _GRAFT_THEM)
@@ -123,7 +123,7 @@ def _given_to_both(
         last.append("From now on the target has the baseline's weights (graft_weights=True).")
     elif any(said.startswith("The weights already differ") for said in differing_data(compared, threshold)):
         of_named.append(
-            f"Weights were not grafted, so those that differ may explain what is named. {graft_them} first gives the "
+            f"Weights were not grafted, so differing weights may explain what is named. {graft_them} first gives the "
             "target the baseline's weights, permanently."
         )
     if weights_grafted is None and updates(compared).any():
@@ -158,7 +158,7 @@ def more_in_other_steps(others: pd.DataFrame, known: set[str], said: JobRemarks,
     where = f"step{'s' if len(every) > 1 else ''} {spans(every[:_MOST_STEPS])}"
     where += f" and {len(every) - _MOST_STEPS} more" if len(every) > _MOST_STEPS else ""
     return [
-        f"Other steps show more: in {where}, where every tap was grafted too, {_listed([*map(described, steps)])} "
+        f"Other steps show more: in {where}, where every tap was grafted too, {first_of([*map(described, steps)])} "
         f"added more than {threshold:g} x the {said.floor}floor. verdict(step={every[-1]}) judges the last of them."
     ]
 
@@ -177,7 +177,3 @@ def updates(rows: pd.DataFrame) -> pd.Series[bool]:
     """Which rows show the result of an optimizer's step: a weight, or the optimizer's state."""
     found = [kind_of(tags) in ("param", "optimizer") and not is_data(tags) for tags in rows["tags"]]
     return pd.Series(found, index=rows.index, dtype=bool)
-
-
-def _listed(taps: Sequence[str]) -> str:
-    return ", ".join(taps[:3]) + (f" and {len(taps) - 3} more" if len(taps) > 3 else "")

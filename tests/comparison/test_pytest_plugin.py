@@ -1,4 +1,4 @@
-"""The fixture ``graftlab_compare`` in a project of its own, run by pytest in this process."""
+"""The fixture ``graftlab_compare`` in a temporary project, run by pytest in this process."""
 
 from __future__ import annotations
 

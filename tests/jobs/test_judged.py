@@ -66,9 +66,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     ]
     assert "Not checked: whether both jobs have the same weights, which no tap shows" in verdict.text
     # Its operations were recorded in a step that the jobs made anyway, and confirmed in another.
-    assert "First difference, from equal values before it; with the baseline's value there the tap agrees:" in (
-        verdict.text
-    )
+    assert "\nThe values first differ here; with the baseline's value there, the tap agrees:\n" in verdict.text
     assert [(row.side, row.operation, row.confirmed) for row in verdict.lines.itertuples()] == [
         ("target", "mul(f32[16, 32], 1.01)", True),
         ("baseline", "mul(f32[16, 32], 1)", False),
@@ -141,7 +139,7 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     )
     # These compute with weights that the fault has changed; the text qualifies what is named.
     assert "layers.*.linear" in verdict.named
-    assert "\nWeights were not grafted, so those that differ may explain what is named." in verdict.text
+    assert "\nWeights were not grafted, so differing weights may explain what is named." in verdict.text
     assert "how the optimizers' steps update the weights: that needs permanent grafts" in verdict.text
     assert "the output" not in verdict.text.replace("what moves the output", "")
     assert not session.plan.b2t

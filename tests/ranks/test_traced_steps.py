@@ -36,7 +36,7 @@ class Grafter:
 
 @dataclass
 class Job:
-    """A loop of steps, each of which taps the double of its number."""
+    """A loop whose steps tap the double of their number."""
 
     grafter: Grafter = field(default_factory=Grafter)
     number: int = 0

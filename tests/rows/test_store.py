@@ -162,8 +162,9 @@ def as_pandas_has_it(rows: list[Row]) -> pd.DataFrame:
     became = pd.Series(list(columns["side"]), dtype=None if rows else object)
     frame.insert(len(COLUMNS), BECAME, became)
     frame["max_abs_index"] = pd.Series([index and tuple(index) for index in columns["max_abs_index"]], dtype=object)
-    text = pd.StringDtype("python", na_value=math.nan)
-    frame = frame.astype({name: text for name in frame.columns if isinstance(frame[name].dtype, pd.StringDtype)})
+    # From pandas 3 on; before that text is an object.
+    for name in [name for name in frame.columns if isinstance(frame[name].dtype, pd.StringDtype)]:
+        frame[name] = frame[name].astype(pd.StringDtype("python", na_value=math.nan))
     return frame.sort_values(["step", "order", "side", "rank"], kind="stable", ignore_index=True)
 
 

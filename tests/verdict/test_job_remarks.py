@@ -68,7 +68,7 @@ def test_inputs_and_weights_without_taps_are_reported_as_unknown() -> None:
 
 def test_differing_weights_that_are_not_grafted_qualify_what_is_named() -> None:
     rows = [row(1, "w", 0.1, kind="param"), *WATCHED[1:]]
-    assert "those that differ may explain what is named" in remarks(rows).of_named[0]
+    assert "differing weights may explain what is named" in remarks(rows).of_named[0]
     grafted = remarks(rows, weights_grafted=3)
     assert (grafted.of_named, len(grafted.last)) == ((), 1)
 

@@ -144,7 +144,7 @@ def looked_at(lab: Lab) -> None:
 
 def test_a_figure_follows_the_theme_and_has_a_description(lab: Lab) -> None:
     expect.set_options(timeout=30_000)
-    lab.open(UP, "session.plot.divergence()")
+    lab.open(UP, "gl.plots.divergence(run.frame, noise_floor=1e-5)")
     lab.run_all()
     page = lab.page
     light, dark = page.locator(".graftlab-on-light"), page.locator(".graftlab-on-dark")
