@@ -1,4 +1,4 @@
-"""The memory of a notebook while rows come in for half an hour, most of which are on disk alone.
+"""The memory of a notebook while rows arrive for half an hour, most of them only on disk.
 
 ``GRAFTLAB_SOAK_MINUTES`` says for how long; the figures go to ``build/soak-memory.json``.
 """

@@ -18,7 +18,7 @@ import torch
 from graftlab.base.tags import identity, plain
 from graftlab.base.tap_groups import group_of, is_data
 from graftlab.diffs.measure import measure
-from graftlab.diffs.results import compare_named, named_tensors
+from graftlab.diffs.results import compare_named, named_tensors, value_in_words
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
@@ -99,7 +99,7 @@ def graft_self(
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
     found.not_repeated = repeat.differences()
-    found.returned_not_repeated = changed_results(result, again)
+    found.returned_not_repeated = in_words(changed_results(result, again))
     if found.not_repeated:
         return found
 
@@ -169,7 +169,7 @@ def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
     result = _copied(_run(call, record))
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
-    return repeat.differences() or changed_results(result, again)
+    return repeat.differences() or in_words(changed_results(result, again))
 
 
 def without_dependents(
@@ -201,13 +201,18 @@ def _copied(result: Any) -> dict[str, torch.Tensor]:
 
 
 def changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
-    """Describe the returned values that differ from those of the previous call by more than rounding."""
+    """The paths of the returned values that differ from those of the previous call by more than rounding."""
     differences, _ = compare_named(result, named_tensors(again))
     return [
-        f"the returned value{f' {path}' if path else ''}"
+        path
         for path, rel_l2, (dtype, _) in differences
         if rel_l2 > (assumed_floor([dtype])[0] if roundoff(dtype) else 0.0)
     ]
+
+
+def in_words(paths: Sequence[str]) -> list[str]:
+    """These paths of results as sentences name them."""
+    return [value_in_words(path) for path in paths]
 
 
 def _run(call: Call, handler: TapHandler) -> Any:

@@ -23,6 +23,7 @@ from graftlab.grafting.self_graft import (
     SelfGraftRecorder,
     TapRecord,
     changed_results,
+    in_words,
     note_returned,
 )
 from graftlab.plan.plan import GraftPlan
@@ -32,7 +33,7 @@ from graftlab.taps.routing import handled_by
 
 
 @dataclass(frozen=True)
-class MadeOnceRecord:
+class RecordSummary:
     """What a rank reports of its record: the taps' names, in order, and the tensors that the step returned."""
 
     taps: tuple[str, ...]
@@ -41,7 +42,7 @@ class MadeOnceRecord:
     not_recorded: int
 
 
-def record_step(folder: str, budget: int) -> MadeOnceRecord:
+def record_step(folder: str, budget: int) -> RecordSummary:
     """Make the step, and write a record of at most ``budget`` bytes of its taps into this folder."""
     recorder = SelfGraftRecorder(budget)
     with handled_by(recorder):
@@ -58,7 +59,7 @@ def record_step(folder: str, budget: int) -> MadeOnceRecord:
             f"{_file(folder)}: {reason}; make room there, or set GRAFTLAB_HOME to another disk"
         ) from error
     names = dict.fromkeys(place[0] for place in recorder.taps)
-    return MadeOnceRecord(tuple(names), results, tuple(recorder.skipped), recorder.not_recorded)
+    return RecordSummary(tuple(names), results, tuple(recorder.skipped), recorder.not_recorded)
 
 
 def compare_with_record(folder: str) -> list[str]:
@@ -68,7 +69,7 @@ def compare_with_record(folder: str) -> list[str]:
     with handled_by(repeat):
         again = repeat_call()
     on_cpu = {path: tensor.detach().cpu() for path, tensor in again.items()}
-    return repeat.differences() or changed_results(results, on_cpu)
+    return repeat.differences() or in_words(changed_results(results, on_cpu))
 
 
 def graft_record(

@@ -11,8 +11,8 @@ from kit.bodies import bodies
 from kit.examples import examples
 from kit.limits import limited
 
+from graftlab.engine.engine import ByteTokenizer
 from graftlab.engine.handlers import _json_object
-from graftlab.engine.tokenizer import ByteTokenizer
 from graftlab.errors import RequestError
 from graftlab.requests import RequestDumper, RequestLogging, configure
 from graftlab.requests.served import Request

@@ -115,9 +115,9 @@ def test_so_does_a_job_on_another_machine(
         client.close()
 
 
-def test_so_does_a_script_that_is_compared() -> None:
+def test_so_does_a_script_that_is_compared(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
-    admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice())
+    admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice(), tmp_path)
     thread = threading.Thread(target=admission._accept, args=(ours,))
     thread.start()
     request = of_other_version(pack_handshake(HoldRequest("target", 0, 1, 1, "cpu", "gloo")))

@@ -187,6 +187,11 @@ def pickled_npz(folder: Path) -> Path:
     return folder / "bad.npz"
 
 
+def array_as_npz(folder: Path) -> Path:
+    np.save(folder / "bad.npy", VALUES.numpy())
+    return (folder / "bad.npy").rename(folder / "bad.npz")
+
+
 def pickled_pt(folder: Path) -> Path:
     torch.save({"x": Runs()}, folder / "bad.pt")
     return folder / "bad.pt"
@@ -271,7 +276,7 @@ def subfolder(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "fill",
     [
-        pickled_npy, pickle_as_npy, pickled_npz, pickled_pt, pickle_as_pth, compressed_pt, huge_header,
+        pickled_npy, pickle_as_npy, pickled_npz, array_as_npz, pickled_pt, pickle_as_pth, compressed_pt, huge_header,
         *map(truncated, (".npy", ".npz", ".safetensors", ".pt")),
         huge_safetensors, list_of_itself, many_from_few, same_name_twice, link, pipe, subfolder,
     ],

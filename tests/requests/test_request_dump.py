@@ -838,7 +838,7 @@ def test_requests_finished_within_the_crash_window_are_recent(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0, 1e9])
-def test_a_clock_that_is_set_while_requests_wait_changes_what_a_crash_holds_in_nothing(
+def test_setting_the_clock_while_requests_wait_does_not_change_a_crash_file(
     tmp_path: Path, jump: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dumper = RequestDumper(None, crash_folder=tmp_path, crash_window=100.0)

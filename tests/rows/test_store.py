@@ -162,8 +162,9 @@ def as_pandas_has_it(rows: list[Row]) -> pd.DataFrame:
     became = pd.Series(list(columns["side"]), dtype=None if rows else object)
     frame.insert(len(COLUMNS), BECAME, became)
     frame["max_abs_index"] = pd.Series([index and tuple(index) for index in columns["max_abs_index"]], dtype=object)
-    text = pd.StringDtype("python", na_value=math.nan)
-    frame = frame.astype({name: text for name in frame.columns if isinstance(frame[name].dtype, pd.StringDtype)})
+    # From pandas 3 on; before that text is an object.
+    for name in [name for name in frame.columns if isinstance(frame[name].dtype, pd.StringDtype)]:
+        frame[name] = frame[name].astype(pd.StringDtype("python", na_value=math.nan))
     return frame.sort_values(["step", "order", "side", "rank"], kind="stable", ignore_index=True)
 
 
@@ -282,6 +283,15 @@ def test_a_tag_that_appears_late_becomes_a_column_of_all_rows(tmp_path: Path) ->
     assert frame["layer"].isna().tolist() == [True, False]
     assert frame["layer"].tolist()[1] == 7
     store.close()
+
+
+def test_a_damaged_row_is_named_by_its_place(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=1))])
+    assert len(store.frame()) == 1
+    store.append([encode(row(order=2)), b'{"step":'])
+    with pytest.raises(gl.SessionError, match=r"rows\.jsonl: row 2 is damaged: \S"):
+        store.frame()
 
 
 def test_changing_a_frame_does_not_change_another(tmp_path: Path) -> None:
