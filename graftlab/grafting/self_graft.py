@@ -159,18 +159,6 @@ def rounded_results(call: Call, *, budget: int) -> RoundedResults:
     return RoundedResults(moved, exact, failed)
 
 
-def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
-    """Run ``call`` twice without changes; return the taps that differ, in order, or the differing results.
-
-    Taps that do not fit into ``budget`` bytes are not compared.
-    """
-    record = SelfGraftRecorder(budget)
-    result = _copied(_run(call, record))
-    repeat = RepeatComparer(record.taps)
-    again = _run(call, repeat)
-    return repeat.differences() or in_words(changed_results(result, again))
-
-
 def without_dependents(
     call: Call,
     groups: Sequence[str],
