@@ -463,8 +463,10 @@ def test_without_explanation_nothing_is_swapped(session: gl.Session) -> None:
 def many_mistakes(wrong: bool) -> torch.Tensor:
     x = torch.linspace(-1, 1, 32)
     for name in "abcdefghijklmn":
-        x = torch.sin(3 * x)
-        x = gl.tap(name, x * 1.01 if wrong else x)
+        x = torch.sin(3.03 * x if wrong else 3 * x)
+        x = torch.tanh(x * 1.01 if wrong else x)
+        # Several lines have to be right before one tap agrees.
+        x = gl.tap(name, x + 0.01 if wrong else x)
     return x
 
 
@@ -472,7 +474,6 @@ def test_a_verdict_that_names_many_groups_makes_at_most_twenty_runs(session: gl.
     verdict = session.verdict(lambda: many_mistakes(False), lambda: many_mistakes(True))
     assert verdict.named == list("abcdefghijklmn")
     assert verdict.runs <= 20
-    assert any(line.confirmed for line in verdict.findings.lines)
 
 
 def test_the_threshold_and_a_constant_floor_decide(session: gl.Session) -> None:
