@@ -16,7 +16,7 @@ from graftlab.base.tags import RESERVED_TAGS, plain
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.errors import SessionError
 from graftlab.plots import explorer
-from graftlab.plots.explorer import Canvas
+from graftlab.plots.explorer import Canvas, without_headline
 from graftlab.plots.style import NotebookFigure
 from graftlab.rows.schema import Row
 from graftlab.verdict.conclusion import conclude, newest_run
@@ -78,9 +78,12 @@ class SessionPlots:
         return self._of_step(frame, step, options)
 
     def of_run(self, number: int) -> Figure:
-        """Each tap's difference in the last step of a run that has ended."""
+        """Each tap's difference in the last step of a run that has ended; for below the run's own sentences."""
         frame = self._session.frame_of(number)
-        return self._of_step(frame, int(frame["step"].max()), {})
+        figure = self._of_step(frame, int(frame["step"].max()), {})
+        if isinstance(figure, NotebookFigure) and (shown := figure.interactive) is not None:
+            figure.interactive = lambda: without_headline(shown())
+        return figure
 
     def _of_step(self, frame: pd.DataFrame, step: int, options: dict[str, Any]) -> Figure:
         run = frame["run"].iloc[0]

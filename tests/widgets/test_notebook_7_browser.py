@@ -39,16 +39,19 @@ def test_notebook_7_shows_the_canvas_the_pair_behind_a_tap_and_the_editors(lab_p
     page = lab_page.context.new_page()
     try:
         page.goto(f"{lab_server.address}/notebooks/seven.ipynb?token={TOKEN}")
+        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         canvas = page.locator(".graftlab-canvas canvas")
         expect(canvas).to_be_visible()
         expect(page.locator(".graftlab-static").first).to_be_hidden()
+        # A run of all cells moves the focus to the last one.
+        board = page.locator(".graftlab-dashboard")
+        expect(board.locator("tr[data-tap]").first).to_be_visible()
         canvas.focus()
         page.keyboard.press("ArrowRight")
         page.keyboard.press("Enter")
         expect(page.locator(".graftlab-canvas .graftlab-pair .graftlab-on-light").first).to_be_visible()
-        board = page.locator(".graftlab-dashboard")
         board.get_by_role("tab", name="Filters").click()
         expect(board.get_by_role("textbox", name="b2t")).to_be_visible()
     finally:
