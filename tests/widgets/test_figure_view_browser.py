@@ -11,12 +11,26 @@ pytest.importorskip("pytest_playwright", reason="pytest-playwright is not instal
 from kit import notebooks
 from playwright.sync_api import Locator, expect
 
+from graftlab.widgets.panel import _WATCH_SCRIPT
+
 if TYPE_CHECKING:
     from kit.browser import Lab
+    from playwright.sync_api import Browser
 
 pytest_plugins = ["kit.browser"]
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
+# As a front end without JupyterLab's class names shows a widget, and its snapshot later.
+ELSEWHERE = """async (script) => {
+    const { default: watch } = await import(URL.createObjectURL(new Blob([script], { type: 'text/javascript' })));
+    const el = document.querySelector('.widget');
+    watch.render({ model: { get: () => 'snapshot' }, el });
+    const still = document.createElement('p');
+    still.id = 'snapshot';
+    still.textContent = 'the picture';
+    await new Promise(requestAnimationFrame);
+    document.body.append(still);
+}"""
 CELLS = (
     """
 import torch
@@ -45,6 +59,17 @@ def at(canvas: Locator, tap: int) -> dict[str, float]:
     box = canvas.bounding_box()
     assert box is not None
     return {"x": 62 + (tap + 0.5) / OF * (box["width"] - 72), "y": 90}
+
+
+def test_a_live_widget_hides_its_picture_in_front_ends_without_jupyterlabs_class_names(browser: Browser) -> None:
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.set_content("<div class='widget'></div>")
+        page.evaluate(ELSEWHERE, _WATCH_SCRIPT)
+        expect(page.locator("#snapshot")).to_be_hidden()
+    finally:
+        context.close()
 
 
 def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_file(lab: Lab) -> None:
