@@ -29,7 +29,7 @@ keep_bytecode := PYTHONDONTWRITEBYTECODE=
 install := $(run) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lab test test-fast lint docs soak fuzz mutants coverage bench matrix dist clean
+.PHONY: help demo lab test test-fast lint docs soak fuzz pairs mutants coverage bench matrix dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,10 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 	@echo "FUZZ_SEED=$(FUZZ_SEED) FUZZ=$(FUZZ)"
 	GRAFTLAB_FUZZ=$(FUZZ) $(run) -m pytest -m "hypothesis and not browser and not soak" --timeout 0 \
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+pairs: ## match public implementations of one model (timm, litgpt, open_clip), in an environment of their own
+	$(MAKE) VENV=build/pairs build/pairs/.graftlab-pairs
+	$(keep_bytecode) build/pairs/bin/python -m pytest tests/pairs $(PYTEST_ARGS)
 
 mutants: $(test_ready) ## put small faults into the code, one at a time, and show those that no test notices
 	$(install) -q 'cosmic-ray>=8.7,<9' 'coverage>=7.11'
@@ -104,6 +108,11 @@ $(test_ready): $(installed_from) | $(run)
 	@echo "Installing graftlab[test] into $(VENV); the first time downloads PyTorch."
 	$(install) -e '.[test]'
 	@touch $@ $(demo_ready)
+
+# Both at once, or litgpt's older huggingface_hub would come under a transformers that needs a newer one.
+$(VENV)/.graftlab-pairs: $(installed_from) | $(run)
+	$(install) -e '.[test,pairs]'
+	@touch $@
 
 $(run):
 	@python="$(PYTHON)"; \

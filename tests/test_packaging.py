@@ -178,6 +178,7 @@ def test_make_help_lists_every_target() -> None:
         "soak",
         "coverage",
         "fuzz",
+        "pairs",
         "mutants",
         "bench",
         "matrix",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graftlab.base.tensor_bytes import copyable
 from graftlab.errors import TransformError
 from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.inputs import GraftTransformInput, Outcome
@@ -69,7 +70,8 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
         lengths = [min(here.length, there.length) for here, there in pairs]
         here = _places([place.start for place, _ in pairs], lengths)
         there = _places([place.start for _, place in pairs], lengths)
-        mine.rows_of(value)[mine.indices(here)] = batch.rows_of(batch.tensor)[batch.indices(there)].to(value)
+        rows = copyable(batch.rows_of(batch.tensor))[batch.indices(there)].view(batch.tensor.dtype).to(value)
+        copyable(mine.rows_of(value))[mine.indices(here)] = copyable(rows)
         places.append(here)
     matched = torch.cat(places).sort().values if places else torch.empty(0, dtype=torch.int64, device="cpu")
     wanted = sum(place.length for place in mine.requests.values())

@@ -341,7 +341,7 @@ REFUSED = [
     ("step == 0 layer == 3", 0, "side by side"),
     ("import os", 0, "not a Python expression"),
     ("layer == 3; step == 0", 10, "not a Python expression"),
-    ("step == 0\u00a0and layer", 9, "U+00A0"),
+    ("step\u00a0== 0 and layer", 4, "U+00A0"),
     # brackets and strings
     ("(layer == 1", 0, "never closed"),
     ("step == 0 and search('a', name", 20, "never closed"),

@@ -27,27 +27,36 @@ class Cable:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._ends: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+        self._forwarding: list[threading.Thread] = []
 
     def cut(self) -> None:
         """End every connection; new ones are forwarded."""
-        ends, self._ends = self._ends, []
-        for each in ends:
+        for each in list(self._ends):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._listener.close()
+        # Ends the accept that the thread waits in, as closing does not.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
         self.cut()
+        for thread in self._forwarding:
+            thread.join()
+        for each in (self._listener, *self._ends):
+            each.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._ends.append(near)
                 far = socket.create_connection(("127.0.0.1", self.far_port))
-                self._ends += [near, far]
+                self._ends.append(far)
                 for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+                    self._forwarding.append(threading.Thread(target=self._forward, args=(source, sink), daemon=True))
+                    self._forwarding[-1].start()
 
     @staticmethod
     def _forward(source: socket.socket, sink: socket.socket) -> None:

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,13 +31,13 @@ from graftlab.diffs.measure import measure
 from graftlab.rows import log, moving, parquet
 from graftlab.rows import store as stores
 from graftlab.rows.checksums import SUMS_FILE
-from graftlab.rows.columns import BECAME, Columns
+from graftlab.rows.columns import BECAME, Block, Columns
 from graftlab.rows.encoding import decode, encode
 from graftlab.rows.frames import GrowingFrame
 from graftlab.rows.log import ROWS_FILE, header_line
 from graftlab.rows.schema import COLUMNS, STATISTICS, Row
 from graftlab.rows.store import RowStore, to_frame
-from graftlab.rows.tables import RepeatedTags, with_steps
+from graftlab.rows.tables import RepeatedTags, table_of_lines, with_steps
 
 
 def row(**changes: Any) -> Row:
@@ -162,8 +163,9 @@ def as_pandas_has_it(rows: list[Row]) -> pd.DataFrame:
     became = pd.Series(list(columns["side"]), dtype=None if rows else object)
     frame.insert(len(COLUMNS), BECAME, became)
     frame["max_abs_index"] = pd.Series([index and tuple(index) for index in columns["max_abs_index"]], dtype=object)
-    text = pd.StringDtype("python", na_value=math.nan)
-    frame = frame.astype({name: text for name in frame.columns if isinstance(frame[name].dtype, pd.StringDtype)})
+    # From pandas 3 on; before that text is an object.
+    for name in [name for name in frame.columns if isinstance(frame[name].dtype, pd.StringDtype)]:
+        frame[name] = frame[name].astype(pd.StringDtype("python", na_value=math.nan))
     return frame.sort_values(["step", "order", "side", "rank"], kind="stable", ignore_index=True)
 
 
@@ -282,6 +284,15 @@ def test_a_tag_that_appears_late_becomes_a_column_of_all_rows(tmp_path: Path) ->
     assert frame["layer"].isna().tolist() == [True, False]
     assert frame["layer"].tolist()[1] == 7
     store.close()
+
+
+def test_a_damaged_row_is_named_by_its_place(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=1))])
+    assert len(store.frame()) == 1
+    store.append([encode(row(order=2)), b'{"step":'])
+    with pytest.raises(gl.SessionError, match=r"rows\.jsonl: row 2 is damaged: \S"):
+        store.frame()
 
 
 def test_changing_a_frame_does_not_change_another(tmp_path: Path) -> None:
@@ -652,6 +663,25 @@ def test_a_deleted_log_does_not_stop_appends(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(gl.SessionError, match="no rows can be read"):
         store.frame()
     store.close()
+
+
+def test_zeros_are_read_back_by_sign_and_over_what_an_interrupted_reader_left() -> None:
+    zeros = to_frame([row(mean_baseline=-0.0, mean_target=0.0)]).iloc[0]
+    assert (math.copysign(1.0, zeros["mean_baseline"]), math.copysign(1.0, zeros["mean_target"])) == (-1.0, 1.0)
+
+    def blocks(found: list[Row]) -> Block:
+        return columns.block(table_of_lines(b"".join(encode(each) + b"\n" for each in found)))
+
+    def interrupted() -> Iterator[Block]:
+        yield blocks([row(order=2, rel_l2=7.0, occurrence=9)])
+        raise KeyboardInterrupt
+
+    columns = Columns(grows=True)
+    known = columns.merge(columns.empty(), [blocks([row(order=1)])], 1)
+    with pytest.raises(KeyboardInterrupt):
+        columns.merge(known, interrupted(), 1)
+    read = columns.merge(known, [blocks([row(order=2, rel_l2=0.0, occurrence=0)])], 1)
+    assert (read["rel_l2"].tolist(), read["occurrence"].tolist()) == ([0.5, 0.0], [0, 0])
 
 
 def test_an_interrupted_reader_skips_and_duplicates_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
