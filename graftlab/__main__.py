@@ -1,4 +1,4 @@
-"""The commands of ``graftlab``, such as ``graftlab zoo``, also as ``python -m graftlab zoo``."""
+"""The commands of ``graftlab``, such as ``graftlab compare``, also as ``python -m graftlab compare``."""
 
 from __future__ import annotations
 
@@ -16,52 +16,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="graftlab", description="Find where two implementations of one model diverge."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    summary = "score session.verdict on planted faults and benign variants, as a self-test of this machine"
-    zoo = commands.add_parser("zoo", help=summary, description=summary)
-    from graftlab.zoo import scoring
-
-    scoring.add_arguments(zoo)
-    zoo.set_defaults(run=scoring.run)
-    summary = "list the folders of past and open sessions, and remove the oldest"
-    runs = commands.add_parser("runs", help=summary, description=summary)
-    runs.add_argument("--prune", action="store_true", help="remove folders over the budgets, never an open session's")
-    runs.add_argument("--gib", type=float, help="budget for all folders in GiB (default: $GRAFTLAB_RUNS_GIB or 10)")
-    runs.add_argument(
-        "--days", type=float, help="greatest age of a folder in days (default: $GRAFTLAB_RUNS_DAYS or 30)"
-    )
-    runs.add_argument(
-        "folder", nargs="?", type=Path, help="the folder that has them (default: runs in $GRAFTLAB_HOME or ~/.graftlab)"
-    )
-    runs.set_defaults(run=_runs)
-    from graftlab.jobs import attach_command
-
-    summary = "run a script as a job that joins the graft world named by the environment; see docs/attach.md"
-    attach = commands.add_parser("attach", help=summary, description=summary)
-    attach_command.add_arguments(attach)
-    attach.set_defaults(run=attach_command.run)
     from graftlab.comparison import command as compare_command
     from graftlab.comparison import new_notebook
-    from graftlab.jobs import status_commands
+    from graftlab.jobs import attach_command, status_commands
     from graftlab.jobs.attach import forget_first_tap
+    from graftlab.zoo import scoring
 
     summary = "run two scripts, commands or models side by side, and name the computation that differs"
     compare = commands.add_parser("compare", help=summary, description=summary, epilog=compare_command.EPILOG)
     compare_command.add_arguments(compare)
     compare.set_defaults(run=compare_command.run)
-    summary = "write a notebook that compares two sides, ready to be run"
+    summary = "write a ready-to-run notebook that compares two sides"
     new = commands.add_parser("new", help=summary, description=summary, epilog=new_notebook.EPILOG)
     new_notebook.add_arguments(new)
     new.set_defaults(run=new_notebook.run)
-    for name, summary in (
-        ("status", "show where each rank of a session of jobs is, and the taps that differ most"),
-        ("watch", "show the same continuously"),
-        ("stacks", "show the stack of each thread of each rank"),
-    ):
-        status_commands.add_arguments(commands.add_parser(name, help=summary, description=summary), name)
-    summary = "write a join token for jobs on several machines to a new file that only you can read"
-    token = commands.add_parser("token", help=summary, description=summary)
-    token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not exist yet")
-    token.set_defaults(run=_token)
     summary = "run the quickstart notebook, or another one, without a browser; print where its models diverge"
     demo = commands.add_parser("demo", help=summary, description=summary)
     demo.add_argument("notebook", nargs="?", type=Path, help="default: the quickstart")
@@ -78,8 +46,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     examples = commands.add_parser("examples", help=summary, description=summary)
     examples.add_argument("folder", type=Path, metavar="DIR", help="made if it does not exist")
     examples.set_defaults(run=_examples)
-    summary = "check this installation: versions, kernel, GPUs, limits and front end, and how to mend what is missing"
+    summary = "check this installation (versions, kernel, GPUs, limits, front end), and say how to fix what is missing"
     commands.add_parser("doctor", help=summary, description=summary).set_defaults(run=_doctor)
+    summary = "list the folders of past and open sessions, and remove the oldest"
+    runs = commands.add_parser("runs", help=summary, description=summary)
+    runs.add_argument("--prune", action="store_true", help="remove folders over the budgets, never an open session's")
+    runs.add_argument("--gib", type=float, help="budget for all folders in GiB (default: $GRAFTLAB_RUNS_GIB or 10)")
+    runs.add_argument(
+        "--days", type=float, help="greatest age of a folder in days (default: $GRAFTLAB_RUNS_DAYS or 30)"
+    )
+    runs.add_argument(
+        "folder", nargs="?", type=Path, help="where the folders are (default: runs in $GRAFTLAB_HOME or ~/.graftlab)"
+    )
+    runs.set_defaults(run=_runs)
+    summary = "run a script as a job that joins a session named by environment variables; see docs/attach.md"
+    attach = commands.add_parser("attach", help=summary, description=summary)
+    attach_command.add_arguments(attach)
+    attach.set_defaults(run=attach_command.run)
+    for name, summary in (
+        ("status", "show where each rank of a session of jobs is, and which taps differ most"),
+        ("watch", "the same, updated continuously"),
+        ("stacks", "show the stack of each thread of each rank"),
+    ):
+        status_commands.add_arguments(commands.add_parser(name, help=summary, description=summary), name)
+    summary = "write a token for jobs on several machines to a new file that only you can read"
+    token = commands.add_parser("token", help=summary, description=summary)
+    token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not exist yet")
+    token.set_defaults(run=_token)
+    summary = "self-test: score verdicts on planted faults and correct variants"
+    zoo = commands.add_parser("zoo", help=summary, description=summary)
+    scoring.add_arguments(zoo)
+    zoo.set_defaults(run=scoring.run)
     arguments = parser.parse_args(argv)
     if arguments.run is not attach_command.run:
         # The environment may ask jobs to join; this command is not one.

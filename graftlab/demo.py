@@ -16,6 +16,7 @@ import pandas as pd
 
 import graftlab as gl
 from graftlab import plots
+from graftlab.base.text import first_of
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import DependencyError, GraftError, RunError
 
@@ -95,16 +96,11 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
         grafted = list(dict.fromkeys(ordered.loc[ordered["status"] == "grafted", "name"]))
         last = ordered.iloc[-1]
         lines.append(
-            f"Run {last['run']}, {'grafted ' + _listed(grafted) if grafted else 'nothing grafted'}: "
+            f"Run {last['run']}, {'grafted ' + first_of(grafted) if grafted else 'nothing grafted'}: "
             f"{above} of {len(rows)} rows above the noise floor; "
             f"{last['name']} differs by {apart.iloc[-1]:.2e}."
         )
     return "\n".join(lines)
-
-
-def _listed(names: list[str]) -> str:
-    """The first names, as a verdict grafts all taps of a model at once."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def execute(notebook: Path, out: Path, timeout: float = 600.0) -> Path:

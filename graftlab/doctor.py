@@ -106,7 +106,7 @@ def _kernel() -> list[Finding]:
 def _gpus() -> list[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        why = "none visible to torch" if built else "none: this build of torch is for the CPU alone"
+        why = "none visible to torch" if built else "none: this build of torch supports only CPUs"
         return [Finding("GPUs", f"{why}; ranks run on the CPU with gloo")]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     # Untyped in torch.

@@ -1,11 +1,19 @@
-"""Links in a notebook's output that open a file in JupyterLab."""
+"""What outputs use of the notebook that shows them: links that open a file in JupyterLab, and widgets."""
 
 from __future__ import annotations
 
 import html
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+show_canvas: Callable[[Any, Any], None] | None = None
+"""Displays a figure's interactive canvas, given the figure and the canvas; set where widgets are known.
+
+It raises NotImplementedError where no front end could show it.
+"""
 
 # The command of JupyterLab behind a notebook's relative links. It works in widgets too, where such a link does not.
 _OPEN = "rendermime:handle-local-link"

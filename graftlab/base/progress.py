@@ -35,6 +35,12 @@ def reported_to(report: Callable[[str], None]) -> Iterator[None]:
         _report = before
 
 
+def report_progress(title: str) -> None:
+    """Report what is computed at the moment where the titles of waits are reported, too; elsewhere do nothing."""
+    if _report is not None:
+        _report(title)
+
+
 class LongWait:
     """Shows a count of ``what`` during a wait of more than a second. Use it as a context manager.
 

@@ -13,6 +13,7 @@ import inspect
 import io
 import logging
 import pickle
+import struct
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,13 +23,16 @@ import cloudpickle
 import torch
 
 from graftlab.base.sources import install_source, source_of
-from graftlab.base.tensor_bytes import from_bytes, to_bytes
+from graftlab.base.tensor_bytes import buffer_of, from_bytes
 from graftlab.errors import ShippingError, warn
 
 logger = logging.getLogger(__name__)
 
 # A captured value of this size is nearly always a mistake (a tensor or frame in a global), and every rank receives it.
 LARGE = 16 << 20
+
+# Of the pickled value, at the end of what is sent.
+_SIZE = struct.Struct("<Q")
 
 
 class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
@@ -53,7 +57,8 @@ class _ResultPacker(_Packer):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
             local = obj.to_local() if hasattr(obj, "to_local") else obj
-            return from_bytes, (to_bytes(local), local.dtype, tuple(local.shape))
+            # Of a buffer pickle makes no copy on the way, and the other side gets one that it may write.
+            return from_bytes, (pickle.PickleBuffer(buffer_of(local)), local.dtype, tuple(local.shape))
         return super().reducer_override(obj)
 
 
@@ -61,14 +66,20 @@ def _pack(value: Any, packer: type[_Packer]) -> bytes:
     buffer = io.BytesIO()
     pickler = packer(buffer)
     pickler.dump(value)
-    return pickle.dumps((pickler.sources, buffer.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
+    size = buffer.tell()
+    # After the value, which may be large: before it, it would have to be copied.
+    buffer.write(pickle.dumps(pickler.sources, protocol=pickle.HIGHEST_PROTOCOL))
+    buffer.write(_SIZE.pack(size))
+    return buffer.getvalue()
 
 
 def _unpack(blob: bytes) -> Any:
-    sources, body = pickle.loads(blob)
-    for filename, source in sources.items():
+    whole = memoryview(blob)
+    (size,) = _SIZE.unpack(whole[-_SIZE.size :])
+    # Before the value is made, whose functions' sources these are.
+    for filename, source in pickle.loads(whole[size : -_SIZE.size]).items():
         install_source(filename, source)
-    return pickle.loads(body)
+    return pickle.loads(whole[:size])
 
 
 def pack_function(function: Callable[..., Any], what: str = "the function") -> bytes:
@@ -99,11 +110,11 @@ def unpack_call(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
 
 
 def pack_result(value: Any) -> bytes:
-    """Pickle a function's result on a rank; an unpicklable one becomes an :class:`Unshipped` with its repr."""
+    """Pickle a function's result on a rank; an unpicklable one becomes an :class:`UnshippedValue` with its repr."""
     try:
         return _pack(value, _ResultPacker)
     except Exception as error:
-        return _pack(Unshipped(type(value).__qualname__, _repr(value), str(error)), _ResultPacker)
+        return _pack(UnshippedValue(type(value).__qualname__, _repr(value), str(error)), _ResultPacker)
 
 
 def _repr(value: Any) -> str:
@@ -117,10 +128,10 @@ def unpack_result(blob: bytes) -> Any:
     try:
         return _unpack(blob)
     except Exception as error:
-        return Unshipped("unknown", "<a value that cannot be loaded in the notebook>", str(error))
+        return UnshippedValue("unknown", "<a value that cannot be loaded in the notebook>", str(error))
 
 
-class Unshipped:
+class UnshippedValue:
     """Placeholder for a value that stayed on its rank because it cannot be pickled; ``why`` is the reason."""
 
     def __init__(self, kind: str, text: str, why: str) -> None:

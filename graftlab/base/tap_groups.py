@@ -48,6 +48,26 @@ def kind_of_group(group: str) -> str | None:
     return kind if "@" in group and kind in KINDS else None
 
 
+_OF_KIND = {
+    None: "{}",
+    "input": "the input {}",
+    "grad": "the gradient of {}",
+    "param_grad": "the gradient of the weight {}",
+    "optimizer": "the optimizer's {}",
+    "param": "the update of the weight {}",
+}
+
+
+def described(group: str) -> str:
+    """A group as a sentence names it.
+
+    >>> described("layers.*.q@grad")
+    'the gradient of layers.*.q'
+    """
+    kind = kind_of_group(group)
+    return _OF_KIND[kind].format(group.removesuffix(f"@{kind}") if kind else group)
+
+
 def place_in_blame(group: str) -> int:
     """Return a group's place in the order of computation: data, values, gradients, weights' gradients, update."""
     return ("input", None, "grad", "param_grad", "optimizer", "param").index(kind_of_group(group))

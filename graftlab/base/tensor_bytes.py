@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _BY_NAME = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -48,14 +50,24 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements in row-major order as bytes, from any device."""
-    return as_bytes(tensor).to("cpu").as_subclass(torch.Tensor).numpy().tobytes()
+    return buffer_of(tensor).tobytes()
 
 
-def from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Build a CPU tensor from its bytes. Raises RuntimeError if the data does not fit dtype and shape."""
+def buffer_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return the elements in row-major order as an array of bytes; of a contiguous CPU tensor it is its own memory."""
+    array: npt.NDArray[np.uint8] = as_bytes(tensor).to("cpu").as_subclass(torch.Tensor).numpy()
+    return array
+
+
+def from_bytes(data: bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Build a CPU tensor from its bytes. Raises RuntimeError if the data does not fit dtype and shape.
+
+    A bytearray becomes the tensor's own memory.
+    """
     if not data:
         return torch.empty(0, dtype=dtype, device="cpu").view(shape)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+    own = data if isinstance(data, bytearray) else bytearray(data)
+    return torch.frombuffer(own, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def assembled(

@@ -15,6 +15,27 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2 - 1]}…{text[-limit // 2 :]}"
 
 
+def listed(names: Sequence[str], last: str = "and", most: int | None = None) -> str:
+    """Names as a sentence lists them; of more than ``most`` the first three, and how many are left.
+
+    >>> listed(["q", "k", "v"], "or")
+    'q, k or v'
+    """
+    if most is not None and len(names) > most:
+        return first_of(names)
+    return f"{', '.join(names[:-1])} {last} {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many are left.
+
+    >>> first_of(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left:,} more" if left > 0 else "")
+
+
 def spans(numbers: Sequence[int]) -> str:
     """Sorted whole numbers in few characters: ``0-3, 7``.
 

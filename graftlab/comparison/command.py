@@ -33,8 +33,8 @@ _AGREE, _DIFFER, _INCONCLUSIVE = 0, 1, 2
 _INTERRUPTED = 130
 _EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
 EPILOG = (
-    "exit codes: 0, they agree to rounding; 1, they differ, located or not; 2, inconclusive, with the reason; 64, "
-    "wrong usage; 130, interrupted"
+    "exit codes: 0, the sides agree to rounding; 1, they differ; 2, inconclusive, with the reason; 64, wrong usage; "
+    "130, interrupted"
 )
 # Seconds without a terminal between two reports.
 _PATIENCE = 15.0
@@ -43,71 +43,81 @@ _SHOWN = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     refuse_wrong_usage(parser)
-    side = "a script, a command in quotes, or FILE.py:FUNCTION, a function that returns a model, or one of the inputs"
+    side = "a script, a command in quotes, or FILE.py:FUNCTION, which returns a model or takes the inputs itself"
     parser.add_argument(
-        "baseline", metavar="BASELINE", help=f"the side that you trust: {side}; or a folder of its arrays"
+        "baseline", metavar="BASELINE", help=f"the side that you trust: {side}; or a folder of recorded values"
     )
-    parser.add_argument("target", metavar="TARGET", nargs="?", help="the other side, likewise")
+    parser.add_argument(
+        "target", metavar="TARGET", nargs="?", help="the side to check: a script, a command or a function, as above"
+    )
     parser.add_argument(
         "--compiled",
         action="store_true",
         help="compare BASELINE, a function or what it returns, with the code that torch.compile makes of it",
     )
-    parser.add_argument("--backend", metavar="NAME", help="of torch.compile, with --compiled (default: inductor)")
+    parser.add_argument("--backend", metavar="NAME", help="the backend for --compiled (default: inductor)")
     parser.add_argument(
-        "--inputs", metavar="FILE.py:NAME", help="of two functions: the function that returns the models' inputs"
+        "--inputs", metavar="FILE.py:NAME", help="for functions: the models' inputs, or a function that returns them"
     )
     parser.add_argument(
         "--pattern",
         metavar="TEXT",
-        help="of a folder of arrays: its files' names without suffix, such as {index}_{name} or step{step}.{name}",
+        help="for a folder: how its files are named without suffix, such as {index}_{name} or step{step}.{name}",
     )
     parser.add_argument(
         "--backward",
         action="store_true",
-        help="of two functions: judge a backward pass too, as scripts that train have",
+        help="for functions: also compare a backward pass (for scripts, results that need gradients decide)",
     )
     scripts = parser.add_argument_group("scripts and commands")
     scripts.add_argument("--calls", type=int, default=4, help="judge at most this many calls of models (default: 4)")
     scripts.add_argument(
         "--training",
         action="store_true",
-        help="judge training: the target begins with the baseline's weights, and an optimizer must make a step",
-    )
-    scripts.add_argument("--model", metavar="CLASS", help="hold the calls of models of this class alone")
-    scripts.add_argument(
-        "--ranks", metavar="B,T", help="the numbers of ranks of both sides (default: as torchrun says)"
+        help="compare training: the target starts with the baseline's weights, and an optimizer must make a step",
     )
     scripts.add_argument(
-        "--inject", action="store_true", help="lend this copy of graftlab to an environment that has none"
+        "--model",
+        metavar="NAME",
+        help="compare only the calls of models of this class, or of one model, such as Net[1], the second Net called",
+    )
+    scripts.add_argument(
+        "--ranks", metavar="B,T", help="the number of ranks of each side (default: read from torchrun's options)"
+    )
+    scripts.add_argument(
+        "--inject", action="store_true", help="use this copy of graftlab in an environment that has none"
     )
     scripts.add_argument("--keep-going", action="store_true", help="let the scripts continue after the answer")
     scripts.add_argument(
         "--no-restart",
         dest="restart",
         action="store_false",
-        help="do not start the scripts again where a call or an update cannot be repeated; the answer is inconclusive",
+        help="answer `inconclusive`, rather than start the scripts again, if a call or update cannot be repeated",
     )
     judging = parser.add_argument_group("what is compared")
     judging.add_argument("--include", metavar="FILTER", help="tap the modules that match, such as \"type == 'Linear'\"")
     judging.add_argument(
-        "--functions", metavar="NAME,...", default="", help="tap calls of these torch functions inside the model too"
+        "--functions", metavar="NAME,...", default="", help="also tap calls of these torch functions inside the model"
     )
     judging.add_argument(
         "--inside", metavar="FILTER", help="tap the values inside the forward of the modules that match"
     )
     match = judging.add_mutually_exclusive_group()
     match.add_argument("--match", action="store_true", default=None, help="pair taps by value, whatever their names")
-    match.add_argument("--no-match", dest="match", action="store_false", help="pair taps by their names alone")
-    judging.add_argument("--output", metavar="TAP", help="the tap at which effects are measured")
-    judging.add_argument("--floor", type=float, metavar="REL_L2", help="what rounding explains (default: measured)")
-    judging.add_argument("--threshold", type=float, default=5.0, help="times its floor that a tap may add (default: 5)")
+    match.add_argument("--no-match", dest="match", action="store_false", help="pair taps only by name")
+    judging.add_argument("--output", metavar="TAP", help="the tap that counts as the output (default: the last)")
+    judging.add_argument("--floor", type=float, metavar="REL_L2", help="the noise floor (default: measured)")
+    judging.add_argument(
+        "--threshold", type=float, default=5.0, help="multiple of the floor that a tap may add (default: 5)"
+    )
     answer = parser.add_argument_group("the answer")
-    answer.add_argument("--report", type=Path, metavar="FILE", help="the page to write (default: in the run folder)")
+    answer.add_argument(
+        "--report", type=Path, metavar="FILE", help="where to write the HTML page (default: the run folder)"
+    )
     answer.add_argument("--open", action="store_true", help="open the page in a browser")
     answer.add_argument("--json", action="store_true", help="print the answer as JSON")
     answer.add_argument("--folder", type=Path, help="the run folder (default: a new one, see `graftlab runs`)")
-    parser.add_argument("--device", help="of two functions: cpu, cuda or cuda:N (default: the GPUs if there are any)")
+    parser.add_argument("--device", help="for functions: cpu, cuda or cuda:N (default: the GPUs, if any)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for a side (default: 600)")
 
 
@@ -129,8 +139,10 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"graftlab compare: {error}\n")
         return _INCONCLUSIVE
     except KeyboardInterrupt as interrupt:
-        known = next((each for each in interrupt.args if isinstance(each, str)), "Nothing was judged yet.")
-        text = f"interrupted; both sides have ended. {known}"
+        from graftlab.comparison.held_calls import known_at
+
+        known = known_at(interrupt) or ["Nothing was judged yet."]
+        text = f"interrupted; both sides have ended. {' '.join(known)}"
         if arguments.json:
             _write_json({"answer": "inconclusive", "exit_code": _INTERRUPTED, "text": text})
         else:

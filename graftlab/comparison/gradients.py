@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graftlab.base.tap_groups import kind_of
-from graftlab.base.text import counted, spans
+from graftlab.base.text import counted, first_of, spans
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.ranks.held_update import TensorSample, UpdateDescription
 from graftlab.verdict.added import coarser_dtype
@@ -81,7 +81,7 @@ def judge_gradients(
     unseen = []
     small = list(dict.fromkeys(line.name for line in lines if line.is_small))
     if small:
-        unseen.append(f"the gradients of {listed(small)}, which are hardly above what rounding leaves of zero.")
+        unseen.append(f"the gradients of {first_of(small, _SHOWN)}, which are barely above rounding noise.")
     lines = [line for line in lines if not line.is_small]
     absent = _absent(baseline[0], target[0], {line.name: line.target_name for line in lines})
     factor, alike = _common_factor(lines)
@@ -118,21 +118,24 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
     if times is None or abs(times - 1) <= _SUM:
         return None
     return (
-        f"The target's {what} that are {times:.4g} times the baseline's, and what follows takes that factor out: "
-        "clipping does so only while it clips, and a scaler always."
+        f"The target's {what} that are {times:.4g} times the baseline's, and a later step divides them by "
+        "that factor: clipping does so only while it clips, a scaler always."
     )
 
 
 def _is_unscaled(baseline: UpdateDescription, target: UpdateDescription) -> bool:
-    """Whether both sides only multiply their gradients by a power of two after the backward passes.
+    """Whether both sides take out just what they have multiplied their losses by, after the backward passes.
 
-    A program that scales its loss takes the factor out like this, and exactly. Clipping multiplies by any number.
+    Then they multiply by a power of two, exactly, or one side does not change its gradients at all. Clipping multiplies
+    by any number, and brings equal updates of other losses only where it clips on both sides.
     """
-    for each in (baseline, target):
-        factor = _changed_afterwards(each)
-        if factor is None or abs(2.0 ** round(math.log2(factor)) / factor - 1) > _EXACT:
-            return False
-    return True
+    factors = [_changed_afterwards(each) for each in (baseline, target)]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < len(factors):
+        return False
+    if any(abs(factor - 1) <= _EXACT for factor in known):
+        return True
+    return all(abs(2.0 ** round(math.log2(factor)) / factor - 1) <= _EXACT for factor in known)
 
 
 def _lines(
@@ -198,7 +201,7 @@ def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapp
         none = [n for n in own.without_gradient if partner.get(n, n) in other.gradients and n not in frozen]
         for names, why in ((frozen, "does not train"), (none, "has no gradient for")):
             if names:
-                said.append(f"The {side} {why} {listed(names)}, and the {opposite} does.")
+                said.append(f"The {side} {why} {first_of([*names], _SHOWN)}, and the {opposite} does.")
     return said
 
 
@@ -221,7 +224,7 @@ def _sum_of_ranks(
             fits.append(apart and _distance(expected.values, torch.stack(found).sum(0) / divisor) <= limit)
         if fits and all(fits):
             ranks = spans(range(len(target)))
-            names = listed(list(limits))
+            names = first_of([*limits], _SHOWN)
             return (
                 f"The target's ranks {ranks} {what} to the baseline's gradient of {names}, and each has only its "
                 "part: a reduction over the ranks is missing."
@@ -247,7 +250,7 @@ def _sum_of_steps(
             other_side = "baseline" if side == "target" else "target"
             return (
                 f"The {side}'s gradients are those of the {other_side} plus the {side}'s own of the last update "
-                f"({listed(named)}): they are not set to zero in between (zero_grad)."
+                f"({first_of([*named], _SHOWN)}): they are not set to zero in between (zero_grad)."
             )
     return None
 
@@ -275,7 +278,7 @@ def _in_words(over: Sequence[_Line], named: Sequence[str], factor: float) -> str
     verb = "differs" if len(named) == 1 else "differ"
     subject = "gradient" if len(named) == 1 else "gradients"
     apart = " apart from the factor below" if factor != 1.0 else ""
-    return f"The {subject} of {listed(shown)} {verb}{apart}."
+    return f"The {subject} of {first_of([*shown], _SHOWN)} {verb}{apart}."
 
 
 def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
@@ -283,8 +286,8 @@ def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
         return f"All gradients that the optimizer reads are {factor:.6g} times the baseline's."
     others = counted(alike, "other weight")
     return (
-        f"The gradients of the {others} are {factor:.6g} times the baseline's, as where clipping by the norm of all "
-        "gradients follows from these; the factor is taken out of the above."
+        f"The gradients of the {others} are {factor:.6g} times the baseline's, as when clipping by the global norm "
+        "follows from the gradients above, which are shown without this factor."
     )
 
 
@@ -298,12 +301,12 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
         if factor is not None and abs(factor - 1) > limit:
             said.append(
                 f"The loss gives the model's results gradients that are {factor:.6g} times the baseline's: it is a "
-                "mean on one side and a sum on the other, or has another scale or number of micro-batches."
+                "mean on one side and a sum on the other, or its scale or the number of micro-batches differs."
             )
         elif factor is None:
             said.append(
                 f"The gradients that the loss gives the model's results differ (rel_l2 "
-                f"{_distance(one.values, other.values):.2g}): the loss or what it is compared with differs."
+                f"{_distance(one.values, other.values):.2g}): the loss or its labels differ."
             )
         else:
             said.append("The gradients that the loss gives the model's results agree.")
@@ -368,10 +371,3 @@ def _factor(one: TensorSample, other: TensorSample) -> float | None:
         return None
     apart = float((other.values - factor * one.values).norm()) / (factor * math.sqrt(square))
     return factor if apart <= max(_SUM, assumed_floor([one.dtype, other.dtype])[0]) else None
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few of these names, and the number of the others."""
-    every = list(names)
-    left = len(every) - _SHOWN
-    return ", ".join(every[:_SHOWN]) + (f" and {left} more" if left > 0 else "")

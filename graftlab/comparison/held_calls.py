@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from graftlab.base.text import counted
+from graftlab.base.tap_groups import kind_of_group
+from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.diffs.results import ResultDifference, compare_named
+from graftlab.diffs.results import ResultDifference, compare_named, values_of_other_shapes, written_on_one_side
 from graftlab.diffs.rounding import assumed_floor, roundoff
-from graftlab.errors import MatchError, SessionError
+from graftlab.errors import MatchError, SessionError, WaitInterrupted
+from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import CallDescription, drop_backward, repeat_call, try_backward
 from graftlab.verdict.unexplained import compare_returned
@@ -33,6 +35,8 @@ Answer = Literal["agree", "differ", "inconclusive"]
 
 # The share of the taps of the side with fewer that must have a partner of the same name, or taps are matched by value.
 _ENOUGH = 0.8
+# Rows of one side times those of the other, of results that are compared row by row.
+_MOST_ROW_PAIRS = 1 << 24
 # Sentences on weights that have another weight's values.
 _MOST_WEIGHTS = 4
 
@@ -58,12 +62,16 @@ class Comparison(Verdict):
 
     @property
     def text(self) -> str:
-        return "\n".join(filter(None, [*self.remarks, super().text, self.how]))
+        first, last = self._remarks()
+        return "\n".join(filter(None, [*first, super().text, *last]))
+
+    def _remarks(self) -> tuple[list[str], list[str]]:
+        """The remarks that come before the verdict, which they may overturn, and those that come after it."""
+        first = [each for each in self.remarks if not each.startswith(NOT_CHECKED)]
+        return first, [each for each in [*self.remarks, self.how] if each and each not in first]
 
     def _html(self) -> str:
-        first = [each for each in self.remarks if not each.startswith(NOT_CHECKED)]
-        last = [each for each in [*self.remarks, self.how] if each and each not in first]
-        # The remarks may overturn the verdict, as the first sentences of a verdict may.
+        first, last = self._remarks()
         bold = "".join(f"<p><b>{html.escape(each)}</b></p>" for each in first)
         return bold + super()._html() + "".join(f"<p>{html.escape(each)}</p>" for each in last)
 
@@ -129,10 +137,13 @@ def judge_held_calls(
     """
     session = repeats.session
     remarks = list(_not_trusted(baseline, target))
-    if proposal is None and (choice.match or (choice.match is None and not names_pair(baseline[0], target[0]))):
+    if proposal is None and (choice.match or (choice.match is None and not _pair_by_names(baseline, target))):
         try:
             proposal = repeats.match()
             session.edit(pairs=proposal)
+            if INTERRUPTED in proposal.notices:
+                # The match keeps what it knows; what would follow was to be interrupted too.
+                raise KeyboardInterrupt(_paired(proposal, target[0]))
         except MatchError as error:
             remarks.append(f"Taps could not be paired by value: {error}")
     backward = _add_backward(repeats, baseline, target)
@@ -141,7 +152,7 @@ def judge_held_calls(
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
     pairs = session.plan.pairs
-    results = compare_returned([each.plain for each in baseline], [each.plain for each in target], pairs)
+    results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     answer = answer_of(verdict.findings, trusted, results.compared)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
     if answer == "agree" and without_taps:
@@ -154,7 +165,22 @@ def judge_held_calls(
     moved = outputs_move_rows(pairs) and not _have_equal_rows(baseline, target, choice.threshold)
     if answer == "agree" and moved:
         answer = "inconclusive"
-    if answer == "inconclusive" and trusted and not results.compared:
+    # Ranks that are not as many may each have a part, and a match may have found the rows, or another layout.
+    matched = proposal is not None
+    unlike = (
+        values_of_other_shapes(baseline[0].plain, target[0].plain, matched=matched)
+        if len(baseline) == len(target) and not outputs_move_rows(pairs)
+        else []
+    )
+    given_alike = trusted and any(kind_of_group(group) == "input" for group in verdict.findings.frame["group"])
+    cannot_tell = trusted and not results.compared
+    other_batch = answer == "inconclusive" and cannot_tell and not given_alike
+    remarks += (_other_batch(baseline, target) if other_batch else []) or unlike[:1]
+    if unlike and trusted and answer != "differ":
+        # From equal inputs, another number of values is another result.
+        resized = values_of_other_shapes(baseline[0].returned, target[0].returned, matched=True)
+        answer = "differ" if given_alike and resized else "inconclusive"
+    if answer == "inconclusive" and cannot_tell and not unlike:
         remarks.append(
             "The results of the two calls could not be compared, so the taps that agree do not clear the target."
         )
@@ -178,10 +204,9 @@ def judge_against_recording(
     verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
     answer = answer_of(verdict.findings, not remarks, False)
     if sketched := baseline.sketched:
-        shown = ", ".join(sketched[:4]) + (f" and {len(sketched) - 4} more" if len(sketched) > 4 else "")
         remarks.append(
-            f"{NOT_CHECKED}the single values of {shown}, of which the recording has sketches: they show how far two "
-            "tensors are apart, and not where. They cannot be grafted."
+            f"{NOT_CHECKED}the single values of {first_of(sketched, 4)}: the recording has only sketches of them, "
+            "which show how far two tensors are apart, and not where. They cannot be grafted."
         )
     remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked((), target)]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
@@ -192,8 +217,29 @@ def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
     return _enough_in_common(set(baseline.taps), set(target.taps))
 
 
+def _pair_by_names(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:
+    """Whether taps of one name pair: not if the names differ, or the results have other rows, as a packed batch has."""
+    if not names_pair(baseline[0], target[0]):
+        return False
+    if len(baseline) != 1 or len(target) != 1 or any(call.needs_backward for call in (*baseline, *target)):
+        # Ranks have parts of a batch, and so have the calls that lead to one update.
+        return True
+    ours, theirs = baseline[0].returned, target[0].returned
+    return all(ours[path].shape == theirs[path].shape for path in ours if path in theirs)
+
+
 def _enough_in_common(ours: set[str], theirs: set[str]) -> bool:
     return len(ours & theirs) >= _ENOUGH * min(len(ours), len(theirs))
+
+
+def _paired(proposal: Proposal, target: CallDescription) -> str:
+    paired = len({pair.target for pair in proposal.graftable})
+    return f"{paired} of {counted(len(target.taps), 'tap')} of the target had a partner."
+
+
+def known_at(interrupt: KeyboardInterrupt) -> list[str]:
+    """What was known of a comparison at its interrupt. An interrupted wait has a message on runs, which have ended."""
+    return [] if isinstance(interrupt, WaitInterrupted) else [each for each in interrupt.args if isinstance(each, str)]
 
 
 def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
@@ -210,7 +256,8 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
             said.append(
                 f"The {side}'s call of {calls[0].model} cannot be replayed: from the same state, arguments and random "
                 f"numbers it returns something else ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
-                f"State outside the model and its arguments, or random numbers of another source, may change it."
+                f"State outside the model and its arguments, random numbers of another source, or memory that is read "
+                "before anything is written to it (torch.empty), may change it."
             )
     return said
 
@@ -237,23 +284,58 @@ def _shows_output(findings: Findings) -> bool:
 
 
 def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription], threshold: float) -> bool:
-    """Whether the results have equal rows on both sides, in whichever order; False where that cannot be seen."""
+    """Whether the results have equal rows on both sides, in whichever order; False where that cannot be seen.
+
+    Where one side has fewer rows, as without padding, the other has all of them.
+    """
     ours, theirs = baseline[0].plain, target[0].plain
     if len(baseline) != 1 or len(target) != 1 or ours.keys() != theirs.keys() or not ours:
         return False
     for path, tensor in ours.items():
-        if tensor.shape != theirs[path].shape:
+        one, other = _rows_of(tensor), _rows_of(theirs[path])
+        if one.shape[1] != other.shape[1] or len(one) * len(other) > _MOST_ROW_PAIRS:
             return False
-        sorted_rows = {path: _in_one_order(tensor)}, {path: _in_one_order(theirs[path])}
+        if len(one) != len(other):
+            one, other = _nearest(one, other) if len(one) > len(other) else _nearest(other, one)[::-1]
+        sorted_rows = {path: _in_one_order(one)}, {path: _in_one_order(other)}
         differences, _ = compare_named(*sorted_rows)
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
             return False
     return True
 
 
-def _in_one_order(tensor: Tensor) -> Tensor:
-    """The rows of a tensor, sorted by their sums under random weights, in its own dtype."""
-    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+def _rows_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+
+
+def _nearest(more: Tensor, fewer: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the side with more rows those that are nearest to the other's, each once, and the other's rows."""
+    apart = torch.cdist(fewer.double(), more.double())
+    chosen = []
+    for row in apart:
+        chosen.append(int(row.argmin()))
+        # Equal rows, as of one token, have partners of their own.
+        apart[:, chosen[-1]] = math.inf
+    return more[chosen], fewer
+
+
+def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    """A sentence if the results differ in their numbers of rows alone, as those of batches of other sizes."""
+    ours, theirs = baseline[0].returned, target[0].returned
+    shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
+    # The ranks of a side may each have a part of the batch.
+    if len(baseline) != 1 or len(target) != 1 or not shapes:
+        return []
+    if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
+        return []
+    return [
+        f"The calls have batches of other sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
+        "target, so they are not the same work: let both sides call their models with the same batch."
+    ]
+
+
+def _in_one_order(rows: Tensor) -> Tensor:
+    """The rows, sorted by their sums under random weights, in their own dtype."""
     weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return rows[(rows.double() @ weights).argsort()]
 
@@ -298,9 +380,14 @@ def _change(call: CallDescription) -> float:
 
 def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     said = []
+    if written := list(dict.fromkeys(what for call in (*baseline, *target) for what in call.not_compared)):
+        more = f" and {len(written) - 3} more" if len(written) > 3 else ""
+        said.append(f"{', '.join(written[:3])}{more}: it is large, or not the same when the call is repeated.")
+    for ours, theirs in zip(baseline[:1], target[:1], strict=False):
+        said += [f"{each}." for each in written_on_one_side(ours.plain, theirs.plain)]
     for side, calls in (("baseline", baseline), ("target", target)):
         for call in calls[:1]:
-            dtype = next((str(t.dtype).removeprefix("torch.") for t in call.plain.values()), "float32")
+            dtype = next((str(t.dtype).removeprefix("torch.") for t in call.returned.values()), "float32")
             limit = assumed_floor([dtype])[0] if roundoff(dtype) else 0.0
             if (change := _change(call)) > limit:
                 said.append(
@@ -332,7 +419,7 @@ def why_no_backward(calls: Sequence[CallDescription]) -> str | None:
     """Why the backward passes of these calls cannot be compared; None if they can."""
     if not all(call.needs_backward for call in calls):
         return "the results of one side alone need gradients"
-    shapes = [[tensor.shape for tensor in call.plain.values()] for call in calls]
+    shapes = [[tensor.shape for tensor in call.returned.values()] for call in calls]
     if any(each != shapes[0] for each in shapes):
         return "results of different shapes have no gradients in common"
     return None

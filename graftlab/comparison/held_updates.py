@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
-from graftlab.comparison.gradients import GradientFindings, judge_gradients, listed
+from graftlab.base.text import first_of
+from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, answer_of
 from graftlab.control.core import lend_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
@@ -71,12 +72,10 @@ def judge_held_updates(
     elif has_closure:
         remarks.append("From equal weights and state both sides compute different steps.")
         if not _differs_in_first_call(findings):
-            remarks.append(
-                "The first call of the closure agrees. Its later calls have weights that the step has moved, so what "
-                "is named in the model follows from the step."
-            )
+            remarks.append("The closure's first call agrees; its later calls have weights that the step has moved.")
+            findings = replace(findings, frame=_model_inherits(findings))
     elif not gradients.sentences:
-        remarks.append("The gradients agree, and the updates that are computed from equal ones differ.")
+        remarks.append("The gradients agree, and the updates computed from them differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
     findings = replace(
         findings,
@@ -111,13 +110,24 @@ def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
     return frame.assign(label="culprit")
 
 
+def _of_model(findings: Findings) -> pd.Series[bool]:
+    """Which rows are named values or gradients of the model, not of the update."""
+    kinds = findings.frame["tags"].map(kind_of)
+    return (kinds.isna() | (kinds == "grad")) & findings.frame["group"].isin(findings.named)
+
+
 def _differs_in_first_call(findings: Findings) -> bool:
     """Whether a value or a gradient of the model is named where the closure calls it first."""
-    frame = findings.frame
-    kinds = frame["tags"].map(kind_of)
-    of_model = kinds.isna() | (kinds == "grad")
-    over = frame["group"].isin(findings.named) & (frame["ratio"] > findings.threshold)
-    return bool((of_model & over & (frame["occurrence"] == 0)).any())
+    over = findings.frame["ratio"] > findings.threshold
+    return bool((_of_model(findings) & over & (findings.frame["occurrence"] == 0)).any())
+
+
+def _model_inherits(findings: Findings) -> pd.DataFrame:
+    """The frame where the model is not named for what follows from the step, if anything else is named."""
+    of_model = _of_model(findings)
+    if not (findings.frame["group"].isin(findings.named) & ~of_model).any():
+        return findings.frame
+    return findings.frame.assign(label=findings.frame["label"].mask(of_model, "inherited"))
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -130,7 +140,7 @@ def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             if kind_of(row["tags"]) == kind and not (row["rel_l2"] or 0.0) <= _DRIFT * roundoff(coarser_dtype(row))
         ]
         if differing:
-            said.append(f"{what} before this update: {listed(differing)}.")
+            said.append(f"{what} before this update: {first_of([*differing], 4)}.")
     return said
 
 
@@ -139,7 +149,7 @@ def _not_taken(taken: pd.DataFrame) -> list[str]:
     left = taken[~taken["status"].isin(MEASURED)]
     if not len(left):
         return []
-    names = listed(dict.fromkeys(left["name"]))
+    names = first_of([*dict.fromkeys(left["name"])], 4)
     return [f"the update from equal values for {names}: the baseline's value could not be grafted there."]
 
 
@@ -162,14 +172,14 @@ def _differing_settings(
             if one is not None and other is not None and one != other:
                 differing.setdefault((one, other), []).append(name)
         for (one, other), names in differing.items():
-            where = "" if len(names) == len(pairs) else f", for {listed(names)}"
+            where = "" if len(names) == len(pairs) else f", for {first_of([*names], 4)}"
             verb = "are" if isinstance(one, tuple) else "is"
             said.append(f"The optimizer's {setting} {verb} {one} on the baseline and {other} on the target{where}.")
     apart = [name for name, partner in pairs.items() if baseline.dtypes.get(name) != target.dtypes.get(partner)]
     if apart:
         one, other = baseline.dtypes.get(apart[0]), target.dtypes.get(pairs[apart[0]])
         said.append(
-            f"The weights are {one} on the baseline and {other} on the target: {listed(apart)}. An update below their "
-            "rounding is lost."
+            f"The weights are {one} on the baseline and {other} on the target: {first_of([*apart], 4)}. "
+            "An update below their rounding is lost."
         )
     return said

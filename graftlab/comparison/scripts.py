@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted
 from graftlab.base.world import Side
+from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
 from graftlab.comparison.held_calls import (
     Answer,
     Comparison,
@@ -22,6 +23,18 @@ from graftlab.comparison.held_calls import (
     Repeats,
     is_beyond_rounding,
     judge_held_calls,
+    known_at,
+)
+from graftlab.comparison.held_units import (
+    SIDES,
+    Held,
+    described_as,
+    failure_of,
+    have_equal_shapes,
+    other_exit_code,
+    trains,
+    why_not_held,
+    why_not_repeated,
 )
 from graftlab.comparison.held_updates import judge_held_updates
 from graftlab.comparison.started_scripts import (
@@ -41,7 +54,6 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.held_call import (
     CallDescription,
-    ScriptEnd,
     describe_call,
     describe_result,
     keep_given,
@@ -50,6 +62,7 @@ from graftlab.ranks.held_call import (
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
+from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED
 
@@ -61,19 +74,22 @@ _HOW = (
     "for each run from the same state; nothing else in the scripts was repeated."
 )
 _REFUSED = "What cannot be repeated in its process is judged where the scripts are started again for each run:"
+# Calls that raise, after which a script is not waited for any more.
+_MOST_RAISING = 16
+_AFTER_A_TIE = f"{NOT_CHECKED}what the scripts compute from different tokens."
+_NOTHING_TO_JUDGE = "a script ended before there was a call of both sides to judge"
 _NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
 # Seconds in which the results of further calls are compared, at least.
 _LOOK_AT_RESULTS = 10.0
 # Calls without an update after which none is expected any more.
 _MOST_WITHOUT_UPDATE = 64
 
-# Seconds in which a script's processes end after one of them has.
-_END_LIMIT = 60.0
 # The sentence of a verdict on weights begins with this.
 _WEIGHTS_DIFFER = "The weights already differ"
 
 logger = logging.getLogger(__name__)
 
+_Calls = tuple[CallDescription, CallDescription]
 OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
 
 
@@ -130,41 +146,12 @@ def compare_scripts(
                 process.keeps_going = True
             session.run(leave, leave)
         return compared
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         session.close()
-        raise KeyboardInterrupt(held.known) from None
+        raise KeyboardInterrupt(" ".join([held.known, *known_at(interrupt)])) from None
     except BaseException:
         session.close()
         raise
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What the ranks of both sides report of what they hold."""
-
-    baseline: Sequence[object]
-    target: Sequence[object]
-
-    def of(self, side: Side) -> Sequence[object]:
-        return self.baseline if side == "baseline" else self.target
-
-    def holds(self, side: Side, kind: type[object]) -> bool:
-        """Whether all ranks of a side hold one of this kind."""
-        return all(isinstance(result, kind) for result in self.of(side))
-
-    def both_hold(self, kind: type[object]) -> bool:
-        return self.holds("baseline", kind) and self.holds("target", kind)
-
-    @property
-    def behind(self) -> Side | None:
-        """The side that calls its model once more, where the other makes its update already."""
-        for side, other in _SIDES:
-            if self.holds(side, CallDescription) and self.holds(other, UpdateDescription):
-                return side
-        return None
-
-
-_SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "baseline"))
 
 
 class _HeldInTurn:
@@ -193,6 +180,11 @@ class _HeldInTurn:
         # The comparison of calls that have other numbers of rows on both sides, if no update follows.
         self._unpaired: Comparison | None = None
         self._buffers: set[str] = set()
+        # Sentences on calls that raise.
+        self._raised: list[str] = []
+        # The newest calls of the first ranks, and those before them.
+        self._newest: _Calls | None = None
+        self._before: _Calls | None = None
         # The numbers of calls and updates that have been judged.
         self._judged: tuple[int, int] | None = None
         self._compared: Comparison
@@ -201,10 +193,12 @@ class _HeldInTurn:
     def judge(self) -> Comparison:
         held = self._first()
         while True:
-            while (side := held.behind) is not None and (following := self._next(side, held)) is not None:
-                held = following
-            if held.behind is not None:
+            if (following := self._brought_together(held)) is None:
                 return self._concluded([_NOT_ALL])
+            held = following
+            if held.both_hold(CallDescription):
+                ours, theirs = described_as(held, CallDescription)
+                self._before, self._newest = self._newest, (ours[0], theirs[0])
             if held.both_hold(UpdateDescription):
                 compared = self._judge_update(held)
             elif not held.both_hold(CallDescription):
@@ -215,6 +209,8 @@ class _HeldInTurn:
                 held = self._described_whole(held)
                 compared = self._judge_call(held)
                 if self._may_be_micro_batches(compared, held):
+                    # It was not compared, so it is none of those that agree.
+                    self._models.pop()
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
             self._compared = compared
@@ -228,7 +224,7 @@ class _HeldInTurn:
     @property
     def known(self) -> str:
         """What is known so far, in a sentence."""
-        if not self._judged:
+        if not self._judged or not any(self._judged):
             return "Nothing was judged yet."
         return f"So far: {self._agreed(self._models[: self._judged[0]], self._judged[1])}"
 
@@ -243,13 +239,13 @@ class _HeldInTurn:
             return self._with(self._compared, (why, self._agreed(), *said), "inconclusive")
         return self._with(self._compared, (self._agreed(), *said))
 
-    def _first(self) -> _Held:
+    def _first(self) -> Held:
         if self._choice.training:
             take_baseline_weights(self._session)
         run = self._session.run(describe_call, describe_call)
-        return _Held(run.baseline, run.target)
+        return Held(run.baseline, run.target)
 
-    def _next(self, side: Side | None, before: _Held) -> _Held | None:
+    def _next(self, side: Side | None, before: Held) -> Held | None:
         """Let the scripts continue, or only the one of this side, to what they hold next; None if time is over."""
         ours, theirs = side in (None, "baseline"), side in (None, "target")
         self._session.run(release_call if ours else None, release_call if theirs else None)
@@ -262,18 +258,45 @@ class _HeldInTurn:
         self._run = run
         if not run.done:
             return None
-        return _Held(run.baseline if ours else before.baseline, run.target if theirs else before.target)
+        return Held(run.baseline if ours else before.baseline, run.target if theirs else before.target)
+
+    def _brought_together(self, held: Held) -> Held | None:
+        """Let a side continue whose call raises, or which calls where the other makes its update; None if time is over.
+
+        Raises :class:`SessionError` if calls only raise.
+        """
+        following: Held | None = held
+        while following is not None:
+            held = following
+            if raising := held.raising:
+                following = self._next_of(raising, held)
+            elif (side := held.behind) is not None:
+                following = self._next(side, held)
+            else:
+                return held
+        return None
+
+    def _next_of(self, raising: Sequence[tuple[Side, CallDescription]], held: Held) -> Held | None:
+        """Let the sides continue whose calls raise: their scripts may expect that, and call again."""
+        if len(self._raised) >= _MOST_RAISING:
+            raise SessionError("\n".join(self._raised))
+        for side, call in raising:
+            self._raised.append(
+                f"{NOT_CHECKED}the {side}'s call {call.number} of {call.model}, which raises {call.raises}; its script "
+                "has continued."
+            )
+        return self._next(raising[0][0] if len(raising) == 1 else None, held)
 
     @property
     def _are_judged(self) -> bool:
         """Whether as many calls have been judged as are asked for."""
         return len(self._models) >= self._choice.calls
 
-    def _look_at_results(self, held: _Held) -> Comparison | None:
+    def _look_at_results(self, held: Held) -> Comparison | None:
         """The comparison so far if the results of this call agree, or say nothing; None if the call must be judged."""
-        if _trains(held) or self._unpaired is not None:
+        if trains(held) or self._unpaired is not None:
             return self._compared
-        ours, theirs = _described(held, CallDescription)
+        ours, theirs = described_as(held, CallDescription)
         pairs = self._session.plan.pairs
         found = compare_returned([each.plain for each in ours], [each.plain for each in theirs], pairs)
         if any(is_beyond_rounding(each, self._choice.judging.threshold) for each in found.differences):
@@ -284,23 +307,24 @@ class _HeldInTurn:
             self._judged_by = 0.0
         return self._compared
 
-    def _described_whole(self, held: _Held) -> _Held:
+    def _described_whole(self, held: Held) -> Held:
         if not self._are_judged:
             return held
         run = self._session.run(describe_call, describe_call)
-        return _Held(run.baseline, run.target)
+        self._newest = run.baseline[0], run.target[0]
+        return Held(run.baseline, run.target)
 
-    def _judges_calls(self, held: _Held) -> bool:
+    def _judges_calls(self, held: Held) -> bool:
         """Whether this call is judged: not if all were that are asked for, or if the sides cut the batch otherwise."""
         self._since_update += 1
         if self._are_judged:
             return False
-        return self._unpaired is None or _have_equal_shapes(held)
+        return self._unpaired is None or have_equal_shapes(held)
 
-    def _is_enough(self, held: _Held) -> bool:
+    def _is_enough(self, held: Held) -> bool:
         if held.both_hold(UpdateDescription):
             return self._are_judged or self._updates >= self._choice.calls
-        if _trains(held):
+        if trains(held):
             # The update that a judged call leads to is judged too.
             return self._since_update >= _MOST_WITHOUT_UPDATE
         if not self._are_judged:
@@ -314,11 +338,11 @@ class _HeldInTurn:
             self._judged_by = 0.0 if self._choice.keep_going else now + max(now - self._began, _LOOK_AT_RESULTS)
         return now > self._judged_by
 
-    def _may_be_micro_batches(self, compared: Comparison, held: _Held) -> bool:
-        return compared.answer == "inconclusive" and _trains(held) and not _have_equal_shapes(held)
+    def _may_be_micro_batches(self, compared: Comparison, held: Held) -> bool:
+        return compared.answer == "inconclusive" and trains(held) and not have_equal_shapes(held)
 
-    def _judge_call(self, held: _Held) -> Comparison:
-        baseline, target = _described(held, CallDescription)
+    def _judge_call(self, held: Held) -> Comparison:
+        baseline, target = described_as(held, CallDescription)
         models = baseline[0].model, target[0].model
         self._buffers = {group_of(name) for each in (*baseline, *target) for name in each.buffers}
         known = self._proposals.get(models)
@@ -326,10 +350,10 @@ class _HeldInTurn:
             # Pairs of other models are in force.
             self._session.edit(pairs=known)
         judging = self._choice.judging
-        why = _why_not_held(baseline, target)
+        why = why_not_held(baseline, target)
         if why is None or self._started is None:
             compared = judge_held_calls(Repeats(self._session), baseline, target, judging, known)
-            why = why or _why_not_repeated(compared)
+            why = why or why_not_repeated(compared)
         if why is not None and self._started is not None:
             self._announce(announcement(why))
             compared = self._started.judge_call(baseline, target, judging, known)
@@ -344,20 +368,20 @@ class _HeldInTurn:
                 self._apart[name] = max(self._apart.get(name, 0.0), float(error))
         return compared
 
-    def _judge_update(self, held: _Held) -> Comparison:
-        baseline, target = _described(held, UpdateDescription)
+    def _judge_update(self, held: Held) -> Comparison:
+        baseline, target = described_as(held, UpdateDescription)
         self._updates += 1
         self._since_update = 0
         proposal = next(reversed(self._proposals.values()), None)
         judging = self._choice.judging
-        why = _why_not_held(baseline, target)
+        why = why_not_held(baseline, target)
         if why is None or self._started is None:
             if any(each.has_closure for each in (*baseline, *target)):
                 self._updates -= 1
                 return self._refused(self._passed())
             repeats = Repeats(self._session)
             compared = judge_held_updates(repeats, baseline, target, judging, proposal, self._apart)
-            why = why or _why_not_repeated(compared)
+            why = why or why_not_repeated(compared)
         if why is not None and self._started is not None:
             self._announce(announcement(why))
             compared = self._started.judge_update(baseline, target, judging, proposal, self._apart)
@@ -395,11 +419,11 @@ class _HeldInTurn:
         starts = self._started.starts if self._started is not None else 0
         how = how_started(starts) if starts else _HOW
         elsewhere = [
-            f"{NOT_CHECKED}calls of models in processes that the {side} forks, such as a data loader's workers."
-            for side, _ in _SIDES
+            f"{NOT_CHECKED}calls of models in other processes of the {side}, such as a data loader's workers."
+            for side, _ in SIDES
             if uncompared_calls(self._session.folder, side).exists()
         ]
-        remarks = (*said, *compared.remarks, *elsewhere)
+        remarks = (*said, *compared.remarks, *self._raised, *elsewhere)
         return replace(compared, remarks=remarks, answer=answer or compared.answer, how=how, starts=starts)
 
     def _agreed(self, models: Sequence[str] | None = None, updates: int | None = None) -> str:
@@ -407,6 +431,8 @@ class _HeldInTurn:
         listed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
         made = self._updates if updates is None else updates
         listed += [f"{counted(made, 'update')} of the weights"] if made else []
+        if not listed:
+            return ""
         several = sum(counts.values()) + made > 1
         text = f"{' and '.join(listed)} agree{'' if several else 's'}"
         if self._results:
@@ -415,12 +441,33 @@ class _HeldInTurn:
 
     def _at_last(self, compared: Comparison) -> Comparison:
         """The comparison of the last call or update, with what agreed before it."""
+        tokens = self._chosen_tokens(compared)
+        if tokens:
+            number = len(self._models) + len(self._results)
+            said = f"{self._agreed(self._models[:-1])} {sentence_on(tokens, number, self._models[-1])}".strip()
+            if not all(each.is_tie for each in tokens):
+                return self._with(compared, (said,))
+            # From equal tokens this call agrees too.
+            return self._with(compared, (said, _AFTER_A_TIE), "agree")
         if self._since_update == 0 and self._updates:
             agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
             return self._with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
         if len(self._models) == 1 and not self._updates:
             return self._with(compared, ())
-        return self._with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
+        return self._with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}".strip(),))
+
+    def _chosen_tokens(self, compared: Comparison) -> list[ChosenToken]:
+        """The tokens that differ before the last call, if nothing else does and they were chosen from logits."""
+        found = compared.findings
+        alone = [
+            *(found.unexplained, found.following, found.failed, found.without_output, found.inconclusive),
+            *(found.not_repeated, found.target_not_repeated),
+        ]
+        given = BEGINNINGS["input"]
+        is_of_inputs = {*found.named} <= {*found.inputs} and all(line.startswith(given) for line in found.data)
+        if self._before is None or self._newest is None or any(alone) or not is_of_inputs or not found.named:
+            return []
+        return chosen_tokens(self._before, self._newest, self._choice.judging.threshold)
 
     def _at_last_call(self, compared: Comparison) -> str:
         number = len(self._models) + len(self._results)
@@ -446,85 +493,28 @@ class _HeldInTurn:
         differing = set(compared.findings.weights)
         return bool(differing) and differing <= self._buffers
 
-    def _ended(self, held: _Held) -> Comparison:
+    def _ended(self, held: Held) -> Comparison:
         """The comparison after at least one side has ended where the other may have continued."""
         ranks = zip(self._session.ranks, (*held.baseline, *held.target), strict=True)
         if any(rank.alive and result is None for rank, result in ranks):
-            state_of(self._run).raise_failures(f"{self._agreed()} Then ")
+            state_of(self._run).raise_failures(f"{self._agreed()} Then ".lstrip())
+        agreed = self._agreed()
+        before = f"{agreed} Then the" if agreed else "The"
+        scripts = scripts_of(self._session)
         said = [
-            f"{self._agreed()} Then the {side} `{process.command.text}` {how}. Its output ends:\n{process.last_lines()}"
-            for side, process in scripts_of(self._session).items()
-            if (how := _failure(process, held.of(side))) is not None
+            f"{before} {side} `{process.command.text}` {how}. Its output ends:\n{process.last_lines()}"
+            for side, process in scripts.items()
+            if (how := failure_of(process, held.of(side))) is not None
         ]
+        if not self._judged:
+            raise SessionError("\n".join([*said, *self._raised]) or _NOTHING_TO_JUDGE)
+        if not said and held.have_ended and (other := other_exit_code(scripts)) is not None:
+            said = [f"{before} {other}"]
         if said:
             return self._with(self._compared, said, "inconclusive")
-        for more, fewer in _SIDES:
+        for more, fewer in SIDES:
             for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
                 if held.holds(more, kind):
-                    differ = (
-                        f"{self._agreed()} Then the {more} {what} again, and the {fewer} ends: their numbers differ."
-                    )
+                    differ = f"{before} {more} {what} again, and the {fewer} ends: their numbers differ."
                     return self._with(self._compared, (differ,), "differ")
         return self._concluded()
-
-
-def _trains(held: _Held) -> bool:
-    """Whether the calls need gradients on all ranks."""
-    every = (*held.baseline, *held.target)
-    return all(isinstance(each, CallDescription) and each.needs_backward for each in every)
-
-
-def _have_equal_shapes(held: _Held) -> bool:
-    """Whether the results of all ranks' calls have the same shapes, so that the sides cut the batch alike."""
-    every = (*held.baseline, *held.target)
-    shapes = [[t.shape for t in each.plain.values()] for each in every if isinstance(each, CallDescription)]
-    return all(each == shapes[0] for each in shapes)
-
-
-Description = TypeVar("Description", CallDescription, UpdateDescription)
-
-
-def _described(held: _Held, kind: type[Description]) -> tuple[list[Description], list[Description]]:
-    ours, theirs = ([each for each in side if isinstance(each, kind)] for side in (held.baseline, held.target))
-    return ours, theirs
-
-
-def _failure(process: ScriptProcess, results: Sequence[object]) -> str | None:
-    """How a script failed; None if it ended as it should, or calls a model again."""
-    raised = [result.failure for result in results if isinstance(result, ScriptEnd) and result.failure is not None]
-    if raised:
-        return f"raised {raised[0]}"
-    # A process that was killed, or ended at once, could not report its end.
-    if all(result is not None for result in results) or (process.wait(_END_LIMIT) and process.is_done):
-        return None
-    return process.how_it_ended()
-
-
-def _why_not_held(
-    baseline: Sequence[CallDescription | UpdateDescription], target: Sequence[CallDescription | UpdateDescription]
-) -> str | None:
-    """Why what both sides hold cannot be repeated in place, in a sentence; None if it can."""
-    for side, held in (("baseline", baseline), ("target", target)):
-        for each in held:
-            if isinstance(each, UpdateDescription):
-                what = f"The {side}'s update {each.number} of the weights, a step of {each.optimizer},"
-                if each.has_closure:
-                    return f"{what} calls the model by a closure, and cannot be repeated in its process."
-                if each.not_repeated:
-                    return f"{what} gives something else when it is repeated."
-                continue
-            what = f"The {side}'s call {each.number} of {each.model}"
-            if each.fails_when_repeated:
-                return f"{what} fails when it is repeated ({each.fails_when_repeated})."
-            if each.not_repeated:
-                return f"{what} gives something else when it is repeated ({each.not_repeated[0]})."
-    return None
-
-
-def _why_not_repeated(compared: Comparison) -> str | None:
-    """Which side a verdict has seen to differ from itself, in a sentence; None for neither."""
-    found = compared.findings
-    for side, taps in (("baseline", found.not_repeated), ("target", found.target_not_repeated)):
-        if compared.answer == "inconclusive" and taps:
-            return f"The {side} gives something else when it is repeated (at {taps[0]})."
-    return None

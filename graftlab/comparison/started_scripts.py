@@ -187,7 +187,7 @@ class StartedScripts(Repeats):
     def _reach(self, *, takes_given: bool = True) -> None:
         """Start both scripts, and let them continue to where they are judged."""
         if self.starts >= MOST_STARTS:
-            raise VerdictAbandoned(f"the scripts were started {MOST_STARTS} times, and are not started more often")
+            raise VerdictAbandoned(f"the scripts were started {MOST_STARTS} times, which is the limit")
         self.starts += 1
         replace_ranks(self.session, self._start)
         if self._training:

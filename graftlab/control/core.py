@@ -46,6 +46,7 @@ from graftlab.transforms.spec import AnyTransform, each_of, specs_of
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.figure import Figure
     from typing_extensions import Self, Unpack
 
     from graftlab.control.verdicts import Verdict
@@ -96,7 +97,7 @@ class SessionCore:
         self._works = WorkFactory()
         self._plans = Plans(self._ranks)
         self._queries = Queries(options.timeout)
-        self._runs = Runs(self._ranks, rows, self._plans.all, self._queries.stack_of)
+        self._runs = Runs(self._ranks, rows, self._plans.all, self._queries.stack_of, self._draw)
         self._taps = TapCatalog()
         self._pairs = PairsOnRanks(
             self._ranks, self._ask, lambda name, tags: keep_advice(self.plan, self.taps, name, tags)
@@ -617,6 +618,10 @@ class SessionCore:
         done = f"{counted(len(self.runs), 'run')}, {counted(self.row_count, 'row')}"
         facts = f"{done}, plan {self.plan.version}, {self.folder}"
         return bundle(repr(self), titled_table(title, facts, self.ranks, self.closed, self.failing, self.lost_groups))
+
+    def _draw(self, number: int) -> Figure | None:
+        """The figure that a notebook shows of a run, if any."""
+        return None
 
     def _require_open(self) -> None:
         if self._closed:

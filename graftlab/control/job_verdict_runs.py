@@ -10,24 +10,38 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
+from graftlab.base.tags import TapIdentity
+from graftlab.base.world import Side
 from graftlab.control.core import lend_plan
 from graftlab.control.job_steps import JobSteps
 from graftlab.control.pickles import open_value
 from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import EDITED, RunFilters, VerdictAbandoned, VerdictRuns, coarser_dtypes
+from graftlab.control.verdict_runs import (
+    EDITED,
+    NotTraced,
+    RunFilters,
+    TracedRun,
+    VerdictAbandoned,
+    VerdictRuns,
+    coarser_dtypes,
+)
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
+from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
     Acknowledgement,
     AskKeptTags,
+    AskLineTraces,
     AskSelfGraft,
     FallbackPlan,
     KeptTags,
+    LineTraces,
     RunSelfGraft,
     SelfGraftResult,
+    TraceSteps,
 )
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.first_step import FirstDifference, first_difference
@@ -90,6 +104,10 @@ class StepRuns(VerdictRuns):
         # The first grafted steps give the target the baseline's weights and state; the next ones begin with them.
         first = self._after_steps(why, version, 2 if self._graft_weights and wanted.b2t else 1)
         first += self._steps if self._graft_weights and wanted.b2t else 0
+        return self._rows_under(version, wanted, before, first)
+
+    def _rows_under(self, version: int, wanted: RunFilters, before: int, first: int) -> pd.DataFrame:
+        """The rows of the run that began with this step, which are since row ``before``, without those of weights."""
         frame = self._rows_since(before, first, self._steps)
         if self._jobs.is_edited(version) or not set(frame["plan_version"]) <= {version}:
             raise VerdictAbandoned(EDITED)
@@ -99,6 +117,33 @@ class StepRuns(VerdictRuns):
             self._weights_grafted += int(written.sum())
             frame = frame[~written]
         return frame.reset_index(drop=True)
+
+    def traced(
+        self,
+        why: str,
+        filters: RunFilters,
+        wanted: Sequence[WantedCall],
+        grafted: frozenset[tuple[TapIdentity, int, int]],
+        changes: Mapping[Side, Sequence[OperationChanges]],
+        only: frozenset[int] | None = None,
+    ) -> TracedRun | NotTraced:
+        before, version = self.session.row_count, self.session.plan.version + 1
+        ranks = self.session.ranks
+        for rank in ranks:
+            request = TraceRequest(wanted, grafted, changes[rank.place.side][rank.place.rank], only)
+            self._jobs.ask(rank, TraceSteps(version, request, self._steps), Acknowledgement)
+        if self._publish(filters) != version:
+            raise VerdictAbandoned(EDITED)
+        first = self._after_steps(why, version, 1)
+        traces: dict[Side, list[list[SliceTrace | None]]] = {"baseline": [], "target": []}
+        for rank in ranks:
+            found = self._jobs.ask(rank, AskLineTraces(), LineTraces)
+            if found.obstacle:
+                return NotTraced(f"on {rank.label}, {found.obstacle}")
+            if found.packed is None:
+                raise SessionError(f"verdict: {rank.label} did not trace its step ({why}); its log has the reason")
+            traces[rank.place.side].append(open_value(rank, found.packed))
+        return TracedRun(self._rows_under(version, filters, before, first), traces["baseline"], traces["target"])
 
     def _rows_since(self, number: int, first: int, steps: int) -> pd.DataFrame:
         """The rows of this number of steps, from the ``first`` on, among those since this row."""

@@ -34,9 +34,14 @@ if TYPE_CHECKING:
 
 def judge(session: SessionCore, request: VerdictRequest) -> Verdict:
     """See :meth:`graftlab.session.Session.verdict`."""
+    return judge_runs(runs_of(session, request))
+
+
+def runs_of(session: SessionCore, request: VerdictRequest) -> VerdictRuns:
+    """Return the runs that the request takes. Raises :class:`SessionError` for what cannot be judged."""
     if all(rank.takes_work for rank in session.ranks):
-        return judge_runs(CalledRuns(session, of_functions(session, request)))
-    return judge_runs(StepRuns(session, _of_jobs(request)))
+        return CalledRuns(session, of_functions(session, request))
+    return StepRuns(session, _of_jobs(request))
 
 
 def judge_runs(runs: VerdictRuns) -> Verdict:

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.base.text import first_of
 from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
 from graftlab.control.masked_values import left_out, without_masked_values
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import LentWeights, Mechanisms
+from graftlab.control.partial_sums import not_compared, partial_sums
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
@@ -28,6 +30,7 @@ from graftlab.errors import GraftError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
+from graftlab.transforms.default import DOES_NOT_FIT
 from graftlab.verdict.added import (
     added_frame,
     labelled,
@@ -43,7 +46,7 @@ from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
-from graftlab.verdict.lines import DifferingLine
+from graftlab.verdict.lines import DifferingLine, explained_by_code
 from graftlab.verdict.model_data import (
     AGREES_WITH_THE_BASELINES,
     BEGINNINGS,
@@ -53,6 +56,7 @@ from graftlab.verdict.model_data import (
     differing_data,
     differing_weights,
     input_names,
+    unequal_weights,
 )
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, SettingsDifference, settings_difference
 from graftlab.verdict.origins import ErrorOrigins
@@ -65,7 +69,7 @@ from graftlab.verdict.outdated_pairs import (
 from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs, pairs_of
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
-from graftlab.verdict.rounds_differently import RoundsDifferently, rounds_differently
+from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently
 from graftlab.verdict.sketched_taps import judged_until_sketch
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
@@ -74,14 +78,14 @@ from graftlab.verdict.unexplained import (
     ValueDifference,
     differing_taps,
 )
-from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks
+from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks, reads_unwritten
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-# Of all named groups together: with and without their code, the inputs of their modules, lines of source, and hints.
-_RUNS_OF_NAMED = 5
+# Of all named groups together: with and without their code, the inputs of their modules, and lines of source.
+_RUNS_OF_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,9 @@ class Judgement:
 
     def verdict(self) -> Verdict:
         """Make the runs, and return the verdict."""
-        evidence = self._measure()
+        evidence, sums = self._measured_without_partial_sums()
         naming = self._name(evidence)
+        naming.unseen += not_compared(sums)
         misaligned = self._attempt(
             "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
         )
@@ -192,7 +197,11 @@ class Judgement:
         if self._explains(naming):
             # Each group alone and all together, where their errors arise, and hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
-        unexplained, without_output = self._unexplained(evidence, naming)
+        unexplained, without_output, written = self._unexplained(evidence, naming)
+        if naming.clears and not naming.target_not_repeated:
+            nothing_read: list[str] = []
+            read = self._attempt("the look at unwritten memory", self._runs.unwritten_memory, nothing_read)
+            without_output += reads_unwritten(read)
         mechanisms = Mechanisms(self._runs, evidence.lonely)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
@@ -203,11 +212,13 @@ class Judgement:
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
-        remarks += masked
+        remarks += masked + written
+        weights = differing_weights(evidence.compared, self._threshold)
+        if not naming.named:
+            remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = runs_freely(naming.frame, naming.named, self._threshold)
-        may_be_inherited += _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
         may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
@@ -223,6 +234,8 @@ class Judgement:
             self._attempt("the confirmation of lines of source", search.confirm, None)
             lines = search.lines
             remarks += search.remarks
+        to_explain = {*naming.named} - explained_by_code(lines)
+        may_be_inherited = runs_freely(naming.frame, to_explain, self._threshold) + may_be_inherited
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and not naming.not_repeated):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
@@ -241,7 +254,7 @@ class Judgement:
                 data=naming.data,
                 inputs=naming.inputs,
                 # Jobs are not known to have begun with equal weights, so theirs come first.
-                weights=differing_weights(evidence.compared, self._threshold) if of_functions else {},
+                weights=weights if of_functions else {},
                 weights_lent=bool(self._weights),
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
@@ -287,6 +300,18 @@ class Judgement:
             return otherwise
 
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
+
+    def _measured_without_partial_sums(self) -> tuple[Evidence, dict[str, list[str]]]:
+        """What the runs measured, with taps left out of which each rank has a summand; and these, by group."""
+        evidence = self._measure()
+        sums: dict[str, list[str]] = {}
+        if self._runs.shows_module_inputs and not self._failed:
+            sums = self._attempt("the look for partial sums", lambda: partial_sums(self._runs, evidence.grafted), sums)
+        if sums:
+            self._runs.leave_out(name for names in sums.values() for name in names)
+            self._runs.return_weights()
+            evidence = self._measure()
+        return evidence, sums
 
     def _measure(self) -> Evidence:
         compared = self._runs.both("without grafts", RunFilters(compare="True", keep=SETTINGS))
@@ -407,10 +432,13 @@ class Judgement:
 
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 
-    def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str]]:
-        """Sentences on differences that nothing explains, and on an output that was not compared."""
+    def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str], list[str]]:
+        """Sentences on differences that nothing explains, on an output that was not compared, and on state.
+
+        The last are of state that the calls write, beside named groups.
+        """
         if naming.not_repeated:
-            return [], []
+            return [], [], []
         differences = UnexplainedDifferences(
             evidence.compared,
             naming.differing,
@@ -423,7 +451,9 @@ class Judgement:
         )
         naming.unseen += differences.not_compared()
         said = differences.after_last_tap()
+        written = differences.written()
         if naming.clears:
+            said += written
             found = differences.no_tap_explains()
             if naming.data_differs:
                 # Data come first, and the difference is still stated.
@@ -438,8 +468,8 @@ class Judgement:
                 )
                 if again is not None:
                     said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
-            return said, differences.without_partner(evidence.floors.last_tap())
-        return said, []
+            return said, differences.without_partner(evidence.floors.last_tap()) + differences.turned(), []
+        return said, [], written
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 
@@ -471,8 +501,9 @@ class Judgement:
         return naming.job_remarks is None or not naming.target_not_repeated
 
     def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
-        """Whether runs with every tap grafted repeat themselves, so that operations of both sides correspond."""
-        return self._explains(naming) and naming.job_remarks is None and not naming.not_repeated
+        """Whether the operations of both sides correspond: in one step of jobs, or in calls that repeat themselves."""
+        of_functions = naming.job_remarks is None
+        return self._explains(naming) and not (of_functions and naming.not_repeated)
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
         """What the named groups do to each output, by the output's group, and remarks on that."""
@@ -516,9 +547,9 @@ class Judgement:
             return []
         return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
 
-    def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundsDifferently:
+    def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundingGroups:
         """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
-        found = RoundsDifferently() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
+        found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
         swappable = self._runs.request.explain and self._can_swap(evidence, naming)
         if not found.groups or naming.named or output is None or not swappable:
@@ -530,7 +561,7 @@ class Judgement:
             return found
         found = found.with_effect(output.name, *measured)
         # Sums over ranks round differently in any tensor parallel target, and explain little.
-        return found if found.explains_output else RoundsDifferently()
+        return found if found.explains_output else RoundingGroups()
 
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
@@ -638,10 +669,7 @@ def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
         return []
     if not shown:
         return ["exact=, which reaches none of the baseline's taps: the floor is the same as without it."]
-    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-    return [
-        f"{', '.join(left[:4])}{more} with exact=, which does not reach them; their floor is the same as without it."
-    ]
+    return [f"{first_of(left, 4)} with exact=, which does not reach them; their floor is the same as without it."]
 
 
 def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
@@ -650,6 +678,10 @@ def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: floa
     failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
     if not len(failed):
         return []
-    groups = ", ".join(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    shown = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
+    first = failed.iloc[0]
+    unfit = DOES_NOT_FIT in str(first["error"])
+    why = f" because the baseline's value does not fit the target's shape, {list(first['shape'])}" if unfit else ""
     inherited = "later taps may have inherited their named error from there"
-    return [f"{NOT_CHECKED}{groups}, where nothing could be grafted: {inherited}."]
+    return [f"{NOT_CHECKED}{shown}, where nothing could be grafted{why}: {inherited}."]

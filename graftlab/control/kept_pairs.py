@@ -25,6 +25,9 @@ from graftlab.ranks.messages import (
     Pickled,
 )
 
+# Taps that a message lists.
+_NAMED = 6
+
 
 class PairsOnRanks:
     """Finds pairs that ranks keep because the ``keep`` filter matched.
@@ -94,7 +97,8 @@ class PairsOnRanks:
                 return process, packed
         kept = dict.fromkeys(str(each["name"]) for each in self.tags(failed=False))
         wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
-        held = f"; kept are {list(kept)}" if kept else ", nor for any other tap"
+        more = f" and {len(kept) - _NAMED} others" if len(kept) > _NAMED else ""
+        held = f"; kept are {[*kept][:_NAMED]}{more}" if kept else ", nor for any other tap"
         raise SessionError(f"no pair of tensors is kept for {wanted}{held}. {self._advise(name, tags)}")
 
     def _tags_on(self, rank: RankHandle, failed: bool) -> list[dict[str, Any]]:

@@ -11,13 +11,12 @@ import pandas as pd
 
 from graftlab.base.tags import identity, own_tags
 from graftlab.base.world import Side
-from graftlab.control.verdict_runs import RunFilters, TracedRun, VerdictRuns
+from graftlab.control.verdict_runs import NotTraced, RunFilters, TracedRun, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.remedies import Remedy
-from graftlab.lines.traces import SliceTrace, WantedCall
-from graftlab.ranks.line_tracer import LINE_TAP, OperationChanges
+from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, WantedCall
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import records
 from graftlab.verdict.lines import MOST_LINES, DifferingLine
@@ -33,6 +32,15 @@ _SMALLEST_TOLERANCE = 3e-7
 
 LineGraft = dict[int, int]
 """The baseline's operation for each of the target's that one line ran."""
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """What one rank's next run changes, as in :class:`OperationChanges`."""
+
+    shown: dict[int, str] = field(default_factory=dict)
+    passed: dict[int, int] = field(default_factory=dict)
+    fed: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -78,6 +86,12 @@ class _Traced:
         return frozenset(self.grafted) if self.trying is None else self.trying.touched
 
     @property
+    def shown_on_baseline(self) -> frozenset[int]:
+        """The baseline's operations whose results the target reads."""
+        fed = () if self.trying is None or self.trying.partner is None else (self.trying.partner,)
+        return frozenset((*self.grafted.values(), *fed))
+
+    @property
     def taps(self) -> set[str]:
         """The names of the taps at operations that both sides show."""
         names = {_tap_of(*each) for each in self.grafted.items()}
@@ -105,6 +119,8 @@ class LineSearch:
         self._lonely = lonely
         self._found_calls: list[_Traced] = []
         self._traced: TracedRun | None = None
+        self._not_traced = ""
+        self._not_confirmed = False
         self._grafted = frozenset(
             (identity({**tags, "name": name}), int(step), int(occurrence))
             for name, tags, step, occurrence in zip(
@@ -115,41 +131,56 @@ class LineSearch:
     def trace(self, groups: Sequence[str]) -> None:
         """Trace the calls of these groups, and compare the operations of both sides."""
         self._found_calls = [each for group in groups[:MOST_GROUPS] for each in self._calls(group)]
-        if self._found_calls:
-            self._traced = self._trace("the operations behind what differs", self._found_calls)
-        if self._traced is not None:
-            for call in self._found_calls:
-                # What differs only in a compiled or fused run has no operation to blame, and a graft would confirm any.
-                call.is_settled = bool(self._agrees(call, self._traced.rows))
-            self._compare([call for call in self._found_calls if not call.is_settled], self._traced)
+        if not self._found_calls:
+            return
+        traced = self._trace("the operations behind what differs", self._found_calls)
+        if isinstance(traced, NotTraced):
+            self._not_traced = traced.reason
+            return
+        self._traced = traced
+        for call in self._found_calls:
+            # What differs only in a compiled or fused run has no operation to blame, and a graft would confirm any.
+            call.is_settled = bool(self._agrees(call, traced.rows))
+        self._compare([call for call in self._found_calls if not call.is_settled], traced)
 
     @property
     def remarks(self) -> list[str]:
-        """A sentence on the groups that agree when their operations run one by one."""
+        """Sentences on why nothing was traced, and on the groups that agree when their operations run one by one."""
+        if self._not_traced:
+            return [f"No line of source is named: {self._not_traced}."]
+        said = []
+        if self._not_confirmed:
+            said.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
+        said += dict.fromkeys(filter(None, map(_of_summands, self._found_calls)))
         vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
         if not vanished:
-            return []
+            return said
         agree = "agree" if len(vanished) > 1 else "agrees"
         return [
+            *said,
             f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: what compiles the target's code "
-            "makes the difference, and no line of source is at fault."
+            "makes the difference, and no line of source is at fault.",
         ]
 
     def confirm(self) -> None:
         """Graft single operations, to see whether the taps agree then."""
         calls, traced = self._found_calls, self._traced
+        if traced is None:
+            return
         for call in calls:
             if call.untried and call.untried[0].is_certain:
                 call.cure, call.is_settled = call.untried[0], True
         for _ in range(MOST_CONFIRMING_RUNS):
-            chosen = [] if traced is None else self._choose(calls, traced)
+            chosen = self._choose(calls, traced)
             if not chosen:
                 break
             # Fingerprints are for what is compared again.
             only = frozenset[int]() if all(each.trying is not None for each in chosen) else None
             again = self._trace("with other values at single operations", calls, only)
-            if again is not None:
-                self._judge(chosen, again, calls)
+            if isinstance(again, NotTraced):
+                self._not_confirmed = True
+                return
+            self._judge(chosen, again, calls)
             traced = traced if only is not None else again
 
     @property
@@ -177,15 +208,68 @@ class LineSearch:
             for row in chosen
         ]
 
-    def _trace(self, why: str, calls: Sequence[_Traced], only: frozenset[int] | None = None) -> TracedRun | None:
-        changes = _changes(calls)
+    def _trace(self, why: str, calls: Sequence[_Traced], only: frozenset[int] | None = None) -> TracedRun | NotTraced:
+        changes = self._changes(calls)
         filters = RunFilters(b2t="True", leaving=self._lonely)
         wanted = [each.wanted for each in calls]
         traced = self._runs.traced(why, filters, wanted, self._grafted, changes, only)
-        if traced is None or only is not None or not traced.without_fingerprint:
+        if isinstance(traced, NotTraced) or only is not None or not traced.without_fingerprint:
             return traced
         # Fingerprints had a budget, and were taken of what is not needed, too.
         return self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
+
+    def _changes(self, calls: Sequence[_Traced]) -> dict[Side, list[OperationChanges]]:
+        """What the next run changes on each rank of both sides."""
+        options = self._runs.session.options
+        sizes: dict[Side, int] = {"baseline": options.baseline, "target": options.target}
+        changed: dict[Side, list[_Changed]] = {side: [_Changed() for _ in range(size)] for side, size in sizes.items()}
+        for call in calls:
+            own = int(call.row["rank"])
+            ranks: dict[Side, int] = {"target": own, "baseline": own if len({*sizes.values()}) == 1 else 0}
+            for target, baseline in call.grafted.items():
+                self._show(changed, call, ranks, baseline, target, _tap_of(target, baseline))
+            if call.trying is None:
+                continue
+            if call.trying.partner is not None:
+                self._show(changed, call, ranks, call.trying.partner, None, _fed_tap_of(call.trying))
+            for rank, each in enumerate(changed["target"]):
+                if all(self._at(call, "target", own, index, rank) == index for index in call.trying.touched):
+                    each.passed.update(call.trying.passed)
+                    name = _fed_tap_of(call.trying) if call.trying.fed else ""
+                    each.fed.update({index: (number, name) for index, number in call.trying.fed.items()})
+        return {
+            side: [OperationChanges(each.shown, each.passed, each.fed) for each in ranks]
+            for side, ranks in changed.items()
+        }
+
+    def _show(
+        self,
+        changed: Mapping[Side, Sequence[_Changed]],
+        call: _Traced,
+        ranks: Mapping[Side, int],
+        baseline: int,
+        target: int | None,
+        name: str,
+    ) -> None:
+        """Show the results of operations as a tap on each rank that runs them; ranks may run others beside."""
+        indices: dict[Side, int | None] = {"baseline": baseline, "target": target}
+        for side, index in indices.items():
+            for rank, each in enumerate(changed[side]):
+                at = None if index is None else self._at(call, side, ranks[side], index, rank)
+                if at is not None:
+                    each.shown[at] = name
+
+    def _at(self, call: _Traced, side: Side, own: int, index: int, rank: int) -> int | None:
+        """The index on another rank of an operation that has this one on the call's own; None where it did not run."""
+        if rank == own or self._traced is None:
+            return index
+        place = self._found_calls.index(call)
+        ours, theirs = (getattr(self._traced, side)[each][place] for each in (own, rank))
+        if ours is None or theirs is None:
+            return None
+        wanted = next((key for key, each in ours.places.items() if each.index == index), None)
+        found = None if wanted is None else theirs.places.get(wanted)
+        return None if found is None else found.index
 
     def _compare(self, calls: Sequence[_Traced], traced: TracedRun) -> None:
         for call in calls:
@@ -245,6 +329,9 @@ class LineSearch:
     def _judge(self, chosen: Sequence[_Traced], traced: TracedRun, calls: Sequence[_Traced]) -> None:
         for call in chosen:
             agrees = self._agrees(call, traced.rows)
+            if not self._is_as_before(call, traced):
+                # The changes were made at other operations than those that were compared.
+                self._not_confirmed, agrees = True, None
             if call.trying is not None:
                 if agrees:
                     call.cure, call.is_settled = call.trying, True
@@ -267,6 +354,18 @@ class LineSearch:
             else:
                 # What is lost now is lost for another reason.
                 self._compare([call], traced)
+
+    def _is_as_before(self, call: _Traced, traced: TracedRun) -> bool:
+        """Whether the operations that were changed are those of the first traced run."""
+        assert self._traced is not None
+        place = self._found_calls.index(call)
+        changed: dict[Side, frozenset[int]] = {"target": call.touched, "baseline": frozenset(call.shown_on_baseline)}
+        runs = self._traced, traced
+        for side, indices in changed.items():
+            first, now = ([_what_ran(rank[place], indices) for rank in getattr(run, side)] for run in runs)
+            if first != now:
+                return False
+        return True
 
     def _agrees(self, call: _Traced, rows: pd.DataFrame) -> bool | None:
         """Whether the tap agrees now; None where an operation could not be grafted."""
@@ -360,20 +459,26 @@ def _all(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
     return found if found and len(found) == len(traces) else None
 
 
-def _changes(calls: Sequence[_Traced]) -> dict[Side, OperationChanges]:
-    """What the next run changes on each side."""
-    baseline: dict[int, str] = {}
-    target: dict[int, str] = {}
-    passed: dict[int, int] = {}
-    fed: dict[int, tuple[int, str]] = {}
-    for call in calls:
-        for index, partner in call.grafted.items():
-            baseline[partner] = target[index] = _tap_of(index, partner)
-        if call.trying is not None and call.trying.partner is not None:
-            name = baseline[call.trying.partner] = _fed_tap_of(call.trying)
-            fed |= {index: (number, name) for index, number in call.trying.fed.items()}
-        passed |= {} if call.trying is None else call.trying.passed
-    return {"baseline": OperationChanges(baseline), "target": OperationChanges(target, passed, fed)}
+def _of_summands(call: _Traced) -> str:
+    """Why a line of code before a sum over the ranks is not confirmed; blank for other calls."""
+    first = [each for each in call.kept if not each.is_suspect][:1]
+    if call.confirmed or call.cure is not None or not first or not first[0].operation.frames:
+        return ""
+    place = first[0].operation.frames[0]
+    if first[0].operation.is_collective:
+        return f"{place} is not confirmed: a collective's result cannot be replaced while it may be under way."
+    if first[0].is_summand and first[0].partner is None:
+        return (
+            f"{place} is not confirmed: its results are summed over the ranks, and the baseline has no such summands."
+        )
+    return ""
+
+
+def _what_ran(trace: SliceTrace | None, indices: frozenset[int]) -> list[tuple[int, str, object]] | None:
+    """The operations at these places of a trace: their names and lines."""
+    if trace is None:
+        return None
+    return [(each.index, each.name, each.frames[:1]) for each in trace.operations if each.index in indices]
 
 
 def _written(read: StateRead) -> str:

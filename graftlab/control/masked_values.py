@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.tap_groups import filter_of, kind_of
+from graftlab.base.text import first_of
 from graftlab.control.verdict_runs import RunFilters, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
@@ -83,6 +84,6 @@ def _apart(baseline: torch.Tensor, target: torch.Tensor) -> float | None:
 
 def left_out(names: Sequence[str]) -> str:
     """A sentence on the taps whose masked values were left out."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    taps = f"{', '.join(names[:_SHOWN])}{more}"
-    return f"At {taps}, values below {-_LEAST_MASK:g} on both sides count as masked, and are left out."
+    return (
+        f"At {first_of(names, _SHOWN)}, values below {-_LEAST_MASK:g} on both sides count as masked, and are left out."
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from graftlab.base.progress import LongWait
+from graftlab.base.progress import LongWait, report_progress
 from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, lend_plan
@@ -111,9 +111,16 @@ class _Match:
         """Fetch a value that only a rank has."""
         raise NotImplementedError
 
-    def _progress(self) -> str:
-        """The number of the round, with the seconds so far. How many there will be depends on what each finds."""
-        return f"round {self._runs}, {time.monotonic() - self._began:.0f} s" if self._runs else "both sides"
+    def _progress(self, grafts: Sequence[Pair] = ()) -> str:
+        """The number of the run, how many of the target's taps have a partner, and the seconds so far.
+
+        How many runs there will be depends on what each finds.
+        """
+        if not self._runs:
+            return "run 1"
+        paired = len({pair.target for pair in grafts})
+        seconds = time.monotonic() - self._began
+        return f"run {self._runs + 1}, {paired} of {counted(len(self._order['target']), 'tap')} paired, {seconds:.0f} s"
 
     def proposal(self, rounds: int) -> Proposal:
         fetch: dict[str, Any] = {
@@ -138,6 +145,9 @@ class _Match:
         self, baseline: list[RecordedTap], target: list[RecordedTap]
     ) -> tuple[list[RecordedTap], list[RecordedTap]]:
         self._order = {"baseline": tuple(tap.name for tap in baseline), "target": tuple(tap.name for tap in target)}
+        report_progress(
+            f"matching, the values of {len(baseline)} and {counted(len(target), 'tap')} after run {self._runs}"
+        )
         return baseline, target
 
     # ---- ranks --------------------------------------------------------------------------------------------------
@@ -221,8 +231,7 @@ class _MatchedRuns(_Match):
         given = self._args, self._kwargs, self._budget, self._sent
         ours = None if self._runs else partial(record_taps, self._callees[0], *given, {}, [])
         theirs = partial(record_taps, self._callees[1], *given, new, gone)
-        grafted = f": {counted(len(grafts), 'pair')} grafted" if self._runs else ""
-        title = f"match, {self._progress()}{grafted}"
+        title = f"matching, {self._progress(grafts)}"
         self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)
         try:
@@ -287,7 +296,7 @@ class _MatchedSteps(_Match):
 
     def __init__(self, session: SessionCore, budget: int, sent: int) -> None:
         super().__init__(session, budget, sent)
-        self._jobs = JobSteps(session, "match", "A match takes two steps of the jobs for each of its rounds")
+        self._jobs = JobSteps(session, "matching", "A match takes two steps of the jobs for each of its rounds")
         self._before = session.plan
         self._ours: set[int] = set()
 
@@ -326,7 +335,7 @@ class _MatchedSteps(_Match):
             transform=None,
         )
         self._ours.add(plan.version)
-        why = self._progress() + (f": {counted(len(grafts), 'pair')} grafted" if self._runs else "")
+        why = self._progress(grafts)
         if plan.version != version or self._jobs.after(why, version, 1) is None:
             raise SessionError("match: the plan was edited during the match. Do not edit it until the match is done")
         self._runs += 1

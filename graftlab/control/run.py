@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from graftlab.base import jupyter
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.text import counted
@@ -18,8 +19,12 @@ from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Failure
 
+# Rows of a run that a notebook also shows as a figure; drawing more takes seconds.
+_DRAWN_ROWS = 20_000
+
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
     from graftlab.plan.plan import GraftPlan
 
@@ -43,9 +48,11 @@ class Run:
         count: Callable[[], int] = lambda: 0,
         unwritten: Callable[[int], str | None] = lambda since: None,
         plans: Callable[[], Sequence[GraftPlan]] = lambda: (),
+        draw: Callable[[int], Figure | None] = lambda number: None,
     ) -> None:
         self._state = state
         self._plans = plans
+        self._draw = draw
         self._first_plan = len(plans()) - 1
         self._frame = frame
         self._write = write
@@ -221,6 +228,16 @@ class Run:
     def _described(self, frame: pd.DataFrame) -> str:
         failed = ", ".join(self.failures)
         return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {counted(len(frame), 'row')}>"
+
+    def _ipython_display_(self, **_: Any) -> None:
+        """Display how the taps ended and, if the run has some, the figure of the last step."""
+        figure = self._draw(self.number) if self.done and 0 < len(self.frame) <= _DRAWN_ROWS else None
+        if figure is None or jupyter.show_canvas is None:
+            raise NotImplementedError("the summary is shown")
+        from IPython.display import display
+
+        display(self._repr_mimebundle_(), raw=True)  # type: ignore[no-untyped-call]
+        display(figure)  # type: ignore[no-untyped-call]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """What a notebook shows: how the run's taps ended, and its summary."""

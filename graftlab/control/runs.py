@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
+from typing import TYPE_CHECKING
 
 from graftlab.base.world import RunInfo
 from graftlab.control.process_groups import ProcessGroups, collective_in
@@ -20,6 +21,9 @@ from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Interrupt, RunDone, RunRequest, RunSettled, Work, pack
 from graftlab.rows.store import RowStore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +44,13 @@ class Runs:
         rows: RowStore,
         plans: Callable[[], Sequence[GraftPlan]],
         stack_of: Callable[[RankHandle], str] = lambda rank: "",
+        draw: Callable[[int], Figure | None] = lambda number: None,
     ) -> None:
         self.groups = ProcessGroups(ranks)
         self._ranks = ranks
         self._plans = plans
         self._stack_of = stack_of
+        self._draw = draw
         self._rows = rows
         self._runs: list[Run] = []
         self._states: list[RunState] = []
@@ -144,6 +150,7 @@ class Runs:
             count=lambda: len(self._rows),
             unwritten=self._rows.unwritten,
             plans=self._plans,
+            draw=self._draw,
         )
         self._states.append(state)
         self._runs.append(run)

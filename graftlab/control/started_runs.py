@@ -17,7 +17,7 @@ from graftlab.errors import LaunchError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.matching.pair import Pair
 from graftlab.plan.plan import PlanEdit
-from graftlab.ranks.recorded_step import MadeOnceRecord, graft_record
+from graftlab.ranks.recorded_step import RecordSummary, graft_record
 from graftlab.ranks.remote_functions import Callee
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class RecordedSteps:
     """What two starts of both sides have shown: the records of the first, by rank, and how the second differs."""
 
     folder: str
-    records: Mapping[Side, Sequence[MadeOnceRecord]]
+    records: Mapping[Side, Sequence[RecordSummary]]
     moved: Mapping[Side, Sequence[Sequence[str]]]
 
     def differing(self, side: Side) -> list[str]:

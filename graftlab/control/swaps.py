@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from graftlab.base.tags import own_tags
+from graftlab.base.tags import display_tags
 from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.measured_floors import MeasuredFloors, TapName
 from graftlab.control.verdict_runs import RunFilters, VerdictRuns
@@ -25,7 +25,9 @@ from graftlab.verdict.causes import MOST_SWAPS, Causes, Order, OutputFloor, dead
 
 @dataclass(frozen=True)
 class OutputTap:
-    """The tap at which effects are measured. ``place`` is its step, from the run's first, and its order in it."""
+    """The tap at which effects are measured, with the tags that both sides give it. ``place`` is its step, from the
+    run's first, and its order in it.
+    """
 
     name: str
     group: str
@@ -62,7 +64,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
                     row["name"],
                     group_of(row["name"], row["tags"]),
                     coarser_dtype(row),
-                    own_tags(row["tags"]),
+                    display_tags(row["tags"]),
                     (int(row["step"]) - zero, int(row["order"])),
                 )
             )
@@ -181,7 +183,7 @@ class Swaps:
             (rank, step)
             for name, tags, rank, step in rows
             if group_of(name, tags) == output.group
-            and (not self._is_exact or (name == output.name and own_tags(tags) == output.tags))
+            and (not self._is_exact or (name == output.name and display_tags(tags) == output.tags))
         )
         return max(calls.values(), default=0) <= 1
 
@@ -204,10 +206,18 @@ class Swaps:
     def _kept_name(self, output: OutputTap) -> str:
         """The name under which the output's newest pair is kept: that of the pair, where its tap is in several."""
         names = next(
-            names
-            for row in reversed(self._selves[0].outputs)
-            if (names := [n for n in self._floors.paired(row) if group_of(n, row.tags) == output.group])
+            (
+                names
+                for row in reversed(self._selves[0].outputs)
+                if (names := [n for n in self._floors.paired(row) if group_of(n, row.tags) == output.group])
+            ),
+            None,
         )
+        if names is None:
+            raise SessionError(
+                f"verdict: the baseline's values of {output.name} were not recorded; keep_budget= of gl.launch is too "
+                f"small for all taps ({self._runs.session.options.keep_budget >> 20:,} MiB on each rank)"
+            )
         return output.name if output.name in names else names[-1]
 
     def _names_by_group(self) -> dict[str, set[TapName]]:

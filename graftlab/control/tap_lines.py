@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from graftlab.base.html import bundle
-from graftlab.control.judge import of_functions
+from graftlab.control.judge import runs_of
 from graftlab.control.line_runs import LineSearch
 from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import CalledRuns, RunFilters
+from graftlab.control.verdict_runs import RunFilters
 from graftlab.errors import SessionError
 from graftlab.verdict.added import added_frame, lonely_filter
 from graftlab.verdict.lines import DifferingLine, lines_frame, lines_in_words
@@ -31,13 +31,15 @@ class TapLines:
     ``added`` is that error, as ``rel_l2`` on the rank where it is largest, ``floor`` the rounding of its dtype.
 
     >>> session.lines("hidden", forward, forward, args=(x,)).text
-    "'hidden' adds no more than rounding: from equal values before it, both sides compute the same."
+    "'hidden' adds no more than rounding: from equal inputs, both sides compute the same."
     """
 
     tap: str
     added: float
     floor: float
     found: Sequence[DifferingLine]
+    remarks: Sequence[str] = ()
+    """Sentences on what could not be traced or confirmed."""
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -47,35 +49,26 @@ class TapLines:
     @property
     def text(self) -> str:
         """How far the tap differs, and the first line of each side."""
-        return "\n".join([self._headline, *lines_in_words(self.found, [self.tap])])
+        return "\n".join([self._headline, *lines_in_words(self.found, [self.tap]), *self.remarks])
 
     @property
     def _headline(self) -> str:
         if not self.added > 0 or self.floor == 0:
-            return f"{self.tap!r} adds no more than rounding: from equal values before it, both sides compute the same."
+            return f"{self.tap!r} adds no more than rounding: from equal inputs, both sides compute the same."
         far = f"{self.tap!r} adds {self.added:.2g}, {self.added / self.floor:.2g} x the rounding of its dtype."
-        return far if self.found else f"{far} No operation was found at which that arises."
+        return far if self.found or self.remarks else f"{far} No operation was found at which that arises."
 
     def __repr__(self) -> str:
         return f"<TapLines of {self.tap}>\n{self.text}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(repr(self), f"<p><b>{html.escape(self._headline)}</b></p>{source_view(self.found)}")
-
-
-def require_functions(session: SessionCore) -> None:
-    """Raise :class:`SessionError` where the ranks run no functions, whose operations could be traced."""
-    if not all(rank.takes_work for rank in session.ranks):
-        raise SessionError(
-            "lines: these ranks are jobs that another launcher started, whose operations cannot be traced; "
-            "session.verdict() names the tap"
-        )
+        said = "".join(f"<p>{html.escape(each)}</p>" for each in self.remarks)
+        return bundle(repr(self), f"<p><b>{html.escape(self._headline)}</b></p>{source_view(self.found)}{said}")
 
 
 def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> TapLines:
     """See :meth:`graftlab.session.Session.lines`."""
-    require_functions(session)
-    with CalledRuns(session, of_functions(session, request)) as runs:
+    with runs_of(session, request) as runs:
         if runs.recorded:
             raise SessionError(
                 "lines: the baseline is a recording, which has no operations to compare with; session.verdict() names "
@@ -107,4 +100,4 @@ def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> Tap
         search.trace([tap])
         search.confirm()
         found = [replace(each, group=tap) for each in search.lines]
-        return TapLines(tap, float(worst["added"]), float(worst["floor"]), found)
+        return TapLines(tap, float(worst["added"]), float(worst["floor"]), found, search.remarks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -22,13 +22,14 @@ from graftlab.control.match_runs import match
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
-from graftlab.errors import SessionError
+from graftlab.errors import RunError, SessionError
+from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
-from graftlab.lines.traces import SliceTrace, WantedCall
+from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import FILTERS, PlanEdit
-from graftlab.ranks.line_tracer import OperationChanges, TraceRequest, trace_callee
+from graftlab.ranks.line_tracer import trace_callee
 from graftlab.ranks.remote_functions import (
     Callee,
     call_with_lent_weights,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 # Without grafts, with every tap grafted, and each side against itself.
-_FEWEST_RUNS = 4
+_FEWEST_RUNS = 3
 
 EDITED = "the plan was edited during the verdict. Do not edit the filters until it is done"
 
@@ -105,6 +106,13 @@ class TracedRun:
             yield from (trace for trace in rank if trace is not None)
 
 
+@dataclass(frozen=True)
+class NotTraced:
+    """Why a run could not be traced, in words."""
+
+    reason: str
+
+
 class VerdictRuns:
     """Makes runs under the verdict's plans, and restores the earlier plan at the end. A context manager.
 
@@ -137,6 +145,8 @@ class VerdictRuns:
         """How many runs there will be, as far as it is known."""
         self._lent: str | None = None
         """A filter for the weights that are the baseline's in each run."""
+        self._left_out: str | None = None
+        """A filter for the taps that are left out of each run."""
         self._ours: set[int] = set()
         self._began = time.monotonic()
 
@@ -164,6 +174,9 @@ class VerdictRuns:
         """The edit that turns the earlier plan into the plan of a run with these filters."""
         left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
+        compare = wanted.compare
+        if self._left_out is not None:
+            b2t, t2b, compare = (each and f"({each}) and not ({self._left_out})" for each in (b2t, t2b, compare))
         if self._lent is not None:
             b2t = f"({b2t}) or {self._lent}" if b2t else self._lent
         # A verdict grafts every tap, so a transform for grafted taps applies at each tap, in all of its runs.
@@ -171,7 +184,7 @@ class VerdictRuns:
         return {
             "b2t": b2t,
             "t2b": t2b,
-            "compare": wanted.compare,
+            "compare": compare,
             "keep": wanted.keep,
             "transform": transforms,
             "pairs": (*self.before.pairs, *wanted.pairs),
@@ -193,6 +206,10 @@ class VerdictRuns:
         """
         raise NotImplementedError
 
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Neither compare nor graft the taps of these values from now on."""
+        self._left_out = filter_of((name, None) for name in names)
+
     def return_weights(self) -> None:
         """Let the target keep its own weights again."""
         self._lent = None
@@ -204,6 +221,13 @@ class VerdictRuns:
     def target_against_itself(self) -> list[str]:
         """The taps at which the target differs from itself in a second run, on any of its ranks."""
         raise NotImplementedError
+
+    def unwritten_memory(self) -> list[str]:
+        """What depends, on the target alone, on memory that it reads before it writes there; none where unknown.
+
+        Known once :meth:`target_against_itself` was called.
+        """
+        return []
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -225,14 +249,14 @@ class VerdictRuns:
         filters: RunFilters,
         wanted: Sequence[WantedCall],
         grafted: frozenset[tuple[TapIdentity, int, int]],
-        changes: Mapping[Side, OperationChanges],
+        changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
-    ) -> TracedRun | None:
-        """Trace the wanted calls in one run of both sides; None where runs cannot be traced.
+    ) -> TracedRun | NotTraced:
+        """Trace the wanted calls in one run of both sides.
 
-        ``changes`` are made at single operations of each side. ``only`` restricts fingerprints to these values.
+        ``changes`` are made at single operations on each rank. ``only`` restricts fingerprints to these values.
         """
-        return None
+        raise NotImplementedError
 
     def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows of taps that are grafted in the run in which every tap is."""
@@ -271,6 +295,8 @@ class CalledRuns(VerdictRuns):
         self.recorded = isinstance(request.baseline, RecordedSide)
         self.shows_module_inputs = self.can_lend_weights = not self.recorded
         self._zero = 0
+        self._repetitions: Sequence[Repetition] | None = None
+        """What the newest run against themselves found of the target's ranks; None if none did."""
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
@@ -307,16 +333,19 @@ class CalledRuns(VerdictRuns):
         filters: RunFilters,
         wanted: Sequence[WantedCall],
         grafted: frozenset[tuple[TapIdentity, int, int]],
-        changes: Mapping[Side, OperationChanges],
+        changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
-    ) -> TracedRun | None:
+    ) -> TracedRun | NotTraced:
         if self.recorded:
-            # A recording has no operations.
-            return None
+            return NotTraced("a recording has no operations to compare the target's with")
         args, kwargs = self.request.arguments
         callees: dict[Side, Callee] = {
             side: partial(
-                trace_callee, callee, args, kwargs, TraceRequest(wanted, grafted, self.before, changes[side], only)
+                trace_callee,
+                callee,
+                args,
+                kwargs,
+                [TraceRequest(wanted, grafted, each, only) for each in changes[side]],
             )
             for side, callee in self._callees().items()
         }
@@ -402,7 +431,12 @@ class CalledRuns(VerdictRuns):
             self.session.options.keep_budget,
             list(keep),
         )
-        run, _ = self._run("the baseline against itself", {"baseline": call})
+        try:
+            run, _ = self._run("each side against itself", {"baseline": call, "target": self._repeated(self._target)})
+            self._repetitions = run.target
+        except RunError:
+            # What the target raises says nothing about the baseline.
+            run, _ = self._run("the baseline against itself", {"baseline": call})
         measured = list(run.baseline)
         remember_floor(self.session, key, measured)
         return measured
@@ -424,9 +458,21 @@ class CalledRuns(VerdictRuns):
         return list(found.graftable)
 
     def target_against_itself(self) -> list[str]:
-        call = partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
-        run, _ = self._run("the target against itself", {"target": call})
-        return list(dict.fromkeys(tap for each in run.target for tap in each))
+        if self._repetitions is None:
+            run, _ = self._run("the target against itself", {"target": self._repeated(self._target)})
+            self._repetitions = run.target
+        return list(dict.fromkeys(tap for each in self._repetitions for tap in each.differing))
+
+    def unwritten_memory(self) -> list[str]:
+        found = list(dict.fromkeys(tap for each in self._repetitions or () for tap in each.unwritten))
+        if found and not self.recorded:
+            # What the baseline reads too is no difference, such as padding that nothing depends on.
+            run, _ = self._run("the baseline against itself", {"baseline": self._repeated(self._baseline)})
+            found = [] if any(each.unwritten for each in run.baseline) else found
+        return found
+
+    def _repeated(self, callee: Callee) -> Callee:
+        return partial(repeat_callee, callee, *self.request.arguments, self.session.options.keep_budget)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from graftlab.plots.explorer import Canvas
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -98,9 +100,21 @@ class Verdict:
         """
         if tap is not None:
             return self._heat_map(tap, options)
+        from graftlab.plots.style import NotebookFigure
         from graftlab.plots.verdict import added_errors
 
-        return added_errors(self.frame, threshold=self.findings.threshold, **options)
+        figure = added_errors(self.frame, threshold=self.findings.threshold, **options)
+        if isinstance(figure, NotebookFigure) and options.get("ax") is None:
+            figure.interactive = self._canvas
+        return figure
+
+    def _canvas(self) -> Canvas:
+        from graftlab.plots.explorer import Canvas
+        from graftlab.plots.verdict import explored, worst_of_ranks
+
+        groups = worst_of_ranks(self.frame)["group"]
+        state = explored(self.frame, self.findings.threshold, self.text.partition("\n")[0])
+        return Canvas(state, lambda tap: {"where the tensors differ": self._heat_map(str(groups.iloc[tap]), {})})
 
     def _heat_map(self, tap: str, options: dict[str, Any]) -> Figure:
         from graftlab.diffs.maps import difference_map
@@ -137,10 +151,9 @@ class Verdict:
         before, answer, after = parts_of(self.findings)
         # What may overturn the answer is as important as the answer.
         bold = len(before) + 1
-        text = "".join(
-            f"<p><b>{html.escape(line)}</b></p>" if place < bold else _paragraph(line)
-            for place, line in enumerate([*before, *answer, *after])
-        )
+        said = [*before, *answer, *after]
+        first = "".join(f"<p><b>{html.escape(line)}</b></p>" for line in said[:bold])
+        text = "".join(map(_paragraph, said[bold:]))
         labels = self.labels
         worst = self.frame.loc[self.frame["group"].isin(self.named)]
         lines = []
@@ -151,7 +164,12 @@ class Verdict:
             cells += [cell(number(row[column]), "number") for column in ("added", "floor", "ratio", "alone")]
             lines.append(f"<tr>{''.join(cells)}</tr>")
         head = ("group", "label", "added", "floor", "ratio", "alone")
-        return text + (table(head, lines) if lines else "") + self._pictures + source_view(self.findings.lines)
+        facts = text + (table(head, lines) if lines else "")
+        if self._pictures:
+            # Beside each other, or where that is too narrow the pictures above the text: at once in view.
+            parts = "".join(f'<div style="flex:1 1 36em;min-width:0">{part}</div>' for part in (facts, self._pictures))
+            facts = f'<div style="display:flex;flex-wrap:wrap-reverse;align-items:flex-end;gap:0 2em">{parts}</div>'
+        return first + facts + source_view(self.findings.lines)
 
     @cached_property
     def _pictures(self) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
+from graftlab.base.text import first_of
 from graftlab.errors import SessionError
 
 Results = list[list[torch.Tensor]]
@@ -46,12 +50,41 @@ class ResultDifference(NamedTuple):
     dtypes: tuple[str, str]
 
 
+_WRITTEN = "written: "
+# Results nest a few levels; objects of other libraries may nest without an end.
+_MAX_DEPTH = 12
+_TEXT_NUMBERS = 16
+
+
+def written_path(path: str) -> str:
+    """The path, among those of a result, of state that a call has written, such as a cache among its arguments."""
+    return f"{_WRITTEN}{path}"
+
+
+def is_written(path: str) -> bool:
+    """Whether a path is one of state that a call has written, and not of what it returns."""
+    return path.startswith(_WRITTEN)
+
+
+def value_in_words(path: str) -> str:
+    """What a path of a result names, as a sentence does.
+
+    >>> value_in_words("['logits']"), value_in_words(written_path("cache[0]"))
+    ("the returned value ['logits']", 'what the call writes to cache[0]')
+    """
+    if is_written(path):
+        return f"what the call writes to {path.removeprefix(_WRITTEN)}"
+    return f"the returned value{f' {path}' if path else ''}"
+
+
 class NamedTensors(dict[str, torch.Tensor]):
     """The tensors of a result by their paths in it; as a result itself, it has the same paths."""
 
 
 def named_tensors(result: Any) -> NamedTensors:
-    """Return the tensors and numbers in a result by their paths in mappings, sequences and dataclasses.
+    """Return the tensors, arrays, numbers and texts in a result by their paths in containers and objects.
+
+    An array of numpy is a tensor too, and a text is one of whole numbers, which are equal for equal texts alone.
 
     >>> list(named_tensors({"logits": torch.ones(2), "past": [torch.ones(1), None], "loss": 0.5}))
     ["['logits']", "['past'][0]", "['loss']"]
@@ -68,8 +101,19 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (int, float)):
-        yield path, torch.tensor(value, dtype=torch.float64)
-    elif id(value) not in above:
+        # Whole numbers do not round, such as tokens in a list.
+        is_whole = isinstance(value, int) and abs(value) < 2**63
+        yield path, torch.tensor(value, dtype=torch.int64 if is_whole else torch.float64)
+    elif isinstance(value, complex):
+        yield path, torch.tensor(value)
+    elif isinstance(value, (str, bytes)):
+        yield path, _of_text(value)
+    elif (numpy := sys.modules.get("numpy")) is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        if value.dtype.kind in "biufc":
+            yield path, torch.from_numpy(numpy.array(value))
+        elif value.dtype.kind in "OSU":
+            yield from _walk(value.tolist(), path, above)
+    elif id(value) not in above and len(above) < _MAX_DEPTH:
         # A result may contain itself.
         inside = above | {id(value)}
         for step, each in _parts(value):
@@ -87,6 +131,15 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{place}]", each) for place, each in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((f".{each.name}", getattr(value, each.name)) for each in dataclasses.fields(value))
+    elif hasattr(value, "__dict__") and not (callable(value) or isinstance(value, (type, ModuleType))):
+        yield from ((f".{name}", each) for name, each in vars(value).items() if not name.startswith("_"))
+
+
+def _of_text(text: str | bytes) -> torch.Tensor:
+    """A tensor of one shape for any text, so that texts of other lengths differ rather than do not compare."""
+    written = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    digest = hashlib.blake2b(written, digest_size=_TEXT_NUMBERS).digest()
+    return torch.tensor(list(digest), dtype=torch.int32)
 
 
 def compare_results(expected: Any, found: Any) -> tuple[list[ResultDifference], list[str]]:
@@ -102,15 +155,15 @@ def compare_named(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> tuple[list[ResultDifference], list[str]]:
     """Compare like :func:`compare_results`, for tensors by path."""
-    pairs = [(path, path) for path in one if path in other]
-    if not pairs and len(one) == len(other):
-        pairs = list(zip(one, other, strict=True))
-    if not pairs:
-        pairs = _unique_shapes(one, other)
+    state = [(path, path) for path in one if path in other and is_written(path)]
+    pairs = [*_pairs_of_returned(*(_without_written(each) for each in (one, other))), *state]
     differences, left = [], []
     for path, path_of_other in pairs:
         a, b = one[path], other[path_of_other]
         if a.shape != b.shape:
+            if is_written(path):
+                # Grafts write too, so only calls without them are asked for what is unlike.
+                continue
             left.append(f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target")
             continue
         differences.append(ResultDifference(path, _rel_l2(a, b), (_dtype(a), _dtype(b))))
@@ -118,11 +171,46 @@ def compare_named(
         ("baseline", one, {path for path, _ in pairs}),
         ("target", other, {path for _, path in pairs}),
     ):
-        alone = [_shown(path) for path in all_of_side if path not in paired]
+        alone = [_shown(path) for path in all_of_side if path not in paired and not is_written(path)]
+        if alone:
+            left.append(f"only the {side} returns {first_of(alone)}")
+    return differences, left
+
+
+def values_of_other_shapes(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, matched: bool = False
+) -> list[str]:
+    """Sentences on what both sides return, or write, in different shapes; with ``matched`` only on other sizes."""
+    return [
+        f"{(said := value_in_words(path))[0].upper()}{said[1:]} has the shape {_shape(one[path])} on the baseline and "
+        f"{_shape(other[path])} on the target."
+        for path in one
+        if path in other
+        and one[path].shape != other[path].shape
+        and not (matched and one[path].numel() == other[path].numel())
+    ]
+
+
+def written_on_one_side(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    """What only the call of one side writes, in words."""
+    said = []
+    for side, ours, theirs in (("baseline", one, other), ("target", other, one)):
+        alone = [path.removeprefix(_WRITTEN) for path in ours if is_written(path) and path not in theirs]
         if alone:
             more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
-            left.append(f"only the {side} returns {', '.join(alone[:3])}{more}")
-    return differences, left
+            said.append(f"what the {side}'s call alone writes, to {', '.join(alone[:3])}{more}")
+    return said
+
+
+def _without_written(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {path: tensor for path, tensor in values.items() if not is_written(path)}
+
+
+def _pairs_of_returned(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    pairs = [(path, path) for path in one if path in other]
+    if not pairs and len(one) == len(other):
+        pairs = list(zip(one, other, strict=True))
+    return pairs or _unique_shapes(one, other)
 
 
 def _unique_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graftlab.engine.attention import AttentionBackend, CacheAttention, masked_attention
 from graftlab.engine.batch import ForwardBatch, SamplingBatchInfo
-from graftlab.engine.engine import Engine
+from graftlab.engine.engine import ByteTokenizer, Engine
 from graftlab.engine.graph_attention import GraphAttention
 from graftlab.engine.kv_cache import PADDING_SLOT, KVCache, SlotAllocator
 from graftlab.engine.presets import PRESETS, build_model
@@ -14,7 +14,6 @@ from graftlab.engine.runners.draft import DraftGraphRunner
 from graftlab.engine.runners.eager import EagerRunner, Runner, RunnerFactory
 from graftlab.engine.runners.prefill import PrefillGraphRunner
 from graftlab.engine.sampling import gumbel_noise, sample
-from graftlab.engine.tokenizer import ByteTokenizer
 from graftlab.requests.served import FinishedRequest, Request, Response
 
 __all__ = [

@@ -7,21 +7,39 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from graftlab.engine.assembly import assemble
-from graftlab.engine.batch import ForwardBatch
+import torch
+
+from graftlab.engine.batch import ForwardBatch, SamplingBatchInfo
 from graftlab.engine.kv_cache import KVCache
 from graftlab.engine.model_inputs import with_model_inputs
 from graftlab.engine.runners.eager import EagerRunner, RunnerFactory
 from graftlab.engine.sampling import sample
-from graftlab.engine.scheduler import LiveRequest, Scheduler
-from graftlab.engine.tokenizer import ByteTokenizer
+from graftlab.engine.scheduler import LiveRequest, Scheduler, Work
 from graftlab.errors import RequestError
 from graftlab.models import CrossAttentionTransformer, Transformer
 from graftlab.models.transformer import Attention
-from graftlab.requests.identity import is_switched_on
+from graftlab.requests.identity import bootstrap_rooms_tensor, is_switched_on, request_ids_tensor
 from graftlab.requests.served import FinishedRequest, FinishReason, Request, Response
 
 Prompt = str | Sequence[int] | Request | Mapping[str, Any]
+
+_BYTES = 256
+
+
+class ByteTokenizer:
+    """Text as UTF-8 bytes, one token each: enough for models whose words mean nothing.
+
+    Token ids 0 to 255 are the bytes themselves; ids above stand for nothing and decode to U+FFFD.
+    """
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of `text`. Raises `UnicodeEncodeError` (a `ValueError`) for half a surrogate pair."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Any ids decode: what is no UTF-8 becomes U+FFFD."""
+        # 0xFF occurs nowhere in UTF-8, so it decodes to U+FFFD by itself and cuts no neighbour short.
+        return bytes(token if token < _BYTES else 0xFF for token in ids).decode("utf-8", errors="replace")
 
 
 class Engine:
@@ -146,7 +164,7 @@ class Engine:
             return []
         for span in work.spans:
             span.live.started = span.live.started or time.monotonic()
-        batch = assemble(work, self.model.config.vocab_size, self.device, self.request_ids)
+        batch = _assemble(work, self.model.config.vocab_size, self.device, self.request_ids)
         batch = with_model_inputs(batch, work, self.model, self.cache)
         assert batch.sampling_info is not None
         tokens = sample(self.runner.forward(batch), batch.sampling_info).tolist()
@@ -233,3 +251,55 @@ class Engine:
             rid = f"generate-{next(self._names)}"
             prompt = {**asked, "rid": rid, "max_new_tokens": max_new_tokens, **options}
         return Request.from_dict(prompt, self.tokenizer)
+
+
+def _assemble(work: Work, vocab_size: int, device: torch.device, request_ids: bool) -> ForwardBatch:
+    """Make the batch for `work` on `device`; with `request_ids`, with the requests' identities as int64."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    out_cache_loc: list[int] = []
+    rows: list[int] = []
+    for span in work.spans:
+        live = span.live
+        assert live.place is not None, "the scheduler plans only requests that have a place"
+        input_ids += live.tokens[live.computed : span.stop]
+        positions += range(live.computed, span.stop)
+        out_cache_loc += live.place.slots[live.computed : span.stop]
+        rows.append(live.place.row)
+
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    requests = [span.live.request for span in work.spans]
+    seq_lens_cpu = torch.tensor([span.stop for span in work.spans], dtype=torch.int64)
+    seq_lens = seq_lens_cpu.to(device)
+    rids_int = rooms = None
+    if request_ids:
+        rids_int = request_ids_tensor([request.rid for request in requests], device)
+        rooms = bootstrap_rooms_tensor([request.bootstrap_room for request in requests], device)
+    extend_lens_cpu = None
+    if work.mode == "prefill":
+        extend_lens_cpu = torch.tensor([span.stop - span.live.computed for span in work.spans], dtype=torch.int64)
+    temperatures = [request.temperature for request in requests]
+    return ForwardBatch(
+        mode=work.mode,
+        input_ids=tensor(input_ids),
+        positions=tensor(positions),
+        out_cache_loc=tensor(out_cache_loc),
+        req_pool_indices=tensor(rows),
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens_cpu,
+        extend_lens_cpu=extend_lens_cpu,
+        rids_int=rids_int,
+        bootstrap_room_ids_int=rooms,
+        request_ids=tuple(request.rid for request in requests),
+        sampling_info=SamplingBatchInfo(
+            temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device),
+            seeds=tensor([request.seed for request in requests]),
+            positions=seq_lens,
+            top_ks=tensor([request.top_k or vocab_size for request in requests]),
+            all_greedy=not any(temperatures),
+            rids_int=rids_int,
+            bootstrap_room_ids_int=rooms,
+        ),
+    )

@@ -373,8 +373,7 @@ class RouterSocket:
             return [channel]
         frame, rest = body, parts[2:]
         if body == _IN_PIECES:
-            (count,) = _COUNT.unpack(rest[0].bytes)
-            frame, rest = b"".join(part.buffer for part in rest[1 : 1 + count]), rest[1 + count :]
+            frame, rest = _joined(rest)
         if rest:
             frame = FrameWithPayload(frame)
             frame.payload = [part.buffer for part in rest]
@@ -451,6 +450,20 @@ class _SessionKeyCheck:
 
 def _pieces_of(data: memoryview) -> list[memoryview]:
     return [data[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
+
+
+def _joined(parts: Sequence[zmq.Frame]) -> tuple[bytes, Sequence[zmq.Frame]]:
+    """The frame that was sent in pieces, and the parts after it.
+
+    Parts that no process of graftlab sends make a frame that no reader can decode, which ends the connection there.
+    """
+    try:
+        (count,) = _COUNT.unpack(parts[0].bytes)
+    except (IndexError, struct.error):
+        return _IN_PIECES, ()
+    if not 0 < count < len(parts):
+        return _IN_PIECES, ()
+    return b"".join(part.buffer for part in parts[1 : 1 + count]), parts[1 + count :]
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:

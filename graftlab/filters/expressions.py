@@ -269,7 +269,9 @@ class _Compiler:
         if name != self._bound:
             self.names.add(name)
         if name == "recompute_status":
-            return lambda tags: NotRepeated() if type(found := tags.get(name)) is str and found == "original" else found
+            return lambda tags: (
+                UnrepeatedStatus() if type(found := tags.get(name)) is str and found == "original" else found
+            )
         return lambda tags: tags.get(name)
 
     def _build_Constant(self, node: ast.Constant, depth: int) -> Evaluate:
@@ -490,10 +492,10 @@ def _constants(left: ast.expr, op: ast.cmpop, right: ast.expr) -> list[object] |
     return found if len(found) == len(items) else None
 
 
-class NotRepeated(str):
+class UnrepeatedStatus(str):
     """The status of a forward pass that is not repeated. Outside checkpointing other kits call it ``"disabled"``."""
 
-    def __new__(cls) -> NotRepeated:
+    def __new__(cls) -> UnrepeatedStatus:
         return super().__new__(cls, "original")
 
     def __eq__(self, other: object) -> bool:
@@ -505,13 +507,13 @@ class NotRepeated(str):
     __hash__ = str.__hash__
 
 
-class Checkpointed(str):
+class CheckpointedStatus(str):
     """The status of a forward pass that checkpointing will repeat: ``"original"``, and not ``"disabled"``."""
 
 
 def _contains(item: Any, items: Any) -> bool:
     # A set looks up by hash, and this text equals another one.
-    return item in (tuple(items) if type(item) is NotRepeated and isinstance(items, set) else items)
+    return item in (tuple(items) if type(item) is UnrepeatedStatus and isinstance(items, set) else items)
 
 
 # -- operations on values, which never raise --------------------------------------------------------------

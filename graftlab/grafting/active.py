@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -10,6 +12,30 @@ from graftlab.grafting.grafter import Grafter
 from graftlab.taps import calls, compiled
 
 _grafter: Grafter | None = None
+
+
+class FirstTap:
+    """Stands in for the handler of a process until its first tap or step, which calls :meth:`begin`."""
+
+    def begin(self) -> calls.RankTapHandler | None:
+        """Return the handler of this tap and all that follow; None if the taps of this process do nothing."""
+        raise NotImplementedError
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        handler = self.begin()
+        return value if handler is None else handler.tap(name, value, extras, tags, replace)
+
+    @property
+    def moment(self) -> object:
+        return object()
+
+    def may_take(self, path: str) -> bool:
+        return True
+
+    def step(self) -> None:
+        handler = self.begin()
+        if handler is not None:
+            handler.step()
 
 
 def activate(grafter: Grafter, where: calls.Here) -> None:

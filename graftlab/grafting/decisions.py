@@ -26,7 +26,7 @@ from graftlab.base.tags import (
 )
 from graftlab.base.world import Direction, Place
 from graftlab.errors import GraftOverlapError, TagError
-from graftlab.filters.expressions import Checkpointed
+from graftlab.filters.expressions import CheckpointedStatus
 from graftlab.plan.pairs import Pairing, as_tags
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.taps.backward import is_backward
@@ -215,7 +215,7 @@ class Decisions:
         seen = paired_tags(tags, given, pairing)
         # Looked up only for a filter that distinguishes it, because it takes a look at the whole stack.
         if not self._caches and seen["recompute_status"] == "original" and is_checkpointed():
-            action = self.plan.action_for({**seen, "recompute_status": Checkpointed("original")})
+            action = self.plan.action_for({**seen, "recompute_status": CheckpointedStatus("original")})
         else:
             action = self.plan.action_for(seen)
         own = identity(seen).tags

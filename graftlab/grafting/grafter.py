@@ -46,8 +46,9 @@ from graftlab.layouts import RankLayout, rank_layout
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import Row, Status
+from graftlab.taps import calls
 from graftlab.taps.backward import IN_A_HOOK, is_passed_by_autograd
-from graftlab.taps.compiled import forget_open_tags
+from graftlab.taps.compiled import forget_open_tags, left_out_since
 from graftlab.taps.extras import ExtrasWithLayout, resolved, unpicklable_part
 from graftlab.taps.untraced import outside_compiled_code
 
@@ -125,6 +126,8 @@ class Grafter:
         self._addresses = Addresses(self._step, self._warn_once)
         self._batch_rows = BatchRows()
         self._warned: set[tuple[str, str]] = set()
+        # The number of taps left out of graphs that are already known.
+        self._left_out = 0
         # Set while grafted weights and settings are to be put back afterwards.
         self._overwritten_data: OverwrittenTensors | None = None
         self._use(exchange)
@@ -347,12 +350,19 @@ class Grafter:
             decisions.step = self._step
         self._addresses = Addresses(self._step, self._warn_once)
         self._batch_rows = BatchRows()
+        # Only at the beginning of a step, so that one step has one plan in graphs too.
+        calls.want_taps(self, self._plan.matches_any)
         self._write_page("running")
 
     def _end_step(self) -> None:
         self._exchange.end_step(self._step)
         self._receive_pipeline.log_grafts()
         self.record_unmatched()
+        if self._decisions is not None:
+            # Taps that no plan matched are known too, so that a filter can be chosen by them.
+            for name, tags in left_out_since(self._left_out):
+                self._left_out += 1
+                self._seen.note(all_tags(name, tags, self.place, self._step), tuple(tags.items()))
 
     def _record_timeout_of_leader(self, run: RunInfo) -> None:
         leader = self.place.everyone()[run.leader].label

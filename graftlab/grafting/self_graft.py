@@ -18,7 +18,7 @@ import torch
 from graftlab.base.tags import identity, plain
 from graftlab.base.tap_groups import group_of, is_data
 from graftlab.diffs.measure import measure
-from graftlab.diffs.results import compare_named, named_tensors
+from graftlab.diffs.results import compare_named, named_tensors, value_in_words
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
@@ -80,7 +80,6 @@ def graft_self(
     exact: Call | None = None,
     keep: Sequence[str] = (),
     paired_names: Callable[[str], Sequence[str]] = lambda name: (name,),
-    seed: int = 0,
 ) -> SelfGraft:
     """Run ``call`` against itself; see the module.
 
@@ -99,7 +98,7 @@ def graft_self(
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
     found.not_repeated = repeat.differences()
-    found.returned_not_repeated = changed_results(result, again)
+    found.returned_not_repeated = in_words(changed_results(result, again))
     if found.not_repeated:
         return found
 
@@ -108,16 +107,16 @@ def graft_self(
 
     # First, because a tensor moved in place may be an argument, and would stay moved.
     if exact is not None:
-        twin = SelfGrafter(record.taps, dtype_of, seed, moves=False)
+        twin = SelfGrafter(record.taps, dtype_of, moves=False)
         _run(exact, twin)
         found.exact = twin.rows
-        alone = SelfGrafter(record.taps, dtype_of, seed, moves=False, resets=False)
+        alone = SelfGrafter(record.taps, dtype_of, moves=False, resets=False)
         note_returned(found, result, _run(exact, alone))
         found.exact_outputs = alone.rows
-    perturbed = SelfGrafter(record.taps, dtype_of, seed)
+    perturbed = SelfGrafter(record.taps, dtype_of)
     _run(call, perturbed)
     found.added = perturbed.rows
-    drift = SelfGrafter(record.taps, dtype_of, seed + 1, resets=False)
+    drift = SelfGrafter(record.taps, dtype_of, seed=1, resets=False)
     note_returned(found, result, _run(call, drift))
     found.outputs = drift.rows
     return found
@@ -144,7 +143,7 @@ class RoundedResults:
     """Why the function does not run in float64, if it does not."""
 
 
-def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults:
+def rounded_results(call: Call, *, budget: int) -> RoundedResults:
     """Run ``call`` with its taps moved by one unit in the last place, and in float64."""
     record = SelfGraftRecorder(budget)
     _run(call, record)
@@ -156,20 +155,8 @@ def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults
     except Exception as error:
         said = [line for line in str(error).splitlines() if line.strip()]
         failed = ": ".join([type(error).__name__, *said[:1]])
-    moved = _run(call, SelfGrafter(record.taps, lambda name: "", seed, resets=False))
+    moved = _run(call, SelfGrafter(record.taps, lambda name: "", resets=False))
     return RoundedResults(moved, exact, failed)
-
-
-def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
-    """Run ``call`` twice without changes; return the taps that differ, in order, or the differing results.
-
-    Taps that do not fit into ``budget`` bytes are not compared.
-    """
-    record = SelfGraftRecorder(budget)
-    result = _copied(_run(call, record))
-    repeat = RepeatComparer(record.taps)
-    again = _run(call, repeat)
-    return repeat.differences() or changed_results(result, again)
 
 
 def without_dependents(
@@ -201,13 +188,18 @@ def _copied(result: Any) -> dict[str, torch.Tensor]:
 
 
 def changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
-    """Describe the returned values that differ from those of the previous call by more than rounding."""
+    """The paths of the returned values that differ from those of the previous call by more than rounding."""
     differences, _ = compare_named(result, named_tensors(again))
     return [
-        f"the returned value{f' {path}' if path else ''}"
+        path
         for path, rel_l2, (dtype, _) in differences
         if rel_l2 > (assumed_floor([dtype])[0] if roundoff(dtype) else 0.0)
     ]
+
+
+def in_words(paths: Sequence[str]) -> list[str]:
+    """These paths of results as sentences name them."""
+    return [value_in_words(path) for path in paths]
 
 
 def _run(call: Call, handler: TapHandler) -> Any:
@@ -337,7 +329,7 @@ class SelfGrafter(CountingHandler):
         self,
         taps: Mapping[CallKey, TapRecord],
         dtype_of: Callable[[str], str],
-        seed: int,
+        seed: int = 0,
         *,
         moves: bool = True,
         resets: bool = True,

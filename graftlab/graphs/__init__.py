@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from graftlab.graphs.builders import build_decode_registry, build_prefill_registry
-from graftlab.graphs.pool import clear_input_buffer_pool, share_input_buffer
-from graftlab.graphs.registry import CudaGraphBufferRegistry, ForwardInputBuffers
+from graftlab.graphs.registry import (
+    CudaGraphBufferRegistry,
+    ForwardInputBuffers,
+    clear_input_buffer_pool,
+    share_input_buffer,
+)
 from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
 
 __all__ = [

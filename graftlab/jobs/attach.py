@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from graftlab.config import GraftConfig
@@ -58,35 +57,35 @@ def attach(config: GraftConfig | None = None, *, mesh: Any = None) -> bool:
         return True
 
 
-class FirstTap:
-    """Stands in for the grafter until the first tap or step of a job that the environment asks to join."""
+class FirstTapJoiner(active.FirstTap):
+    """Joins at the first tap or step of a job that the environment asks to join."""
 
-    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        handler = _join_automatically()
-        return value if handler is None else handler.tap(name, value, extras, tags, replace)
+    def begin(self) -> calls.RankTapHandler | None:
+        import torch
 
-    @property
-    def moment(self) -> object:
-        return object()
-
-    def may_take(self, path: str) -> bool:
-        return True
-
-    def step(self) -> None:
-        handler = _join_automatically()
-        if handler is not None:
-            handler.step()
+        # A data loader's worker is no rank.
+        if torch.utils.data.get_worker_info() is not None:
+            forget_first_tap()
+            return None
+        try:
+            if active.grafter() is None:
+                attach()
+        except SessionError:
+            # Another thread has joined already.
+            if active.grafter() is None:
+                raise
+        return active.grafter()
 
 
 def arm() -> None:
     """Join at the first tap or step of this process; warn if it ends before that."""
-    active.install_handler(FirstTap(), None)
+    active.install_handler(FirstTapJoiner(), None)
     atexit.register(_warn_at_exit, os.getpid())
 
 
 def is_armed() -> bool:
     """Whether this process will join by itself."""
-    return isinstance(calls.grafter(), FirstTap)
+    return isinstance(calls.grafter(), FirstTapJoiner)
 
 
 def forget_first_tap() -> None:
@@ -110,23 +109,6 @@ def _warn_at_exit(process: int) -> None:
     # A data loader's worker inherits the environment too, and is no rank.
     if os.getpid() == process and multiprocessing.parent_process() is None:
         warn_never_joined(os.path.basename(sys.argv[0]) or "this process")
-
-
-def _join_automatically() -> calls.RankTapHandler | None:
-    import torch
-
-    # A data loader's worker is no rank.
-    if torch.utils.data.get_worker_info() is not None:
-        forget_first_tap()
-        return None
-    try:
-        if active.grafter() is None:
-            attach()
-    except SessionError:
-        # Another thread has joined already.
-        if active.grafter() is None:
-            raise
-    return active.grafter()
 
 
 def _forget_rank() -> None:

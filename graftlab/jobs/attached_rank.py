@@ -37,6 +37,7 @@ from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.control_thread import ControlThread, pack_value
 from graftlab.ranks.messages import (
     Acknowledgement,
+    AskLineTraces,
     AskMatch,
     AskSelfGraft,
     AskWaitReason,
@@ -44,6 +45,7 @@ from graftlab.ranks.messages import (
     Failure,
     FallbackPlan,
     Hello,
+    LineTraces,
     MatchResult,
     Output,
     Query,
@@ -53,6 +55,7 @@ from graftlab.ranks.messages import (
     RunSelfGraft,
     RunSettled,
     SelfGraftResult,
+    TraceSteps,
     WaitReason,
     WorldRequest,
     WorldStart,
@@ -321,6 +324,8 @@ class AttachedRank:
         self._control.on_question(AskSelfGraft, self._self_graft_result)
         self._control.on_question(RecordStep, self._record_step)
         self._control.on_question(AskMatch, self._match_result)
+        self._control.on_question(TraceSteps, self._trace_steps)
+        self._control.on_question(AskLineTraces, self._line_traces)
         for frame in frames:
             self._control.take(frame)
         self._control.open()
@@ -346,6 +351,14 @@ class AttachedRank:
 
     def _match_result(self, question: AskMatch) -> MatchResult:
         return MatchResult(pack_value(self._grafter.match_result(question.value)))
+
+    def _trace_steps(self, order: TraceSteps) -> Acknowledgement:
+        self._grafter.trace_steps(order)
+        return Acknowledgement()
+
+    def _line_traces(self, question: AskLineTraces) -> LineTraces:
+        traces, obstacle = self._grafter.line_traces()
+        return LineTraces(pack_value(traces), obstacle)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

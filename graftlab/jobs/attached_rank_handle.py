@@ -130,7 +130,7 @@ class AttachedRankHandle(RankHandle):
     def how_it_ended(self) -> str:
         if not self.has_joined:
             return "has not joined yet"
-        return self._ended or "left, or its process ended"
+        return self._ended or self._ended_by_us or "left, or its process ended"
 
     def signal(self, number: int) -> None:
         """Do nothing: a job handles its own signals."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from graftlab.base.tags import PLACE_TAGS
+from graftlab.base.text import first_of
 from graftlab.config import PREFIX, GraftConfig
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.plan.plan import FILTERS, GraftPlan
@@ -34,7 +35,7 @@ def nothing_measured(
         for status, count in received.items()
     )
     names = list(dict.fromkeys(str(tags["name"]) for tags in taps))
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = first_of(names)
     hint = (
         ""
         if "failed" in received

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graftlab.base.world import Place, Side
 from graftlab.diffs.results import named_tensors
@@ -41,7 +42,16 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
-from graftlab.ranks.held_call import HeldCall, ScriptEnd, UnitKind, WatchChoice, held_unit, hold, release_call
+from graftlab.ranks.held_call import (
+    HeldCall,
+    ScriptEnd,
+    UnitKind,
+    WatchChoice,
+    arguments_by_name,
+    held_unit,
+    hold,
+    release_call,
+)
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
@@ -57,8 +67,31 @@ all models without one."""
 
 
 def uncompared_calls(folder: Path, side: Side) -> Path:
-    """The file in a comparison's folder that exists once a worker or a fork of this side's processes calls a model."""
+    """The file in a comparison's folder that exists once a process of this side calls a model that is no rank."""
     return folder / f"{side}-calls-elsewhere"
+
+
+def other_models(folder: Path, side: Side) -> Path:
+    """The file in a comparison's folder with the models that this side called before one that is held, a line each."""
+    return folder / f"{side}-other-models"
+
+
+def forget_claims(folder: Path) -> None:
+    """Let other processes become the ranks of a comparison in this folder."""
+    for claim in folder.glob(f"*{_CLAIM}"):
+        claim.unlink()
+
+
+def _claims(folder: Path, side: Side, rank: int) -> bool:
+    """Whether this process is the first one of this rank that calls a model, and so becomes it.
+
+    A script may start others, which would be the same rank by their environment.
+    """
+    try:
+        os.close(os.open(folder / f"{side}-{rank}{_CLAIM}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except (FileExistsError, FileNotFoundError):
+        return False
+    return True
 
 
 def package_folder() -> str:
@@ -66,12 +99,16 @@ def package_folder() -> str:
     return str(Path(__file__).resolve().parents[1])
 
 
+_CLAIM = "-is-a-process"
 # Seconds to wait for the answer of the process that compares.
 _ANSWER_LIMIT = 60.0
 
 
 class HeldScript:
-    """Holds the outermost calls of models in this process, or of those of the class ``wanted``."""
+    """Holds the outermost calls of models in this process, or of those of a class, or of one model.
+
+    ``wanted`` is a class, such as ``"Net"``, or with a number the second model of a class that is called, ``"Net[1]"``.
+    """
 
     def __init__(self, folder: Path, side: Side, wanted: str | None) -> None:
         self._folder, self._side, self._wanted = folder, side, wanted
@@ -82,7 +119,9 @@ class HeldScript:
         self._others: Counter[str] = Counter()
         # The models that were called, by name, with what is known of the training step in progress.
         self._models: WeakValueDictionary[str, torch.nn.Module] = WeakValueDictionary()
-        self._seen = 0
+        # In sentences: by class, and by number from the second one of a class on.
+        self._names = WeakIdKeyDictionary()
+        self._kinds: Counter[str] = Counter()
         self._gradients = GradientWatch()
         self._previous: dict[str, TensorSample] = {}
         self._updates = self._calls_in_step = 0
@@ -108,33 +147,58 @@ class HeldScript:
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A data loader's worker is no rank, and neither is a fork of one: the connections are its parent's.
         if os.getpid() != self._process or torch.utils.data.get_worker_info() is not None:
-            self.remove()
-            with contextlib.suppress(FileNotFoundError):
-                # The comparison may be over, and its folder deleted.
-                uncompared_calls(self._folder, self._side).touch()
+            self._pass()
             return
         kind = type(module).__name__
-        if module not in self._models.values():
-            self._models[f"{kind}{self._seen or ''}"] = module
-            self._seen += 1
+        if module not in self._names:
+            self._models[f"{kind}{len(self._names) or ''}"] = module
+            self._names[module] = f"{kind}[{self._kinds[kind]}]" if self._kinds[kind] else kind
+            self._kinds[kind] += 1
+        name: str = self._names[module]
         if self._is_held:
             # It belongs to the closure of a step that is held.
             return
         # An update that raised never ended.
         self._updating = None
-        if self._wanted not in (None, kind):
-            self._others[kind] += 1
+        if self._wanted not in (None, kind, name):
+            if name not in self._others:
+                self._note_other(name)
+            self._others[name] += 1
             return
         self._count += 1
         self._calls_in_step += 1
         if self._rank is None:
             self._rank = _joined(self._folder, self._side, self.remove)
+        if self._rank is None:
+            self._pass()
+            return
         if not self._rank.waits_in("call", self._count):
             return
         call = partial(module, *args, **kwargs)
         self._rank.hold(
-            HeldCall(call, {"": module}, (args, kwargs), self._rank.choice, number=self._count, others=self._others)
+            HeldCall(
+                call,
+                {"": module},
+                arguments_by_name(args, kwargs),
+                self._rank.choice,
+                name=name,
+                number=self._count,
+                others=self._others,
+            )
         )
+
+    def _note_other(self, name: str) -> None:
+        """Note the name of a model that is not held, for a script that never calls the one that is."""
+        if self._rank is None:
+            with contextlib.suppress(FileNotFoundError), other_models(self._folder, self._side).open("a") as file:
+                file.write(f"{name}\n")
+
+    def _pass(self) -> None:
+        """Hold nothing in this process, and note that it has called a model."""
+        self.remove()
+        with contextlib.suppress(FileNotFoundError):
+            # The comparison may be over, and its folder deleted.
+            uncompared_calls(self._folder, self._side).touch()
 
     def _after(self, module: torch.nn.Module, result: Any) -> None:
         if not torch.is_grad_enabled():
@@ -299,10 +363,12 @@ def leave() -> None:
     _rank.leave()
 
 
-def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank:
-    """Become a rank, or end the process with the reason why it cannot."""
+def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank | None:
+    """Become a rank, or end the process with the reason why it cannot; None if another process is this rank."""
     global _rank
     try:
+        if not _claims(folder, side, own_rank()[0]):
+            return None
         _rank = _join(folder, side, hold_nothing)
     except (GraftError, OSError, EOFError) as error:
         sys.stderr.write(f"graftlab compare: {error}\n")

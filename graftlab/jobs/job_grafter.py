@@ -1,7 +1,8 @@
-"""The grafter of a job: it continues after any failure, can move to another world, and can run against itself."""
+"""The grafter of a job: it continues after any failure, can move to another world, and follows a verdict's orders."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,11 +19,21 @@ from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
+from graftlab.lines.traces import SliceTrace
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.line_tracer import TracedSteps
 from graftlab.ranks.match_recorder import MatchRecord, StepRecord
-from graftlab.ranks.messages import RecordStep, RunSelfGraft
+from graftlab.ranks.messages import RecordStep, RunSelfGraft, TraceSteps
+from graftlab.taps import calls
 from graftlab.taps.calls import TapHandler
 from graftlab.taps.untraced import outside_compiled_code
+
+
+@dataclass(frozen=True)
+class _Takes:
+    """Takes taps by the grafter's own method, whatever replaces it."""
+
+    tap: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -50,9 +61,12 @@ class JobGrafter(Grafter):
     # Whether ranks stay within one step of each other. Without it a rank that only sends runs ahead until its buffer
     # is full, and a new plan would be in force everywhere only after all those steps.
     keeps_step = False
-    # The self-graft and the record for a match that were ordered last.
+    # The self-graft, the record for a match, and the trace that were ordered last.
     _self_graft: SelfGraftInSteps | None = None
     _step_record: StepRecord | None = None
+    _traced_steps: TracedSteps | None = None
+    # The trace that is in the job's loop now.
+    _tracing: TracedSteps | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -62,7 +76,7 @@ class JobGrafter(Grafter):
         # By the version of the plan under which they run. Orders, and the message to forget them, reach the ranks at
         # different times, but a plan is in force on all ranks from the same step on. So an order is followed until
         # another plan is in force; otherwise some ranks of a side would take the taps of a step and others not.
-        self._orders: dict[int, SelfGraftInSteps | StepRecord] = {}
+        self._orders: dict[int, SelfGraftInSteps | StepRecord | TracedSteps] = {}
         self._ordering = threading.Lock()
 
     @outside_compiled_code
@@ -78,10 +92,11 @@ class JobGrafter(Grafter):
     def step(self) -> None:
         """See :func:`graftlab.step`."""
         try:
-            if self.keeps_step:
-                self._await_others()
-            if not self._move():
-                super().step()
+            with contextlib.nullcontext() if self._tracing is None else self._tracing.pause():
+                if self.keeps_step:
+                    self._await_others()
+                if not self._move():
+                    super().step()
             self._choose_tap_handler()
         except GraftError:
             raise
@@ -180,10 +195,21 @@ class JobGrafter(Grafter):
             return None
         return current.found if value is None else current.held.get(value)
 
+    def trace_steps(self, order: TraceSteps) -> None:
+        """Trace the first steps under the plan of this version. Called on the control thread."""
+        traced = TracedSteps(order.request, order.steps, self.place.side, self, _Takes(super().tap))
+        with self._ordering:
+            self._traced_steps, self._orders[order.version] = traced, traced
+
+    def line_traces(self) -> tuple[list[SliceTrace | None] | None, str]:
+        """Return what was traced, once the last step has ended, and why nothing was."""
+        current = self._traced_steps
+        return (None, "") if current is None else (current.traces, current.obstacle)
+
     def forget_orders(self, version: int) -> None:
         """Drop recordings and orders. One under a plan older than this version is followed until that plan ends."""
         with self._ordering:
-            self._self_graft = self._step_record = None
+            self._self_graft = self._step_record = self._traced_steps = None
             self._orders = {at: each for at, each in self._orders.items() if at < version}
 
     def _await_others(self) -> None:
@@ -198,13 +224,19 @@ class JobGrafter(Grafter):
         if self._orders:
             version = self.plan.version
             with self._ordering:
-                last = self._self_graft, self._step_record
+                last = self._self_graft, self._step_record, self._traced_steps
                 # Drop older orders, but not the one whose plan has yet to come into force.
                 self._orders = {at: each for at, each in self._orders.items() if at == version or each in last}
                 ordered = self._orders.get(version)
+        if self._tracing is not None and self._tracing is not ordered:
+            self._tracing.end()
+            self._tracing = None if self._tracing.is_left else self._tracing
+        if isinstance(ordered, TracedSteps):
+            self._tracing = ordered
         if ordered is None:
             self.__dict__.pop("tap", None)
             return
+        calls.want_taps(self, True)
         # Replaces the method, so that other steps do not pay for a check.
         self.__dict__["tap"] = self._guarded(ordered.handler_at(self._step))
 
@@ -220,6 +252,12 @@ class JobGrafter(Grafter):
                 return value
 
         return tap
+
+    def end_run(self) -> None:
+        """See :meth:`Grafter.end_run`."""
+        if self._tracing is not None:
+            self._tracing.end()
+        super().end_run()
 
     def _paired_names(self, name: str) -> list[str]:
         return [pairing.name for pairing in self.plan.pairings(self.place.side, name, {})]

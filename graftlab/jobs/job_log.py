@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
+from typing import Any
+
+from graftlab.base.files import open_regular
 
 _PACKAGE = logging.getLogger(__name__.partition(".")[0])
 
@@ -24,12 +28,31 @@ def log_to(path: Path) -> None:
     _PACKAGE.setLevel(logging.INFO)
     _PACKAGE.propagate = False
     try:
-        _PACKAGE.addHandler(_LogFile(path, encoding="utf-8"))
+        _PACKAGE.addHandler(_LogFile(path))
     except OSError as error:
         _PACKAGE.warning("%s cannot be written: %s; only the rows show what each graft did", path, error)
 
 
 class _LogFile(logging.FileHandler):
-    def __init__(self, path: Path, encoding: str) -> None:
-        super().__init__(path, encoding=encoding)
+    """The log's file. A disk that does not take a line costs it, and one warning until it takes lines again."""
+
+    _is_full = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=open_regular)
+
+    def flush(self) -> None:
+        super().flush()
+        self._is_full = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._is_full:
+            self._is_full = True
+            why = sys.exc_info()[1]
+            _PACKAGE.warning(
+                "%s cannot be written: %s; only the rows show what each graft does", self.baseFilename, why
+            )

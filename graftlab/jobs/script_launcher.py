@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from graftlab.base.files import has_room
+from graftlab.base.text import counted
 from graftlab.base.world import Place, Side
 from graftlab.control.core import SessionCore
 from graftlab.errors import GraftError, LaunchError
@@ -26,7 +28,7 @@ from graftlab.jobs.handshake import (
     receive_handshake,
     send_handshake,
 )
-from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, package_folder
+from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, forget_claims, other_models, package_folder
 from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid
 from graftlab.plan.plan import GraftPlan
@@ -44,6 +46,9 @@ _HANDSHAKE_LIMIT = 10.0
 # Seconds between two calls of the function that shows the progress.
 _LOOK = 0.5
 _LAST_LINES = 20
+# Times as many lines are read, for those that are left out.
+_LOOKED_AT = 8
+_OF_TORCH = "/site-packages/torch/"
 # Variables of a job, which would let a script join a session of jobs or record.
 _OF_JOBS = ("GRAFTLAB_ENABLE", "GRAFTLAB_RECORD", "GRAFTLAB_ROLE", "DUMPER_GRAFTER_ENABLE")
 
@@ -117,13 +122,24 @@ class ScriptProcess:
                 return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the command; None while it runs."""
+        return self._process.poll()
+
     def last_lines(self, most: int = _LAST_LINES) -> str:
-        """The last lines that it has printed."""
+        """The last lines that it has printed, without torch's frames in tracebacks."""
         try:
             text = self.log.read_bytes()[self._log_begins :].decode("utf-8", errors="replace")
         except OSError as error:
             return f"(its output cannot be read: {error})"
-        return "\n".join(text.splitlines()[-most:]) or "(nothing)"
+        # Of a long log only the end is looked at.
+        lines = _without_frames_of_torch(text.splitlines()[-_LOOKED_AT * most :])
+        shown = "\n".join(lines[-most:]) or "(nothing)"
+        if not has_room(self.log.parent):
+            # The script itself then fails where it prints, and its traceback is not there either.
+            shown += f"\n(the disk of {self.log.parent} is full, so what was printed last is not in it)"
+        return shown
 
     def kill(self) -> None:
         """End it and the programs that it has started, unless it is to keep going."""
@@ -140,6 +156,25 @@ class ScriptProcess:
             self._process.wait()
         os.close(self.ended)
         self.ended = -1
+
+
+def _without_frames_of_torch(lines: Sequence[str]) -> list[str]:
+    """Leave out the frames in torch of tracebacks, which may be more than all lines that are shown."""
+    kept: list[str] = []
+    left_out = 0
+    in_torch = False
+    for line in lines:
+        if line.startswith("  File "):
+            in_torch = _OF_TORCH in line
+            left_out += in_torch
+        elif not line.startswith("    "):
+            in_torch = False
+        if not in_torch:
+            if left_out:
+                kept.append(f"  ({counted(left_out, 'frame')} of torch)")
+                left_out = 0
+            kept.append(line)
+    return kept
 
 
 class ScriptRankHandle(RankHandle):
@@ -163,7 +198,6 @@ class ScriptRankHandle(RankHandle):
         self.pid = request.pid
         self.process = process
         self._death_pipe = death_pipe
-        self._ended_by_us: str | None = None
 
     def signal(self, number: int) -> None:
         """Do nothing: a script handles its own signals."""
@@ -173,14 +207,6 @@ class ScriptRankHandle(RankHandle):
 
     def kill(self) -> None:
         self.process.kill()
-
-    def end(self, why: str) -> None:
-        self._ended_by_us = why
-        self.kill()
-
-    @property
-    def was_ended(self) -> bool:
-        return self._ended_by_us is not None
 
     def end_programs(self) -> None:
         """Do nothing: another rank of the script may still run."""
@@ -234,11 +260,14 @@ def start_scripts(
             listener = rendezvous.listen()
             if listener is None:
                 raise LaunchError(f"a session already listens in {folder}; pass another folder")
+        forget_claims(folder)
         with listener:
             for side, command in commands.items():
                 environment = _environment(side, folder, settings, command.variables or {})
                 processes.append(ScriptProcess(side, command, folder / "logs" / f"{side}.log", environment))
-            return _Admission(processes, options, plan, settings.choice).wait(listener, settings.timeout, on_wait)
+            return _Admission(processes, options, plan, settings.choice, folder).wait(
+                listener, settings.timeout, on_wait
+            )
     except BaseException:
         for process in processes:
             process.release()
@@ -270,8 +299,14 @@ class _Admission:
     """Admits each process that has reached its model, until all ranks have joined."""
 
     def __init__(
-        self, processes: Sequence[ScriptProcess], options: LaunchOptions, plan: GraftPlan, choice: WatchChoice
+        self,
+        processes: Sequence[ScriptProcess],
+        options: LaunchOptions,
+        plan: GraftPlan,
+        choice: WatchChoice,
+        folder: Path,
     ) -> None:
+        self._folder = folder
         self._processes = {process.side: process for process in processes}
         self._options, self._plan, self._choice = options, plan, choice
         self._places = Place("baseline", 0, options.baseline, options.target).everyone()
@@ -319,7 +354,7 @@ class _Admission:
             if not process.has_ended:
                 continue
             missing = [p for p in self._places if p.side == side and p.label not in self._joined]
-            why = f" {self._refused[side]}." if side in self._refused else ""
+            why = f" {self._refused[side]}." if side in self._refused else self._other_models(side)
             what = "before it called a model" if missing else "while the other side had not called its model yet"
             raise LaunchError(
                 f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why} A model is a "
@@ -329,11 +364,20 @@ class _Admission:
                 f"{process.last_lines()}"
             )
 
+    def _other_models(self, side: Side) -> str:
+        """A sentence on the models that a side has called where another is asked for; blank where there are none."""
+        path = other_models(self._folder, side)
+        called = list(dict.fromkeys(path.read_text().split())) if path.exists() else []
+        return f" It has called {', '.join(called)}, and --model names another." if called else ""
+
     def _describe_wait(self, missing: Sequence[str], timeout: float) -> str:
         parts = [f"{', '.join(missing)} had not called a model within {timeout:g} s; --timeout waits longer"]
         for side, process in self._processes.items():
             if any(label.startswith(side) for label in missing):
-                parts.append(f"The output of the {side} `{process.command.text}` ends:\n{process.last_lines()}")
+                parts.append(
+                    f"The output of the {side} `{process.command.text}` ends:\n{process.last_lines()}"
+                    f"{self._other_models(side)}"
+                )
         return ". ".join(parts)
 
     def _accept(self, connection: socket.socket) -> None:
@@ -367,10 +411,7 @@ class _Admission:
             )
         label = f"{request.side}[{request.rank}]"
         if label in self._joined:
-            return (
-                f"{label} has joined already, as pid {self._joined[label].pid}: a second process of the "
-                f"{request.side} called a model as the same rank"
-            )
+            return f"{label} has joined already, as pid {self._joined[label].pid}"
         return ""
 
     def _admit(self, connection: socket.socket, request: HoldRequest) -> None:

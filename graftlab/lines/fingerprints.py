@@ -19,6 +19,8 @@ ANY_ORDER: Level = 2
 IN_ORDER: Level = 3
 
 QUANTILES = 65
+COUNTS = frozenset({"int64", "int32", "bool"})
+"""The dtypes of indices, positions and masks, which have few different numbers."""
 # Frequencies without a common period: each gives a projection that no reordering keeps.
 _FREQUENCIES = np.array([0.7390851332, 2.2360679775, 5.1961524227, 9.4247779608])
 # The value that stands for "may not look here" in an additive mask is at least this large.
@@ -165,9 +167,10 @@ def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
         return DIFFERENT
     if one.mask:
         return _of_masks(one, other)
-    limit = tolerance * max(one.norm, other.norm)
-    # A sum with random factors of size one is as large as the norm of what it is a sum of.
-    in_order = bool((np.abs(one.projections - other.projections) <= 4 * limit).all())
+    if COUNTS.issuperset((one.dtype, other.dtype)):
+        # Indices and positions have the same numbers in any order, whatever they mean.
+        return IN_ORDER if _in_same_order(one, other, tolerance) else DIFFERENT
+    in_order = _in_same_order(one, other, tolerance)
     rms = _scale(one, other)
     if one.magnitudes is not None and other.magnitudes is not None and one.values is not None:
         assert other.values is not None
@@ -184,6 +187,12 @@ def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
     if not same_values:
         return MAGNITUDES
     return IN_ORDER if in_order else ANY_ORDER
+
+
+def _in_same_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
+    limit = tolerance * max(one.norm, other.norm)
+    # A sum with random factors of size one is as large as the norm of what it is a sum of.
+    return bool((np.abs(one.projections - other.projections) <= 4 * limit).all())
 
 
 def _scale(one: Fingerprint, other: Fingerprint) -> float:
@@ -209,7 +218,8 @@ def _of_masks(one: Fingerprint, other: Fingerprint) -> Level:
         return IN_ORDER
     if np.allclose(one.projections, -other.projections, rtol=0, atol=near):
         return MAGNITUDES
-    return ANY_ORDER if one.moments[0] == other.moments[0] else DIFFERENT
+    # As many that are true, in other places, are another mask.
+    return DIFFERENT
 
 
 def joined(parts: list[Fingerprint]) -> Fingerprint:

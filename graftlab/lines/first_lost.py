@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from graftlab.lines.fingerprints import (
     ANY_ORDER,
+    COUNTS,
     DIFFERENT,
     IN_ORDER,
-    MAGNITUDES,
     Fingerprint,
     Level,
     agreement,
@@ -25,8 +25,9 @@ from graftlab.lines.fingerprints import (
 )
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
+from graftlab.lines.partners import ComparedSide, plain_shape, with_constants, with_partners
 from graftlab.lines.remedies import LostPart, Remedy, remedies
-from graftlab.lines.traces import SliceTrace, TracedOperation
+from graftlab.lines.traces import OperationPlace, SliceTrace, TracedOperation
 
 TOLERANCE = 1e-5
 
@@ -72,9 +73,14 @@ def first_lost(
         with_choices(lost_there, lost_here, target[rank], baseline[ours]),
         with_choices(lost_here, lost_there, baseline[ours], target[rank]),
     )
+    here, there = on_baseline.compared, on_target.compared
+    lost_there, lost_here = (
+        with_constants(there, lost_there, here, lost_here, tolerance),
+        with_constants(here, lost_here, there, lost_there, tolerance),
+    )
     return LostOnBothSides(
-        _with_partners(lost_here, lost_there, baseline[ours], target[rank], tolerance),
-        _with_partners(lost_there, lost_here, target[rank], baseline[ours], tolerance),
+        on_baseline.at_fault(with_partners(lost_here, lost_there, here, there, tolerance), level),
+        on_target.at_fault(with_partners(lost_there, lost_here, there, here, tolerance), level),
         (len(baseline[ours].operations), len(target[rank].operations)),
         remedies(on_baseline.part(lost_here, level), on_target.part(lost_there, level), tolerance),
     )
@@ -110,23 +116,22 @@ def _shards(traces: Sequence[SliceTrace]) -> dict[int, list[Fingerprint]]:
     if len(traces) < 2:
         return {}
     places = [_in_places(each) for each in traces]
-    if any(each.keys() != places[0].keys() for each in places[1:]):
-        return {}
     found = {}
     for place, number in places[0].items():
-        parts = [trace.fingerprints.get(own[place]) for trace, own in zip(traces, places, strict=True)]
+        # A rank that does more has its own operations beside those of all.
+        parts = [trace.fingerprints.get(own.get(place, -1)) for trace, own in zip(traces, places, strict=True)]
         if all(part is not None for part in parts):
             found[number] = [part for part in parts if part is not None]
     return found
 
 
-def _in_places(trace: SliceTrace) -> dict[tuple[int, str, int], int]:
-    """The number of each value by the operation that read or wrote it: its place, its name and which value it is."""
-    found = {}
-    for place, each in enumerate(trace.operations):
-        for which, number in enumerate((*each.inputs, *each.outputs)):
-            found[place, each.name, which] = number
-    return found
+def _in_places(trace: SliceTrace) -> dict[tuple[OperationPlace, int], int]:
+    """The number of each value by the operation that read or wrote it, and which of its values it is."""
+    return {
+        (place, which): number
+        for place, each in trace.places.items()
+        for which, number in enumerate((*each.inputs, *each.outputs))
+    }
 
 
 class _Known:
@@ -144,21 +149,21 @@ class _Known:
         alike = self._by_size.get((parts[0].numel, parts[0].mask), [])
         return any(_is_sum(parts, each, self._tolerance) for each in alike)
 
-    def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, bool]:
-        """Return the best agreement, and whether one that agrees has the same shape; ``without`` does not count."""
+    def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, Level]:
+        """Return the best agreement, and the best with a tensor of the same shape; ``without`` does not count."""
         found = self._by_size.get((wanted.numel, wanted.mask), [])
         rms = wanted.norm / math.sqrt(max(wanted.numel, 1))
         # A sum of magnitudes is at most that of equally large ones.
         reach = 2 * self._tolerance * wanted.numel * rms + 1e-30
         begin = bisect.bisect_left(found, _total(wanted) - reach, key=_total)
         best: Level = DIFFERENT
-        shaped = False
+        shaped: Level = DIFFERENT
         for each in found[begin:]:
             if _total(each) > _total(wanted) + reach and not wanted.mask:
                 break
             level = DIFFERENT if each is without else agreement(wanted, each, self._tolerance)
-            if level:
-                shaped |= _plain_shape(each) == _plain_shape(wanted)
+            if plain_shape(each) == plain_shape(wanted):
+                shaped = max(shaped, level)
             best = max(best, level)
         return best, shaped
 
@@ -183,8 +188,21 @@ def _total(each: Fingerprint) -> float:
     return float(each.moments[1])
 
 
-def _plain_shape(each: Fingerprint) -> tuple[int, ...]:
-    return tuple(size for size in each.shape if size != 1)
+@dataclass
+class _Parts:
+    """How much of a value its parts have, and how much of that the other side has."""
+
+    all: int = 0
+    known: int = 0
+
+    def add(self, size: int, is_known: bool) -> None:
+        self.all += size
+        self.known += size if is_known else 0
+
+    @property
+    def are_most(self) -> bool:
+        """Whether the other side has at least half of what was taken."""
+        return self.known > 0 and 2 * self.known >= self.all
 
 
 @dataclass
@@ -199,25 +217,26 @@ class _Side:
     """The other side's value of the tap, which differs from this side's."""
     elsewhere: _Known
     """What the other side computed before the tap, and not for it."""
-    _levels: dict[int, tuple[Level, bool]] = field(default_factory=dict)
+    _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
     _of_all_ranks: dict[int, list[Fingerprint]] | None = None
 
     def level(self, number: int) -> Level:
         """How the other side has a value: as it is, or as the whole that this rank has a part of."""
         return self._found(number)[0]
 
-    def _found(self, number: int) -> tuple[Level, bool]:
+    def _found(self, number: int) -> tuple[Level, Level]:
         if number not in self._levels:
             own = self.trace.fingerprints.get(number)
             without = self.other_result if number == self.trace.result else None
-            found = (DIFFERENT, False) if own is None else self.known.find(own, without)
+            nothing: tuple[Level, Level] = (DIFFERENT, DIFFERENT)
+            found = nothing if own is None else self.known.find(own, without)
             if found[0] < ANY_ORDER and (parts := self._parts(number)):
                 found = max(found, self.known.find(joined(parts), without))
                 # What is copied on the ranks is no summand.
                 may_sum = number != self.trace.result and _differ(parts)
                 if found[0] < ANY_ORDER and may_sum and self.known.has_sum(parts):
                     # A summand before the ranks' sum is taken.
-                    found = (IN_ORDER, True)
+                    found = (IN_ORDER, IN_ORDER)
             self._levels[number] = found
         return self._levels[number]
 
@@ -227,6 +246,19 @@ class _Side:
             mine = [self.ranks[self.rank], *(each for n, each in enumerate(self.ranks) if n != self.rank)]
             self._of_all_ranks = _shards(mine)
         return self._of_all_ranks.get(number, [])
+
+    @property
+    def compared(self) -> ComparedSide:
+        """What a search for partners needs of this side."""
+        return ComparedSide(self.trace, self._forms, len(self.ranks))
+
+    def _forms(self, number: int) -> list[Fingerprint]:
+        """A value as this rank has it, and as the whole that it has a part of."""
+        own = self.trace.fingerprints.get(number)
+        if own is None:
+            return []
+        parts = self._parts(number)
+        return [own, joined(parts)] if parts and _differ(parts) else [own]
 
     def says(self, number: int) -> bool:
         """Whether a value's fingerprint distinguishes it from others."""
@@ -258,7 +290,9 @@ class _Side:
                     found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
             for suspect in (*self._omitting(each, everything, level), *self._suspects(each)):
                 found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
-            found[each.index] = LostOperation(each, self._has_equal_inputs(each), True, state=self._state(each))
+            found[each.index] = LostOperation(
+                each, self._has_equal_inputs(each), True, state=self._state(each), is_summand=self._is_summand(each)
+            )
         for each in alone:
             for suspect in self._suspects(each):
                 found.setdefault(suspect.index, LostOperation(suspect, False, False, is_suspect=True))
@@ -268,10 +302,38 @@ class _Side:
             found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
         return list(found.values())
 
+    def at_fault(self, lost: Sequence[LostOperation], level: int) -> list[LostOperation]:
+        """The lost operations without those of their lines that do the same elsewhere with right results.
+
+        What calls such a line is at fault: it calls it once more, or with something else.
+        """
+        wrong = {each.index for each in self._lost_here(level)}
+        of_lost = {each.operation.call for each in lost}
+        ran = [each for each in self.trace.operations if each.index not in wrong and each.call in of_lost]
+        right = [each for each in ran if any(map(self._is_known_to_agree, each.outputs))]
+        right += [each for each, made in self.trace.ran_elsewhere if self.elsewhere.find(made)[0] >= level]
+
+        def called(operation: TracedOperation) -> TracedOperation:
+            frames = operation.frames
+            while len(frames) > 1 and frames[0].instruction >= 0 and not operation.only_arranges:
+                depth = len(operation.frames) - len(frames)
+                same = [each.frames for each in right if each.call == operation.call and len(each.frames) > depth + 1]
+                callers = {(each[depth + 1], each[depth + 1].instruction) for each in same if each[depth] == frames[0]}
+                # A line that runs once more in a loop may be right at first by chance.
+                if not callers or (frames[1], frames[1].instruction) in callers:
+                    break
+                frames = frames[1:]
+            return replace(operation, frames=frames)
+
+        return [replace(each, operation=called(each.operation)) for each in lost]
+
+    def _is_known_to_agree(self, number: int) -> bool:
+        return self.says(number) and self._is_equal(number)
+
     def part(self, lost: Sequence[LostOperation], level: int) -> LostPart:
         """Return what a search for remedies needs of this side."""
         first = [each.operation for each in lost if not each.is_later]
-        return LostPart(self.trace, self._lost_here(level), first[:3], lambda n: self.says(n) and self._is_equal(n))
+        return LostPart(self.trace, self._lost_here(level), first[:3], self._is_known_to_agree)
 
     def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
         """What outlives a call, that this reads, also arranged, and that the other side lacks."""
@@ -290,6 +352,12 @@ class _Side:
                 if by_index[index].only_arranges:
                     left += by_index[index].inputs
         return tuple(found.values())
+
+    def _is_summand(self, operation: TracedOperation) -> bool:
+        """Whether the ranks have different results of this operation, which a collective puts together later."""
+        parts = [part for number in operation.outputs[:1] for part in self._parts(number)]
+        later = (each for each in self.trace.operations if each.is_collective)
+        return bool(parts) and _differ(parts) and any(operation.index in _ancestors(each, self.trace) for each in later)
 
     def _arranges_known(self, operation: TracedOperation, level: int) -> bool:
         """Whether an operation only arranges what the other side has, or what others arranged so."""
@@ -325,16 +393,47 @@ class _Side:
         """The operations of which the other side has neither the result nor any that depends on it."""
         rescued: set[int] = set()
         equal: set[int] = set()
-        readers = self._readers(informed=True)
+        readers = self._readers_of_values()
+        by_index = {each.index: each for each in self.trace.operations}
+
+        def has(number: int) -> bool:
+            return self.says(number) and self.level(number) >= level
+
         for each in reversed(self.trace.operations):
-            own = any(self.says(number) and self.level(number) >= level for number in each.outputs)
             # A number alone, or a constant, tells nothing of what came before it, but it may be equal itself.
-            silent = bool(each.outputs) and all(self._is_silent_and_equal(number) for number in each.outputs)
-            if silent:
+            if each.outputs and all(self._is_silent_and_equal(number) for number in each.outputs):
                 equal.add(each.index)
-            if own or any(index in rescued for index in readers[each.index]):
+            # What takes a part of a value tells of that part alone: a half may agree by chance.
+            parts = _Parts()
+            is_whole = False
+            for number in each.outputs:
+                own = has(number)
+                size = math.prod(self.trace.values[number].shape)
+                taken = _Parts()
+                if self.trace.values[number].dtype in COUNTS:
+                    # A part of what was chosen may be right by chance.
+                    own |= {*readers[each.index, number]} <= rescued and bool(readers[each.index, number])
+                    parts.add(size, own)
+                    is_whole |= own
+                    continue
+                for index in readers[each.index, number]:
+                    if (made := self._part_of(by_index[index], number)) is None:
+                        own |= index in rescued
+                    else:
+                        taken.add(made, index in rescued)
+                own |= taken.are_most
+                parts.add(size, own)
+                is_whole |= own
+            if parts.are_most if each.only_arranges and len(each.outputs) > 1 else is_whole:
                 rescued.add(each.index)
         return [each for each in self.trace.operations if each.index not in rescued | equal]
+
+    def _part_of(self, reader: TracedOperation, number: int) -> int | None:
+        """The size of the part of a value that an operation takes; None for one that reads it as a whole."""
+        if not reader.only_arranges or len(reader.outputs) != 1:
+            return None
+        made, read = (math.prod(self.trace.values[each].shape) for each in (reader.outputs[0], number))
+        return made if made < read else None
 
     def _lost_here(self, level: int) -> list[TracedOperation]:
         """The lost operations without those whose results the other side computed, but not for this tap.
@@ -356,17 +455,32 @@ class _Side:
         left = [each for each in lost if each.index not in excused]
         return left if any(not each.only_arranges for each in left) else lost
 
-    def _readers(self, *, informed: bool = False) -> Mapping[int, list[int]]:
-        """The operations that read each one's results; only those whose own results tell of what they read."""
+    def _readers(self) -> Mapping[int, list[int]]:
+        """The operations that read each one's results."""
         found: dict[int, list[int]] = defaultdict(list)
         sources = self._sources()
         for each in self.trace.operations:
-            if informed and each.outputs and all(self._is_constant(number) for number in each.outputs):
+            for number in each.inputs:
+                for index in sources[number]:
+                    found[index].append(each.index)
+        return found
+
+    def _readers_of_values(self) -> Mapping[tuple[int, int], list[int]]:
+        """By operation and output, the operations that read it and whose own results tell of what they read.
+
+        A value that several wrote to is an output of each.
+        """
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        sources = self._sources()
+        outputs = {each.index: each.outputs for each in self.trace.operations}
+        for each in self.trace.operations:
+            if each.outputs and all(self._is_constant(number) for number in each.outputs):
                 # Multiplied by zero, a wrong value gives the right one.
                 continue
             for number in each.inputs:
                 for index in sources[number]:
-                    found[index].append(each.index)
+                    of = number if number in outputs[index] else outputs[index][0] if outputs[index] else number
+                    found[index, of].append(each.index)
         return found
 
     def _is_constant(self, number: int) -> bool:
@@ -426,7 +540,8 @@ class _Side:
     def _is_equal(self, number: int) -> bool:
         """Whether the other side has this value; in another order only if it has another shape there."""
         level, shaped = self._found(number)
-        return level == IN_ORDER or (level == ANY_ORDER and not shaped)
+        # The same numbers in another order and in this shape are what this side should have made of them.
+        return shaped != ANY_ORDER and (level == IN_ORDER or (level == ANY_ORDER and not shaped))
 
     def _suspects(self, operation: TracedOperation) -> list[TracedOperation]:
         """The operations before this one from which on a value has another order, or other signs.
@@ -445,7 +560,8 @@ class _Side:
                 inputs = by_index[index].inputs
                 if self._is_weak(number) and not any(map(self._is_weak, inputs)):
                     found[index] = by_index[index]
-                before = [each for each in inputs if self.says(each) and DIFFERENT < self.level(each) < IN_ORDER]
+                partly = [each for each in inputs if self.says(each) and self.level(each) > DIFFERENT]
+                before = [each for each in partly if self.level(each) < IN_ORDER or self._is_weak(each)]
                 if not before:
                     found[index] = by_index[index]
                 left += [each for each in before if each not in seen]
@@ -453,7 +569,7 @@ class _Side:
         return [found[index] for index in sorted(found)]
 
     def _is_weak(self, number: int) -> bool:
-        return self.says(number) and self.level(number) in (MAGNITUDES, ANY_ORDER) and not self._is_equal(number)
+        return self.says(number) and self.level(number) != DIFFERENT and not self._is_equal(number)
 
 
 def _without_ancestors(chosen: Sequence[TracedOperation], trace: SliceTrace, others: set[int]) -> list[TracedOperation]:
@@ -475,72 +591,3 @@ def _ancestors(operation: TracedOperation, trace: SliceTrace) -> set[int]:
                     found.add(index)
                     left.append(by_index[index])
     return found
-
-
-def _with_partners(
-    lost: Sequence[LostOperation],
-    others: Sequence[LostOperation],
-    trace: SliceTrace,
-    other: SliceTrace,
-    tolerance: float,
-) -> list[LostOperation]:
-    """The lost operations, each with the other side's one that may correspond, where just one does."""
-    candidates: dict[int, tuple[int, ...]] = {}
-    for each in lost:
-        shape = _shape_of(each.operation, trace)
-        alike = [
-            found
-            for found in others
-            if not (found.is_suspect or found.is_later)
-            and _shape_of(found.operation, other) == shape
-            and _reads_the_same(each.operation, found.operation, trace, other, tolerance)
-        ]
-        same = [found for found in alike if found.operation.name == each.operation.name]
-        # An operation that changes nothing on its side is not lost there.
-        found_by_name = (
-            []
-            if same or each.is_later
-            else [
-                found.index
-                for found in other.operations
-                if found.name == each.operation.name
-                and not found.only_arranges
-                and _shape_of(found, other) == shape
-                and _reads_the_same(each.operation, found, trace, other, tolerance)
-            ]
-        )
-        chosen = [] if found_by_name else same or alike
-        candidates[each.operation.index] = tuple(sorted([*(o.operation.index for o in chosen), *found_by_name]))
-    partners: dict[int, int] = {}
-    for found in {each for each in candidates.values() if each}:
-        # A line may run several times on the same values, as for queries and keys: in the same order on both sides.
-        own = sorted(index for index, same in candidates.items() if same == found)
-        if len(own) == len(found):
-            partners.update(zip(own, found, strict=True))
-    by_index: dict[int | None, TracedOperation] = {each.index: each for each in other.operations}
-    found_partners = [(each, partners.get(each.operation.index)) for each in lost]
-    return [replace(each, partner=found, counterpart=by_index.get(found)) for each, found in found_partners]
-
-
-def _reads_the_same(
-    operation: TracedOperation, partner: TracedOperation, trace: SliceTrace, other: SliceTrace, tolerance: float
-) -> bool:
-    """Whether an operation computes from what its partner does, or from the partner's result.
-
-    A constant counts as any other value here: a mask of zeros and one that hides something are not the same.
-    """
-    theirs = [other.fingerprints[n] for n in (*partner.inputs, *partner.outputs) if n in other.fingerprints]
-    for number in operation.inputs:
-        own = trace.fingerprints.get(number)
-        if own is None or not any(_is_equal(own, each, agreement(own, each, tolerance)) for each in theirs):
-            return False
-    return True
-
-
-def _is_equal(own: Fingerprint, other: Fingerprint, level: Level) -> bool:
-    """Whether two values are equal; in another order only if their shapes differ."""
-    return level == IN_ORDER or (level == ANY_ORDER and _plain_shape(own) != _plain_shape(other))
-
-
-def _shape_of(operation: TracedOperation, trace: SliceTrace) -> tuple[int, ...]:
-    return trace.values[operation.outputs[0]].shape if operation.outputs else ()

@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -44,6 +44,8 @@ class SourceFrame:
     line: int
     function: str
     source: str
+    instruction: int = field(default=-1, compare=False, repr=False)
+    """Which instruction of the function ran, to distinguish the calls of one line; -1 where that is not known."""
 
     def __str__(self) -> str:
         name = "cell" if _CELL.search(self.file) else os.path.basename(self.file)
@@ -58,13 +60,14 @@ class StackEntry:
     line: int
     is_of_user: bool
     defines_modules: bool
+    instruction: int = -1
 
     def read(self) -> SourceFrame:
         """Return the frame with its line of source."""
         # Not until now: an entry is noted for each operation, and few are shown.
         source = linecache.getline(self.code.co_filename, self.line).strip()
         name = getattr(self.code, "co_qualname", self.code.co_name)
-        return SourceFrame(self.code.co_filename, self.line, name.replace("<locals>.", ""), source)
+        return SourceFrame(self.code.co_filename, self.line, name.replace("<locals>.", ""), source, self.instruction)
 
 
 def stack_entries(frame: FrameType | None = None) -> list[StackEntry]:
@@ -84,7 +87,8 @@ def stack_entries(frame: FrameType | None = None) -> list[StackEntry]:
         origin = _origin(code.co_filename)
         if origin != _INTERNAL:
             line = each.f_lineno
-            found.append(StackEntry(code, line or code.co_firstlineno, origin == _OF_THE_USER, _has_modules(each)))
+            is_of_user = origin == _OF_THE_USER
+            found.append(StackEntry(code, line or code.co_firstlineno, is_of_user, _has_modules(each), each.f_lasti))
         elif code.co_filename.startswith(_TORCHS_MODULES) and not code.co_filename.endswith(_CALLING):
             modules.append(StackEntry(code, each.f_lineno or code.co_firstlineno, False, True))
         each = each.f_back

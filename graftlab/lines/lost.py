@@ -23,7 +23,8 @@ class LostOperation:
     ``follows_inputs`` that it depends on the values of taps, and not on constants and parameters alone. ``is_suspect``
     marks one whose result the other side has in another order, with other signs or in another place, which may be
     meant, and ``is_later`` one that depends on another lost one. ``lacks_sum`` marks one whose results on the ranks
-    would have to be summed to give the other side's. ``state`` are the tensors that outlive a call, which the operation
+    would have to be summed to give the other side's, ``is_summand`` one whose results are summed later, so that none of
+    the other side's values is that of one rank. ``state`` are the tensors that outlive a call, which the operation
     reads and the other side does not have. ``partner`` is the index of the other side's operation that reads the same
     and gives the same shape, ``counterpart`` that operation.
     """
@@ -34,6 +35,7 @@ class LostOperation:
     is_suspect: bool = False
     is_later: bool = False
     lacks_sum: bool = False
+    is_summand: bool = False
     state: tuple[StateRead, ...] = ()
     partner: int | None = None
     counterpart: TracedOperation | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graftlab.base.tensor_bytes import memory_of
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
@@ -32,8 +32,9 @@ _SEARCHES_OF_ONE = 2
 
 # What these write to, they do not read.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
-# A collective's schema does not say what it writes to.
+# A collective's schema does not say what it writes to. It may still be under way when it returns.
 _COLLECTIVES = frozenset({"c10d"})
+_FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional"})
 # In training these write to the running statistics, which their schemas do not say.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS = ("running_mean", "running_var")
@@ -86,6 +87,7 @@ class Operation:
     """In words, those that are no tensors and have not their usual value."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Those of the tensors that it reads, and last that of its first result."""
+    is_collective: bool = False
 
     @property
     def only_arranges(self) -> bool:
@@ -96,6 +98,9 @@ class Operation:
         """Return the lines of source, the line to show first, then the stack, innermost first."""
         shown = model_entry(self.stack)
         own = [each.read() for each in ([] if shown is None else [shown, *(e for e in self.stack if e is not shown)])]
+        if own and shown is not self.stack[0]:
+            # What called it does not follow it.
+            own[0] = replace(own[0], instruction=-1)
         return [*self.backward_of, *own] if self.backward_of and not _has_own_backward(own) else own
 
 
@@ -116,6 +121,28 @@ class _Writes:
     is_written_in_place: bool = False
     path: str | None = None
     searches: int = 0
+
+
+def modes_in_force() -> list[TorchDispatchMode]:
+    """Return the modes to which this thread's operations go, the innermost last."""
+    return list(_get_current_dispatch_mode_stack())
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What is noted of an operation before it runs."""
+
+    name: str
+    read: Sequence[torch.Tensor]
+    written: Sequence[torch.Tensor]
+    inputs: tuple[int, ...]
+    index: int
+    node: Any
+    stack: tuple[StackEntry, ...]
+    backward_of: tuple[SourceFrame, ...]
+    call: str
+    arguments: tuple[str, ...]
+    shapes: Sequence[tuple[int, ...]]
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -148,6 +175,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.takes_large = True
         self.is_cut_short = False
         """Whether there were too many operations to record them all."""
+        self.fails_silently = False
+        """Whether an exception of the recorder itself ends the recording, and not the code that is recorded."""
+        self.failure: Exception | None = None
         self.replaced: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.passed: dict[int, int] = {}
         self.fed: dict[int, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {}
@@ -181,11 +211,33 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = {} if kwargs is None else dict(kwargs)
-        if self._paused or not self.is_open:
+        if self._paused or not self.is_open or _is_captured():
             return func(*args, **given)
         if len(self.operations) >= MOST_OPERATIONS:
             self.is_cut_short = True
             return func(*args, **given)
+        if not self.fails_silently:
+            begun = self._begin(func, args, given)
+            args, given = self._fed_to(begun, args, given)
+            return self._end(begun, func, args, given, func(*args, **given))
+        try:
+            begun = self._begin(func, args, given)
+            args, given = self._fed_to(begun, args, given)
+        except Exception as error:
+            self._fail(error)
+            return func(*args, **given)
+        result = func(*args, **given)
+        try:
+            return self._end(begun, func, args, given, result)
+        except Exception as error:
+            self._fail(error)
+            return result
+
+    def _fail(self, error: Exception) -> None:
+        self.failure, self.is_open = error, False
+
+    def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Begun:
+        """Note what an operation reads, before it may overwrite that."""
         name = func._schema.name.rpartition("::")[2].removeprefix("_")
         is_collective = func.namespace in _COLLECTIVES
         read, written = [], []
@@ -201,15 +253,17 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in read:
             self._name_state(each)
         self._keep(read)
-        index = len(self.operations)
         node = _autograd_node()
-        stack, backward_of = tuple(stack_entries(sys._getframe(1))), _forward_lines(node)
-        call, arguments = _in_words(func, args, given)
+        # Without this method and the one that the operation calls.
+        stack = tuple(stack_entries(sys._getframe(2)))
         shapes = [tuple(each.shape) for each in _tensors([*args, *given.values()])]
-        # Operations inside this one are not recorded: torch takes the mode away meanwhile.
-        if index in self.fed:
-            args, given = self._feed(index, written, args, given)
-        result = func(*args, **given)
+        index, (call, arguments) = len(self.operations), _in_words(func, args, given)
+        return _Begun(name, read, written, inputs, index, node, stack, _forward_lines(node), call, arguments, shapes)
+
+    def _end(self, begun: _Begun, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> Any:
+        """Record an operation that has run; returns the result to continue with."""
+        # Operations inside this one were not recorded: torch takes the mode away meanwhile.
+        index, written = begun.index, begun.written
         if index in self.replaced:
             result = _with_first(result, self.replaced[index])
         if (kept := self._kept.get(self.passed.get(index, -1))) is not None:
@@ -217,9 +271,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in written:
             self._write(each, index)
         changed = {_address(each) for each in written}
-        shared = changed | {_address(each) for each in read}
+        shared = changed | {_address(each) for each in begun.read}
         outputs = [self._number(each, (index,)) for each in written]
-        for each in written:
+        for each in [] if func.namespace in _COLLECTIVES else written:
             # Part of a buffer may be written and read only as a part of the whole.
             self.read(each)
         for each in _tensors(result):
@@ -230,17 +284,18 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations.append(
             Operation(
                 index,
-                name,
-                call,
-                inputs,
+                begun.name,
+                begun.call,
+                begun.inputs,
                 tuple(dict.fromkeys(outputs)),
-                stack,
+                begun.stack,
                 _draws(func, args, given),
-                backward_of,
-                node is not None,
+                begun.backward_of,
+                begun.node is not None,
                 self.present_step(),
-                arguments,
-                (*shapes, *(tuple(each.shape) for each in [*_tensors(result)][:1])),
+                begun.arguments,
+                (*begun.shapes, *(tuple(each.shape) for each in [*_tensors(result)][:1])),
+                func.namespace in _COLLECTIVES | _FUNCTIONAL_COLLECTIVES and begun.name != "wait_tensor",
             )
         )
         return result
@@ -268,12 +323,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if number in wanted and number not in self._kept:
                 self._kept[number] = each.clone()
 
-    def _feed(
-        self, index: int, written: Sequence[torch.Tensor], args: Sequence[Any], given: Mapping[str, Any]
+    def _fed_to(
+        self, begun: _Begun, args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments with another tensor in place of a value, except where the operation writes to it."""
-        number, replace = self.fed[index]
-        changed = {id(each) for each in written}
+        """The arguments, with another tensor in place of a value that is fed, but not where it is written to."""
+        if begun.index not in self.fed:
+            return args, given
+        number, replace = self.fed[begun.index]
+        changed = {id(each) for each in begun.written}
 
         def fed(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -423,6 +480,11 @@ def _with_first(result: Any, replace: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(result, torch.Tensor):
         return replace(result)
     return type(result)([replace(result[0]), *result[1:]])
+
+
+def _is_captured() -> bool:
+    """Whether operations are captured into a CUDA graph, during which nothing may be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------

@@ -98,7 +98,9 @@ def _without_added(
         after = _readers(region, target.trace)
         for number in _of_same_shape(region, target):
             alike = _equal_values(number, target.trace, baseline.trace, tolerance)
-            if _does_nothing(region.last.name, alike, baseline.trace):
+            if _does_nothing(region.last.name, alike, baseline.trace) is not None:
+                continue
+            if _has_counterpart(region, number, alike, target.trace, baseline, tolerance):
                 continue
             reads = any(
                 not alike.isdisjoint(each.inputs) and each.call in {own.call for own in after}
@@ -113,7 +115,11 @@ def _with_lacking(baseline: LostPart, target: LostPart, tolerance: float) -> Ite
         after = {each.call for each in _readers(region, baseline.trace)}
         for number in _of_same_shape(region, baseline):
             alike = _equal_values(number, baseline.trace, target.trace, tolerance)
-            if _does_nothing(region.last.name, alike, target.trace):
+            if (idle := _does_nothing(region.last.name, alike, target.trace)) is not None:
+                # The target does the same with other arguments.
+                yield True, Remedy("target", idle, grafted={idle.index: region.last.index})
+                continue
+            if _has_counterpart(region, number, alike, baseline.trace, target, tolerance):
                 continue
             readers = {each.index: n for each in target.lost for n in each.inputs if n in alike}
             if readers:
@@ -180,7 +186,7 @@ def _region(operations: Sequence[TracedOperation], named: TracedOperation, trace
         return None
     (number,) = made
     last = [each for each in operations if each.outputs[:1] == (number,)]
-    if not last:
+    if not last or last[-1].is_collective:
         return None
     read = dict.fromkeys(n for each in operations for n in each.inputs)
     inputs = tuple(n for n in read if values[n].tap is not None or not own.intersection(values[n].sources))
@@ -222,14 +228,55 @@ def _equal_values(number: int, trace: SliceTrace, other: SliceTrace, tolerance: 
     }
 
 
-def _does_nothing(name: str, numbers: set[int], trace: SliceTrace) -> bool:
-    """Whether an operation of this name leaves one of these values as it is, as one with a mask that hides nothing.
+def _does_nothing(name: str, numbers: set[int], trace: SliceTrace) -> TracedOperation | None:
+    """The operation of this name that leaves one of these values as it is, as one with a mask that hides nothing.
 
     Then this side does the same with other arguments, which are at fault.
     """
+    return next(
+        (
+            each
+            for each in trace.operations
+            if each.name == name and not numbers.isdisjoint(each.inputs) and not numbers.isdisjoint(each.outputs)
+        ),
+        None,
+    )
+
+
+def _has_counterpart(
+    region: _Region, number: int, numbers: set[int], trace: SliceTrace, other: LostPart, tolerance: float
+) -> bool:
+    """Whether the other side does to a value what a region does, with other arguments: then neither lacks it.
+
+    ``numbers`` are that side's values that equal value ``number``. An operation that this side has elsewhere, with the
+    same arguments, is no counterpart of the region.
+    """
+    lost = {each.index for each in other.lost}
+
+    def rest(operation: TracedOperation, without: set[int], of: SliceTrace) -> list[Fingerprint | None]:
+        return [of.fingerprints.get(each) for each in operation.inputs if each not in without]
+
+    def is_elsewhere(found: TracedOperation) -> bool:
+        theirs = rest(found, numbers, other.trace)
+        for each in trace.operations:
+            if each.index in region.indices or each.call != found.call:
+                continue
+            for left in each.inputs:
+                ours = rest(each, {left}, trace)
+                if len(ours) == len(theirs) and all(
+                    one is not None and two is not None and agreement(one, two, tolerance) == IN_ORDER
+                    for one, two in zip(ours, theirs, strict=True)
+                ):
+                    return True
+        return False
+
     return any(
-        each.name == name and not numbers.isdisjoint(each.inputs) and not numbers.isdisjoint(each.outputs)
-        for each in trace.operations
+        each.name == region.last.name
+        and each.index in lost
+        and not each.only_arranges
+        and not numbers.isdisjoint(each.inputs)
+        and not is_elsewhere(each)
+        for each in other.trace.operations
     )
 
 

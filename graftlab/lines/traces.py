@@ -1,17 +1,21 @@
-"""What a rank returns of a trace: the operations between a tap that differs and the grafted taps before it."""
+"""What a rank is asked to trace, and what it returns: the operations between a tap that differs and those before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from graftlab.base.tags import TapIdentity, identity
 from graftlab.lines.fingerprints import Fingerprint
-from graftlab.lines.frames import SourceFrame
+from graftlab.lines.frames import SourceFrame, model_entry
 from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
 
 MOST_ELSEWHERE = 4096
+
+LINE_TAP = "graftlab.line"
+"""The beginning of the names of taps at operations, which confirm a line."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,33 @@ class WantedCall:
 
 
 @dataclass(frozen=True)
+class OperationChanges:
+    """What a traced run changes at single operations, by their index.
+
+    ``shown`` are operations whose results are shown as taps, each with its name. ``passed`` are the numbers of values
+    that operations return unchanged, ``fed`` those of values in whose place they read what a tap shows.
+    """
+
+    shown: Mapping[int, str] = field(default_factory=dict)
+    passed: Mapping[int, int] = field(default_factory=dict)
+    fed: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """What to trace in one run.
+
+    ``grafted`` are the calls of taps that have the baseline's values, each with its step and its occurrence. ``only``
+    are the values to take fingerprints of; all if it is None.
+    """
+
+    wanted: Sequence[WantedCall]
+    grafted: frozenset[tuple[TapIdentity, int, int]]
+    changes: OperationChanges = field(default_factory=OperationChanges)
+    only: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
 class TracedOperation:
     """An operation with its lines of source: the line to show first, then the stack, innermost first."""
 
@@ -49,6 +80,7 @@ class TracedOperation:
     step: int = 0
     arguments: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
+    is_collective: bool = False
 
     @classmethod
     def of(cls, operation: Operation) -> TracedOperation:
@@ -65,7 +97,12 @@ class TracedOperation:
             operation.step,
             operation.arguments,
             operation.shapes,
+            operation.is_collective,
         )
+
+
+OperationPlace = tuple[str, SourceFrame | None, int]
+"""Which operation is meant, on each rank: its name, its line, and how many of them the line has run before."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +124,18 @@ class SliceTrace:
     is_cut_short: bool
     elsewhere: tuple[Fingerprint, ...] = ()
     of_forward: tuple[Fingerprint, ...] = ()
+    ran_elsewhere: tuple[tuple[TracedOperation, Fingerprint], ...] = ()
+
+    @property
+    def places(self) -> dict[OperationPlace, TracedOperation]:
+        """The operations by what identifies them on each rank."""
+        counts = Counter[tuple[str, SourceFrame | None]]()
+        found = {}
+        for each in self.operations:
+            name, line = each.name, next(iter(each.frames), None)
+            found[name, line, counts[name, line]] = each
+            counts[name, line] += 1
+        return found
 
 
 def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
@@ -130,4 +179,20 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
         recorder.is_cut_short,
         elsewhere[-MOST_ELSEWHERE:],
         of_forward,
+        tuple(_elsewhere(recorder, chosen)),
     )
+
+
+def _elsewhere(
+    recorder: OperationRecorder, chosen: Sequence[Operation]
+) -> Iterator[tuple[TracedOperation, Fingerprint]]:
+    def line(operation: Operation) -> object:
+        entry = model_entry(operation.stack)
+        return entry and (entry.code, entry.line, operation.call)
+
+    lines = {line(each) for each in chosen}
+    indices = {each.index for each in chosen}
+    for each in recorder.operations:
+        known = [recorder.without_quantiles(number) for number in each.outputs if number in recorder.fingerprints]
+        if known and each.index not in indices and not each.only_arranges and line(each) in lines:
+            yield TracedOperation.of(each), known[0]

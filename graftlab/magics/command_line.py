@@ -38,7 +38,7 @@ _STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 _STRING_OR_OPTION = re.compile(rf"{_STRING}|(?:^|(?<=\s))(?P<option>--[a-zA-Z][\w-]*|-h)(?=\s|=|$)", re.DOTALL)
 
 
-class HelpShown(Exception):
+class HelpRequest(Exception):
     """Raised when the user asks for help; ``text`` is the help."""
 
     def __init__(self, text: str) -> None:
@@ -53,7 +53,7 @@ class _MagicParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}\n{self.format_usage().strip()}\nsee `{self.prog} -h`")
 
     def print_help(self, file: Any = None) -> NoReturn:
-        raise HelpShown(self.format_help())
+        raise HelpRequest(self.format_help())
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _add_keep_rows(command: argparse.ArgumentParser) -> None:
         "--keep-rows",
         type=_count,
         metavar="N",
-        help="rows of a frame that stay in memory for the next; of more, each frame is read from disk (default all)",
+        help="how many rows to keep in memory for the next frame; larger frames are read from disk (default all)",
     )
 
 
@@ -201,9 +201,9 @@ def _commands() -> dict[str, Command]:
         "--gpus-per-rank",
         type=_amount,
         metavar="N",
-        help="GPUs of each rank on a cluster (default 1); with 0 each has one CPU",
+        help="GPUs for each rank on a cluster (default 1); with 0, each rank gets one CPU",
     )
-    up.add_argument("--replace", action="store_true", help="close the open session first, and lose its ranks")
+    up.add_argument("--replace", action="store_true", help="close the open session and its ranks first")
 
     listen = command("listen", "Wait for jobs that another launcher starts, and show how they join.")
     listen.add_argument("-b", "--baseline", type=_count, metavar="N", default=1, help="baseline ranks (default 1)")
@@ -220,7 +220,7 @@ def _commands() -> dict[str, Command]:
         type=_seconds,
         metavar="SECONDS",
         default=limits.TIMEOUT,
-        help=f"twice the time limit of each wait in a tap (default {limits.TIMEOUT:g})",
+        help=f"how long to wait for jobs; a tap waits half as long (default {limits.TIMEOUT:g})",
     )
     _add_keep_rows(listen)
     listen.add_argument(
@@ -261,31 +261,31 @@ def _commands() -> dict[str, Command]:
     expression(
         "verdict",
         "Name the computations that differ on the target, and tell causes from inherited differences.\n\n"
-        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, judges\n"
-        "jobs in the steps that they run anyway.",
+        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, the\n"
+        "verdict judges jobs in the steps that they run anyway.",
         "the Verdict",
         raw="[EXPR]",
     )
     expression(
         "lines",
-        "Show the lines of source at which a tap's error arises, from equal values before it.\n\n"
+        "Show the lines of source at which a tap's error arises.\n\n"
         "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, they\n"
-        "evaluate that of the newest run.",
+        "evaluate the expression of the newest run, and jobs are traced in the steps that they run anyway.",
         "the lines",
         more="TAP ",
         raw="[EXPR]",
     )
     expression(
         "compare",
-        "Pair the taps of both sides if their names do not, name the computations that differ, and draw the errors.\n\n"
+        "Match taps by value if their names differ, name the computations that differ, and plot the errors.\n\n"
         "Both sides evaluate the expression several times, each time from the same state of the models that it calls.\n"
-        "Those are tapped meanwhile, unless it reaches taps by itself.",
+        "The models need no taps: their modules are tapped meanwhile, unless the expression has taps of its own.",
         "the comparison",
     )
     compiled = expression(
         "compiled",
         "Tell whether torch.compile changes the result of an expression, and where.\n\n"
-        "The baseline evaluates it eagerly, the target compiled; several times, so it must be repeatable.",
+        "The baseline evaluates it eagerly, the target compiled, several times each, so it must be repeatable.",
         "the comparison",
         more="[--backend NAME] [--fullgraph] ",
     )
@@ -293,14 +293,14 @@ def _commands() -> dict[str, Command]:
     compiled.add_argument(
         "--grad-mode",
         choices=("grad", "no_grad", "inference_mode"),
-        help="whether to compute gradients (by default as the call does)",
+        help="the gradient mode to compile for (default: the mode of the call)",
     )
     compiled.add_argument("--fullgraph", action="store_true", help="fail on a graph break")
     expression(
         "match",
         "Pair the taps of both sides by their values, whatever their names.\n\n"
-        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, matches\n"
-        "jobs in steps that they make anyway.",
+        "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, the taps\n"
+        "of jobs are matched in the steps that they run anyway.",
         "the proposal",
         raw="[EXPR]",
     )
@@ -313,8 +313,8 @@ def _commands() -> dict[str, Command]:
     replay = command(
         "replay",
         "Send recorded requests to both sides, one batch per step, and list those that diverge, worst first.\n\n"
-        "Each side's function takes a list of requests and returns a list of as many outputs. It is a function of the\n"
-        "notebook, or of that side's %%graft cells.",
+        "Each side's function takes a list of requests and returns one output for each. It is defined in the\n"
+        "notebook, or in that side's %%graft cells.",
     )
     replay.add_argument("file", metavar="FILE", help="file that a RequestDumper wrote, or its folder")
     replay.add_argument(
@@ -446,11 +446,11 @@ def overview() -> str:
 def parse(line: str) -> tuple[str, argparse.Namespace]:
     """Parse a line into the subcommand and its arguments.
 
-    Raises UsageError for mistakes, :class:`HelpShown` when the line asks for help.
+    Raises UsageError for mistakes, :class:`HelpRequest` when the line asks for help.
     """
     name, _, rest = line.strip().partition(" ")
     if name in ("", "-h", "--help"):
-        raise HelpShown(overview())
+        raise HelpRequest(overview())
     command = COMMANDS.get(name)
     if command is None:
         if name.partition("[")[0] in CELL_TARGETS:

@@ -22,11 +22,12 @@ from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
 from graftlab.filters.check import FilterCheck, check_summary
+from graftlab.launching import launch
 from graftlab.magics import command_line
 from graftlab.plan.changes import PlanChange
 from graftlab.ranks.forkserver import warm_up
 from graftlab.remote.ray_cluster import Ray
-from graftlab.session import Session, launch, listen
+from graftlab.session import Session, listen
 from graftlab.verdict.conclusion import newest_run
 
 
@@ -65,7 +66,7 @@ class GraftMagics(Magics):
                 return self._cell(line.strip(), cell)
             name, arguments = command_line.parse(line)
             return getattr(self, f"_{name}")(arguments)
-        except command_line.HelpShown as help_:
+        except command_line.HelpRequest as help_:
             sys.stdout.write(help_.text + "\n")
             return None
 
@@ -90,7 +91,7 @@ class GraftMagics(Magics):
 
     def _cell(self, where: str, cell: str) -> None:
         if where in ("", "-h", "--help"):
-            raise command_line.HelpShown(command_line.overview())
+            raise command_line.HelpRequest(command_line.overview())
         session = self._open()
         place, option = command_line.split_where(where)
         if place.strip() == "transform":
@@ -235,12 +236,10 @@ class GraftMagics(Magics):
         tap, _, expression = arguments.expression.partition(" ")
         if not tap:
             raise UsageError("%graft lines: give the name of a tap, such as `%graft lines layers.3.attn model(x)`")
-        from graftlab.control.tap_lines import require_functions
-
-        require_functions(session)
-        # Scripts that are held in the session have code to call already.
         judged = expression.strip() or None
-        if judged is None and not internals_of(session).default_callees:
+        # Jobs run anyway, and scripts that are held in the session have code to call already.
+        takes_work = all(rank.takes_work for rank in session.ranks)
+        if judged is None and takes_work and not internals_of(session).default_callees:
             judged = self._newest_expression(session)
         lines = session.lines(tap, judged, judged)
         self._assign(arguments.out, lines)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from graftlab.base.text import first_of
 from graftlab.errors import MatchError
 from graftlab.layouts import Layout, Part, Rearrange, Scale, Step, Strided, Window
 from graftlab.matching.names import numbers_of
@@ -39,8 +40,7 @@ def converter(
         raise MatchError(f"{name!r} is not a valid function name")
     missing = list(unmatched)
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise MatchError(f"a converter cannot make {', '.join(missing[:5])}{more}: no partner was found")
+        raise MatchError(f"a converter cannot make {first_of(missing, 5)}: no partner was found")
     made: dict[str, list[Pair]] = {}
     for pair in pairs:
         made.setdefault(pair.target, []).append(pair)

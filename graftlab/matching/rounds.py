@@ -21,6 +21,9 @@ Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[Reco
 """Runs both sides once and records their taps, with the baseline's values grafted into the target at these pairs. For a
 grafted tap it records the target's own value."""
 
+INTERRUPTED = "the match was interrupted, and this is what was known by then: later taps may have partners too"
+"""The notice of a proposal that is not complete."""
+
 ROUNDS = 12
 GUESSES = 6
 
@@ -165,8 +168,7 @@ def _in_rounds(
                 in_vain.add(_key(guess))
                 tries += 1
     except KeyboardInterrupt:
-        stopped = "the match was interrupted, and this is what was known by then: later taps may have partners too"
-        return replace(proposal, notices=(*proposal.notices, stopped))
+        return replace(proposal, notices=(*proposal.notices, INTERRUPTED))
     return proposal
 
 

@@ -269,6 +269,11 @@ class GraftPlan:
             return True
         return any(filter_.may_match(path) for filter_ in self._filters.values())
 
+    @cached_property
+    def matches_any(self) -> bool:
+        """Whether some filter may match a tap at all."""
+        return self.may_match("")
+
     def action_for(self, tags: Mapping[str, object]) -> Action:
         """Return the action for a tap with these tags."""
         hit = {name: filter_.matches(tags) for name, filter_ in self._filters.items()}

@@ -1,28 +1,31 @@
-// The taps of a run as a linked figure and table, without dependencies: the dashboard shows it as a widget, and a
-// report contains it in its page.
+// Taps as a linked figure and table, without dependencies: the dashboard and the figures of a notebook show it as a
+// widget, and a report contains it in its page.
 //
-// mount(root, act) fills an element and returns {show(state)}. graftlab.plots.explorer makes the state. act is called
-// with (what, value) for actions that need a kernel; without act, their buttons are left out.
+// mount(root, act, actions) fills an element and returns {show(state), say(text)}. graftlab.plots.explorer makes the
+// state. act is called with (what, value) for actions that need a kernel; a tap has a button for each of the actions.
+// With a table that is folded, a click on a point also opens its pair.
 
 const COLOURS = {
   compared: "#0072b2", grafted: "#009e73", failed: "#d55e00", timeout: "#cc79a7", missing: "#e69f00", unmatched: "#c8b400",
+  // the labels of a verdict
+  culprit: "#d55e00", minor: "#e69f00", cancels: "#cc79a7", "rounds differently": "#0072b2", clean: "#009e73", inherited: "#009e73",
 };
 // Blue is hard to see on a dark page.
-const ON_DARK = { ...COLOURS, compared: "#56b4e9" };
+const ON_DARK = { ...COLOURS, compared: "#56b4e9", "rounds differently": "#56b4e9" };
 const AT_THE_TOP = new Set(["failed", "timeout"]);
 const AT_THE_BOTTOM = new Set(["missing", "unmatched", "recomputed"]);
-// title, the state's column, whether it is a number; the state's other differences come after rel_l2
-const COLUMNS = [
-  ["order", "order", true], ["tap", "label", false], ["status", "status", false], ["rel_l2", "value", true],
-  ["non-finite", "nonfinite", true], ["worst on", "worst", false], ["step", "step", true],
-  ["largest in run", "highest", true], ["first above in step", "since", true],
-  ["direction", "way", false], ["note", "note", false],
-];
+const ACTIONS = {
+  open: ["Open the pair", "Show where both tensors differ, and their values"],
+  keep: ["Keep this tap", "Keep the tensors of this tap from the next step on"],
+  graft: ["Graft this", "Add this tap to the b2t filter; Apply there publishes it"],
+};
 // Columns that are hidden while all their cells are empty, or all the same.
-const FOLDED_IF_EMPTY = new Set(["nonfinite", "since", "note"]);
-const FOLDED_IF_SAME = new Set(["way"]);
+const FOLDED_IF_EMPTY = new Set(["nonfinite", "since", "note", "alone"]);
+const FOLDED_IF_SAME = new Set(["way", "plan", "step"]);
 const ROW = 22; // pixels of a line of the table, see STYLE
-const LEFT = 58, RIGHT = 10, TOP = 22, BOTTOM = 88; // pixels around the figure
+const LEFT = 62, RIGHT = 10, TOP = 22; // pixels around the figure
+const SLANTED = 88, LEVEL = 34; // pixels below it, for names
+const NOTE = 15; // pixels of a line of text above it
 const HEIGHT = 330;
 const TILT = 0.6; // of the names below the figure, in radians
 
@@ -58,6 +61,7 @@ const STYLE = `
 .gle tbody tr:hover { background: color-mix(in srgb, currentColor 8%, transparent) }
 .gle tbody tr[aria-selected=true] { background: color-mix(in srgb, var(--jp-brand-color1, #1976d2) 25%, transparent) }
 .gle td { padding: 0 6px; white-space: nowrap; line-height: ${ROW}px; max-width: 46ch; overflow: hidden; text-overflow: ellipsis }
+.gle [hidden] { display: none }
 .gle td.bad { font-weight: 600; color: color-mix(in srgb, #e5484d 80%, currentColor) }
 `;
 
@@ -89,8 +93,8 @@ function element(tag, name, text = "") {
   return made;
 }
 
-export function mount(root, act = null) {
-  let state = { label: [] };
+export function mount(root, act = null, actions = [], isFoldable = false) {
+  let state = { label: [], columns: [], notes: [] };
   let points = []; // the points of the figure: taps, or layers
   let range = [0, 1]; // the visible points, as numbers from 0 to points.length
   let sort = { column: "badness", up: false };
@@ -107,10 +111,11 @@ export function mount(root, act = null) {
   canvas.setAttribute("role", "img");
   const detail = element("div", "chosen"); detail.setAttribute("aria-live", "polite"); detail.hidden = true;
   const search = element("div", "bar");
+  const asked = element("div", "quiet asked"); asked.setAttribute("role", "status");
   const scroller = element("div", "lines"); scroller.tabIndex = 0; scroller.setAttribute("aria-label", "Taps");
   const table = element("table"), head = element("thead"), body = element("tbody");
   plot.append(canvas, tip); table.append(head, body); scroller.append(table);
-  root.replaceChildren(style, headline, tools, plot, detail, search, scroller);
+  root.replaceChildren(style, headline, tools, plot, detail, asked, search, scroller);
 
   // ---- controls ---------------------------------------------------------------------------------------------------
 
@@ -148,9 +153,15 @@ export function mount(root, act = null) {
   worst.addEventListener("click", () => { sort = { column: "badness", up: false }; list(); });
   const count = element("span", "count quiet"); search.append(count);
 
+  const unfold = element("button", "unfold", "Table"); unfold.title = "Show or hide the table of taps";
+  function fold(yes) { search.hidden = scroller.hidden = yes; unfold.setAttribute("aria-expanded", String(!yes)); if (!yes) fill(); }
+  if (isFoldable) tools.insertBefore(unfold, key);
+  unfold.addEventListener("click", () => fold(!scroller.hidden));
+
   const titles = element("tr");
-  let columns = COLUMNS, differences = [];
-  function title([title, column, isNumber]) {
+  let columns = [];
+  function title([title, column, kind]) {
+    const isNumber = kind !== "text";
     const cell = element("th", isNumber ? "number" : ""), button = element("button", "", title);
     cell.scope = "col"; cell.dataset.column = column; cell.append(button); titles.append(cell);
     button.addEventListener("click", () => {
@@ -160,13 +171,6 @@ export function mount(root, act = null) {
       list();
     });
   }
-  function add(names) {
-    if (columns.length === COLUMNS.length + names.length && names.every((name, i) => name === differences[i])) return;
-    const at = 1 + COLUMNS.findIndex((each) => each[1] === "value");
-    columns = [...COLUMNS.slice(0, at), ...names.map((name) => [name, name, true]), ...COLUMNS.slice(at)];
-    differences = names; titles.replaceChildren(); columns.forEach(title);
-  }
-  columns.forEach(title);
   head.append(titles);
 
   // ---- display ----------------------------------------------------------------------------------------------------
@@ -175,11 +179,14 @@ export function mount(root, act = null) {
     const before = points.length;
     const wasWhole = range[0] <= 0 && range[1] >= before;
     state = next;
-    add(state.differences ?? []);
+    if (JSON.stringify(columns) !== JSON.stringify(state.columns)) {
+      columns = state.columns; titles.replaceChildren(); columns.forEach(title);
+    }
+    caption.hidden = state.floor === null;
     headline.textContent = state.headline ?? "";
     canvas.setAttribute("aria-label", `rel_l2 of each tap in execution order. ${state.headline ?? ""}`);
     // A refused input stays until it is corrected.
-    if (document.activeElement !== floor && refused.hidden) floor.value = plainly(state.floor);
+    if (document.activeElement !== floor && refused.hidden && state.floor !== null) floor.value = plainly(state.floor);
     arrange();
     if (wasWhole || range[1] > points.length || before === 0) range = [0, Math.max(points.length, 1)];
     list(); tell(); draw();
@@ -212,25 +219,27 @@ export function mount(root, act = null) {
   }
 
   function scale() {
-    const logs = state.value.filter((v) => v > 0 && v < 1e307).map(Math.log10);
-    if (state.floor > 0) logs.push(Math.log10(state.floor));
+    const values = [...state.value, ...(state.before ?? []), ...(state.floors ?? []), state.floor];
+    const logs = values.filter((v) => v > 0 && v < 1e307).map(Math.log10);
     let low = Infinity, high = -Infinity;
     for (const v of logs) { low = Math.min(low, v); high = Math.max(high, v); }
     if (!logs.length) { low = -8; high = 0; }
     low = Math.floor(low); high = Math.max(Math.ceil(high), low + 1);
-    const bottom = HEIGHT - BOTTOM, band = 16;
-    const inner = [TOP + 1.8 * band, bottom - 2.8 * band];
+    const bottom = HEIGHT - below, band = 16, top = TOP + NOTE * Math.max(0, state.notes.length - 1);
+    const inner = [top + 1.8 * band, bottom - 2.8 * band];
     const y = (log) => inner[1] - ((log - low) / (high - low)) * (inner[1] - inner[0]);
-    return { low, high, y, top: TOP + band / 2, exact: bottom - 1.5 * band, bottom: bottom - band / 2 };
+    return { low, high, y, top: top + band / 2, exact: bottom - 1.5 * band, bottom: bottom - band / 2 };
   }
 
   function place(i, s) {
     const value = state.value[i];
     if (AT_THE_TOP.has(state.status[i])) return s.top;
     if (AT_THE_BOTTOM.has(state.status[i])) return s.bottom;
-    if (value === null || value >= 1e307 || (state.nonfinite[i] > 0 && value === 0)) return s.top;
-    return value === 0 ? s.exact : s.y(Math.log10(value));
+    if (value === null || (state.nonfinite[i] > 0 && value === 0)) return s.top;
+    return height(value, s);
   }
+  const height = (value, s) => (value >= 1e307 ? s.top : value === 0 ? s.exact : s.y(Math.log10(value)));
+  const floorOf = (i) => state.floors?.[i] ?? state.floor;
 
   const across = () => canvas.clientWidth - LEFT - RIGHT;
   const xOf = (n) => LEFT + ((n + 0.5 - range[0]) / (range[1] - range[0])) * across();
@@ -245,6 +254,7 @@ export function mount(root, act = null) {
     return "Canvas";
   }
 
+  let below = LEVEL; // pixels below the axis
   let drawn = ""; // the text colour of the last drawing
   function draw() {
     root.style.setProperty("--gle-paper", paper());
@@ -254,8 +264,11 @@ export function mount(root, act = null) {
     const g = canvas.getContext("2d"), ink = drawn = getComputedStyle(root).color;
     const colours = (ink.match(/\d+/g) ?? [0]).slice(0, 3).every((part) => part > 127) ? ON_DARK : COLOURS;
     g.scale(ratio, ratio);
-    g.font = "11px system-ui, sans-serif";
+    g.font = "12px system-ui, sans-serif";
     if (!points.length) { g.fillStyle = ink; g.fillText("no taps to show: nothing was compared yet", LEFT, HEIGHT / 2); return; }
+    const first = Math.max(0, Math.floor(range[0])), last = Math.min(points.length, Math.ceil(range[1]));
+    const naming = namesOf(g, first, last);
+    below = naming === "slanted" ? SLANTED : LEVEL;
     const s = scale(), right = width - RIGHT;
     g.strokeStyle = g.fillStyle = ink; g.textAlign = "right"; g.textBaseline = "middle";
     const every = Math.ceil((s.high - s.low) / 9);
@@ -266,45 +279,63 @@ export function mount(root, act = null) {
     g.fillText("rel_l2", LEFT - 6, TOP - 14);
     for (let log = s.low; log <= s.high; log += every) { line(s.y(log), 0.15); g.fillText(`1e${log}`, LEFT - 6, s.y(log)); }
     const odd = state.status.some((each, i) => place(i, s) === s.top);
-    if (odd) g.fillText("no value", LEFT - 6, s.top);
+    if (odd) g.fillText(state.status.some((each) => AT_THE_TOP.has(each)) ? "no value" : "not finite", LEFT - 6, s.top);
     g.fillText("0 (exact)", LEFT - 6, s.exact);
     if (state.status.some((each) => AT_THE_BOTTOM.has(each))) g.fillText("no pair", LEFT - 6, s.bottom);
     if (state.floor > 0) {
       line(s.y(Math.log10(state.floor)), 0.9, [6, 4]);
       g.textAlign = "right"; g.fillText(`floor ${plainly(state.floor)}`, right, s.y(Math.log10(state.floor)) - 7);
     }
-    const first = Math.max(0, Math.floor(range[0])), last = Math.min(points.length, Math.ceil(range[1]));
     const size = last - first > 400 ? 2.2 : last - first > 80 ? 3.2 : 4.5;
     g.save(); g.beginPath(); g.rect(LEFT - 6, 0, right - LEFT + 12, HEIGHT); g.clip();
+    if (state.floors) band(g, s, first, last, ink);
     for (let n = first; n < last; n++) {
-      const i = points[n].at, x = xOf(n), y = place(i, s);
+      const i = points[n].at, x = xOf(n), y = place(i, s), before = state.before?.[i] ?? null;
+      if (before !== null) { g.strokeStyle = colours.compared; g.beginPath(); g.arc(x, height(before, s), size, 0, 7); g.stroke(); }
+      if (state.before && state.value[i] === null) continue;
       g.strokeStyle = g.fillStyle = colours[state.status[i]] ?? "#888";
       g.beginPath(); g.arc(x, y, size, 0, 7);
-      if (state.value[i] === 0 && y === s.exact) g.stroke(); else g.fill();
+      if (state.value[i] === 0 && y === s.exact && !state.before) g.stroke(); else g.fill();
       if (state.nonfinite[i] > 0) { g.strokeStyle = COLOURS.failed; g.lineWidth = 2; g.beginPath(); g.arc(x, y, size + 4, 0, 7); g.stroke(); g.lineWidth = 1; }
       if (state.label[i] === chosen || (points[n].taps.length > 1 && points[n].taps.some((t) => state.label[t] === chosen))) {
         g.strokeStyle = ink; g.lineWidth = 2; g.strokeRect(x - size - 4, y - size - 4, 2 * size + 8, 2 * size + 8); g.lineWidth = 1;
       }
     }
-    if (state.first !== null) {
-      const n = points.findIndex((point) => point.taps.includes(state.first));
-      if (n >= range[0] - 1 && n < range[1]) {
-        const x = Math.min(Math.max(xOf(n), LEFT), right), y = place(state.first, s);
-        g.strokeStyle = g.fillStyle = ink; g.beginPath(); g.moveTo(x, TOP - 8); g.lineTo(x, y - size - 2); g.stroke();
-        g.textAlign = x < LEFT + across() / 3 ? "left" : x > LEFT + (2 * across()) / 3 ? "right" : "center";
-        g.fillText(`first divergent: ${shortened(state.label[state.first], 70)}`, x, TOP - 14);
-      }
-    }
-    if (dragged) { g.globalAlpha = 0.15; g.fillStyle = ink; g.fillRect(dragged[0], TOP, dragged[1] - dragged[0], HEIGHT - TOP - BOTTOM); g.globalAlpha = 1; }
+    state.notes.forEach(([i, text], level) => {
+      const n = points.findIndex((point) => point.taps.includes(i));
+      if (n < range[0] - 1 || n >= range[1]) return;
+      // Later taps have their notes nearer to the axis, so that no line crosses the text of another.
+      const x = Math.min(Math.max(xOf(n), LEFT), right), y = place(i, s), at = TOP - 14 + NOTE * level;
+      g.strokeStyle = g.fillStyle = ink; g.beginPath(); g.moveTo(x, at + 7); g.lineTo(x, y - size - 2); g.stroke();
+      g.textAlign = x < LEFT + across() / 3 ? "left" : x > LEFT + (2 * across()) / 3 ? "right" : "center";
+      g.fillText(shortened(text, Math.floor(across() / 8)), x, at);
+    });
+    if (dragged) { g.globalAlpha = 0.15; g.fillStyle = ink; g.fillRect(dragged[0], TOP, dragged[1] - dragged[0], HEIGHT - TOP - below); g.globalAlpha = 1; }
     g.restore();
-    name(g, first, last, ink);
+    name(g, naming, first, last, ink);
     legend(s, colours);
+  }
+
+  // What rounding adds at each tap, and the limit of what is named.
+  function band(g, s, first, last, ink) {
+    const edges = (factor) => {
+      g.beginPath();
+      for (let n = first; n < last; n++) {
+        const y = height((state.floors[points[n].at] ?? 0) * factor, s);
+        g.lineTo(xOf(n - 0.5), y); g.lineTo(xOf(n + 0.5), y);
+      }
+    };
+    g.strokeStyle = g.fillStyle = ink;
+    g.globalAlpha = 0.12; edges(1); g.lineTo(xOf(last - 0.5), s.bottom); g.lineTo(xOf(first - 0.5), s.bottom); g.fill();
+    g.globalAlpha = 0.6; g.setLineDash([6, 4]); edges(state.limit); g.stroke();
+    g.globalAlpha = 1; g.setLineDash([]);
   }
 
   // The colours, and hollow points for zeros.
   function legend(s, colours) {
     const entries = [...new Set(state.status)].map((each) => ["●", colours[each] ?? "#888", each]);
-    if (state.value.some((v, i) => v === 0 && place(i, s) === s.exact)) entries.push(["○", colours.compared, "equal"]);
+    if (state.before) entries.push(["○", colours.compared, "error without grafts"], ["╌", "currentColor", `${state.limit} x the floor`]);
+    else if (state.value.some((v, i) => v === 0 && place(i, s) === s.exact)) entries.push(["○", colours.compared, "equal"]);
     if (state.nonfinite.some((n) => n > 0)) entries.push(["◯", COLOURS.failed, "not finite on one side"]);
     const said = JSON.stringify(entries);
     if (key.dataset.said === said) return;
@@ -316,21 +347,25 @@ export function mount(root, act = null) {
     }));
   }
 
-  // Names under the axis while they fit; otherwise the layers, as brackets.
-  function name(g, first, last, ink) {
-    const base = HEIGHT - BOTTOM + 4;
+  // Names below the axis while they fit; otherwise the layers, as brackets.
+  function namesOf(g, first, last) {
+    const slot = across() / (last - first);
+    if (slot < 13) return "layers";
+    // Slanted text is harder to read, and a slanted "x" looks like a "+".
+    return points.slice(first, last).every((point) => g.measureText(point.label).width + 12 <= slot) ? "level" : "slanted";
+  }
+
+  function name(g, naming, first, last, ink) {
+    const base = HEIGHT - below + 4;
     g.fillStyle = g.strokeStyle = ink; g.textBaseline = "top";
-    if (across() / (last - first) >= 13) {
-      // Slanted text is harder to read, and a slanted "x" looks like a "+".
-      const slot = across() / (last - first), named = points.slice(first, last);
-      if (named.every((point) => g.measureText(point.label).width + 12 <= slot)) {
-        g.textAlign = "center";
-        named.forEach((point, n) => {
-          const x = xOf(first + n);
-          if (x >= LEFT && x <= LEFT + across()) g.fillText(point.label, x, base);
-        });
-        return;
+    if (naming === "level") {
+      g.textAlign = "center";
+      for (let n = first; n < last; n++) {
+        if (xOf(n) >= LEFT && xOf(n) <= LEFT + across()) g.fillText(points[n].label, xOf(n), base);
       }
+      return;
+    }
+    if (naming === "slanted") {
       g.textAlign = "right";
       for (let n = first; n < last; n++) {
         const x = xOf(n) + 3;
@@ -343,7 +378,7 @@ export function mount(root, act = null) {
       }
       return;
     }
-    g.save(); g.beginPath(); g.rect(LEFT - 6, base, across() + 12, BOTTOM); g.clip();
+    g.save(); g.beginPath(); g.rect(LEFT - 6, base, across() + 12, below); g.clip();
     g.textAlign = "left";
     let from = first, free = -Infinity;
     for (let n = first + 1; n <= last; n++) {
@@ -351,8 +386,10 @@ export function mount(root, act = null) {
       if (n < last && layerOf(points[n].label) === layer) continue;
       const x = xOf(from - 0.5), end = xOf(n - 0.5);
       g.globalAlpha = 0.5; g.beginPath(); g.moveTo(x + 1, base); g.lineTo(x + 1, base + 4); g.lineTo(end - 1, base + 4); g.stroke(); g.globalAlpha = 1;
-      const text = shortened(layer, 24);
-      if (x >= free) { g.fillText(text, x + 1, base + 8); free = x + g.measureText(text).width + 10; }
+      const text = shortened(layer, 24), wide = g.measureText(text).width;
+      // The last one ends at the edge rather than being cut off.
+      const left = Math.min(x + 1, LEFT + across() + 6 - wide);
+      if (left >= free) { g.fillText(text, left, base + 8); free = left + wide + 10; }
       from = n;
     }
     g.restore();
@@ -385,6 +422,7 @@ export function mount(root, act = null) {
   function isFolded(column) {
     const cells = state[column] ?? [];
     if (FOLDED_IF_EMPTY.has(column)) return !cells.some((each) => each !== null && each !== "" && each !== 0);
+    if (column === "highest") return cells.every((each, i) => each === null || each === state.value[i]);
     return FOLDED_IF_SAME.has(column) && cells.every((each) => each === cells[0]);
   }
 
@@ -397,20 +435,26 @@ export function mount(root, act = null) {
     for (const i of lines.slice(first, last)) {
       const row = element("tr"); row.dataset.tap = i;
       row.setAttribute("aria-selected", String(state.label[i] === chosen));
-      for (const [, column, isNumber] of shown) {
-        let text = state[column][i], kind = isNumber ? "number" : "";
-        if (column === "value" || column === "highest" || differences.includes(column)) text = scientific(text);
-        if (column === "value" && state.nonfinite[i] > 0) { text = "not finite"; kind += " bad"; }
-        if (column === "nonfinite") { kind += text ? " bad" : ""; text = text || ""; }
-        if (column === "status" && (AT_THE_TOP.has(text) || text === "missing")) kind += " bad";
-        const cell = element("td", kind, column === "label" ? shortened(text, 70) : String(text ?? ""));
-        if (column === "label" || column === "note") cell.title = String(text ?? "");
+      for (const [, column, kind] of shown) {
+        const text = said(i, column, kind), isBad = column === "nonfinite" ? text !== "" : text === "not finite";
+        const isLost = column === "status" && (AT_THE_TOP.has(text) || text === "missing" || text === "culprit");
+        const classes = [kind === "text" ? "" : "number", isBad || isLost ? "bad" : ""];
+        const cell = element("td", classes.join(" ").trim(), column === "label" ? shortened(text, 70) : text);
+        if (column === "label" || column === "note") cell.title = text;
         row.append(cell);
       }
       made.push(row);
     }
     made.push(spacer(lines.length - last));
     body.replaceChildren(...made);
+  }
+
+  // The text of a tap in a column.
+  function said(i, column, kind) {
+    const value = state[column][i];
+    if (column === "value" && state.nonfinite[i] > 0) return "not finite";
+    if (column === "nonfinite") return value ? String(value) : "";
+    return kind === "number" ? scientific(value) : String(value ?? "");
   }
 
   function spacer(count) {
@@ -458,15 +502,14 @@ export function mount(root, act = null) {
   }
 
   function figures(i) {
-    const parts = [state.status[i]];
-    if (state.nonfinite[i] > 0) parts.push(`${state.nonfinite[i]} elements are non-finite on one side only`);
-    if (state.value[i] !== null) parts.push(`rel_l2 ${scientific(state.value[i])}`);
-    if (state.floor > 0 && state.value[i] > state.floor) parts.push(`${times(state.value[i] / state.floor)} x the floor`);
-    for (const name of differences) if (state[name][i] !== null) parts.push(`${name} ${scientific(state[name][i])}`);
-    if (state.since[i] !== null) parts.push(`first above the floor in step ${state.since[i]}`);
-    if (state.highest[i] !== null && state.highest[i] > (state.value[i] ?? -1)) parts.push(`largest in the run ${scientific(state.highest[i])}`);
-    parts.push(`worst on ${state.worst[i]}`, `step ${state.step[i]}`, `plan ${state.plan[i]}`);
-    if (state.note[i]) parts.push(state.note[i]);
+    const parts = [];
+    for (const [title, column, kind] of columns) {
+      const text = said(i, column, kind), floor = floorOf(i);
+      if (["label", "order"].includes(column) || text === "" || text === "-") continue;
+      if (column === "highest" && !(state.highest[i] > (state.value[i] ?? -1))) continue;
+      parts.push(["status", "note"].includes(column) ? text : column === "nonfinite" ? `${text} elements are non-finite on one side only` : `${title} ${text}`);
+      if (column === "value" && floor > 0 && state.value[i] > floor) parts.push(`${times(state.value[i] / floor)} x the floor`);
+    }
     return parts.join(", ");
   }
 
@@ -476,21 +519,26 @@ export function mount(root, act = null) {
     if (i < 0) return;
     const words = element("div"); words.append(element("b", "", chosen), ` ${figures(i)}`);
     const parts = [words];
-    if (act) {
+    if (act && actions.length) {
       const buttons = element("div", "bar");
-      for (const [what, text, title] of [
-        ["open", "Open the pair", "Show where both tensors differ, and their values"],
-        ["keep", "Keep this tap", "Keep the tensors of this tap from the next step on"],
-        ["graft", "Graft this", "Add this tap to the b2t filter; Apply there publishes it"],
-      ]) {
-        const button = control(element("button", what, text), title, buttons);
-        button.addEventListener("click", () => act(what, chosen));
+      for (const what of actions) {
+        const [text, title] = ACTIONS[what], button = control(element("button", what, text), title, buttons);
+        button.addEventListener("click", () => ask(what));
       }
       parts.push(buttons);
     }
     // A refresh must not replace a button under the pointer.
     if (detail.dataset.shown !== words.textContent) { detail.dataset.shown = words.textContent; detail.replaceChildren(...parts); }
   }
+
+  // The kernel's answer replaces the text.
+  function ask(what) {
+    if (root.closest(".jupyter-widgets-disconnected")) { say("The kernel has ended. Run the cell again."); return; }
+    say("asking the kernel …");
+    act(what, chosen);
+  }
+
+  function say(text) { asked.textContent = text; }
 
   // ---- pointer and keys -------------------------------------------------------------------------------------------
 
@@ -537,6 +585,7 @@ export function mount(root, act = null) {
       return;
     }
     choose(points[n].at);
+    if (act && isFoldable) ask("open");
   });
   canvas.addEventListener("dblclick", whole);
   canvas.addEventListener("wheel", (event) => {
@@ -552,7 +601,8 @@ export function mount(root, act = null) {
       const n = Math.max(0, Math.min(points.length - 1, to));
       choose(points[n].at);
       if (n < range[0] || n >= range[1]) move(n - (range[1] - range[0]) / 2);
-    } else if (event.key === "+" || event.key === "=") zoom(0.5);
+    } else if (event.key === "Enter" && act && chosen !== null && actions.includes("open")) ask("open");
+    else if (event.key === "+" || event.key === "=") zoom(0.5);
     else if (event.key === "-") zoom(2);
     else if (event.key === "0" || event.key === "Escape") whole();
     else return;
@@ -567,19 +617,21 @@ export function mount(root, act = null) {
   for (const each of [document.head, document.body]) {
     new MutationObserver(recolour).observe(each, { childList: true, attributeFilter: ["data-jp-theme-light", "class"] });
   }
-  return { show };
+  fold(isFoldable);
+  return { show, say };
 }
 
 // The entry point for anywidget. Names of taps are a separate trait from their values, which change more often.
 export default {
   render({ model, el }) {
-    const view = mount(el, (what, value) => model.send({ what, value }));
+    const view = mount(el, (what, value) => model.send({ what, value }), model.get("actions"), model.get("foldable"));
     const show = () => view.show({ ...model.get("taps"), ...model.get("figures") });
     model.on("change:figures", show);
     // The pair is a widget of its own, below a table that may fill the screen.
     model.on("msg:custom", ({ what }) => {
+      view.say("");
       if (what !== "opened") return;
-      const around = el.closest(".graftlab-dashboard") ?? el.getRootNode();
+      const around = el.closest(".graftlab-dashboard, .graftlab-canvas") ?? el.getRootNode();
       requestAnimationFrame(() => around.querySelector(".graftlab-pair")?.scrollIntoView({ block: "nearest" }));
     });
     show();

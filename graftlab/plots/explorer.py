@@ -1,11 +1,15 @@
-"""The data of ``explorer.js``, the interactive figure and table of taps in the dashboard and in reports."""
+"""The data of ``explorer.js``, the interactive figure and table of taps in notebooks, the dashboard and reports."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from graftlab.base.text import counted
 from graftlab.rows.schema import in_tables
@@ -17,6 +21,20 @@ SCRIPT = Path(__file__).with_suffix(".js")
 # JSON has no infinity; the script shows values from about here on as infinite.
 _INFINITE = 1e308
 _NOTE_LIMIT = 300
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A figure of taps as ``explorer.js`` shows it.
+
+    ``open`` returns pictures of the pair of tensors of the tap with this index, by what each shows. It raises
+    :class:`GraftError` where no pair is kept. ``with_floor`` returns the state under another noise floor, or under the
+    assumed one for None.
+    """
+
+    state: Mapping[str, Any]
+    open: Callable[[int], Mapping[str, Figure]]
+    with_floor: Callable[[float | None], Mapping[str, Any]] | None = None
 
 
 def taps(found: Conclusion) -> dict[str, Any]:
@@ -38,23 +56,42 @@ def figures(found: Conclusion, count: str = "") -> dict[str, Any]:
     rows = [line.row for line in found.lines]
     return {
         "status": [row.status for row in rows],
-        "value": [_number(row.rel_l2) for row in rows],
-        "differences": in_tables(),
-        **{name: [_number(getattr(row, name)) for row in rows] for name in in_tables()},
+        "value": [rounded(row.rel_l2) for row in rows],
+        "columns": _columns(),
+        **{name: [rounded(getattr(row, name)) for row in rows] for name in in_tables()},
         "nonfinite": [row.nonfinite_differ or 0 for row in rows],
-        "badness": [_number(line.badness) for line in found.lines],
+        "badness": [rounded(line.badness) for line in found.lines],
         "worst": [f"{row.side}[{row.rank}]" for row in rows],
-        "highest": [_number(line.worst) for line in found.lines],
+        "highest": [rounded(line.worst) for line in found.lines],
         "since": [line.since for line in found.lines],
         "step": [row.step for row in rows],
         "plan": [row.plan_version for row in rows],
-        "way": [row.direction or "" for row in rows],
+        "way": [row.direction or "" if row.status == "grafted" else "" for row in rows],
         "note": [(row.error or row.note or row.aligned_by or "").partition("\n")[0][:_NOTE_LIMIT] for row in rows],
         "floor": found.floor,
-        "first": found.first,
+        "notes": [] if found.first is None else [[found.first, f"first divergent: {found.lines[found.first].name}"]],
         "headline": headline(found),
         "count": count,
     }
+
+
+def _columns() -> list[list[str]]:
+    """The title of each column of the table, its name in the state, and whether it has text, counts or numbers."""
+    return [
+        ["order", "order", "count"],
+        ["tap", "label", "text"],
+        ["status", "status", "text"],
+        ["rel_l2", "value", "number"],
+        *([name, name, "number"] for name in in_tables()),
+        ["non-finite", "nonfinite", "count"],
+        ["worst on", "worst", "text"],
+        ["step", "step", "count"],
+        ["plan", "plan", "count"],
+        ["largest in run", "highest", "number"],
+        ["above the floor since step", "since", "count"],
+        ["direction", "way", "text"],
+        ["note", "note", "text"],
+    ]
 
 
 def headline(found: Conclusion) -> str:
@@ -73,8 +110,8 @@ def headline(found: Conclusion) -> str:
     return f"Run {rows[0].run}, {when}, {plan}, {counted(len(rows), 'tap')}: {sentence}.{earlier}{unseen}"
 
 
-def _number(value: float | None) -> float | None:
-    """Round to the digits that are shown."""
+def rounded(value: float | None) -> float | None:
+    """Round to the digits that are shown; None for NaN."""
     if value is None or math.isnan(value):
         return None
     return float(f"{value:.4g}") if math.isfinite(value) else _INFINITE

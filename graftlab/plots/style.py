@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.transforms import offset_copy
 
+from graftlab.base import jupyter
 from graftlab.plots import themes
+from graftlab.plots.explorer import Canvas
 from graftlab.rows.schema import DIFFERENCES, TENSOR_UNIT
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -67,7 +69,17 @@ _RENDERING = threading.Lock()
 
 
 class NotebookFigure(Figure):
-    """A figure that a notebook shows as a cell's value, whether or not pyplot was imported."""
+    """A figure that a notebook shows as a cell's value, whether or not pyplot was imported.
+
+    With ``interactive``, a front end with widgets shows that canvas instead; the picture stays in the saved notebook.
+    """
+
+    interactive: Callable[[], Canvas] | None = None
+
+    def _ipython_display_(self, **_: Any) -> None:
+        if self.interactive is None or jupyter.show_canvas is None:
+            raise NotImplementedError("the picture is shown")
+        jupyter.show_canvas(self, self.interactive())
 
     def _repr_png_(self) -> bytes:
         return to_png(self)

@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 from graftlab.base.text import counted
 from graftlab.diffs.maps import DifferenceMap
 from graftlab.plots import style, themes
+from graftlab.plots.explorer import rounded
 from graftlab.plots.pairs import draw_difference_map
 from graftlab.plots.scales import value_axis
 from graftlab.verdict.facts import tap_name
@@ -30,7 +31,12 @@ _MARKED = {
 MAX_LABELS = 60
 _NAMED = 4
 _PICTURES = 4
-_PICTURE_SIZE = (9.0, 4.8)
+_PICTURE_SIZE = (7.6, 4.6)
+# Looks like a button, also in a saved notebook.
+_SUMMARY = (
+    "cursor:pointer;width:fit-content;max-width:100%;padding:1px 8px;border-radius:3px;"
+    "border:1px solid color-mix(in srgb, currentColor 40%, transparent)"
+)
 
 
 def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None = None) -> Figure:
@@ -48,7 +54,7 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
     >>> figure = session.verdict(forward, forward, args=(x,)).plot()
     """
     require(frame, "name", "tags", "step", "order", "added", "ratio", "floor", "error", "error_ratio", "label", "group")
-    taps = _worst_of_ranks(frame)
+    taps = worst_of_ranks(frame)
     count = len(taps)
     figure, ax = style.new_axes(ax, style.width_for(count), 5.4)
     every = -(-count // MAX_LABELS) or 1
@@ -101,7 +107,67 @@ def added_errors(frame: pd.DataFrame, *, threshold: float = 5.0, ax: Axes | None
     return figure
 
 
-def _worst_of_ranks(frame: pd.DataFrame) -> pd.DataFrame:
+def explored(frame: pd.DataFrame, threshold: float, headline: str) -> dict[str, Any]:
+    """What ``explorer.js`` shows of a verdict's frame: as :func:`added_errors`, with a table of the taps."""
+    taps = worst_of_ranks(frame)
+    labels = _labels(taps)
+    culprits = np.flatnonzero((taps["label"] == "culprit").to_numpy())
+    # Of each group the tap with the largest error that it adds.
+    worst = sorted(culprits.tolist(), key=lambda at: -_known(taps["ratio"].iloc[at]))
+    firsts = {str(taps["group"].iloc[at]): at for at in reversed(worst)}
+    named = sorted(firsts.items(), key=lambda each: each[1])
+    notes = [[at, f"culprit: {group}"] for group, at in named[:_NAMED]]
+    if len(named) > _NAMED:
+        notes[-1][1] += f" (and {len(named) - _NAMED} more groups)"
+    added, before = _drawn_values(taps, "added", "ratio"), _drawn_values(taps, "error", "error_ratio")
+    return {
+        "label": labels,
+        "order": list(range(1, len(taps) + 1)),
+        "columns": [
+            ["order", "order", "count"],
+            ["tap", "label", "text"],
+            ["label", "status", "text"],
+            ["added", "value", "number"],
+            ["floor", "floors", "number"],
+            ["error without grafts", "before", "number"],
+            ["its group alone moves the output (x its floor)", "alone", "number"],
+            ["worst on", "worst", "text"],
+            ["step", "step", "count"],
+        ],
+        "status": taps["label"].tolist(),
+        "value": [rounded(each) for each in added.tolist()],
+        "before": [rounded(each) for each in before.tolist()],
+        "floors": [rounded(each) for each in taps["floor"].tolist()],
+        "alone": [rounded(each) for each in taps["alone"].tolist()],
+        "nonfinite": [int(each == np.inf) for each in added.tolist()],
+        "badness": [rounded(_known(each)) for each in taps["ratio"].tolist()],
+        "worst": [f"target[{rank}]" for rank in taps["rank"]],
+        "step": [int(each) for each in taps["step"]],
+        "floor": None,
+        "limit": threshold,
+        "notes": notes,
+        "headline": headline,
+        "count": "",
+    }
+
+
+def _known(ratio: float) -> float:
+    return -1.0 if np.isnan(ratio) else float(ratio)
+
+
+def _labels(taps: pd.DataFrame) -> list[str]:
+    """A name for each tap, which no other has: with its step, and which call of the step it is, where needed."""
+    several = taps["step"].nunique() > 1
+    found: list[str] = []
+    calls: dict[str, int] = {}
+    for name, tags, step in zip(taps["name"], taps["tags"], taps["step"], strict=True):
+        label = f"{tap_name(str(name), tags)}{f' step {step}' if several else ''}"
+        calls[label] = calls.get(label, 0) + 1
+        found.append(label if calls[label] == 1 else f"{label} call {calls[label]}")
+    return found
+
+
+def worst_of_ranks(frame: pd.DataFrame) -> pd.DataFrame:
     """One line per call of a tap: the rank with the largest added error."""
     if not len(frame):
         return frame
@@ -166,12 +232,13 @@ def unfolding_maps(maps: Mapping[str, ShownMap]) -> str:
     lines = []
     for group, shown in [*maps.items()][:_PICTURES]:
         figure = draw_shown_map(shown)
-        # As wide as a notebook's output, so that its text keeps its size.
+        # About as wide as its place beside the text, so that its text keeps its size.
         figure.set_size_inches(*_PICTURE_SIZE)
         picture = style.to_html(figure, f"Where {group} differs: {themes.in_words(figure)}", dpi=100)
         name = f"Where {html.escape(group)} differs, at {html.escape(shown.title)}"
         lines.append(
-            f'<details class="graftlab-where"><summary style="cursor:pointer">{name}</summary>{picture}</details>'
+            f'<details class="graftlab-where" style="margin:0.2em 0 0.6em"><summary style="{_SUMMARY}">{name}</summary>'
+            f"{picture}</details>"
         )
     more = len(maps) - _PICTURES
     rest = f"<p>{counted(more, 'picture')} more: <code>verdict.plot(group)</code></p>" if more > 0 else ""

@@ -57,6 +57,7 @@ class RankHandle:
         self._page = StatusPage(self._map)
         self._last_status = RankStatus()
         self._ended: str | None = None
+        self._ended_by_us: str | None = None
 
     generation = 1
     """How often its side has been started: more than once where jobs were restarted."""
@@ -130,10 +131,11 @@ class RankHandle:
     @property
     def was_ended(self) -> bool:
         """Whether :meth:`end` ended it, rather than a failure."""
-        return False
+        return self._ended_by_us is not None
 
     def end(self, why: str) -> None:
         """End a stuck rank; ``why`` is then reported as how it ended."""
+        self._ended_by_us = why
         self.kill()
 
     def end_programs(self) -> None:

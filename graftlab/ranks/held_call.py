@@ -11,7 +11,7 @@ import inspect
 import itertools
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from graftlab.diffs.results import named_tensors
+from graftlab.diffs.results import NamedTensors, is_written, named_tensors, value_in_words, written_path
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
@@ -35,6 +35,10 @@ from graftlab.taps.watch import Watch, watch, weights_of
 _SEED = 0
 # Items that a generator is run for, which may have no end.
 _MOST_ITEMS = 1024
+_WHOLE_NUMBERS = (torch.int64, torch.int32)
+_MOST_WHOLE_NUMBERS = 1 << 16
+# Bytes of state that a call has written and that are compared, in each of a verdict's runs.
+_WRITTEN_BUDGET = 32 << 20
 
 UnitKind = Literal["call", "update"]
 """What a script is held in: a call of a model, or an update of its weights."""
@@ -56,8 +60,9 @@ class CallDescription:
     """What a rank reports of its held call.
 
     ``number`` counts the calls of models from 1. ``taps`` are the names of its taps, in execution order. ``plain``
-    are the tensors that the call returns without taps, by their paths, and ``tapped`` those that it returns with them.
-    ``not_repeated`` describes the results that a replay without taps does not repeat.
+    are the tensors that the call returns without taps and those that it writes, by their paths, and ``tapped`` the same
+    with taps. ``not_repeated`` describes the results that a replay without taps does not repeat, and ``not_compared``
+    is what the call writes and repetitions leave out.
     """
 
     model: str
@@ -73,6 +78,16 @@ class CallDescription:
     """The names of the model's buffers, which its own calls may write."""
     fails_when_repeated: str | None = None
     """What a repetition raises although the first call returns."""
+    whole_numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The integers among the arguments, such as tokens, by their paths."""
+    raises: str | None = None
+    """What the call itself raises; then nothing else is described."""
+    not_compared: tuple[str, ...] = ()
+
+    @property
+    def returned(self) -> dict[str, torch.Tensor]:
+        """What the call returns without taps, and nothing that it writes."""
+        return {path: tensor for path, tensor in self.plain.items() if not is_written(path)}
 
 
 @dataclass(frozen=True)
@@ -85,20 +100,24 @@ class ScriptEnd:
 class HeldCall:
     """A call that can be repeated: calling this object restores the state, calls, and returns the named tensors.
 
-    ``models`` are what is tapped, by the prefix of the names of their taps; ``state`` what the call may change besides.
+    These are the tensors of its result, and those that the call has written: buffers and attributes of modules, and
+    tensors and caches among the arguments. ``models`` are what is tapped, by the prefix of the names of their taps;
+    ``state`` what the call may change besides, by name. ``name`` is that of the model in sentences, or its class.
     """
 
     def __init__(
         self,
         call: Callable[[], Any],
         models: Mapping[str, torch.nn.Module],
-        state: Any,
+        state: Mapping[str, Any],
         choice: WatchChoice,
         *,
+        name: str | None = None,
         number: int = 1,
         others: Mapping[str, int] | None = None,
     ) -> None:
         self.is_released = False
+        self._name = name
         self._call = call
         self._models = dict(models)
         self._choice = choice
@@ -107,41 +126,71 @@ class HeldCall:
         self._others = dict(others or {})
         self._watched: list[Watch] = []
         self._state = state
-        self._snapshot = StateSnapshot([*self._models.values(), state])
+        self._shows_written = True
+        self._left: dict[str, None] = {}
+        self._snapshot = self._taken()
+
+    def _taken(self) -> StateSnapshot:
+        return StateSnapshot([*self._models.values(), *self._state.values()])
 
     def __call__(self) -> dict[str, torch.Tensor]:
-        self._snapshot.restore()
+        self._restore()
         result = self._call()
         if isinstance(result, GeneratorType):
             # What it computes would arise in the script's own code, after the call.
             result = list(itertools.islice(result, _MOST_ITEMS))
         results = named_tensors(result)
+        state = self._written() if self._shows_written else {}
         if self._has_backward:
             self._go_backward(results)
-        return results
+        return self._without_left({**results, **state})
+
+    def _written(self) -> dict[str, torch.Tensor]:
+        found, without_room = self._snapshot.written({**self._models, **self._state}, _WRITTEN_BUDGET)
+        self._left.update(dict.fromkeys(map(written_path, without_room)))
+        return {written_path(path): tensor for path, tensor in found.items()}
+
+    def _without_left(self, values: Mapping[str, torch.Tensor]) -> NamedTensors:
+        return NamedTensors({path: tensor for path, tensor in values.items() if path not in self._left})
+
+    def _restore(self) -> None:
+        for model in self._models.values():
+            _reshard(model)
+        self._snapshot.restore()
 
     def prepare(self, backward: bool) -> None:
         """Install the taps for one call in this process, with or without a backward pass."""
         self._has_backward = backward
+        # One call alone does not show which memory has no values yet.
+        self._shows_written = False
         self._watch()
 
-    def describe(self) -> CallDescription:
-        """Call it without taps, again, and with them."""
+    def describe(self, *, reports_failure: bool = False) -> CallDescription:
+        """Call it without taps, again, and with them. ``reports_failure`` describes what the first call raises."""
         names = _TapLister()
         not_repeated: list[str] = []
         fails = None
         with handled_by(names):
             # A tap in the model's own code stays, and does nothing else here.
-            first = self()
+            try:
+                first = self()
+            except Exception as error:
+                if not reports_failure:
+                    raise
+                return self._describe_failure(error)
             needs_backward = any(tensor.requires_grad for tensor in first.values())
             plain = tapped = _copied(first)
             try:
-                not_repeated = changed_results(plain, self())
+                changed = changed_results(plain, self())
+                not_repeated = [value_in_words(path) for path in changed if not is_written(path)]
+                # Such as memory that was reserved and has no values yet.
+                self._left.update(dict.fromkeys(path for path in changed if is_written(path)))
+                plain = self._without_left(plain)
                 names.reached.clear()
                 self._watch()
                 tapped = _copied(self())
             except Exception as error:
-                fails = f"{type(error).__name__}: {error}".partition("\n")[0]
+                fails = _in_a_line(error)
         buffers = [f"{prefix}{name}" for prefix, model in self._models.items() for name, _ in model.named_buffers()]
         return CallDescription(
             self._kind,
@@ -154,15 +203,32 @@ class HeldCall:
             self._others,
             tuple(buffers),
             fails,
+            self._whole_numbers(),
+            not_compared=tuple(value_in_words(path) for path in self._left),
         )
 
-    def describe_result(self) -> CallDescription:
+    def describe_result(self, *, reports_failure: bool = False) -> CallDescription:
         """Call it once, without taps; what this does not show is left out."""
-        with handled_by(_TapLister()):
-            result = self()
+        try:
+            with handled_by(_TapLister()):
+                result = self()
+        except Exception as error:
+            if not reports_failure:
+                raise
+            return self._describe_failure(error)
         needs_backward = any(tensor.requires_grad for tensor in result.values())
         plain = _copied(result)
         return CallDescription(self._kind, self._number, needs_backward, (), plain, plain)
+
+    def _describe_failure(self, error: Exception) -> CallDescription:
+        return CallDescription(self._kind, self._number, False, (), {}, {}, raises=_in_a_line(error))
+
+    def _whole_numbers(self) -> dict[str, torch.Tensor]:
+        self._restore()
+        given = named_tensors(self._state)
+        return _copied(
+            {path: t for path, t in given.items() if t.dtype in _WHOLE_NUMBERS and t.numel() <= _MOST_WHOLE_NUMBERS}
+        )
 
     @property
     def unit(self) -> tuple[UnitKind, int]:
@@ -171,6 +237,8 @@ class HeldCall:
 
     @property
     def _kind(self) -> str:
+        if self._name is not None:
+            return self._name
         return " and ".join(dict.fromkeys(type(model).__name__ for model in self._models.values()))
 
     def try_backward(self) -> str | None:
@@ -186,18 +254,18 @@ class HeldCall:
                 self()
         except Exception as error:
             self.drop_backward()
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
+            return _in_a_line(error)
         return None
 
     def take_weights(self) -> None:
         """Tap the weights and buffers, and let repetitions and the script continue with what the taps leave."""
-        self._snapshot.restore()
+        self._restore()
         handler = tap_handler()
         for prefix, model in self._models.items():
             for name, weight in weights_of(model, prefix, _every, _none).items():
                 if handler is not None:
                     handler.tap(name, weight, None, {"kind": "param"})
-        self._snapshot = StateSnapshot([*self._models.values(), self._state])
+        self._snapshot = self._taken()
 
     def drop_backward(self) -> None:
         """Repeat the forward pass alone again."""
@@ -236,7 +304,7 @@ class HeldCall:
         """Take the taps away and leave the state as it was before the first replay."""
         self.is_released = True
         self._unwatch()
-        self._snapshot.restore()
+        self._restore()
 
     def _unwatch(self) -> None:
         for each in self._watched:
@@ -258,6 +326,18 @@ class HeldCall:
             )
             for prefix, model in self._models.items()
         ]
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Let each rank have its part of the weights alone again, where FSDP gathers them for a call."""
+    if "torch.distributed.fsdp" in sys.modules:
+        for module in model.modules():
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                module.reshard()
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _gradient_of(place: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -354,12 +434,20 @@ def _held_here() -> HeldCall | HeldUpdate:
 
 def describe_call() -> CallDescription | UpdateDescription | ScriptEnd:
     """Describe the held call, see :meth:`HeldCall.describe`, the held update, or how the script has ended."""
+    if isinstance(_held, HeldCall):
+        return _held.describe(reports_failure=_is_alone())
     return _held if isinstance(_held, ScriptEnd) else _held_here().describe()
 
 
 def describe_result() -> CallDescription | UpdateDescription | ScriptEnd:
     """Describe the result of the held call alone; otherwise like :func:`describe_call`."""
-    return _held.describe_result() if isinstance(_held, HeldCall) else describe_call()
+    return _held.describe_result(reports_failure=_is_alone()) if isinstance(_held, HeldCall) else describe_call()
+
+
+def _is_alone() -> bool:
+    """Whether no other rank of this side would wait for one whose call raises."""
+    me = here()
+    return me is None or me.world_size == 1
 
 
 def prepare_once(backward: bool) -> tuple[UnitKind, int] | ScriptEnd:
@@ -440,7 +528,7 @@ def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool
     if isinstance(model, torch.nn.Module):
         models = {"": model}
     call = partial(model, *args, **kwargs) if backward else partial(_without_gradients, model, args, kwargs)
-    hold(HeldCall(call, models, (args, kwargs), choice))
+    hold(HeldCall(call, models, arguments_by_name(args, kwargs), choice))
     return held_call().describe()
 
 
@@ -452,7 +540,7 @@ def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], c
     if not models and not has_taps:
         call = _as_module(call)
         watched = {"": call}
-    hold(HeldCall(call, watched, (models, args, kwargs), choice))
+    hold(HeldCall(call, watched, {**models, **arguments_by_name(args, kwargs)}, choice))
     return held_call().describe()
 
 
@@ -533,6 +621,11 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(given, (tuple, list)):
         return tuple(given), {}
     return (given,), {}
+
+
+def arguments_by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in sentences: ``args[0]`` for a positional one, which has no name."""
+    return {**{f"args[{place}]": each for place, each in enumerate(args)}, **kwargs}
 
 
 def _seed() -> None:

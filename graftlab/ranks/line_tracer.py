@@ -3,91 +3,166 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from graftlab.base.tags import TapIdentity, identity
 from graftlab.base.tap_groups import kind_of
+from graftlab.base.world import Side
 from graftlab.grafting import active
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.tensors import plain_tensor
-from graftlab.lines.operations import OperationRecorder
-from graftlab.lines.traces import SliceTrace, WantedCall, slice_of
+from graftlab.lines.operations import OperationRecorder, modes_in_force
+from graftlab.lines.traces import SliceTrace, TraceRequest, slice_of
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.remote_functions import Callee, bind_callee
-from graftlab.taps.calls import ambient, here
+from graftlab.taps.calls import TapHandler, ambient, here
 from graftlab.taps.routing import handled_by
 
 _TAPS_BEFORE = 40
 
-LINE_TAP = "graftlab.line"
-"""The beginning of the names of taps at operations, which confirm a line."""
-
-
-@dataclass(frozen=True)
-class OperationChanges:
-    """What a traced run changes at single operations, by their index.
-
-    ``shown`` are operations whose results are shown as taps, each with its name. ``passed`` are the numbers of values
-    that operations return unchanged, ``fed`` those of values in whose place they read what a tap shows.
-    """
-
-    shown: Mapping[int, str] = field(default_factory=dict)
-    passed: Mapping[int, int] = field(default_factory=dict)
-    fed: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """What to trace in one run.
-
-    ``grafted`` are the calls of taps that have the baseline's values, each with its step and its occurrence. ``only``
-    are the values to take fingerprints of; all if it is None.
-    """
-
-    wanted: Sequence[WantedCall]
-    grafted: frozenset[tuple[TapIdentity, int, int]]
-    plan: GraftPlan
-    changes: OperationChanges = field(default_factory=OperationChanges)
-    only: frozenset[int] | None = None
-
 
 def trace_callee(
-    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], request: TraceRequest
+    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], requests: Sequence[TraceRequest]
 ) -> list[SliceTrace | None]:
-    """Run the code once; returns the operations that lead to each wanted call, or None if it was not reached."""
-    tracer = _LineTracer(request)
-    backward = any(kind_of(each.tags) is not None for each in request.wanted)
-    # Autograd then keeps the lines of each operation for its backward pass.
-    lines = torch.autograd.set_detect_anomaly(True, check_nan=False) if backward else contextlib.nullcontext()
+    """Run the code once; returns the operations that lead to each wanted call, or None if it was not reached.
+
+    ``requests`` are those of the side's ranks.
+    """
+    me, grafter = here(), active.grafter()
+    assert me is not None
+    assert grafter is not None
+    request = requests[me.rank]
+    tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
     # Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well.
     eager = torch.compiler.set_stance("force_eager")
-    with handled_by(tracer), eager, tracer.recorder, lines:
+    with handled_by(tracer), eager, tracer.recorder, _lines_of_backward(request):
         bind_callee(callee, args, kwargs)()
-    return [tracer.found.get(place) for place in range(len(request.wanted))]
+    return tracer.traces
+
+
+def _lines_of_backward(request: TraceRequest) -> contextlib.AbstractContextManager[None]:
+    """Let autograd keep the lines of each operation for its backward pass, if a gradient is wanted."""
+    if any(kind_of(each.tags) is not None for each in request.wanted):
+        lines: contextlib.AbstractContextManager[None] = torch.autograd.set_detect_anomaly(True, check_nan=False)
+        return lines
+    return contextlib.nullcontext()
+
+
+class SteppingGrafter(Protocol):
+    """What a tracer asks of the grafter."""
+
+    @property
+    def plan(self) -> GraftPlan:
+        """The plan in force."""
+
+    @property
+    def moment(self) -> tuple[int, int] | None:
+        """The current run and step."""
+
+
+class TracedSteps:
+    """Traces the operations of a job in its own loop, during ``steps`` whole steps.
+
+    The first is the next step that is a multiple of ``steps``. ``takes`` takes the taps, whether they are traced or
+    not. A failure of the trace is no failure of the job: it ends the trace, and is its ``obstacle``.
+    """
+
+    def __init__(
+        self, request: TraceRequest, steps: int, side: Side, grafter: SteppingGrafter, takes: TapHandler
+    ) -> None:
+        self.obstacle = ""
+        """Why nothing was traced, in words."""
+        self._request, self._steps, self._side = request, steps, side
+        self._grafter, self._takes = grafter, takes
+        self._first: int | None = None
+        self._tracer: _LineTracer | None = None
+        self._open = contextlib.ExitStack()
+        self._is_over = False
+
+    @property
+    def traces(self) -> list[SliceTrace | None] | None:
+        """The operations that lead to each wanted call; None until the last step has ended."""
+        if not self._is_over:
+            return None
+        return [None] * len(self._request.wanted) if self._tracer is None or self.obstacle else self._tracer.traces
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nothing of the trace is left in the job's loop."""
+        return self._is_over and (self._tracer is None or not self._tracer.is_in_force)
+
+    def handler_at(self, step: int) -> TapHandler:
+        """Return the tap handler for this step, which begins now. Called once for each step, on the job's thread."""
+        if self._first is None:
+            self._first = -(-step // self._steps) * self._steps
+        if step == self._first:
+            self._begin(step)
+        elif step >= self._first + self._steps:
+            self.end()
+        return self._takes if self._tracer is None or self._is_over else self._tracer
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Record nothing inside the block."""
+        with contextlib.nullcontext() if self._tracer is None else self._tracer.recorder.pause():
+            yield
+
+    def _begin(self, step: int) -> None:
+        self.obstacle = _obstacle()
+        if not self.obstacle:
+            self._tracer = _LineTracer(self._request, self._side, self._grafter, self._takes, step)
+            self._tracer.recorder.fails_silently = True
+            self._open.enter_context(_lines_of_backward(self._request))
+            self._tracer.recorder.__enter__()
+
+    def end(self) -> None:
+        """Record nothing from now on. What the trace left in the job's loop is removed when that thread calls this."""
+        self._is_over = True
+        if self._tracer is None:
+            return
+        recorder = self._tracer.recorder
+        recorder.is_open = False
+        # A mode that the job has entered meanwhile is to be left first.
+        if modes_in_force()[-1:] == [recorder]:
+            recorder.__exit__(None, None, None)
+            self._open.close()
+        if recorder.failure is not None:
+            self.obstacle = f"the trace failed with {type(recorder.failure).__name__}: {recorder.failure}"
+
+
+def _obstacle() -> str:
+    """Why the operations of this thread cannot be recorded; blank if they can."""
+    if modes := modes_in_force():
+        names = ", ".join(type(each).__name__ for each in modes)
+        return f"gl.step() is called inside {names}, and the operations of such code cannot be recorded"
+    # Eagerly, the code may need more memory than the job has.
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is not None and sum(compiler.counters["frames"].values()):
+        return "the job runs code that torch.compile has compiled; with TORCHDYNAMO_DISABLE=1 it can be traced"
+    return ""
 
 
 class _LineTracer:
-    """Passes taps on to the grafter, and notes what each shows and sets."""
+    """Passes taps on to ``takes``, and notes what each shows and sets. ``first_step`` is the run's first step."""
 
-    def __init__(self, request: TraceRequest) -> None:
+    def __init__(
+        self, request: TraceRequest, side: Side, grafter: SteppingGrafter, takes: TapHandler, first_step: int
+    ) -> None:
         self.recorder = OperationRecorder(request.only)
         self.recorder.present_step = self._present_step
         self.recorder.takes_large = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
         self._request = request
-        me = here()
-        assert me is not None
-        self._side = me.side
-        grafter = active.grafter()
-        assert grafter is not None
+        self._side = side
         self._grafter = grafter
-        self._first_step = grafter.next_step - 1
+        self._takes = takes
+        self._first_step = first_step
         self._step = 0
         self._reached: Counter[TapIdentity] = Counter()
         self._taps = 0
@@ -100,7 +175,20 @@ class _LineTracer:
         for index, (number, name) in changes.fed.items():
             self.recorder.fed[index] = (number, partial(self._show_once, name))
 
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the operations of this thread are recorded."""
+        return any(each is self.recorder for each in modes_in_force())
+
+    @property
+    def traces(self) -> list[SliceTrace | None]:
+        """The operations that lead to each wanted call, or None if it was not reached."""
+        return [self.found.get(place) for place in range(len(self._request.wanted))]
+
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        if not self.is_in_force:
+            # Another thread's operations are not recorded.
+            return self._takes.tap(name, value, extras, tags, replace)
         with self.recorder.pause():
             return self._tap(name, value, extras, tags, replace)
 
@@ -109,13 +197,13 @@ class _LineTracer:
         own = plain_tensor(value) if isinstance(value, torch.Tensor) else None
         self.recorder.begin_taps()
         if not isinstance(own, torch.Tensor) or not self.recorder.is_open:
-            return self._grafter.tap(name, value, extras, tags, replace)
+            return self._takes.tap(name, value, extras, tags, replace)
         given, _ = given_tags(name, dict(ambient.get()), tags, _ignore_warning)
-        names = [(each.name, each.tags) for each in self._request.plan.pairings(self._side, name, given)]
+        names = [(each.name, each.tags) for each in self._grafter.plan.pairings(self._side, name, given)]
         calls = [
             self._note(paired, paired_tags if paired_tags is not None else given, own) for paired, paired_tags in names
         ]
-        result = self._grafter.tap(name, value, extras, tags, replace)
+        result = self._takes.tap(name, value, extras, tags, replace)
         # A call that only one side makes has its own value, and what it computed belongs to what differs.
         is_grafted = any(call in self._request.grafted for call in calls)
         is_copied = is_grafted and replace and result is value and kind_of(given) == "grad"
@@ -155,7 +243,7 @@ class _LineTracer:
         return which, self._step, occurrence
 
     def _show(self, name: str, result: torch.Tensor) -> torch.Tensor:
-        shown: torch.Tensor = self._grafter.tap(name, result, None, {})
+        shown: torch.Tensor = self._takes.tap(name, result, None, {})
         return shown
 
     def _show_once(self, name: str, value: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from graftlab.base import wire
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
 from graftlab.exchange.status_page import WireStatus
+from graftlab.lines.traces import TraceRequest
 from graftlab.plan.wire import WirePlan
 from graftlab.rows.encoding import encode
 from graftlab.rows.schema import Row
@@ -309,13 +310,22 @@ class MatchResult(Message, frozen=True):
     packed: Pickled | None
 
 
+class LineTraces(Message, frozen=True):
+    """A list of :class:`graftlab.lines.traces.SliceTrace`, None until its last step has ended; or why there is none."""
+
+    packed: Pickled | None
+    obstacle: str = ""
+
+
 class Refusal(Message, frozen=True):
     """Why the question cannot be answered."""
 
     error: str
 
 
-Answer = Stacks | KeptTags | KeptValue | PostMortem | Acknowledgement | SelfGraftResult | MatchResult | Refusal
+Answer = (
+    Stacks | KeptTags | KeptValue | PostMortem | Acknowledgement | SelfGraftResult | MatchResult | LineTraces | Refusal
+)
 
 
 class AskStacks(Message, frozen=True):
@@ -402,6 +412,21 @@ class AskMatch(Message, frozen=True):
     value: str | None = None
 
 
+class TraceSteps(Message, frozen=True):
+    """Trace the operations of the first ``steps`` steps under the plan of this version.
+
+    See :class:`graftlab.ranks.line_tracer.TracedSteps`. Answered by :class:`Acknowledgement`.
+    """
+
+    version: int
+    request: TraceRequest
+    steps: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class AskLineTraces(Message, frozen=True):
+    """What was traced? Answered by :class:`LineTraces`."""
+
+
 Question = (
     AskStacks
     | AskPostMortem
@@ -413,6 +438,8 @@ Question = (
     | AskSelfGraft
     | RecordStep
     | AskMatch
+    | TraceSteps
+    | AskLineTraces
 )
 
 

@@ -13,7 +13,7 @@ import torch
 
 import graftlab
 from graftlab.base import shipping
-from graftlab.base.shipping import Unshipped
+from graftlab.base.shipping import UnshippedValue
 from graftlab.base.sources import install_source, parse
 from graftlab.ranks.messages import Call, Dispatch, Evaluate, Execute, Failure, Work
 from graftlab.transforms import user_traceback
@@ -104,7 +104,7 @@ def replace_large(value: Any, limit: int = LARGEST_SHOWN) -> Any:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     what = f"{kind} of shape {list(shape)}, {dtype}" if isinstance(shape, tuple) and dtype is not None else kind
     many = f"{size >> 20} MiB" if hasattr(value, "nbytes") else f"more than {limit >> 20} MiB"
-    return Unshipped(
+    return UnshippedValue(
         kind,
         f"<{what}: {many}, which stay on the rank. The last value of a cell is shown up to {limit >> 20} MiB; "
         "`%graft run -o run EXPR` fetches all of it, or a part that you choose>",

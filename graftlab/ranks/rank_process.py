@@ -37,7 +37,6 @@ class RankProcess(RankHandle):
         super().__init__(place, assignment, channel, wake_socket, segment, log)
         self.stacks_file = stacks
         self._process = process
-        self._ended_by_us: str | None = None
         self._has_ended_programs = False
         self._death_pipe = death_pipe
 
@@ -55,16 +54,6 @@ class RankProcess(RankHandle):
 
     def kill(self) -> None:
         self._process.kill()
-
-    def end(self, why: str) -> None:
-        """Kill a stuck rank; ``why`` is then reported as how it ended."""
-        self._ended_by_us = why
-        self.kill()
-
-    @property
-    def was_ended(self) -> bool:
-        """Whether :meth:`end` ended it, rather than a failure."""
-        return self._ended_by_us is not None
 
     def end_programs(self) -> None:
         """End the programs that the rank has started, when it has ended or is about to."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graftlab.base.tap_groups import group_of
+from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import (
     CallKey,
     RepeatComparer,
@@ -22,6 +23,7 @@ from graftlab.grafting.self_graft import (
     SelfGraftRecorder,
     TapRecord,
     changed_results,
+    in_words,
     note_returned,
 )
 from graftlab.plan.plan import GraftPlan
@@ -31,7 +33,7 @@ from graftlab.taps.routing import handled_by
 
 
 @dataclass(frozen=True)
-class MadeOnceRecord:
+class RecordSummary:
     """What a rank reports of its record: the taps' names, in order, and the tensors that the step returned."""
 
     taps: tuple[str, ...]
@@ -40,15 +42,24 @@ class MadeOnceRecord:
     not_recorded: int
 
 
-def record_step(folder: str, budget: int) -> MadeOnceRecord:
+def record_step(folder: str, budget: int) -> RecordSummary:
     """Make the step, and write a record of at most ``budget`` bytes of its taps into this folder."""
     recorder = SelfGraftRecorder(budget)
     with handled_by(recorder):
         returned = repeat_call()
     results = {path: tensor.detach().to("cpu", copy=True) for path, tensor in returned.items()}
-    torch.save((recorder.taps, results), _file(folder))
+    try:
+        torch.save((recorder.taps, results), _file(folder))
+    except (OSError, RuntimeError) as error:
+        # torch reports a full disk as a RuntimeError about its archive.
+        _file(folder).unlink(missing_ok=True)
+        reason = str(error).partition("\n")[0]
+        raise SessionError(
+            f"the record of the step, which is compared with another start of the script, cannot be written to "
+            f"{_file(folder)}: {reason}; make room there, or set GRAFTLAB_HOME to another disk"
+        ) from error
     names = dict.fromkeys(place[0] for place in recorder.taps)
-    return MadeOnceRecord(tuple(names), results, tuple(recorder.skipped), recorder.not_recorded)
+    return RecordSummary(tuple(names), results, tuple(recorder.skipped), recorder.not_recorded)
 
 
 def compare_with_record(folder: str) -> list[str]:
@@ -58,7 +69,7 @@ def compare_with_record(folder: str) -> list[str]:
     with handled_by(repeat):
         again = repeat_call()
     on_cpu = {path: tensor.detach().cpu() for path, tensor in again.items()}
-    return repeat.differences() or changed_results(results, on_cpu)
+    return repeat.differences() or in_words(changed_results(results, on_cpu))
 
 
 def graft_record(

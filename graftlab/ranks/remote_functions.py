@@ -13,11 +13,11 @@ from typing import Any
 
 from graftlab.errors import RequestError
 from graftlab.grafting import active
+from graftlab.grafting.filled_memory import Repetition, repeat_with_filled_memory
 from graftlab.grafting.in_float64 import in_float64
 from graftlab.grafting.self_graft import (
     RoundedResults,
     SelfGraft,
-    differences_of_repeat,
     graft_self,
     rounded_results,
     without_dependents,
@@ -73,9 +73,9 @@ def graft_baseline_into_itself(
     )
 
 
-def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
-    """Run the callee twice; returns the taps that differ."""
-    return differences_of_repeat(bind_callee(callee, args, kwargs), budget=budget)
+def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> Repetition:
+    """Call :func:`graftlab.grafting.filled_memory.repeat_with_filled_memory`."""
+    return repeat_with_filled_memory(bind_callee(callee, args, kwargs), budget=budget)
 
 
 def call_with_module_inputs(
@@ -138,14 +138,14 @@ def call_in_float64(callee: Callee, *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class FedBatch:
+class BatchAnswer:
     """One rank's answer to a batch: one output for each request, or the traceback of what its function raised."""
 
     outputs: list[Any]
     error: str | None = None
 
 
-def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[FedBatch]:
+def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[BatchAnswer]:
     """Give a rank's function one batch per step. An exception that it raises fails that batch alone."""
     if isinstance(function, str):
         function = eval(function, _namespace())
@@ -160,7 +160,7 @@ def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[F
                 outputs = list(function(requests))
             if len(outputs) != len(requests):
                 raise RequestError(f"the function returned {len(outputs)} outputs for {len(requests)} requests")
-            fed.append(FedBatch(outputs))
+            fed.append(BatchAnswer(outputs))
         except (Exception, SystemExit) as error:
-            fed.append(FedBatch([None] * len(requests), user_traceback(error)))
+            fed.append(BatchAnswer([None] * len(requests), user_traceback(error)))
     return fed

@@ -6,18 +6,24 @@ import copy
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 # What torch itself keeps in a module, apart from its buffers. Parameters are no state of a forward pass.
-_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training", "_buffers", "_modules"}
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_OF_TORCH = _OF_MODULES - {"training", "_buffers", "_modules"}
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 # Kinds of objects whose attributes are looked at in their own way.
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 # Objects nest a few levels below a module or an argument: a cache, its layers, their tensors.
 _MAX_DEPTH = 6
+
+
+def _is_of_sharding(value: Any) -> bool:
+    """Whether this is what torch keeps of a model that it shards, which goes with where its weights are at the time."""
+    return type(value).__module__.startswith("torch.distributed.") and not isinstance(value, _KNOWN)
 
 
 class StateSnapshot:
@@ -32,6 +38,7 @@ class StateSnapshot:
         self._weights = weights
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
+        self._kept: dict[int, torch.Tensor] = {}
         for root in roots:
             self._look_at(root, 0)
         self._random = _random_states()
@@ -43,8 +50,31 @@ class StateSnapshot:
         for put_back in self._random:
             put_back()
 
+    def written(self, roots: Mapping[str, Any], budget: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """What was written since the snapshot: a copy of each tensor with new values, by its path from ``roots``.
+
+        Values that are as they were are 0 in the copy, because memory that is reserved and not written yet may have any
+        values. The second result are the paths of tensors for which ``budget`` bytes have no room.
+        """
+        found: dict[str, torch.Tensor] = {}
+        left: list[str] = []
+        for path, tensor in _tensors_by_path(roots):
+            local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+            before = self._kept.get(id(tensor))
+            if before is not None and _same_bits(local, before):
+                continue
+            budget -= local.nbytes
+            if budget < 0:
+                left.append(path)
+            elif before is None or before.shape != local.shape or before.dtype != local.dtype:
+                found[path] = local.clone()
+            else:
+                is_new = (local != before) & ~((local != local) & (before != before))
+                found[path] = torch.where(is_new, local, torch.zeros_like(local))
+        return found, left
+
     def _look_at(self, value: Any, depth: int) -> None:
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        if isinstance(value, _PLAIN) or id(value) in self._seen or _is_of_sharding(value):
             return
         # Keeps the object alive, so that its id stays its own.
         self._seen[id(value)] = value
@@ -123,6 +153,7 @@ class StateSnapshot:
             return
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         kept = local.detach().clone()
+        self._kept[id(tensor)] = kept
 
         def undo() -> None:
             # Only what has changed: writing counts as a change of a tensor that a backward pass may need.
@@ -130,6 +161,40 @@ class StateSnapshot:
                 local.data.copy_(kept)
 
         self._undo.append(undo)
+
+
+def _tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that can be reached from ``roots``, without parameters, each once, as a snapshot finds them."""
+    seen: set[int] = set()
+
+    def of(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, (*_PLAIN, torch.nn.Parameter, torch.optim.Optimizer)) or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "meta" and value.layout == torch.strided:
+                yield path, value
+        elif isinstance(value, torch.nn.Module):
+            own = {name: each for name, each in vars(value).items() if name not in _OF_MODULES}
+            for name, each in {**own, **value._buffers}.items():
+                yield from of(each, f"{path}.{name}", depth + 1)
+            for name, child in value._modules.items():
+                # Modules nest as deeply as they like.
+                yield from of(child, f"{path}.{name}", 0)
+        elif depth > _MAX_DEPTH or isinstance(value, type) or callable(value):
+            return
+        elif isinstance(value, dict):
+            for key, each in list(value.items()):
+                yield from of(each, f"{path}[{key!r}]", depth + 1)
+        elif isinstance(value, (list, tuple, deque)):
+            for place, each in enumerate(list(value)):
+                yield from of(each, f"{path}[{place}]", depth + 1)
+        elif hasattr(value, "__dict__"):
+            for name, each in list(vars(value).items()):
+                yield from of(each, f"{path}.{name}", depth + 1)
+
+    for path, root in roots.items():
+        yield from ((found.removeprefix("."), tensor) for found, tensor in of(root, path, 0))
 
 
 def _same_items(container: Any, items: Any) -> bool:

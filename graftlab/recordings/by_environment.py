@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from multiprocessing.util import Finalize
-from typing import Any
 
 from graftlab.grafting import active
 from graftlab.recordings.recorder import record
@@ -15,24 +13,20 @@ from graftlab.taps import calls
 FOLDER, FILTER = "GRAFTLAB_RECORD", "GRAFTLAB_RECORD_FILTER"
 
 
-class FirstTapRecorder:
+class FirstTapRecorder(active.FirstTap):
     """Starts the recording at the first tap or step, when the job knows which rank this process is."""
 
-    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        recorder = _begin()
-        return value if recorder is None else recorder.tap(name, value, extras, tags, replace)
+    def begin(self) -> calls.RankTapHandler | None:
+        import torch
 
-    @property
-    def moment(self) -> object:
-        return object()
-
-    def may_take(self, path: str) -> bool:
-        return True
-
-    def step(self) -> None:
-        recorder = _begin()
-        if recorder is not None:
-            recorder.step()
+        calls.deactivate()
+        # A data loader's worker is not a rank, even if it reaches taps.
+        if torch.utils.data.get_worker_info() is None:
+            recording = ExitStack()
+            recording.enter_context(record(os.environ[FOLDER], os.environ.get(FILTER, "True")))
+            # Not atexit, whose functions do not run in processes that multiprocessing has started.
+            Finalize(recording, recording.close, exitpriority=100)
+        return calls.grafter()
 
 
 def record_by_environment() -> bool:
@@ -42,16 +36,3 @@ def record_by_environment() -> bool:
     if not isinstance(calls.grafter(), FirstTapRecorder):
         active.install_handler(FirstTapRecorder(), None)
     return True
-
-
-def _begin() -> calls.RankTapHandler | None:
-    import torch
-
-    calls.deactivate()
-    # A data loader's worker is not a rank, even if it reaches taps.
-    if torch.utils.data.get_worker_info() is None:
-        recording = ExitStack()
-        recording.enter_context(record(os.environ[FOLDER], os.environ.get(FILTER, "True")))
-        # Not atexit, whose functions do not run in processes that multiprocessing has started.
-        Finalize(recording, recording.close, exitpriority=100)
-    return calls.grafter()

@@ -57,7 +57,6 @@ class RemoteRankHandle(AttachedRankHandle):
         self._patience = patience
         self.process = process
         self._on_release = on_release
-        self._ended_by_us: str | None = None
         self._tail = b""
         self._released = False
 
@@ -94,14 +93,6 @@ class RemoteRankHandle(AttachedRankHandle):
 
     def kill(self) -> None:
         self.process.signal(signal.SIGKILL)
-
-    def end(self, why: str) -> None:
-        self._ended_by_us = why
-        self.kill()
-
-    @property
-    def was_ended(self) -> bool:
-        return self._ended_by_us is not None
 
     def release(self) -> None:
         """Release what this process holds of it; the machine is given back when all ranks of a launch are released."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import queue
 import re
@@ -61,13 +62,14 @@ class OpenRequest:
 class QueuedRequest:
     """A finished request that waits to be written, only to a crash dump if ``for_crash``.
 
-    ``number`` is its number in the journal.
+    ``number`` is its number in the journal, ``finished_at`` when it finished by the clock that nobody sets.
     """
 
     record: RecordedRequest
     open_request: OpenRequest | None
     for_crash: bool
     number: int
+    finished_at: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,10 @@ class DumpWriter:
         for_crash = self.settings.folder is None
         folder = self._crash_folder or self.settings.folder
         assert folder is not None
-        payload = _packed(record)
+        payload, finished_at = _packed(record), _finished_at(record)
 
         def put(number: int) -> None:
-            self.inbox.append(QueuedRequest(record, open_request, for_crash, number))
+            self.inbox.append(QueuedRequest(record, open_request, for_crash, number, finished_at))
 
         if self.dying:
             # It is not acknowledged, and the crash's file may have it as unfinished.
@@ -279,11 +281,7 @@ class DumpWriter:
             self._recent.popleft()
 
     def _is_recent(self, finished: QueuedRequest) -> bool:
-        # A time that is not a number must not cause the loss of the request.
-        try:
-            return not time.time() - float(finished.record.finished or "nan") > self._crash_window
-        except Exception:
-            return True
+        return not time.monotonic() - finished.finished_at > self._crash_window
 
     def _write_all(self, folders: list[Path | None], notes: list[Note]) -> None:
         while self._held and self._write_held(folders, self.settings.threshold, notes):
@@ -313,7 +311,7 @@ class DumpWriter:
             # A crash's file is complete in itself: it repeats and marks requests that are in other files.
             again = list(self._recent)
             marks = [*(name for _, name in again), *[None] * len(recent), *["unfinished"] * len(still_open)]
-            since = time.time() - self._crash_window
+            since = time.monotonic() - self._crash_window
             before = [str(name) for written, name in self._paths if written >= since]
             crash = {"crash": {"reason": order.reason, "files": before, "marks": marks}}
             in_flight = [QueuedRequest(open_request.record, open_request, True, 0) for open_request in still_open]
@@ -394,7 +392,7 @@ class DumpWriter:
                 continue
             self._refusals = 0
             self.written += len(written)
-            self._paths.append((time.time(), str(folder / name)))
+            self._paths.append((time.monotonic(), str(folder / name)))
             notes += [(logging.WARNING, f"the requests of {folder / name}: {failure}") for failure in failures]
             notes += [(logging.WARNING, f"{folder / name}: {item['where']}: {item['reason']}") for item in gone]
             notes.append((logging.INFO, f"wrote {len(written)} requests to {folder / name}"))
@@ -415,6 +413,15 @@ class DumpWriter:
 
 def _packed(record: RecordedRequest) -> bytes:
     return packed({"server_args": None, "requests": [tuple(record)], "dropped": []})
+
+
+def _finished_at(record: RecordedRequest) -> float:
+    """When a request finished, by a clock that continues where the computer's time is set meanwhile."""
+    # A time that is not a number must not cause the loss of the request.
+    try:
+        return time.monotonic() - (time.time() - float(record.finished or "nan"))
+    except Exception:
+        return math.inf
 
 
 def launch_command() -> str:

@@ -103,7 +103,9 @@ class Columns:
                 # A tag that no row had before.
                 arrays[name] = np.zeros(len(arrays["step"]), np.int32)
             for name, array in arrays.items():
-                array[at:end] = block.get(name, 0)
+                # An interrupt may have left rows in arrays that frames show; others have zeros here.
+                if is_shown or (name in block and _has_any(block[name])):
+                    array[at:end] = block.get(name, 0)
             at = end
         by = [self._sortable(name, arrays[name][known:at]) for name in EXECUTION_ORDER]
         is_sorted = _is_sorted(by)
@@ -123,11 +125,12 @@ class Columns:
 
     def _elsewhere(self, block: Block, count: int) -> dict[str, Array]:
         """Other arrays, which begin with the block, for ``count`` rows and more; frames show the present ones."""
-        room = count + (count // 4 + _LEAST_ROOM if self._grows else 0)
+        room = count + (count // 8 + _LEAST_ROOM if self._grows else 0)
         arrays = {}
         for name, cells in block.items():
-            arrays[name] = np.empty(room, cells.dtype)
-            arrays[name][: len(cells)] = cells
+            arrays[name] = np.zeros(room, cells.dtype)
+            if _has_any(cells):
+                arrays[name][: len(cells)] = cells
         return arrays
 
     def _is_here(self, block: Block) -> bool:
@@ -221,6 +224,16 @@ def _keys(cells: Sequence[Any]) -> Sequence[Any]:
 
 def _hashable(value: Any) -> Any:
     return value if type(value) in (int, float, bool) else repr(value)
+
+
+def _has_any(cells: Array) -> bool:
+    """Whether cells need to be written into memory of zeros.
+
+    The first use of memory costs more than all else here, and many columns of a session have nothing but zeros, such as
+    the number of its only rank.
+    """
+    # By their bits, because -0.0 is not zero there.
+    return cells.dtype == object or bool(cells.view(f"i{cells.dtype.itemsize}").any())
 
 
 def _is_sorted(by: Sequence[Array]) -> bool:

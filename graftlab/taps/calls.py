@@ -111,6 +111,9 @@ _here: Here | None = None
 _traced: TracedCalls | None = None
 # torch.compiler's own function, which a tracer treats as a constant; torch is not imported before a grafter exists.
 _is_tracing: Callable[[], bool] = bool
+# False while the plan in force can match no tap, whatever its name. Graphs that are compiled meanwhile contain none; a
+# tracer guards on it, so code is compiled again, once, when it changes.
+_are_wanted = True
 # Returns the tap handler of a thread; None while all taps go to the grafter.
 _route: Callable[[int], TapHandler | None] | None = None
 
@@ -419,9 +422,10 @@ def activate(grafter: RankTapHandler, where: Here | None, traced: TracedCalls, i
 
     ``traced`` replaces these calls while ``is_tracing``, a function that a tracer treats as a constant, returns True.
     """
-    global _grafter, _handler, _here, _traced, _is_tracing
+    global _grafter, _handler, _here, _traced, _is_tracing, _are_wanted
     _traced, _is_tracing = traced, is_tracing
     _grafter = _handler = grafter
+    _are_wanted = True
     _here = where
     # Forked children (a data loader's workers) share the rank's memory, and would overwrite tensors that it has sent.
     os.register_at_fork(after_in_child=deactivate)
@@ -430,14 +434,15 @@ def activate(grafter: RankTapHandler, where: Here | None, traced: TracedCalls, i
 @contextmanager
 def tracing(traced: TracedCalls, is_tracing: Callable[[], bool]) -> Iterator[None]:
     """Let a tracer see these calls inside the block, even outside a session; see :func:`activate`."""
-    global _grafter, _handler, _traced, _is_tracing
-    before = _grafter, _handler, _traced, _is_tracing
+    global _grafter, _handler, _traced, _is_tracing, _are_wanted
+    before = _grafter, _handler, _traced, _is_tracing, _are_wanted
     ignored = _NullHandler()
     _grafter, _handler, _traced, _is_tracing = _grafter or ignored, _handler or ignored, traced, is_tracing
+    _are_wanted = True
     try:
         yield
     finally:
-        _grafter, _handler, _traced, _is_tracing = before
+        _grafter, _handler, _traced, _is_tracing, _are_wanted = before
 
 
 class _NullHandler:
@@ -480,6 +485,25 @@ def may_take(path: str) -> bool:
     if _handler is None:
         return False
     return _handler is not _grafter or _grafter.may_take(path)
+
+
+def want_taps(handler: RankTapHandler, wanted: bool) -> None:
+    """Set whether graphs that are compiled from now on contain taps: not if this grafter's plan can match none.
+
+    A recorder in the grafter's place takes them whatever the plan.
+    """
+    global _are_wanted
+    _are_wanted = wanted or handler is not _grafter
+
+
+def are_wanted() -> bool:
+    """Whether graphs contain taps: where the plan may match one, or something other than the grafter takes them."""
+    return _are_wanted or _route is not None
+
+
+def is_tracing() -> bool:
+    """Whether a compiler is tracing this code."""
+    return _is_tracing()
 
 
 def grafter() -> RankTapHandler | None:

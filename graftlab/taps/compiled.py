@@ -3,7 +3,7 @@
 A compiler must not drop or reorder taps. So each operator writes into a clock, one tensor that outlives all graphs, and
 compilers keep operators that mutate their inputs, in order. The clock's number also identifies the open
 ``with gl.tags(...)`` blocks of the graph. It flows through the graph like any other tensor, so a part that activation
-checkpointing repeats sees the same tags as the first time.
+checkpointing repeats sees the same tags as the first time. While the plan in force can match no tap, a graph has none.
 
 Names and tags are stored as text, not as indices into a table of this process, so that a compiled graph from a cache,
 or an exported program in a file, stays valid.
@@ -30,7 +30,6 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls
 from graftlab.taps.backward import is_backward
 from graftlab.taps.extras import ExtrasWithLayout
-from graftlab.taps.memory_order import is_dense, overlaps_itself
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +72,15 @@ _shown: dict[int, _GradientOrigin] = {}
 _SHOWN_LIMIT = 100_000
 _shown_numbers: dict[tuple[tuple[tuple[str, Any], ...], int], int] = {}
 _places = itertools.count()
+# The taps that are in no graph because the plan in force matches nothing: name, tags around them, and own tags.
+_left_out: dict[tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]], None] = {}
+_LEFT_OUT_LIMIT = 10_000
+# Set by a tracer. Whether graphs of this process end steps, so that a plan may change while one runs.
+_has_steps = False
+# Set by a tracer. The tags of the open blocks around taps that are left out.
+_around: tuple[tuple[str, ...], ...] = ()
+# Set while the taps of a compilation are given, whatever the plan.
+_is_given = False
 _said: set[str] = set()
 
 # A model's own call may be what imports this module, in inference mode or with another default device.
@@ -104,6 +112,11 @@ def tap(
         raise TagError(f"layout of gl.tap({name!r}): in compiled code a layout is given as text")
     if _choice is not None and not _is_chosen(name, tuple(as_text(f"gl.tap({name!r})", tags)), _choice):
         return value
+    # The gradient may be computed under a later plan.
+    if not grad and _leaves_out():
+        own = as_text(f"gl.tap({name!r})", tags)
+        torch.ops.graftlab.left_out(clock, name, [text for block in _around for text in block] + own)
+        return value
     is_computed = _is_function(value)
     shown = value() if is_computed else value
     if not isinstance(shown, torch.Tensor):
@@ -112,7 +125,7 @@ def tap(
     if shown.is_complex():
         # The same tensor, unless it is lazily conjugated, which the operators cannot write into.
         shown = shown.resolve_conj()
-    is_copy = not replace and overlaps_itself(shown)
+    is_copy = not replace and _overlaps_itself(shown)
     if replace or is_copy:
         # A compiler optimizes away a clone with a single use. In a tensor that overlaps itself, a graph would add up
         # the numbers written to one place.
@@ -127,7 +140,7 @@ def tap(
         local = alias.to_local()
     is_complex = local.is_complex()
     whole = local
-    if is_complex or not is_dense(local):
+    if is_complex or not _is_dense(local):
         # Inductor does not compile operators that write into complex tensors. For a tensor with gaps it copies all the
         # memory in between; after detach(), which hides the base tensor, the gaps are uninitialized.
         whole = _as_real(local).clone(memory_format=torch.contiguous_format)
@@ -140,6 +153,10 @@ def tap(
     if grad and shown.requires_grad:
         shown = _ShownGradient.apply(shown, torch.ops.graftlab.place(clock), name, text)  # type: ignore[no-untyped-call]
     return value if is_computed else shown
+
+
+def _leaves_out() -> bool:
+    return not (calls.are_wanted() or _has_steps or _is_given)
 
 
 def _is_function(value: Any) -> bool:
@@ -170,8 +187,9 @@ def compile_taps(choice: str | None) -> None:
 @contextlib.contextmanager
 def only_taps(names: tuple[str, ...] | None) -> Iterator[None]:
     """Include only taps of these names in compilations inside the block; None includes all."""
-    global _choice, _is_chosen
-    before = _choice
+    global _choice, _is_chosen, _is_given
+    before = _choice, _is_given
+    _is_given = True
     if names is not None:
         _is_chosen = torch.compiler.assume_constant_result(_matches)  # type: ignore[no-untyped-call]
         number = _sets.setdefault(names, len(_sets))
@@ -182,7 +200,7 @@ def only_taps(names: tuple[str, ...] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _choice = before
+        _choice, _is_given = before
 
 
 def _matches(name: str, tags: tuple[str, ...], choice: str) -> bool:
@@ -193,16 +211,25 @@ def _matches(name: str, tags: tuple[str, ...], choice: str) -> bool:
 
 def open_tags(tags: Mapping[str, Any]) -> None:
     """Enter a ``with gl.tags(...)`` block in a graph."""
-    torch.ops.graftlab.open_(clock, as_text("gl.tags", tags))
+    global _around
+    text = as_text("gl.tags", tags)
+    if _leaves_out():
+        _around = (*_around, tuple(text))
+    torch.ops.graftlab.open_(clock, text)
 
 
 def close_tags() -> None:
     """Leave a ``with gl.tags(...)`` block in a graph."""
+    global _around
+    if _around:
+        _around = _around[:-1]
     torch.ops.graftlab.close_(clock)
 
 
 def step() -> None:
     """End a step in a graph; see :func:`graftlab.step`."""
+    global _has_steps
+    _has_steps = True
     torch.ops.graftlab.step_(clock)
 
 
@@ -369,6 +396,19 @@ def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags:
     return own
 
 
+def _note_left_out(time: torch.Tensor, name: str, tags: list[str]) -> torch.Tensor:
+    """Note a tap at the time of tracing; compilers drop the operator, because nothing uses its result."""
+    if len(_left_out) < _LEFT_OUT_LIMIT:
+        _left_out.setdefault((name, calls.ambient.get(), tuple(tags)))
+    return torch.empty_like(time)
+
+
+def left_out_since(number: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and tags of the taps that are in no graph, without the first ``number`` of them."""
+    found = itertools.islice(_left_out, number, None)
+    return [(name, {**dict(around), **from_text(tags), COMPILED: True}) for name, around, tags in found]
+
+
 def _put_together(tensors: Sequence[torch.Tensor], form: Sequence[str]) -> Any:
     if not form:
         return None
@@ -418,6 +458,8 @@ def _warn_once(what: str) -> None:
 
 def forget_open_tags() -> None:
     """Reset open tags where no ``with gl.tags(...)`` of a graph can be open; an exception leaves some open."""
+    global _around
+    _around = ()
     clock.zero_()
 
 
@@ -471,6 +513,7 @@ _define("open_(Tensor(a!) clock, str[] tags) -> ()", _open_tags)
 _define("close_(Tensor(a!) clock) -> ()", _close_tags)
 _define("step_(Tensor(a!) clock) -> ()", _step)
 _define("place(Tensor clock) -> Tensor", _place, torch.empty_like)
+_define("left_out(Tensor clock, str name, str[] tags) -> Tensor", _note_left_out, _note_left_out)
 _define(
     "show_gradient(Tensor gradient, Tensor place, str name, str[] tags) -> Tensor",
     _show_gradient,
@@ -478,3 +521,45 @@ _define(
 )
 
 torch.library.register_vmap("graftlab::show_", _show_batched, lib=_library)
+
+
+# How a tensor lies in memory, in code that a tracer can follow: it neither sorts nor guards on data-dependent sizes. A
+# condition that a graph cannot know counts as false.
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements share one number in memory: the tensor is expanded, or has overlapping windows."""
+    steps = _steps(tensor)
+    for place, (extent, stride) in enumerate(steps):
+        if _is_true(stride == 0):
+            return True
+        for other, (_, wider) in enumerate(steps):
+            if other != place and _is_true(stride <= wider) and _is_true(wider <= (extent - 1) * stride):
+                return True
+    return False
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that does not overlap itself has no gaps in memory."""
+    reach = 1
+    for extent, stride in _steps(tensor):
+        reach = reach + (extent - 1) * stride
+    return _is_true(reach == tensor.numel())
+
+
+def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return extent and stride of each dimension with more than one element."""
+    return [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if not _is_true(n <= 1)]
+
+
+def _is_true(condition: bool) -> bool:
+    # Imported here because it loads sympy, which is already loaded when code is traced.
+    from torch.fx.experimental import symbolic_shapes
+
+    # A tracer can follow hasattr, but not an ImportError.
+    if hasattr(symbolic_shapes, "guard_or_false"):
+        return symbolic_shapes.guard_or_false(condition)
+    # The tracer of torch 2.6 can follow an `if` on an unknown size, but not bool().
+    if condition:  # noqa: SIM103
+        return True
+    return False

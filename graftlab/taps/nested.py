@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from graftlab.taps import calls
+
 TapOne = Callable[[str, torch.Tensor], Any]
 """Taps a tensor under a name; returns the tensor to continue with."""
 
@@ -27,7 +29,7 @@ def tap_inside(name: str, value: Any, tap_one: TapOne, depth: int = _MAX_DEPTH) 
         return _rebuilt(value, items)
     if isinstance(value, Mapping):
         entries = {key: tap_inside(f"{name}.{key}", item, tap_one, depth - 1) for key, item in value.items()}
-        changed = {key: new for key, new in entries.items() if new is not value[key]}
+        changed = {key: new for key, new in entries.items() if _differs(new, value[key])}
         if not changed:
             return value
         # A copy keeps the class, and a ModelOutput's attributes beside its entries.
@@ -38,7 +40,7 @@ def tap_inside(name: str, value: Any, tap_one: TapOne, depth: int = _MAX_DEPTH) 
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field for field in dataclasses.fields(value) if field.init]
         entries = {f.name: tap_inside(f"{name}.{f.name}", getattr(value, f.name), tap_one, depth - 1) for f in fields}
-        changed = {key: new for key, new in entries.items() if new is not getattr(value, key)}
+        changed = {key: new for key, new in entries.items() if _differs(new, getattr(value, key))}
         return dataclasses.replace(value, **changed) if changed else value
     return value
 
@@ -54,6 +56,11 @@ def tap_in_tuples(name: str, value: Any, tap_one: TapOne, depth: int = _MAX_DEPT
 
 def _rebuilt(value: Any, items: list[Any]) -> Any:
     """A tuple or list of these items; the same object if they are its own."""
-    if all(new is old for new, old in zip(items, value, strict=True)):
+    if not any(_differs(new, old) for new, old in zip(items, value, strict=True)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _differs(new: Any, old: Any) -> bool:
+    # A tracer cannot tell whether two containers are the same.
+    return new is not old if not isinstance(old, (tuple, list, Mapping)) else calls.is_tracing() or new is not old

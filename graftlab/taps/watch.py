@@ -316,8 +316,8 @@ def _hook(name: str, extras: Extras | None, grads: bool) -> Callable[[torch.nn.M
             return None
         tap_one = partial(_tap_value, None if extras is None else extras(module, args, output), grads)
         replaced = tap_inside(name, output, tap_one)
-        # None makes torch keep the object that the module returned.
-        return None if replaced is output else replaced
+        # None makes torch keep the object that the module returned. A tracer cannot tell whether it is the same.
+        return None if not taps.is_tracing() and replaced is output else replaced
 
     return tap_output
 

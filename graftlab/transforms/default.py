@@ -69,7 +69,7 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
             return Outcome(joined.narrow(dim, rank * extent, extent), f"concat, slice dim={dim}")
     hint = suggested(received, mine)
     raise TransformError(
-        f"the default transform cannot make a tensor of shape {list(mine.shape)} (rank {rank} of {receivers}) "
+        f"{DOES_NOT_FIT} of shape {list(mine.shape)} (rank {rank} of {receivers}) "
         f"from {_shapes(received)} (senders {senders} of {count})"
         f"{f'{hint}; or' if hint else ';'} give the plan a transform: `{SIGNATURE}`"
     )
@@ -77,6 +77,8 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
 
 NO_REPLICAS = "the senders are not replicas"
 """In a note, or in an error where it would have been grafted."""
+DOES_NOT_FIT = "the default transform cannot make a tensor"
+"""Begins the error where nothing makes the receiver's shape out of what was received."""
 
 
 def _one_of(received: Sequence[Tensor], senders: Sequence[int], partner: int, outcome: Outcome) -> Outcome:

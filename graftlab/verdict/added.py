@@ -14,6 +14,7 @@ import pandas as pd
 
 from graftlab.base.tags import distinguishes_taps, own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.base.text import first_of
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.causes import Causes
@@ -367,9 +368,8 @@ def unread_grafts_text(groups: list[str]) -> list[str]:
     """A sentence on what was not checked."""
     if not groups:
         return []
-    shown = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
     return [
-        f"Not checked: the effect of {shown}: grafting it changed no later tap. If it is a copy, such as h.float() or "
-        "h.clone(), and the tap's result is not used, no graft reaches the model, and the groups named after it may be "
-        "inherited. Write h = gl.tap(name, h)."
+        f"Not checked: the effect of {first_of(groups)}: grafting it changed no later tap. If it is a copy, such as "
+        "h.float() or h.clone(), and the tap's result is not used, no graft reaches the model, and the groups named "
+        "after it may be inherited. Write h = gl.tap(name, h)."
     ]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
 from torch import Tensor
 
-from graftlab.base.tap_groups import kind_of, kind_of_group
+from graftlab.base.tap_groups import described, kind_of, kind_of_group
+from graftlab.base.text import listed, spans
 
 MOST_SWAPS = 13
 """Runs that the search for causes may take. With the others a verdict takes at most 20."""
@@ -202,11 +204,14 @@ def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: 
     one, and the target reaches the taken one first, both sides wait for each other. Neither tap depends on the other,
     since each is first on one side; so both sides compute the tap that is left out from the same state.
     """
-    places = [(baseline[tap], target[tap]) for tap in set(taken) if tap in baseline and tap in target]
+    places = sorted((baseline[tap], target[tap]) for tap in set(taken) if tap in baseline and tap in target)
+    ours = [place for place, _ in places]
+    # The earliest place on the target of the taken taps from each on, in the baseline's order.
+    earliest = [*itertools.accumulate((theirs for _, theirs in reversed(places)), min)][::-1]
     return {
         tap
         for tap, place in baseline.items()
-        if tap in target and any(place < ours and theirs < target[tap] for ours, theirs in places)
+        if tap in target and (after := bisect_right(ours, place)) < len(ours) and earliest[after] < target[tap]
     } - set(taken)
 
 
@@ -256,3 +261,51 @@ def _read_by(names: Sequence[str], groups: Sequence[str], wrong: Sequence[bool])
 def _shows(module: str, modules: set[str]) -> bool:
     """Whether a module's output, or a tensor in its output, is among these taps."""
     return any(name == module or name.startswith(f"{module}[") for name in modules)
+
+
+def _over_floor(times: float) -> str:
+    """A multiple of the floor in words: infinite for whole numbers that differ, or where one side is not finite."""
+    return "above any floor" if math.isinf(times) else f"{times:.2g} x its floor"
+
+
+def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]:
+    """Sentences on what the named groups do to one output."""
+    groups = ", ".join(group.removesuffix("@input") for group in causes.labels)
+    is_itself = {*causes.labels} == {output}
+    # The last tap of a model that is watched as a whole has this name.
+    named = "" if output == "output" else f" {output}"
+    output = f", {described(output)}," if kind_of_group(output) else named
+    if math.isnan(causes.restored):
+        return [f"The effect of {groups} on the output{output} could not be measured."]
+    if not causes.restored <= threshold:
+        return [
+            f"With the baseline's {groups} the output{output} is still {_over_floor(causes.restored)}: something "
+            "outside the taps affects it, such as state that is written before its tap (a KV cache). Tap that state."
+        ]
+    lines = []
+    if math.isnan(causes.total) and not is_itself:
+        lines.append(
+            f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}); without them "
+            "it could not be measured."
+        )
+    elif causes.earlier:
+        lines.append(
+            f"The output{output} agrees in its last call ({_over_floor(causes.total)}) and differs earlier, in step"
+            f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)}."
+        )
+    elif causes.agrees:
+        lines.append(f"The output{output} still agrees ({_over_floor(causes.total)}).")
+    elif not is_itself:
+        # With its own values an output agrees in any case.
+        lines.append(
+            f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}; "
+            f"{_over_floor(causes.total).removesuffix(' its floor')} without)."
+        )
+    lines += [f"{', '.join(sorted(each))} cancel each other." for each in causes.cancelling if len(each) > 1]
+    if causes.together:
+        lines.append(f"{listed(sorted(causes.together), most=4)} move the output together; none of them does alone.")
+    if causes.untested:
+        lines.append(f"Not swapped alone, to bound the runs: {', '.join(causes.untested)}.")
+    if causes.cut_short:
+        lines.append("Not all sets of groups that might cancel were tried.")
+    return lines

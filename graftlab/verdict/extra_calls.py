@@ -46,9 +46,9 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
             other = "baseline" if side == "target" else "target"
             often, seldom = counted(both[place] + more, "time"), counted(both[place], "time")
             said[name] = (
-                f"The {side} reaches {name}{own} {often} and the {other} {seldom}. Calls are paired in their order, so "
-                f"from the first that only one side makes, {name} is compared with, and grafted from, another call, "
-                "and what is named below may follow from that. Tell the calls apart with gl.tags, or watch without the "
-                "extra call."
+                f"The {side} reaches {name}{own} {often} and the {other} {seldom}. Calls are paired in order, so "
+                f"after the first call that only one side makes, {name} is compared with and grafted from the wrong "
+                "call, and the findings below may be consequences. Distinguish the calls with gl.tags, or leave the "
+                "extra call untapped."
             )
     return list(said.values())

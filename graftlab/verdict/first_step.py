@@ -17,8 +17,8 @@ from graftlab.verdict.unexplained import AccumulatedFloors
 _GRADIENTS = ("grad", "param_grad")
 _ROUTINE = ("optimizer", "param")
 NOT_JUDGED_SINCE = (
-    "The weights have parted since then, so the code that uses them is not judged; with graft_weights=True the target "
-    "takes the baseline's weights, permanently, and it is."
+    "The weights have diverged since then, so the code that uses them is not judged. To judge it, pass "
+    "graft_weights=True, which gives the target the baseline's weights, permanently."
 )
 
 
@@ -86,12 +86,12 @@ def _described(
     weights = [row for row in over if kind_of(row["tags"]) == "param" and is_data(row["tags"])]
     updated = [row for row in over if kind_of(row["tags"]) in _ROUTINE and not is_data(row["tags"])]
     computed = [row for row in over if kind_of(row["tags"]) not in _ROUTINE]
-    because = f", whose setting {settings[0]['name']} differs" if settings else ""
+    because = f" (its setting {settings[0]['name']} differs)" if settings else ""
     if updated and not (computed or weights):
         what = _what(measured)
         sentence = (
             f"In step {step}, the first in which the jobs differ, {what} agree, and the results of the optimizer's "
-            f"update do not, first {updated[0]['name']} {_by(updated[0])}: it is the update{because}."
+            f"update do not, first {updated[0]['name']} {_by(updated[0])}: the update itself differs{because}."
         )
         return FirstDifference(step, sentence, True)
     if not before:
@@ -110,8 +110,9 @@ def _described(
         has_gradients = any(kind_of(row["tags"]) in _GRADIENTS for row in rows_of_last)
         cause = "the update" if has_gradients else "the update, or gradients that no tap shows"
         sentence = (
-            f"{agreed} ({_what(rows_of_last)}, {counted(len(rows_of_last), 'row')} of step {last}), and part after one "
-            f"update: step {step} begins with another {weights[0]['name']} {_by(weights[0])}. It is {cause}{because}."
+            f"{agreed} ({_what(rows_of_last)}, {counted(len(rows_of_last), 'row')} of step {last}), and diverge after "
+            f"one update: step {step} begins with a different {weights[0]['name']} {_by(weights[0])}. The cause is "
+            f"{cause}{because}."
         )
         return FirstDifference(step, sentence, True)
     if weights or not computed:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import pandas as pd
 
 from graftlab.base.tap_groups import kind_of
+from graftlab.base.text import first_of
 from graftlab.diffs.rounding import roundoff
 
 # A token that differs changes whole rows; rounding and most mistakes change all rows a little.
@@ -37,14 +38,17 @@ def runs_freely(frame: pd.DataFrame, named: Collection[str], threshold: float) -
             continue
         if not at["added"] > _LEAST_ADDED:
             continue
+        if not in_steps and at["occurrence"] == first["occurrence"]:
+            # Another tap of the name, such as that of another layer, and no later call of this one.
+            continue
         unit = "step" if in_steps else "occurrence"
         where, reader = f"{unit} {at[unit]}", f"{at['name']}, the first tap{' of each step' if in_steps else ''},"
         return [
-            f"From {where} on this is probably a free run: {reader} differs from there on, although all taps before "
-            "had the baseline's values. So it reads what no tap shows, most likely what the run feeds back to itself, "
-            f"such as a token chosen from {before.iloc[-1]['name']}; what is named from {where} on may be a "
-            'consequence. Tap it where the model reads it, as in token = gl.tap("token", token): both sides then get '
-            "the baseline's."
+            f"From {where} on, each side probably generates freely: {reader} differs from there on, although all "
+            "earlier taps had the baseline's values. So it reads a value that no tap shows, most likely one that the "
+            f"run feeds back to itself, such as a token chosen from {before.iloc[-1]['name']}; differences from "
+            f"{where} on may be its consequences. Tap that value where the model reads it, for example "
+            'token = gl.tap("token", token); both sides then get the baseline\'s.'
         ]
     return []
 
@@ -66,10 +70,9 @@ def held_choices(frame: pd.DataFrame, named: Collection[str]) -> list[str]:
     if not (later["error"] > 0).any():
         return []
     unit = "step" if in_steps else "occurrence"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return [
-        f"Left to itself, the target has other numbers at {', '.join(names[:3])}{more} from {unit} {first[unit]} on. "
-        "Here it had the baseline's, so what reads them later is judged from equal numbers."
+        f"Running freely, the target has different numbers at {first_of(names)} from {unit} {first[unit]} on. Here it "
+        "was given the baseline's, so later code that reads them is judged from equal numbers."
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from graftlab.base.tap_groups import kind_of_group
+from graftlab.base.text import first_of
 from graftlab.verdict.added import measured_rows
 
 # The relative error that a factor may have: bfloat16 rounds by less.
@@ -179,11 +180,11 @@ def _is_off_in_few(row: Mapping[str, Any], factor: float, limit: float) -> bool:
 def _of_all(count: int, factors: Sequence[float], left: Sequence[str]) -> str:
     low, high = factors[0], factors[-1]
     times = f"{low:.6g}" if f"{low:.6g}" == f"{high:.6g}" else f"{low:.6g} to {high:.6g}"
-    names = _listed([group.rpartition("@")[0] for group in left])
+    names = first_of([group.rpartition("@")[0] for group in left], _SHOWN)
     return (
-        f"One factor for all, {times}, explains the gradients of {count} groups of weights, as gradient clipping or a "
-        "scale of the loss would. It is taken out: these are not named, and a mistake in single elements of them may "
-        f"not show. It does not explain {names}. If the gradients are clipped, the factor may follow from these."
+        f"One common factor, {times}, explains the gradients of {count} groups of weights, as after gradient clipping "
+        "or loss scaling. These groups are not named, and a mistake in single elements of them may not show. The "
+        f"factor does not explain {names}. If the gradients are clipped, the factor may result from these."
     )
 
 
@@ -215,7 +216,8 @@ def _of_ranks(groups: Sequence[str], baseline: int, target: int) -> str:
     return (
         f"On each of the target's {target} ranks, gradients are {each} times the baseline's; computed from the "
         f"baseline's, the gradients of weights are {made} times the baseline's. Ranks that share a batch and average "
-        f"their gradients show exactly this. The factors cancel out, so these are not named ({_listed(groups)})."
+        "their gradients show exactly this. The factors cancel out, so these are not named "
+        f"({first_of(groups, _SHOWN)})."
     )
 
 
@@ -224,13 +226,9 @@ def _of_loss(groups: Sequence[str], factor: float) -> str:
         f"The target's gradients of values are {_as_factor(factor)} times the baseline's; computed from the "
         f"baseline's, the gradients of weights are {_as_factor(1 / factor)} times the baseline's. A loss "
         "that is scaled before the backward pass, with gradients that are unscaled after it, shows exactly this. The "
-        f"factors cancel out, so these are not named ({_listed(groups)})."
+        f"factors cancel out, so these are not named ({first_of(groups, _SHOWN)})."
     )
 
 
 def _as_factor(factor: float) -> str:
     return f"{factor:.6g}" if factor >= 1 else f"1/{1 / factor:.6g}"
-
-
-def _listed(groups: Sequence[str]) -> str:
-    return ", ".join(groups[:_SHOWN]) + (f" and {len(groups) - _SHOWN} more" if len(groups) > _SHOWN else "")

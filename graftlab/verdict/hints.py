@@ -149,8 +149,8 @@ def _in_few_rows(x: Tensor, y: Tensor, dtype: torch.dtype) -> Hint | None:
     if not 0 < far <= len(off) // _FEWEST_ROWS or float(off.median()) > _NEAR_ROW**2 * rounding:
         return None
     return Hint(
-        f"only {far} of {len(off)} rows (last dim) are further apart than rounding: if a router chooses for each row, "
-        "it chose otherwise there, which rounding may do",
+        f"only {far} of {len(off)} rows (last dim) differ by more than rounding: if a router makes a choice for each "
+        "row, it chose differently there, which rounding can cause",
         1.0,
     )
 

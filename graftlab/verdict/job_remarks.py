@@ -6,22 +6,20 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from graftlab.base.tap_groups import group_of, is_data, kind_of
-from graftlab.base.text import spans
+from graftlab.base.tap_groups import described, group_of, is_data, kind_of
+from graftlab.base.text import first_of, spans
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, ratio, records
 from graftlab.verdict.floor import Floor
 from graftlab.verdict.model_data import RunData, data_rows, differing_data, input_names
-from graftlab.verdict.wording import JobRemarks, described
+from graftlab.verdict.wording import JobRemarks
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6
 _NO_INPUTS = "whether both {} have the same inputs, which no tap shows (gl.watch(inputs=True))."
 _NO_WEIGHTS = "whether both {} have the same weights, which no tap shows (gl.watch(params=True))"
-_NO_LINES = "No line of source is named: "
-_NO_LINES_OF_JOBS = f"{_NO_LINES}that takes runs of functions in a session of gl.launch, and these are jobs."
-_NO_LINES_OF_RECORDINGS = f"{_NO_LINES}a recording has no operations to compare the target's with."
+_NO_LINES_OF_ROWS = "No line of source is named: that takes steps of the jobs in a session (gl.listen)."
 _LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
 
@@ -47,14 +45,14 @@ def remarks_on_jobs(
     step = "a step" if steps == 1 else f"a run of {steps} steps"
     if moved:
         basis.append(
-            f"The jobs do not repeat {step}: from one to the next, the baseline differs at {_listed(moved)}. So "
+            f"The jobs do not repeat {step}: from one to the next, the baseline differs at {first_of(moved)}. So "
             f"{words}, no code was swapped to see what moves the output, and dropout or other random numbers would "
             "not be noticed."
         )
     elif target_moved:
         first.append(
             f"The baseline repeats {step} and the target does not: from one to the next, it differs at "
-            f"{_listed(target_moved)}. No code was swapped to see what moves the output. State that only the target "
+            f"{first_of(target_moved)}. No code was swapped to see what moves the output. State that only the target "
             "carries over (weights, a cache, random numbers) may explain everything that is named."
         )
     unseen, of_named, last = _given_to_both(compared, weights_grafted, threshold, _GRAFT_THEM)
@@ -75,7 +73,7 @@ def remarks_on_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: f
     # Unlike two functions, a recording is not called with the same arguments.
     unseen = [] if input_names(compared) else [_NO_INPUTS.format("sides")]
     unseen += [] if _shows_weights(compared) else [_NO_WEIGHTS.format("sides") + "."]
-    return JobRemarks(constant, word, basis=(basis,), unseen=tuple(unseen), of_named=(_NO_LINES_OF_RECORDINGS,))
+    return JobRemarks(constant, word, basis=(basis,), unseen=tuple(unseen))
 
 
 def remarks_on_rows(
@@ -103,6 +101,7 @@ def remarks_on_rows(
             f"The target has had the baseline's weights since step {shown.grafted_from}, because the filter that "
             "grafts every tap matches them too."
         ]
+    of_named.append(_NO_LINES_OF_ROWS)
     if not len(compared):
         unseen.append("what was inherited: no step of this run compared every tap and grafted none.")
     return JobRemarks(constant, word, (), (basis,), tuple(unseen), tuple(of_named), tuple(last))
@@ -124,10 +123,9 @@ def _given_to_both(
         last.append("From now on the target has the baseline's weights (graft_weights=True).")
     elif any(said.startswith("The weights already differ") for said in differing_data(compared, threshold)):
         of_named.append(
-            f"Weights were not grafted, so those that differ may explain what is named. {graft_them} first gives the "
+            f"Weights were not grafted, so differing weights may explain what is named. {graft_them} first gives the "
             "target the baseline's weights, permanently."
         )
-    of_named.append(_NO_LINES_OF_JOBS)
     if weights_grafted is None and updates(compared).any():
         unseen.append(f"how the optimizers' steps update the weights: that needs permanent grafts ({graft_them}).")
     return unseen, of_named, last
@@ -160,7 +158,7 @@ def more_in_other_steps(others: pd.DataFrame, known: set[str], said: JobRemarks,
     where = f"step{'s' if len(every) > 1 else ''} {spans(every[:_MOST_STEPS])}"
     where += f" and {len(every) - _MOST_STEPS} more" if len(every) > _MOST_STEPS else ""
     return [
-        f"Other steps show more: in {where}, where every tap was grafted too, {_listed([*map(described, steps)])} "
+        f"Other steps show more: in {where}, where every tap was grafted too, {first_of([*map(described, steps)])} "
         f"added more than {threshold:g} x the {said.floor}floor. verdict(step={every[-1]}) judges the last of them."
     ]
 
@@ -179,7 +177,3 @@ def updates(rows: pd.DataFrame) -> pd.Series[bool]:
     """Which rows show the result of an optimizer's step: a weight, or the optimizer's state."""
     found = [kind_of(tags) in ("param", "optimizer") and not is_data(tags) for tags in rows["tags"]]
     return pd.Series(found, index=rows.index, dtype=bool)
-
-
-def _listed(taps: Sequence[str]) -> str:
-    return ", ".join(taps[:3]) + (f" and {len(taps) - 3} more" if len(taps) > 3 else "")

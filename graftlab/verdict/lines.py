@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import pandas as pd
 
+from graftlab.base.text import listed
 from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 
@@ -61,8 +62,11 @@ def lines_frame(lines: Sequence[DifferingLine]) -> pd.DataFrame:
     return pd.DataFrame([[getattr(each, name) for name in COLUMNS] for each in lines], columns=list(COLUMNS))
 
 
-def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str]) -> list[str]:
-    """The first line of each side behind these groups, as text: a heading, and indented lines. None without lines."""
+def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_several: bool = False) -> list[str]:
+    """The first line of each side behind these groups, as text: a heading, and indented lines. None without lines.
+
+    ``are_several`` means that the groups have several sentences before it.
+    """
     with_lines = [group for group in groups if first_places(lines, [group])]
     if not with_lines:
         return []
@@ -73,14 +77,14 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str]) -> lis
     group = next(iter(confirmed or with_lines))
     found, shown = of_group[group], shown_of_group[group]
     is_of_all = len(with_lines) > 1 and len({first_places(lines, [each]) for each in with_lines}) == 1
-    head = f"First difference{' in each of them' if is_of_all else ''}, from equal values before it"
-    tap = f"{_listed(confirmed)} agrees" if is_of_all and len(confirmed) < len(with_lines) else "the tap agrees"
+    head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values first differ here"
+    tap = f"{listed(confirmed, most=4)} agrees" if is_of_all and len(confirmed) < len(with_lines) else "the tap agrees"
     if any(each.confirmed and each.side == "target" and each.is_only_here for each in shown):
-        head += f"; without what the target does there {tap}:"
+        head += f"; without what the target does there, {tap}:"
     elif any(each.confirmed and each.is_only_here for each in shown):
-        head += f"; with what the target lacks there {tap}:"
+        head += f"; with what the target lacks there, {tap}:"
     elif any(each.confirmed for each in shown):
-        head += f"; with the baseline's value there {tap}:"
+        head += f"; with the baseline's value there, {tap}:"
     elif len(found) > len(shown):
         head += f" (not confirmed; {len(found) - len(shown)} more in verdict.lines):"
     else:
@@ -97,6 +101,20 @@ def first_places(lines: Sequence[DifferingLine], groups: Sequence[str]) -> tuple
     return tuple((each.side, each.file, each.line, each.source) for each in shown)
 
 
+def explained_by_code(lines: Sequence[DifferingLine]) -> set[str]:
+    """The groups of which a line is confirmed whose operation differs between the sides, and not only its values."""
+    shown = {group: _first_of_sides([each for each in lines if each.group == group]) for group in _groups(lines)}
+    return {
+        group
+        for group, sides in shown.items()
+        if any(each.confirmed for each in sides) and len({each.operation for each in sides}) == len(sides)
+    }
+
+
+def _groups(lines: Sequence[DifferingLine]) -> list[str]:
+    return list(dict.fromkeys(each.group for each in lines))
+
+
 def _first_of_sides(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
     sides: tuple[Side, ...] = ("target", "baseline")
     return [each for side in sides for each in _shown_of([e for e in lines if e.side == side])]
@@ -109,7 +127,7 @@ def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
 
 def _in_words(line: DifferingLine, place: str) -> str:
     operation = f"  [{line.operation}]" if line.source else line.operation
-    said = "  (its results on the ranks sum to the baseline's; no sum over the ranks follows)" if line.lacks_sum else ""
+    said = "  (the ranks' results sum to the baseline's, but no sum over the ranks follows)" if line.lacks_sum else ""
     if line.is_only_here:
         said += f"  ({only_here_in_words(line)})"
     if line.state:
@@ -122,10 +140,6 @@ def state_in_words(line: DifferingLine) -> str:
     other = "target" if line.side == "baseline" else "baseline"
     last = dict.fromkeys(filter(None, line.written))
     return f"{', '.join(line.state)}, which the {other} lacks" + (f"; last written {'; '.join(last)}" if last else "")
-
-
-def _listed(groups: Sequence[str]) -> str:
-    return f"{', '.join(groups[:3])} and {len(groups) - 3} more" if len(groups) > 4 else ", ".join(groups)
 
 
 def only_here_in_words(line: DifferingLine) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, is_data, kind_of, numbers_in
-from graftlab.base.text import spans
+from graftlab.base.text import first_of, spans
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records
@@ -24,6 +24,8 @@ BEGINNINGS = {
 }
 """How the sentence on each kind of data begins."""
 _MOST_SHOWN = 6
+# The roundoff of float32 is below, those of bfloat16 and float16 are above.
+_OF_LOW_PRECISION = 1e-5
 
 
 def data_rows(frame: pd.DataFrame) -> pd.DataFrame:
@@ -75,19 +77,20 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     """The taps of the model's inputs: those of kind ``input``, and integers before all computation.
 
     Tokens, positions and masks are whole numbers or booleans that are tapped before the first floating-point number.
-    ``frame`` is in execution order.
+    Without such a number, what is computed may be whole numbers too. ``frame`` is in execution order.
     """
     found: dict[str, None] = {}
-    leads = True
-    for row in records(without_data(frame)):
-        leads = leads and roundoff(coarser_dtype(row)) == 0
-        if kind_of(row["tags"]) == "input" or (leads and row["status"] in MEASURED):
+    rows = records(without_data(frame))
+    rounds = [roundoff(coarser_dtype(row)) > 0 for row in rows]
+    first = rounds.index(True) if any(rounds) else 0
+    for place, row in enumerate(rows):
+        if kind_of(row["tags"]) == "input" or (place < first and row["status"] in MEASURED):
             found[row["name"]] = None
     return list(found)
 
 
 BELOW = "The code that uses them is judged below."
-WITH_THE_BASELINES = "All that follows was measured with the baseline's weights."
+WITH_THE_BASELINES = "Everything below was measured with the baseline's weights."
 AGREES_WITH_THE_BASELINES = "With the baseline's weights the target agrees."
 """What follows a sentence on weights: where each side kept its own, and where the target had the baseline's."""
 
@@ -102,7 +105,8 @@ def differing_data(
 ) -> list[str]:
     """A sentence for each kind of data that differs between the sides, in a run without grafts.
 
-    Weights of different dtypes may be rounded: they differ above ``threshold`` times one rounding. ``of_weights``
+    Weights of different dtypes, or that were merged, may be rounded: they differ above ``threshold`` times one
+    rounding, and in one dtype of low precision above one, because nothing accumulates in a weight. ``of_weights``
     follows the sentence on weights. ``settings`` has how those of the optimizer differ.
 
     Inputs of later steps may be computed, as a decode's tokens are. They count only if they also differ in ``grafted``,
@@ -183,17 +187,33 @@ def _kind(row: Mapping[str, Any]) -> str:
 def _differs(row: Mapping[str, Any], threshold: float) -> bool:
     if row["nonfinite_differ"]:
         return True
-    distance = row["rel_l2"]
-    return distance is not None and distance > threshold * roundoff(coarser_dtype(row))
+    distance, rounding = row["rel_l2"], roundoff(coarser_dtype(row))
+    if not distance:
+        return False
+    if row["cast"] is None and rounding > _OF_LOW_PRECISION and kind_of(row["tags"]) == "param":
+        largest = max(abs(row["min_baseline"]), abs(row["max_baseline"]))
+        # A single row may differ in much, and be small beside all others.
+        return bool(distance > rounding or row["max_abs"] > 2.02 * rounding * largest)
+    return bool(distance > threshold * rounding)
+
+
+def unequal_weights(compared: pd.DataFrame, differing: Collection[str]) -> list[str]:
+    """A sentence on weights that have one dtype on both sides and are not bit-equal, apart from the ``differing``."""
+    unequal: dict[str, list[dict[str, Any]]] = {}
+    for row in records(data_rows(compared)):
+        if _kind(row) == "param" and row["status"] in MEASURED and row["cast"] is None and row["rel_l2"]:
+            unequal.setdefault(group_of(row["name"]), []).append(row)
+    left = {group: rows for group, rows in unequal.items() if group not in differing}
+    if not left:
+        return []
+    return [f"Weights that are not bit-equal, though within rounding: {_listed(left, {})}."]
 
 
 def _listed(groups: Mapping[str, Sequence[Mapping[str, Any]]], values: Mapping[str, str]) -> str:
     parts = [
-        f"{group} ({values[group]})" if group in values else _in_words(group, rows)
-        for group, rows in list(groups.items())[:_MOST_SHOWN]
+        f"{group} ({values[group]})" if group in values else _in_words(group, rows) for group, rows in groups.items()
     ]
-    left = len(groups) - _MOST_SHOWN
-    return ", ".join(parts) + (f" and {left} more" if left > 0 else "")
+    return first_of(parts, _MOST_SHOWN)
 
 
 def _in_words(group: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import kind_of
+from graftlab.base.text import first_of
 from graftlab.errors import SessionError
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import records
@@ -64,7 +65,8 @@ def settings_difference(compared: pd.DataFrame, pair_of: PairOf) -> SettingsDiff
             absent = [n for n, a, b in zip(weights, own, others, strict=True) if a != a and b == b]
             if absent:
                 lacking[
-                    f"The {side}'s optimizer does not have {len(absent)} of {len(weights)} weights: {_listed(absent)}."
+                    f"The {side}'s optimizer does not have {len(absent)} of {len(weights)} weights: "
+                    f"{first_of(absent, _MOST_NAMES)}."
                 ] = None
         said = _in_words(baseline, target, weights)
         values[name] = f"{said}, from step {step} on" if said and step else said
@@ -95,12 +97,7 @@ def _in_words(baseline: Sequence[float], target: Sequence[float], weights: Seque
         if len(names) == len(weights):
             of = f"all {len(weights)} weights" if len(weights) > 1 else weights[0]
         else:
-            of = f"{len(names)} of {len(weights)} weights: {_listed(names)}"
+            of = f"{len(names)} of {len(weights)} weights: {first_of(names, _MOST_NAMES)}"
         said.append(f"{ours:.7g} on the baseline, {theirs:.7g} on the target for {of}")
     left = len(by_values) - len(said)
     return "; ".join([*said, *([f"{left} more pairs of values"] if left else [])])
-
-
-def _listed(names: Sequence[str]) -> str:
-    left = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {left} more" if left > 0 else "")

@@ -7,7 +7,7 @@ baseline's output from equal inputs is right, and its error arises between earli
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.base.text import first_of, listed
 from graftlab.base.world import Side
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX, ModuleCall
@@ -331,77 +332,96 @@ def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:
 
 # ---- the text -------------------------------------------------------------------------------------------------------
 
+NOT_EXAMINED = "What modules are given was not compared: a module that is named may be right, and its inputs wrong."
 
-def sentences_on(origins: ErrorOrigins) -> list[str]:
-    """Sentences on the modules that are right themselves, one for all that are given one wrong tensor."""
-    alike: list[list[ErrorOrigin]] = []
+
+@dataclass(frozen=True)
+class OriginWords:
+    """Where the error of modules that are right arises, as parts of a sentence.
+
+    ``subject`` is what is computed differently, ``between`` the place in it, blank or beginning with a comma,
+    ``right`` the modules that are right, and ``unsure`` a sentence on arguments that were not compared.
+    """
+
+    subject: str
+    between: str
+    right: str
+    unsure: str | None
+
+
+def shared_origin(origins: ErrorOrigins, groups: Sequence[str]) -> Sequence[ErrorOrigin]:
+    """The origin of each group, if all have the same and their modules are right; empty otherwise."""
+    found = [origin for origin in origins.found if origin.group in groups]
+    one_each = len(found) == len(groups) == len({origin.group for origin in found})
+    if not one_each or any(each.is_itself or not _is_given_the_same(each, found[0]) for each in found):
+        return []
+    return found
+
+
+def origin_in_words(alike: Sequence[ErrorOrigin]) -> OriginWords:
+    """What differs before modules that are right, all of one :func:`shared_origin`."""
+    first = min(alike, key=lambda each: len(each.before))
+    around = _module_of(first)
+    given_to = list(dict.fromkeys(_relative(group_of(each.given_to), around) for each in alike))
+    right = listed(list(dict.fromkeys(_relative(each.group, around) for each in alike)))
+    right += " itself is right" if len(alike) == 1 else " themselves are right"
+    unsure = _not_compared_text(first)
+    if FIRST not in first.arguments:
+        subject = f"What {listed(given_to)} is given as {listed(list(first.arguments))}"
+        return OriginWords(subject, _place_in_code(first), right, unsure)
+    if not around:
+        return OriginWords(f"What {listed(given_to, 'or')} is given", "", right, unsure)
+    before = list(dict.fromkeys(_relative(group_of(name), around) for name in first.before))
+    before = [name for name in before if name not in given_to] or before
+    if before == given_to:
+        between = f", between one {listed(given_to)} and the next"
+    else:
+        between = f", between {listed([*(before or ['its inputs']), listed(given_to, 'or')])}"
+    return OriginWords(_subject(first), between, right, unsure)
+
+
+def sentences_on(origins: ErrorOrigins, stated: Collection[str] = ()) -> list[str]:
+    """Sentences on modules that may be right, without those on the ``stated`` groups."""
+    lines = []
     for origin in origins.found:
-        if not origin.is_itself:
-            same = next((each for each in alike if _is_given_the_same(origin, each[0])), None)
-            if same is None:
-                alike.append([origin])
-            else:
-                same.append(origin)
-    lines = [_sentence(origins, each) for each in alike]
+        if not origin.is_itself and origin.group not in stated:
+            words = origin_in_words([origin])
+            lines.append(f"{words.subject} is computed differently{words.between} ({words.right}{_at(origin)}).")
+            lines += [words.unsure] if words.unsure else []
     for group, left in origins.not_compared.items():
-        what = f"What {group} is given as {_listed(left)} was" if left else f"The inputs of {group} were"
+        what = f"What {group} is given as {listed(left)} was" if left else f"The inputs of {group} were"
         lines.append(f"{what} not compared: {group} itself may be right, and what it is given wrong.")
     return lines
 
 
 def _is_given_the_same(one: ErrorOrigin, other: ErrorOrigin) -> bool:
     is_alike = all(f(one) == f(other) for f in (_place_in_code, lambda o: (o.arguments, o.not_compared)))
-    return is_alike and (FIRST not in one.arguments or bool(one.tensors & other.tensors))
-
-
-NOT_EXAMINED = "What modules are given was not compared: a module that is named may be right, and its inputs wrong."
-
-
-def _sentence(origins: ErrorOrigins, alike: Sequence[ErrorOrigin]) -> str:
-    names = _listed([each.group + ("" if origins.are_right(each.group) else _at(each)) for each in alike])
-    one = len(alike) == 1
-    right = f"{names} {'is' if one else 'are'} right: from equal inputs {'it agrees' if one else 'they agree'}."
-    return f"{right} {_what_differs(alike)}"
+    return one is other or (is_alike and (FIRST not in one.arguments or bool(one.tensors & other.tensors)))
 
 
 def _at(origin: ErrorOrigin) -> str:
-    more = f" and {len(origin.taps) - 3} more" if len(origin.taps) > 3 else ""
-    return f" (at {', '.join(origin.taps[:3])}{more})"
+    return f" at {first_of(origin.taps)}"
 
 
-def _what_differs(alike: Sequence[ErrorOrigin]) -> str:
-    """What differs before modules that are right, all in one module."""
-    first = min(alike, key=lambda each: len(each.before))
-    around = _module_of(first)
-    place = _place_in_code(first)
-    left = _not_compared_text(first)
-    given_to = list(dict.fromkeys(_relative(group_of(each.given_to), around) for each in alike))
-    if FIRST not in first.arguments:
-        named = _listed(list(first.arguments))
-        return f"What {_listed(given_to)} is given as {named} differs, and arises where no tap shows it{place}{left}."
-    before = list(dict.fromkeys(_relative(group_of(name), around) for name in first.before))
-    to = _listed(given_to, "or")
-    before = [name for name in before if name not in given_to] or before
-    if before == given_to:
-        between = f"between one {to} and the next"
-    elif before:
-        between = f"between {_listed([*before, to])}"
-    else:
-        between = f"between the inputs of {_shown(around)} and {to}" if around else f"before {to}"
-    return f"Something {between} that no tap shows differs{place}{left}."
-
-
-def _not_compared_text(origin: ErrorOrigin) -> str:
-    """The arguments that may be at fault too, because the other side's module has no partner of theirs."""
+def _not_compared_text(origin: ErrorOrigin) -> str | None:
+    """A sentence on arguments that may be at fault too: the other side's module has none that correspond to them."""
     if not origin.not_compared:
-        return ""
+        return None
     module = _shown(group_of(origin.modules[origin.not_compared_of]))
     whose = f"the baseline's {module}" if origin.not_compared_of == "baseline" else module
-    return f", or in {_listed(origin.not_compared)}, which {whose} is given and which {_was(origin)} not compared"
+    was = "was" if len(origin.not_compared) == 1 else "were"
+    return f"Or {listed(origin.not_compared)}, which {whose} is given and which {was} not compared, may differ."
 
 
-def _was(origin: ErrorOrigin) -> str:
-    return "was" if len(origin.not_compared) == 1 else "were"
+def _subject(origin: ErrorOrigin) -> str:
+    """The code of a module in which an error arises."""
+    around = _module_of(origin)
+    module = "The model" if around == ROOT else around
+    if origin.function is None or (origin.is_method and origin.function == "forward"):
+        return module
+    if origin.is_method:
+        return f"The model's {origin.function}" if around == ROOT else f"{around}.{origin.function}"
+    return f"{origin.function}, called in {_shown(around)},"
 
 
 def _place_in_code(origin: ErrorOrigin) -> str:
@@ -423,7 +443,3 @@ def _shown(module: str) -> str:
 
 def _relative(name: str, around: str) -> str:
     return name.removeprefix(f"{around}.") if around else name
-
-
-def _listed(names: Sequence[str], last: str = "and") -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}"

@@ -1,4 +1,4 @@
-"""Pairs that were matched by value and whose values no longer match: they may have been learned from other code."""
+"""Pairs that were matched by value and whose values no longer match, because the code may have changed since."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def learned_from_other_code(outdated: Sequence[OutdatedPair]) -> str:
     pair = mended[0]
     more = f" ({counted(len(mended) - 1, 'more pair')} like it)" if len(mended) > 1 else ""
     return (
-        f"The plan's pairs were learned from other code: {pair.target} was paired with {pair.baseline}, and now "
+        f"The plan's pairs are outdated: {pair.target} was paired with {pair.baseline}, and now "
         f"{pair.present}{more}. Match again: session.edit(pairs=session.match(...)), or %graft match. Nothing is "
         "judged until then, because a graft by such a pair is a mistake itself."
     )
@@ -103,6 +103,6 @@ def no_longer_equal(outdated: Sequence[OutdatedPair]) -> str:
     now = f"now {pair.present}" if pair.present else f"differs by {pair.now:.2g} now"
     return (
         f"{pair.target}{more} matched {pair.baseline} by value to {pair.matched:.1g} when the pairs were made, and "
-        f"{now}: the code has changed since, or the call. If the target was mended meanwhile, these pairs were learned "
-        "from other code; match again."
+        f"{now}: the code or the call has changed since. If the target was fixed meanwhile, these pairs are outdated; "
+        "match again."
     )

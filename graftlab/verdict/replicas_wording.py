@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from graftlab.base.tap_groups import is_data, numbers_in
-from graftlab.base.text import counted, spans
+from graftlab.base.tap_groups import described, is_data, numbers_in
+from graftlab.base.text import counted, first_of, spans
 from graftlab.verdict.replicas import FROM_GROUP, ReplicaComparison, TapAcrossRanks, unreduced
-from graftlab.verdict.wording import described
 
 # Later groups have mostly inherited the difference.
 _MOST_TOLD = 3
@@ -20,17 +19,15 @@ def text_of_check(checked: ReplicaComparison, inputs: Sequence[str]) -> str:
     if checked.skipped:
         lines.append(f"Not checked: {', '.join(checked.skipped[:4])} show no tensor to compare.")
     if checked.missing:
-        more = f" and {len(checked.missing) - 4} more" if len(checked.missing) > 4 else ""
-        lines.append(f"Not checked, because some ranks do not reach them: {', '.join(checked.missing[:4])}{more}.")
+        lines.append(f"Not checked, because some ranks do not reach them: {first_of(checked.missing, 4)}.")
     if not checked.taps:
         return "\n".join([*lines, "Nothing was compared: no tap was reached on every rank. Add gl.tap or gl.watch."])
     lost = dict.fromkeys(
         each.name for each in checked.taps if all(shown.has_no_number for shown in each.shown.values())
     )
     if lost:
-        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         have = "has" if len(lost) == 1 else "have"
-        lines.append(f"Not checked: {', '.join([*lost][:4])}{more} {have} no finite number on any rank.")
+        lines.append(f"Not checked: {first_of([*lost], 4)} {have} no finite number on any rank.")
     differing = [each for each in checked.taps if each.name in inputs and each.relation != "agrees"]
     if differing:
         names = ", ".join(dict.fromkeys(each.name for each in differing))
@@ -49,10 +46,9 @@ def text_of_check(checked: ReplicaComparison, inputs: Sequence[str]) -> str:
             else "Nothing was compared: no tap has a finite number."
         )
     if own:
-        more = f" and {len(own) - 4} more" if len(own) > 4 else ""
         groups = "1 group of taps is" if len(own) == 1 else f"{len(own)} groups of taps are"
         lines.append(
-            f"{groups} each rank's own, as shards are: {', '.join(own[:4])}{more}. Only a baseline can tell whether "
+            f"{groups} each rank's own, as shards are: {first_of(own, 4)}. Only a baseline can tell whether "
             "they are the right shards."
         )
     return "\n".join(lines)
@@ -87,10 +83,9 @@ def _sentences(checked: ReplicaComparison, found: Sequence[TapAcrossRanks]) -> l
             f"({size}; {layout}).{_reason(checked, rows[0])}"
         )
         if others:
-            more = f" and {len(others) - _MOST_TOLD} more" if len(others) > _MOST_TOLD else ""
-            listed = ", ".join(f"{what}{_layers(rows)} ({_size(rows)[0]})" for what, rows in others[:_MOST_TOLD])
+            later = first_of([f"{what}{_layers(rows)} ({_size(rows)[0]})" for what, rows in others], _MOST_TOLD)
             inherited = "" if is_given or kind not in (None, "grad") else ", and may have inherited it"
-            lines[-1] += f" Later ones differ too{inherited}: {listed}{more}."
+            lines[-1] += f" Later ones differ too{inherited}: {later}."
     if any(each.layout.startswith("inferred") for each in found):
         lines.append(
             "Layouts were inferred from the values, so a difference may be intended. State with layouts= what each "

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 import pandas as pd
 import torch
 
+from graftlab.base.text import first_of
+
 LABEL = "rounds differently"
 _MOST_SHOWN = 6
 
 
 @dataclass(frozen=True)
-class RoundsDifferently:
+class RoundingGroups:
     """The groups, and how many groups were always bit-equal.
 
     ``restored`` is how far an output is with the baseline's code at these groups, ``total`` how far without (rel_l2);
@@ -28,7 +30,7 @@ class RoundsDifferently:
     restored: float = math.nan
     total: float = math.nan
 
-    def with_effect(self, output: str, restored: float, total: float) -> RoundsDifferently:
+    def with_effect(self, output: str, restored: float, total: float) -> RoundingGroups:
         """The same with what was measured at an output."""
         return replace(self, output=output, restored=restored, total=total)
 
@@ -42,14 +44,13 @@ class RoundsDifferently:
         """What a verdict says of them."""
         if not self.groups:
             return []
-        left = len(self.groups) - _MOST_SHOWN
-        shown = ", ".join(self.groups[:_MOST_SHOWN]) + (f" and {left} more" if left > 0 else "")
+        shown = first_of(self.groups, _MOST_SHOWN)
         several = len(self.groups) > 1
         verb, are, compute = ("round", "they are", "they compute") if several else ("rounds", "it is", "it computes")
         said = [
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
-            f"of {' and '.join(self.dtypes)} taps always are. So {compute} in another order or another precision. A "
-            "run in float32 does not show that."
+            f"of {' and '.join(self.dtypes)} taps always are. So {compute} in a different order or precision, or with "
+            "a mistake that is smaller than one rounding: a run in float32 shows the mistake, and not the others."
         ]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
@@ -60,7 +61,7 @@ class RoundsDifferently:
         return said
 
 
-def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundsDifferently:
+def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGroups:
     """Find the groups of low precision that are never bit-equal from equal inputs, where most others always are.
 
     ``frame`` is :func:`.added.added_frame`'s. Groups that are ``named`` already, and rows whose sides have different
@@ -70,13 +71,13 @@ def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundsDiffe
     rows = comparable[comparable["dtype"].map(_is_coarse).astype(bool)]
     rows = rows[~rows["group"].isin(list(named))]
     if not len(rows):
-        return RoundsDifferently()
+        return RoundingGroups()
     differs = (rows["added"] > 0).groupby(rows["group"], sort=False)
     always, never = differs.all(), ~differs.any()
     groups, equal = [str(g) for g in always.index[always]], int(never.sum())
     if not groups or equal <= len(groups) or 2 * equal < len(always):
-        return RoundsDifferently()
-    return RoundsDifferently(tuple(groups), equal, tuple(dict.fromkeys(rows["dtype"])))
+        return RoundingGroups()
+    return RoundingGroups(tuple(groups), equal, tuple(dict.fromkeys(rows["dtype"])))
 
 
 def _is_coarse(name: object) -> bool:

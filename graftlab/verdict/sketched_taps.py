@@ -32,7 +32,7 @@ def judged_until_sketch(
     frame.loc[behind, "label"] = "unmeasured"
     count = frame.loc[behind, "name"].nunique()
     return frame, (
-        f"the {count} taps behind {name}: of {name} the recording has a sketch alone, which cannot be grafted, so that "
-        "what differs there arrives at them. Record it whole (a larger --graftlab-record-limit), or mend it and judge "
-        "again."
+        f"the {count} taps after {name}: the recording has only a sketch of {name}, which cannot be grafted, so its "
+        f"difference reaches them. Record the whole tensor (with a larger --graftlab-record-limit), or fix {name} and "
+        "judge again."
     )

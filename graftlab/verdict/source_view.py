@@ -29,7 +29,7 @@ def _group(group: str, lines: Sequence[DifferingLine], link: Callable[[str, str]
     for side in ("target", "baseline"):
         of_side = [_excerpt(line, link) for line in lines if line.side == side]
         columns.append(f'<div style="min-width:0">{"".join(of_side)}</div>' if of_side else "")
-    title = f"Where {html.escape(group)} differs, from equal values before it"
+    title = f"Where {html.escape(group)} first differs"
     return (
         f'<section class="graftlab-lines" aria-label="{title}"><p>{title}:</p>'
         f'<div style="{_GRID}">{"".join(columns)}</div></section>'
@@ -42,7 +42,7 @@ def _excerpt(line: DifferingLine, link: Callable[[str, str], str]) -> str:
         _confirmation(line) if line.confirmed else "",
         "another order, place or other signs, which may be meant" if line.is_suspect else "",
         f"reads {state_in_words(line)}" if line.state else "",
-        "its results on the ranks sum to the baseline's; no sum over the ranks follows" if line.lacks_sum else "",
+        "the ranks' results sum to the baseline's, but no sum over the ranks follows" if line.lacks_sum else "",
     ]
     said = html.escape("; ".join(note for note in notes if note))
     shown = "\n".join(_numbered(number, text, number == line.line) for number, text in _source_around(line))

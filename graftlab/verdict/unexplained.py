@@ -10,7 +10,7 @@ from functools import cached_property
 import pandas as pd
 
 from graftlab.base.tap_groups import is_data, kind_of
-from graftlab.diffs.results import ResultDifference, compare_results
+from graftlab.diffs.results import ResultDifference, compare_results, is_written, value_in_words
 from graftlab.diffs.rounding import roundoff
 from graftlab.plan.pairs import PairRule, outputs_move_rows
 from graftlab.rows.schema import MEASURED
@@ -25,6 +25,8 @@ class ValueDifference:
     what: str
     rel_l2: float
     times: float
+    is_written: bool = False
+    """Whether it is state that a call has written, which may arise before the last tap."""
     is_spread: bool = True
     """Whether it is in most of the tensor, not in a few rows whose choice (a router's) rounding may turn around."""
 
@@ -88,15 +90,15 @@ class ReturnedValues:
             if math.isnan(rel_l2):
                 continue
             over = times(rel_l2, floors.of_returned(path, dtypes))
-            what = f"the returned value{f' {path}' if path else ''}"
+            what = value_in_words(path)
             if over > threshold and what not in leave and (path not in found or over > found[path].times):
-                found[path] = ValueDifference(what, rel_l2, over)
+                found[path] = ValueDifference(what, rel_l2, over, is_written(path))
         return list(found.values())
 
     @property
     def compared(self) -> bool:
-        """Whether any value was measured on both sides."""
-        return any(not math.isnan(each.rel_l2) for each in self.differences)
+        """Whether any returned value was measured on both sides."""
+        return any(not math.isnan(each.rel_l2) for each in self.differences if not is_written(each.path))
 
 
 def compare_returned(
@@ -110,7 +112,7 @@ def compare_returned(
     if not baseline or not target:
         return ReturnedValues()
     if outputs_move_rows(pairs):
-        return ReturnedValues(left=("the returned values have their rows in another order on each side",))
+        return ReturnedValues(left=("the returned values have their rows in a different order on each side",))
     if len(baseline) != len(target) and len(baseline) > 1:
         return ReturnedValues(
             left=(
@@ -143,7 +145,7 @@ def differing_taps(
         over = ratio(row, floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row)))
         if over > threshold and (row["name"] not in found or over > found[row["name"]].times):
             distance = math.inf if row["nonfinite_differ"] else row["rel_l2"]
-            found[row["name"]] = ValueDifference(row["name"], distance, over, is_spread(row))
+            found[row["name"]] = ValueDifference(row["name"], distance, over, is_spread=is_spread(row))
     return list(found.values())
 
 
@@ -175,16 +177,17 @@ class UnexplainedDifferences:
         rows = [row for row in measured_rows(self.compared) if kind_of(row["tags"]) is None]
         return str(max(rows, key=lambda row: (row["in_run"], row["order"]))["name"]) if rows else None
 
+    def _beyond(self, returned: ReturnedValues | None) -> list[ValueDifference]:
+        return returned.beyond(self.floors, self.threshold, self.values_left) if returned else []
+
     @cached_property
     def _returned(self) -> list[ValueDifference]:
-        return self.returned.beyond(self.floors, self.threshold, self.values_left) if self.returned else []
+        return [each for each in self._beyond(self.returned) if not each.is_written]
 
     @cached_property
     def _after_last_tap(self) -> list[ValueDifference]:
         """The returned values that differ although every tap has the baseline's value."""
-        found = (
-            self.returned_grafted.beyond(self.floors, self.threshold, self.values_left) if self.returned_grafted else []
-        )
+        found = [each for each in self._beyond(self.returned_grafted) if not each.is_written]
         # Grafts that change nothing may not reach the model, which then shows the error of its last tap.
         last_differs = any(each.what == self._last for each in self.taps)
         return [] if last_differs and found == self._returned else found
@@ -205,6 +208,40 @@ class UnexplainedDifferences:
             f"Something after the last tap, {self._last}, is computed differently: with the baseline's value at every "
             f"tap, {worst.what} still differs {worst.size}."
         ]
+
+    def written(self) -> list[str]:
+        """A sentence where a call writes other state although every tap has the baseline's value.
+
+        Where the model writes into a tensor that it is given, a graft of that tensor puts another in its place, and
+        only the run without grafts shows what is written.
+        """
+        grafted = self.returned_grafted or ReturnedValues()
+        seen = {value_in_words(each.path) for each in grafted.differences}
+        found = [each for each in self._beyond(grafted) if each.is_written]
+        found += [each for each in self._beyond(self.returned) if each.is_written and each.what not in seen]
+        if not found:
+            return []
+        worst = max(found, key=_times)
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        grafts = ", with the baseline's value at every tap" if worst.what in seen else ""
+        return [f"{_capital(worst.what)}{more} differs {worst.size}{grafts}."]
+
+    def turned(self) -> list[str]:
+        """A sentence where whole numbers are returned that differ, and rounding alone would turn some of them.
+
+        A token that is chosen near a tie is such a number, and so is one that is chosen wrongly.
+        """
+        for path, rel_l2, dtypes in self.returned.differences if self.returned else ():
+            what = value_in_words(path)
+            if is_written(path) or any(map(roundoff, dtypes)) or what in self.values_left or not rel_l2 > 0:
+                continue
+            if all(each.what != what for each in self._returned):
+                return [
+                    f"{_capital(what)} differs in whole numbers, by {rel_l2:.2g}. Rounding alone would turn some of "
+                    f"them here (by {self.floors.of_returned(path, dtypes):.2g}), so they may be choices near a tie, "
+                    "or a mistake: compare the numbers that they are chosen by."
+                ]
+        return []
 
     def no_tap_explains(self) -> list[str]:
         """A sentence where something differs in the run without grafts. For verdicts that name no group."""
@@ -227,19 +264,17 @@ class UnexplainedDifferences:
     def only_sometimes(self, again: pd.DataFrame, returned: ReturnedValues | None, run: int) -> list[str]:
         """A sentence where another run without grafts, of this number, shows other differences."""
         now = {each.what for each in differing_taps(again, self.floors, self.threshold, self.names_left)}
-        now |= {
-            each.what for each in (returned.beyond(self.floors, self.threshold, self.values_left) if returned else [])
-        }
+        now |= {each.what for each in self._beyond(returned) if not each.is_written}
         then = {each.what for each in (*self.taps, *self._returned)}
         if now == then:
             return []
         if not now:
             return [
-                f"The target does not repeat itself: it differed in the first run and agrees in run {run}. Look at "
+                f"The target does not repeat itself: it differed in the first run and agrees in run {run}. Check "
                 "what only its first calls do: warm-up, lazy initialisation, autotuning, caches that are still empty."
             ]
         return [
-            f"The target does not repeat itself: other taps differ in run {run} than in the first. Look at state that "
+            f"The target does not repeat itself: run {run} differs at other taps than the first. Check the state that "
             "it keeps between calls."
         ]
 

@@ -12,17 +12,24 @@ import numpy as np
 import pandas as pd
 import torch
 
-from graftlab.base.tap_groups import kind_of_group, numbers_in
-from graftlab.base.text import counted, spans
+from graftlab.base.tap_groups import described, kind_of_group, numbers_in
+from graftlab.base.text import counted, first_of, listed, spans
 from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED
-from graftlab.verdict.causes import Causes
+from graftlab.verdict.causes import Causes, effects_in_words
 from graftlab.verdict.hints import Hint
 from graftlab.verdict.lines import DifferingLine, first_places, lines_in_words
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins, sentences_on
-from graftlab.verdict.rounds_differently import RoundsDifferently
+from graftlab.verdict.origins import (
+    NOT_EXAMINED,
+    ErrorOrigin,
+    ErrorOrigins,
+    origin_in_words,
+    sentences_on,
+    shared_origin,
+)
+from graftlab.verdict.rounds_differently import RoundingGroups
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
 NOT_CHECKED = "Not checked: "
@@ -96,7 +103,7 @@ class Findings:
     """A sentence where nothing is named and the output was not compared."""
     failed: Sequence[str] = ()
     """Sentences on stages of the verdict that failed."""
-    rounding: RoundsDifferently = field(default_factory=RoundsDifferently)
+    rounding: RoundingGroups = field(default_factory=RoundingGroups)
     """The groups that round differently. They are among the named ones."""
     maps: Mapping[str, ShownMap] = field(default_factory=dict)
     """Where the tensors of a culprit differ, by group."""
@@ -143,16 +150,17 @@ def _data(findings: Findings) -> list[str]:
     left = [words for weight, words in findings.weights.items() if weight not in said]
     if not said:
         return [*findings.data]
-    weights = [f"{BEGINNINGS['param']}: {_shown(left, 6)}. The code that uses them is judged below."] if left else []
+    weights = [f"{BEGINNINGS['param']}: {first_of(left, 6)}. The code that uses them is judged below."] if left else []
     others = [line for line in findings.data if not line.startswith(BEGINNINGS["param"])]
     return weights + others
 
 
 def _weights_of(findings: Findings, group: str) -> list[str]:
-    """The differing weights of the module whose output this group is, or that have its name."""
+    """The differing weights of the module whose output this group is, or is a part of, or that have its name."""
     if findings.weights_lent:
         return []
-    return [weight for weight in findings.weights if group in (weight, weight.rpartition(".")[0])]
+    names = (group, group.partition("[")[0])
+    return [weight for weight in findings.weights if weight == group or weight.rpartition(".")[0] in names]
 
 
 def _hints(hints: Mapping[str, str]) -> list[str]:
@@ -161,21 +169,27 @@ def _hints(hints: Mapping[str, str]) -> list[str]:
     for group, hint in hints.items():
         # A hint begins with its tap and ends with its fit.
         same.setdefault(hint.partition(", ")[2].rpartition(" (explains")[0] or hint, []).append(group)
-    return [f"Hint ({_shown(groups)}): {hints[groups[0]]}." for groups in same.values()]
-
-
-def _shown(groups: Sequence[str], most: int = 3) -> str:
-    left = len(groups) - most
-    return ", ".join(groups[:most]) + (f" and {left} more" if left > 0 else "")
+    return [f"Hint ({first_of(groups)}): {hints[groups[0]]}." for groups in same.values()]
 
 
 def _not_repeatable(side: str, taps: Sequence[str]) -> str:
-    shown = _shown(taps)
+    shown = first_of(taps)
     return (
         f"The {side} does not repeat itself: run twice, it differs at {shown}. Do not rely on anything below. Turn "
         "dropout off (model.eval()), seed the random numbers inside the function, and start each call from the same "
         "state (caches, weights)."
     )
+
+
+def reads_unwritten(values: Sequence[str]) -> list[str]:
+    """A sentence on a target that depends on memory that it reads before it writes there."""
+    if not values:
+        return []
+    return [
+        "The target reads memory before anything is written to it: in a run whose new memory was filled with NaN, it "
+        f"differs at {first_of(values)}. What agrees here may not agree elsewhere; look for torch.empty, empty_like "
+        "and new_empty."
+    ]
 
 
 def _conclusion(findings: Findings) -> list[str]:
@@ -189,11 +203,14 @@ def _conclusion(findings: Findings) -> list[str]:
         lines = [*findings.rounding.sentences, _nothing_named(findings)]
     else:
         lines = []
-        for alike in _with_the_same_lines(_sentence_groups(frame, computed), findings.lines):
+        sentences = _with_shared_origins(findings, _sentence_groups(frame, computed))
+        for alike in _with_the_same_lines(sentences, findings.lines):
             lines += [_sentence_on(findings, groups) for groups in alike]
-            lines += lines_in_words(findings.lines, [group for groups in alike for group in groups])
+            groups = [group for groups in alike for group in groups]
+            lines += lines_in_words(findings.lines, groups, are_several=len(alike) > 1)
         if findings.origins is not None:
-            lines += sentences_on(findings.origins)
+            stated = [group for groups in sentences if _shared_origin(findings, groups) for group in groups]
+            lines += sentences_on(findings.origins, stated)
         elif any(kind_of_group(group) is None for group in computed):
             lines.append(NOT_EXAMINED)
         if (shared := _may_share(findings, computed)) is not None:
@@ -203,19 +220,58 @@ def _conclusion(findings: Findings) -> list[str]:
     if findings.following:
         lines.append(_following(findings.following))
     for output, causes in findings.causes.items():
-        lines += _effects(output, causes, findings)
+        lines += effects_in_words(output, causes, findings.threshold)
     if named and (frame["label"] == "inherited").any():
         measured = " that was measured" if (findings.frame["label"] == "unmeasured").any() else ""
         lines.append(f"Everything else{measured} is inherited.")
     return lines
 
 
+_ENDINGS = {"culprit": "", "minor": ", without changing the output", "cancels": ", which others cancel"}
+
+
 def _sentence_on(findings: Findings, groups: Sequence[str]) -> str:
-    what = _one_group(findings, groups[0]) if len(groups) == 1 else _many_groups(findings, groups)
+    unsure = None
+    if alike := _shared_origin(findings, groups):
+        words = origin_in_words(alike)
+        worst = _worst_of(findings, groups)
+        details = "; ".join([words.right, _details(findings, worst)])
+        what = f"{words.subject} is computed differently{_where(findings, worst)}{words.between} ({details})"
+        unsure = words.unsure
+    elif len(groups) == 1:
+        what = _one_group(findings, groups[0])
+    else:
+        what = _many_groups(findings, groups)
     weights = [findings.weights[weight] for group in groups for weight in _weights_of(findings, group)]
-    ending = {"culprit": "", "minor": ", without changing the output", "cancels": ""}[_label(findings.frame, groups[0])]
-    ending += f", with weights that already differ: {_shown(weights)}" if weights else ""
-    return f"{what}{ending}."
+    ending = _ENDINGS[_label(findings.frame, groups[0])]
+    ending += f", with weights that already differ: {first_of(weights)}" if weights else ""
+    return " ".join([f"{what}{ending}.", *([unsure] if unsure else [])])
+
+
+def _shared_origin(findings: Findings, groups: Sequence[str]) -> Sequence[ErrorOrigin]:
+    return shared_origin(findings.origins, groups) if findings.origins is not None else []
+
+
+def _with_shared_origins(findings: Findings, sentences: Sequence[list[str]]) -> list[list[str]]:
+    """The groups of each sentence, those together that are right and are given one wrong tensor at the same calls."""
+    found: list[list[str]] = []
+    for groups in sentences:
+        same = next((each for each in found if _have_one_sentence(findings, [*each, *groups])), None)
+        if same is None:
+            found.append(list(groups))
+        else:
+            same.extend(groups)
+    return found
+
+
+def _have_one_sentence(findings: Findings, groups: Sequence[str]) -> bool:
+    ways = {(_label(findings.frame, group), _where(findings, group)) for group in groups}
+    return len(ways) == 1 and bool(_shared_origin(findings, groups))
+
+
+def _worst_of(findings: Findings, groups: Sequence[str]) -> str:
+    """The group that adds the most."""
+    return max(groups, key=lambda group: float(_over(findings, group)[1]["ratio"].max()))
 
 
 def _with_the_same_lines(sentences: Sequence[list[str]], lines: Sequence[DifferingLine]) -> list[list[list[str]]]:
@@ -273,7 +329,7 @@ def _casts(frame: pd.DataFrame) -> list[str]:
         # Conversions of dtypes and of devices, which round nothing.
         for before, after in (each.split(" -> ") for each in str(cast).split(", ")):
             if roundoff(after) > roundoff(before):
-                groups = _shown(list(dict.fromkeys(rows["group"])))
+                groups = first_of(list(dict.fromkeys(rows["group"])))
                 found.append(
                     f"The target has {after} at {groups} where the baseline has {before}, which alone explains a "
                     "difference of this size."
@@ -374,10 +430,32 @@ def _first_backward(findings: Findings, over: pd.DataFrame) -> str | None:
     differ = (before["ratio"] > findings.threshold) | (before["error_ratio"].astype(float) > findings.threshold)
     if not names or differ.any():
         return text
-    return f"{text} ({names[0]} before it agrees)" if len(names) == 1 else f"{text} ({_and(names)} before it agree)"
+    return (
+        f"{text} ({names[0]} before it agrees)"
+        if len(names) == 1
+        else f"{text} ({listed(names, most=4)} before it agree)"
+    )
 
 
 def _one_group(findings: Findings, group: str) -> str:
+    what = described(group)
+    # A tap's name keeps its case.
+    what = what[0].upper() + what[1:] if kind_of_group(group) else what
+    is_right = findings.origins is not None and findings.origins.are_right(group)
+    how = "differs" if is_right else "is computed differently"
+    return f"{what} {how}{_where(findings, group)} ({_details(findings, group)})"
+
+
+def _where(findings: Findings, group: str) -> str:
+    """The layers, the calls and the ranks at which a group is wrong; blank if that is everywhere."""
+    rows, over = _over(findings, group)
+    layers, calls = _layers(rows, over), which_calls(rows, over)
+    when = f" and{calls.removeprefix(' in')}" if layers and calls.startswith(" in ") else calls
+    return layers + when + _ranks(over, findings.target_ranks)
+
+
+def _details(findings: Findings, group: str) -> str:
+    """How much a group adds, and at which tap the most."""
     rows, over = _over(findings, group)
     worst, size = _size(findings, over)
     details = [size, worst["dtype"]]
@@ -394,14 +472,7 @@ def _one_group(findings: Findings, group: str) -> str:
         details.append(f"aligned by {worst['aligned_by']}")
     if sizes := separate_sizes(over, _layer_of):
         details.append(sizes)
-    layers, calls = _layers(rows, over), which_calls(rows, over)
-    when = f" and{calls.removeprefix(' in')}" if layers and calls.startswith(" in ") else calls
-    where = layers + when + _ranks(over, findings.target_ranks)
-    what = described(group)
-    # A tap's name keeps its case.
-    what = what[0].upper() + what[1:] if kind_of_group(group) else what
-    is_right = findings.origins is not None and findings.origins.are_right(group)
-    return f"{what} {'differs' if is_right else 'is computed differently'}{where} ({', '.join(details)})"
+    return ", ".join(details)
 
 
 def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
@@ -429,30 +500,14 @@ def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
     if not beside:
         return None
     return (
-        f"If {_and(beside)} read a tensor that no tap shows, such as a residual stream or positions, one mistake in it "
-        "would explain them all. Tap that tensor to find out."
+        f"If {listed(beside, most=4)} read a tensor that no tap shows, such as a residual stream or positions, one "
+        "mistake in it would explain them all. Tap that tensor to find out."
     )
 
 
-def _and(groups: Sequence[str]) -> str:
-    if len(groups) > 4:
-        return f"{', '.join(groups[:3])} and {len(groups) - 3} more"
-    return f"{', '.join(groups[:-1])} and {groups[-1]}"
-
-
 def _following(groups: Sequence[str]) -> str:
-    shown = _shown([described(group) for group in groups])
+    shown = first_of([described(group) for group in groups])
     return f"The backward pass therefore differs too: {shown}. Fix the forward pass before judging these."
-
-
-_OF_KIND = {
-    None: "{}",
-    "input": "the input {}",
-    "grad": "the gradient of {}",
-    "param_grad": "the gradient of the weight {}",
-    "optimizer": "the optimizer's {}",
-    "param": "the update of the weight {}",
-}
 
 
 _OF_MANY = {
@@ -460,16 +515,6 @@ _OF_MANY = {
     "optimizer": "The optimizer's states",
     "param": "The updates of weights",
 }
-
-
-def described(group: str) -> str:
-    """A group as a sentence names it.
-
-    >>> described("layers.*.q@grad")
-    'the gradient of layers.*.q'
-    """
-    kind = kind_of_group(group)
-    return _OF_KIND[kind].format(group.removesuffix(f"@{kind}") if kind else group)
 
 
 def _layers(rows: pd.DataFrame, over: pd.DataFrame) -> str:
@@ -524,48 +569,3 @@ def _ranks(over: pd.DataFrame, count: int) -> str:
         return ""
     wrong = sorted(set(over["rank"]))
     return " on all ranks" if len(wrong) == count else f" on rank{'s' if len(wrong) > 1 else ''} {spans(wrong)} alone"
-
-
-def _over_floor(times: float) -> str:
-    """A multiple of the floor in words: infinite for whole numbers that differ, or where one side is not finite."""
-    return "above any floor" if math.isinf(times) else f"{times:.2g} x its floor"
-
-
-def _effects(output: str, causes: Causes, findings: Findings) -> list[str]:
-    groups = ", ".join(group.removesuffix("@input") for group in causes.labels)
-    # The last tap of a model that is watched as a whole has this name.
-    named = "" if output == "output" else f" {output}"
-    output = f", {described(output)}," if kind_of_group(output) else named
-    if math.isnan(causes.restored):
-        return [f"The effect of {groups} on the output{output} could not be measured."]
-    if not causes.restored <= findings.threshold:
-        return [
-            f"With the baseline's {groups} the output{output} is still {_over_floor(causes.restored)}: something "
-            "outside the taps affects it, such as state that is written before its tap (a KV cache). Tap that state."
-        ]
-    lines = []
-    if math.isnan(causes.total):
-        lines.append(
-            f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}); without them "
-            "it could not be measured."
-        )
-    elif causes.earlier:
-        lines.append(
-            f"The output{output} agrees in its last call ({_over_floor(causes.total)}) and differs earlier, in step"
-            f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)}."
-        )
-    elif causes.agrees:
-        lines.append(f"The output{output} still agrees ({_over_floor(causes.total)}).")
-    else:
-        lines.append(
-            f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}; "
-            f"{_over_floor(causes.total).removesuffix(' its floor')} without)."
-        )
-    lines += [f"{', '.join(sorted(each))} cancel each other." for each in causes.cancelling if len(each) > 1]
-    if causes.together:
-        lines.append(f"{_and(sorted(causes.together))} move the output together; none of them does alone.")
-    if causes.untested:
-        lines.append(f"Not swapped alone, to bound the runs: {', '.join(causes.untested)}.")
-    if causes.cut_short:
-        lines.append("Not all sets of groups that might cancel were tried.")
-    return lines

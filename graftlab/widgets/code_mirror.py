@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
+
+from graftlab.widgets.scripts import Script, ScriptedWidget, shared
 
 BUNDLE = Path(__file__).parent / "static" / "code_editor.bundle.js"
 
@@ -60,10 +61,9 @@ class EditorMessage:
             return None
 
 
-class CodeMirror(anywidget.AnyWidget):
+class CodeMirror(ScriptedWidget):
     """The state that the browser shows. Needs the bundle."""
 
-    _esm = traitlets.Unicode().tag(sync=True)
     # ``page`` is where the text was typed, so that a page does not mistake its own older text for a new one;
     # "" is the kernel. ``over`` is None, or, in an offer, the text that a page must still show to accept this one.
     document = traitlets.Dict({"text": "", "revision": 0, "page": "", "over": None}).tag(sync=True)
@@ -78,6 +78,6 @@ class CodeMirror(anywidget.AnyWidget):
     lines = traitlets.Int(16).tag(sync=True)
     label = traitlets.Unicode("Editor").tag(sync=True)
 
-    @traitlets.default("_esm")
-    def _script(self) -> str:
-        return BUNDLE.read_text(encoding="utf-8")
+    @traitlets.default("script")
+    def _script(self) -> Script:
+        return shared(BUNDLE.read_text(encoding="utf-8"))

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import ipywidgets as widgets
 import traitlets
 
@@ -20,16 +19,20 @@ from graftlab.matching.names import pattern_of
 from graftlab.matching.pair import MEANINGS, SURENESS, Pair
 from graftlab.matching.proposal import Proposal, folded, written_as
 from graftlab.widgets.panel import Panel
+from graftlab.widgets.scripts import Script, ScriptedWidget, shared
 
 _SCRIPT = Path(__file__).with_suffix(".js")
 _STYLE = ".graftlab-match .graftlab-message { margin-top: 4px }"
 
 
-class MatchView(anywidget.AnyWidget):
+class MatchView(ScriptedWidget):
     """The widget in the browser."""
 
-    _esm = _SCRIPT
     state: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+
+    @traitlets.default("script")
+    def _script(self) -> Script:
+        return shared(_SCRIPT.read_text(encoding="utf-8"))
 
 
 class MatchEditor(Panel):

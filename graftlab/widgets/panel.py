@@ -368,7 +368,7 @@ export default {
   render({ model, el }) {
     const ended = model.widget_manager?.kernel?.disposed;
     if (typeof ended?.connect !== "function") return;
-    const mark = () => el.closest(".graftlab-panel")?.classList.add("jupyter-widgets-disconnected");
+    const mark = () => el.closest(".graftlab-panel, .graftlab-canvas")?.classList.add("jupyter-widgets-disconnected");
     ended.connect(mark);
     return () => ended.disconnect(mark);
   },
@@ -387,7 +387,7 @@ class KernelWatch(anywidget.AnyWidget):
 
 # All browsers support :has since 2023. Viewers that drop styles show the HTML, since they show no widget.
 _SNAPSHOT_STYLE = """<style>
-.jp-OutputArea:has(.graftlab-panel) > .jp-OutputArea-child:has(.graftlab-static) { display: none }
+.jp-OutputArea:has(.graftlab-panel, .graftlab-canvas) > .jp-OutputArea-child:has(.graftlab-static) { display: none }
 .jp-OutputArea:has(.graftlab-static) > .jp-OutputArea-child:has(> .jupyter-widgets:not(:has(*))) { display: none }
 .graftlab-static table { border-collapse: collapse; font-size: 12px }
 .graftlab-static td, .graftlab-static th { padding: 2px 8px; text-align: left }
@@ -408,8 +408,13 @@ class Snapshot:
         self.is_shown = False
         self._shown = ""
 
-    def display(self, widget: dict[str, Any] | None, markup: str) -> None:
-        """Display the widget's MIME bundle, and below it this HTML as an output for :meth:`update`."""
+    def display(
+        self, widget: dict[str, Any] | None, markup: str, instead: Mapping[str, str | bytes] | None = None
+    ) -> None:
+        """Display the widget's MIME bundle, and below it this HTML as an output for :meth:`update`.
+
+        ``instead`` is for viewers without HTML, by MIME type.
+        """
         data = dict(widget or {})
         if not data:
             return
@@ -417,7 +422,7 @@ class Snapshot:
         data["text/plain"] = ""
         publish_display_data(data)  # type: ignore[no-untyped-call]
         self._shown = markup
-        self._publish(markup, update=False)
+        self._publish(markup, update=False, instead=instead)
         self.is_shown = True
 
     def update(self, markup: str) -> None:
@@ -426,6 +431,7 @@ class Snapshot:
             self._shown = markup
             self._publish(markup, update=True)
 
-    def _publish(self, markup: str, update: bool) -> None:
-        data = {"text/html": f'{_SNAPSHOT_STYLE}<div class="graftlab-static">{markup}</div>', "text/plain": ""}
+    def _publish(self, markup: str, update: bool, instead: Mapping[str, str | bytes] | None = None) -> None:
+        shown = f'{_SNAPSHOT_STYLE}<div class="graftlab-static">{markup}</div>'
+        data = {"text/plain": "", **(instead or {}), "text/html": shown}
         publish_display_data(data, transient={"display_id": self._id}, update=update)  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from functools import partial
 
 import ipywidgets as widgets
 
+from graftlab.base.text import first_of
 from graftlab.base.world import Side
 from graftlab.errors import FilterError, PlanError
 from graftlab.filters.patterns import bounded_rewrite
@@ -111,12 +112,11 @@ class RenameList(FoldableBox):
             update(self._found, value=f'<div class="bad">{html.escape(str(error))}</div>')
             return
         pairs = len(set(changed.values()) & known)
-        shown = ", ".join(f"{old} → {name or '(nothing)'}" for old, name in list(changed.items())[:_EXAMPLES])
-        more = f" and {len(changed) - _EXAMPLES} more" if len(changed) > _EXAMPLES else ""
+        shown = first_of([f"{old} → {name or '(nothing)'}" for old, name in changed.items()], _EXAMPLES)
         summary = f"{len(matched)} names seen match; {pairs} of the new names exist on the {other}"
         if len(changed) < len(matched):
             summary += f"; an earlier rule rewrites {len(matched) - len(changed)} first"
-        text = html.escape(f"{summary}. {shown}{more}" if shown else summary)
+        text = html.escape(f"{summary}. {shown}" if shown else summary)
         update(self._found, value=f'<div class="{"good" if pairs else "quiet"}">{text}</div>')
 
     def _rules_without(self, side: Side, pattern: str) -> list[Rule]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import html
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
-import anywidget
 import ipywidgets as widgets
 import traitlets
+from matplotlib.figure import Figure
 
 from graftlab import plots
 from graftlab.base.html import cell, number, table
 from graftlab.base.text import counted, shortened
-from graftlab.control.session_plots import SessionPlots
+from graftlab.control.session_plots import figures_of_pair
 from graftlab.errors import GraftError
 from graftlab.plots import explorer
 from graftlab.plots.style import to_html
@@ -27,8 +28,9 @@ from graftlab.rows.rendering import written
 from graftlab.rows.schema import in_tables
 from graftlab.rows.store import to_frame
 from graftlab.verdict.conclusion import UNMEASURED, Conclusion, LiveConclusion, TapSummary, conclude_from
-from graftlab.widgets.kept_taps import TapOption, filter_to_keep, kept_options, other_options
+from graftlab.widgets.kept_taps import filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
+from graftlab.widgets.scripts import Script, ScriptedWidget, shared
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +41,17 @@ ROWS_A_TICK = 3000
 _STATIC_LIMIT = 100
 
 
-class TapView(anywidget.AnyWidget):
+class TapView(ScriptedWidget):
     """The widget in the browser. ``taps`` is only sent when the set of taps changes."""
 
-    _esm = explorer.SCRIPT
+    actions = traitlets.List(traitlets.Unicode(), ["open", "keep", "graft"]).tag(sync=True)
+    foldable = traitlets.Bool(False).tag(sync=True)
     taps: traitlets.Dict[str, Any] = traitlets.Dict({"label": [], "order": []}).tag(sync=True)
     figures: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+
+    @traitlets.default("script")
+    def _script(self) -> Script:
+        return shared(explorer.SCRIPT.read_text(encoding="utf-8"))
 
 
 class TapExplorer(widgets.VBox):  # type: ignore[misc]
@@ -88,11 +95,14 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
 
     def _on_message(self, _view: Any, content: Any, _buffers: Any) -> None:
         what, value = content["what"], content["value"]
+        try:
+            self._take(what, value)
+        finally:
+            self.view.send({"what": "answered"})
+
+    def _take(self, what: str, value: Any) -> None:
         if what == "floor":
-            # NaN or infinity would be above every difference, and so clear all taps.
-            if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
-                raise ValueError(f"a noise floor is a finite number of at least 0, not {value!r:.80}")
-            self._noise_floor = None if value is None else float(value)
+            self._noise_floor = as_floor(value)
             self.follow()
             self.show()
         elif what == "chosen":
@@ -132,22 +142,16 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
 
     def _open(self, line: TapSummary) -> None:
         """Show a kept pair, or explain how to keep one."""
-        plot = SessionPlots(self._panel.session)
-        [option] = kept_options([line.row.tags])
-        chosen = {tag: value for tag, value in option.selection.items() if tag != "name"}
         try:
-            pictures = {
-                "where the pair differs": plot.heatmap(option.name, **chosen),
-                "values and differences": plot.histogram(option.name, **chosen),
-            }
+            pictures = figures_of_pair(self._panel.session, line.row)
         except GraftError as error:
             self._show_pair(f'<div class="bad">{html.escape(str(error))}</div>{_KEEP_IT}')
             return
-        shown = [to_html(figure, f"{line.name}: {what}. {in_words(figure)}") for what, figure in pictures.items()]
-        self._show_pair(STYLE + self._step_note(option, line) + "".join(shown))
+        self._show_pair(STYLE + self._step_note(line) + drawn(line.name, pictures))
 
-    def _step_note(self, option: TapOption, line: TapSummary) -> str:
+    def _step_note(self, line: TapSummary) -> str:
         """A warning if the newest kept pair is older than the row in the table."""
+        [option] = kept_options([line.row.tags])
         steps = [
             int(tags["step"])
             for tags in self._panel.session.kept()
@@ -158,6 +162,19 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
             return ""
         note = f"This pair is from step {max(steps)}. The table shows step {line.row.step}, but no pair of it is kept."
         return f'<div class="bad">{note}</div>'
+
+
+def as_floor(value: Any) -> float | None:
+    """Return a noise floor that a page has sent. Raises ValueError for anything but a floor or None."""
+    # NaN or infinity would be above every difference, and so clear all taps.
+    if value is not None and not (type(value) in (int, float) and 0 <= value < math.inf):
+        raise ValueError(f"a noise floor is a finite number of at least 0, not {value!r:.80}")
+    return None if value is None else float(value)
+
+
+def drawn(name: str, pictures: Mapping[str, Figure]) -> str:
+    """Pictures of the pair of a tap as HTML for a page with :data:`graftlab.plots.themes.STYLE`."""
+    return "".join(to_html(figure, f"{name}: {what}. {in_words(figure)}") for what, figure in pictures.items())
 
 
 def _name(line: TapSummary) -> str:

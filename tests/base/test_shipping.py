@@ -275,7 +275,7 @@ def test_result_tensor_has_only_its_own_bytes_and_no_autograd_history() -> None:
 
 def test_unpicklable_result_arrives_as_its_repr_with_the_reason() -> None:
     found = unpack_result(pack_result({"lock": threading.Lock()}))
-    assert isinstance(found, shipping.Unshipped)
+    assert isinstance(found, shipping.UnshippedValue)
     assert repr(found).startswith("{'lock': <unlocked _thread.lock object")
     assert "cannot pickle '_thread.lock' object" in found.why
     assert found.kind == "dict"
@@ -290,7 +290,7 @@ def test_a_result_whose_repr_fails_too_does_not_end_the_rank() -> None:
             raise RuntimeError("and shows nothing")
 
     found = unpack_result(pack_result(Sulks()))
-    assert isinstance(found, shipping.Unshipped)
+    assert isinstance(found, shipping.UnshippedValue)
     assert "stays here" in found.why
 
 

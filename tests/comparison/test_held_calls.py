@@ -8,7 +8,7 @@ import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -18,11 +18,23 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.held_calls import answer_of, names_pair
-from graftlab.comparison.scripts import _failure
+from graftlab.comparison.held_calls import (
+    JudgingChoice,
+    _have_equal_rows,
+    _other_batch,
+    answer_of,
+    judge_held_calls,
+    known_at,
+    names_pair,
+)
+from graftlab.comparison.held_units import failure_of, other_exit_code
 from graftlab.comparison.sides import command_of, ranks_of_command
-from graftlab.errors import ConfigError, SessionError
+from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
+from graftlab.jobs.script_launcher import _without_frames_of_torch
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.rounds import INTERRUPTED
 from graftlab.ranks import held_call
 from graftlab.ranks.held_call import (
     CallDescription,
@@ -85,7 +97,7 @@ def test_a_repeated_call_begins_from_the_same_state_and_leaves_it() -> None:
     model, cache, x = Stateful(), Cache(), torch.randn(4, 2)
     before = state_of(model, cache)
     identity = cache.layers[0]
-    held = HeldCall(lambda: model(x, cache), {"": model}, (x, cache), WatchChoice())
+    held = HeldCall(lambda: model(x, cache), {"": model}, {"x": x, "cache": cache}, WatchChoice())
     results = [held()[""] for _ in range(3)]
     assert all(torch.equal(results[0], each) for each in results[1:])
     held.end()
@@ -101,7 +113,7 @@ def test_state_that_is_not_restored_is_reported() -> None:
         return torch.tensor(outside)
 
     model = nn.Linear(2, 2)
-    described = HeldCall(call, {"": model}, (), WatchChoice()).describe()
+    described = HeldCall(call, {"": model}, {}, WatchChoice()).describe()
     assert described.not_repeated == ("the returned value",)
 
 
@@ -123,7 +135,7 @@ def test_a_backward_pass_leaves_gradients_and_earlier_graphs_as_they_were() -> N
     assert accumulated is not None
     kept = accumulated.clone()
     x = before * 2
-    held = HeldCall(lambda: model(x), {"": model}, (x,), WatchChoice())
+    held = HeldCall(lambda: model(x), {"": model}, {"x": x}, WatchChoice())
     assert held.describe().needs_backward
     assert held.try_backward() is None
     held()
@@ -217,6 +229,26 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
     assert rank.held[0].others == ({"Sequential": 1} if wanted else {})
 
 
+@pytest.mark.parametrize(("wanted", "held"), [("Linear", ["Linear", "Linear[1]"]), ("Linear[1]", ["Linear[1]"])])
+def test_several_models_of_a_class_are_distinguished(
+    wanted: str, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank()
+    monkeypatch.setattr(held_script, "_joined", lambda *where: rank)
+    draft, target, critic, x = nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    script = held_script.HeldScript(tmp_path, "target", wanted)
+    try:
+        script.begin(critic, (x,), {})
+        for model in (draft, target):
+            model(x)
+    finally:
+        script.remove()
+    assert [each.model for each in rank.held] == held
+    # A script that ends without the model that is asked for is shown with those that it has called.
+    names = held_script.other_models(tmp_path, "target").read_text().split()
+    assert names == ["Sequential", "Linear"][: 1 + (wanted == "Linear[1]")]
+
+
 @pytest.mark.parametrize(("error", "failure"), [(None, None), (ValueError("no such file"), "ValueError: no such file")])
 def test_a_script_that_ends_answers_the_next_request(
     error: Exception | None, failure: str | None, monkeypatch: pytest.MonkeyPatch
@@ -274,7 +306,91 @@ class Ended:
 def test_a_script_has_failed_if_it_raised_or_ended_without_a_word(
     results: list[object], process: Any, said: str | None
 ) -> None:
-    assert _failure(process, results) == said
+    assert failure_of(process, results) == said
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [((3, 4), (2, 4), True), ((3, 4), (3, 4), False), ((3, 4), (2, 5), False), ((3, 4, 5), (3, 2, 5), False)],
+)
+def test_batches_of_other_sizes_are_named(ours: tuple[int, ...], theirs: tuple[int, ...], said: bool) -> None:
+    calls = [CallDescription("Net", 1, False, (), {"x": torch.ones(each)}, {}) for each in (ours, theirs)]
+    told = _other_batch(calls[:1], calls[1:])
+    assert bool(told) == said
+    assert not said or told[0].startswith(
+        "The calls have batches of other sizes, 3 on the baseline and 2 on the target"
+    )
+    assert not _other_batch(calls[:1] * 2, calls[1:])
+
+
+def rows_in_calls(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    one, other = ([CallDescription("Net", 1, False, (), {"": each}, {})] for each in (ours, theirs))
+    return _have_equal_rows(one, other, 5.0)
+
+
+def test_results_with_fewer_rows_agree_if_the_other_side_has_all_of_them() -> None:
+    padded = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    packed = torch.cat([padded[2, :4], padded[0, :1], padded[1, :3]])
+    assert rows_in_calls(padded, packed)
+    assert rows_in_calls(packed, padded)
+    assert rows_in_calls(padded, padded.flip(0))
+    wrong = packed.clone()
+    wrong[4, 3] += 1e-2
+    assert not rows_in_calls(padded, wrong)
+    assert not rows_in_calls(wrong, padded)
+    # A row cannot be the partner of two.
+    assert not rows_in_calls(padded, torch.cat([packed[:1], packed[:1]]))
+
+
+def test_an_interrupt_of_the_match_ends_the_comparison_with_what_is_paired() -> None:
+    pair = Pair("a", "x")
+    proposal = Proposal((pair,), {}, {"y": "no partner"}, (), notices=(INTERRUPTED,))
+    edits: list[object] = []
+    session = SimpleNamespace(edit=lambda pairs: edits.append(pairs))
+    repeats: Any = SimpleNamespace(session=session, match=lambda: proposal)
+    ours, theirs = (CallDescription("Net", 1, False, taps, {}, {}) for taps in (("a", "b"), ("x", "y")))
+    with pytest.raises(KeyboardInterrupt, match=r"^1 of 2 taps of the target had a partner\.$") as interrupt:
+        judge_held_calls(repeats, [ours], [theirs], JudgingChoice())
+    assert edits == [proposal], "the pairs stay"
+    assert known_at(interrupt.value) == ["1 of 2 taps of the target had a partner."]
+    assert known_at(WaitInterrupted("run 3 continues")) == []
+
+
+@pytest.mark.parametrize(
+    ("codes", "ranks", "said"), [((0, 3), 1, "target"), ((2, 0), 1, "baseline"), ((3, 3), 1, None), ((0, 1), 2, None)]
+)
+def test_exit_codes_that_differ_are_reported(codes: tuple[int, int], ranks: int, said: str | None) -> None:
+    ended = {
+        side: SimpleNamespace(
+            side=side,
+            command=SimpleNamespace(text=f"{side}.py", ranks=ranks),
+            exit_code=code,
+            wait=lambda limit: True,
+            how_it_ended=lambda: "ended with exit code",
+            last_lines=lambda: "last",
+        )
+        for side, code in zip(("baseline", "target"), codes, strict=True)
+    }
+    told = other_exit_code(cast("Any", ended))
+    assert (told is None) == (said is None)
+    assert said is None or str(told).startswith(f"{said} `{said}.py` ended with exit code")
+
+
+def test_frames_of_torch_are_left_out_of_the_last_lines() -> None:
+    traceback = [
+        "Traceback (most recent call last):",
+        '  File "/a/train.py", line 3, in <module>',
+        "    model(x)",
+        *[
+            line
+            for _ in range(30)
+            for line in ('  File "/p/site-packages/torch/nn/a.py", line 1, in f', "    g()", "    ^^^")
+        ],
+        "RuntimeError: shapes",
+    ]
+    assert _without_frames_of_torch(traceback) == [*traceback[:3], "  (30 frames of torch)", traceback[-1]]
+    plain = ["loading", "    indented", "done"]
+    assert _without_frames_of_torch(plain) == plain
 
 
 def taps_of(name: str, label: str = "clean") -> pd.DataFrame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,7 +97,7 @@ def judged(session: gl.Session, fault: str) -> Comparison:
         ),
         (
             "sum, clipped",
-            ["The target's backward passes leave gradients that are 24 times the baseline's, and what follows takes"],
+            ["The target's backward passes leave gradients that are 24 times the baseline's, and a later step divides"],
             "",
         ),
         (
@@ -193,7 +194,7 @@ def description(gradients: dict[str, torch.Tensor]) -> UpdateDescription:
 
 
 def row(name: str, rank: int, baseline: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-    """What a comparison records of a weight's gradient, as far as it is read."""
+    """What a comparison records of a weight's gradient: what is read of it."""
     found: dict[str, Any] = {"name": name, "rank": rank, "tags": {"kind": "param_grad"}, "nonfinite_differ": False}
     for side, tensor in (("baseline", baseline), ("target", target)):
         found[f"mean_{side}"], found[f"std_{side}"] = float(tensor.mean()), float(tensor.std(correction=0))
@@ -232,7 +233,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     ours, theirs = description({"w": large, "b": noise}), description({"w": large, "b": other})
     found = judge_gradients(rows, [ours], [theirs], {})
     assert found.sentences == ()
-    assert found.unseen == ("the gradients of b, which are hardly above what rounding leaves of zero.",)
+    assert found.unseen == ("the gradients of b, which are barely above rounding noise.",)
     doubled = [row("w", 0, large, large), row("b", 0, noise, 2 * noise)]
     assert judge_gradients(doubled, [ours], [description({"w": large, "b": 2 * noise})], {}).named == ("b",)
 
@@ -244,3 +245,23 @@ def test_gradients_are_held_to_what_an_agreeing_call_showed() -> None:
     args = [row("w", 0, whole, moved)], [description({"w": whole})], [description({"w": moved})]
     assert judge_gradients(*args, {"w": 5e-4}).sentences == ()
     assert judge_gradients(*args, {}).named == ("w",)
+
+
+@pytest.mark.parametrize(
+    ("of_loss", "clipped", "is_alarm"),
+    [(100.0, False, False), (1024.0, False, False), (100.0, True, True), (1024.0, True, True)],
+)
+def test_a_scaled_loss_is_an_alarm_only_where_clipping_may_have_taken_the_scale_out(
+    of_loss: float, clipped: bool, is_alarm: bool
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    left = torch.randn(64, generator=draw)
+    read = left * 0.37 if clipped else left
+    rows = [row("w", 0, read, read)]
+    ours, theirs = (
+        replace(description({"w": read}), accumulated={"w": TensorSample.of(each)}) for each in (left, of_loss * left)
+    )
+    for found in (judge_gradients(rows, [ours], [theirs], {}), judge_gradients(rows, [theirs], [ours], {})):
+        assert bool(found.sentences) == is_alarm
+        assert len((*found.sentences, *found.unseen)) == 1
+        assert "and a later step divides them by that factor" in (*found.sentences, *found.unseen)[0]

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
-DECODES, TRAINS = str(SCRIPTS / "decodes.py"), str(SCRIPTS / "trains.py")
+DECODES, TRAINS, ENCODES = (str(SCRIPTS / name) for name in ("decodes.py", "trains.py", "encodes.py"))
 
 
 def compared(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, object]:
@@ -58,9 +58,11 @@ def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
     answer = compared(capsys, tmp_path, DECODES, f"{DECODES} wrong", "--calls", "1")
     assert (answer["answer"], answer["exit_code"], answer["named"]) == ("differ", 1, ["layers.*.out"])
     text = str(answer["text"])
-    assert text.startswith("1 call of Model agrees. At call 2, of Model:\nlayers.*.out differs in layers 0-1")
+    assert text.startswith(
+        "1 call of Model agrees. At call 2, of Model:\nlayers.* is computed differently in layers 0-1, "
+    )
     assert "With the baseline's layers.*.out the output output.logits agrees" in text
-    assert "layers.*.out differs in layers 0-1" in Path(str(answer["report"])).read_text()
+    assert "layers.* is computed differently in layers 0-1, " in Path(str(answer["report"])).read_text()
     # The scripts end with the answer: neither has printed the token of the second call.
     assert (tmp_path / "logs" / "target.log").read_text().count("token") == 1
 
@@ -93,13 +95,22 @@ def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict
     assert turns._at_last_call(compared).startswith(text)
 
 
-def test_inputs_that_differ_before_a_later_call_are_put_down_to_the_scripts() -> None:
+def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
     turns._models = ["Net", "Net"]
     for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "At call 2, of Net:")):
         frame = pd.DataFrame({"group": [group], "label": ["culprit"]})
         findings = Findings(frame, 5.0, 1, inputs=["input.ids@input"])
         assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
+
+
+def test_what_agrees_is_counted_without_calls_that_could_not_be_compared() -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    assert turns._agreed() == ""
+    turns._judged = (0, 0)
+    assert turns.known == "Nothing was judged yet."
+    turns._updates = 3
+    assert turns._agreed() == "3 updates of the weights agree."
 
 
 FORKS = """
@@ -122,8 +133,59 @@ def test_calls_in_a_fork_of_a_script_are_passed_and_reported(
     answer = compared(capsys, tmp_path / "run", str(script), str(script))
     text = str(answer["text"])
     assert (answer["answer"], text.partition("\n")[0]) == ("agree", "2 calls of Linear agree.")
-    assert "Not checked: calls of models in processes that the target forks" in text
+    assert "Not checked: calls of models in other processes of the target" in text
     assert "ended with 0" in (tmp_path / "run" / "logs" / "target.log").read_text()
+
+
+STARTS = """
+import subprocess, sys, torch
+model, x = torch.nn.Linear(4, 2), torch.ones(1, 4)
+if "child" not in sys.argv:
+    model(x)
+    subprocess.run([sys.executable, __file__, "child"], check=True)
+model(2 * x)
+print("ended")
+"""
+
+
+def test_calls_in_a_program_that_a_script_starts_are_passed_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(f"import torch\ntorch.manual_seed(0)\n{STARTS}")
+    answer = compared(capsys, tmp_path / "run", str(script), str(script))
+    text = str(answer["text"])
+    assert (answer["answer"], text.partition("\n")[0]) == ("agree", "2 calls of Linear agree.")
+    assert "Not checked: calls of models in other processes of the baseline" in text
+    assert (tmp_path / "run" / "logs" / "target.log").read_text() == "ended\nended\n"
+
+
+RAISES = """
+import sys, torch
+torch.manual_seed(0)
+model, x = torch.nn.Linear(4, 2), torch.ones(1, 4)
+if "tries" in sys.argv:
+    try:
+        model(torch.ones(1, 5))
+    except RuntimeError:
+        print("caught")
+model(torch.ones(1, 5) if "fails" in sys.argv else x)
+"""
+
+
+def test_a_call_that_raises_is_left_to_its_script_and_the_next_one_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    answer = compared(capsys, tmp_path / "run", str(script), f"{script} tries")
+    text = str(answer["text"])
+    assert (answer["answer"], text.partition("\n")[0]) == ("agree", "1 call of Linear agrees.")
+    assert "Not checked: the target's call 1 of Linear, which raises RuntimeError: mat1 and mat2 shapes" in text
+    assert main(["compare", str(script), f"{script} fails", "--folder", str(tmp_path / "fails")]) == 2
+    error = capsys.readouterr().err
+    assert f"The target `{sys.executable} {script} fails` raised RuntimeError: mat1 and mat2" in error
+    assert f'File "{script}", line 10, in <module>' in error
 
 
 def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
@@ -198,6 +260,16 @@ def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsy
         "1 call of Model agrees. In update 1 of the weights:\n"
         "The optimizer's lr is 0.1 on the baseline and 0.2 on the target.\n"
     )
+
+
+@pytest.mark.parametrize("fault", [pytest.param("", marks=pytest.mark.soak), "wrong"])
+def test_a_padded_batch_is_compared_with_a_packed_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    answer = compared(capsys, tmp_path, ENCODES, f"{ENCODES} packed {fault}")
+    assert answer["answer"] == ("differ" if fault else "agree"), answer["text"]
+    assert answer["named"] == (["layers.*.norm"] if fault else [])
+    assert answer["pairs"]
 
 
 @pytest.mark.soak

@@ -19,6 +19,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
+from graftlab.base.tap_groups import kind_of_group
 from graftlab.comparison.held_calls import Comparison, JudgingChoice
 from graftlab.comparison.held_updates import take_given_values
 from graftlab.comparison.started_scripts import StartedScripts
@@ -63,7 +64,7 @@ def test_calls_in_a_generator_are_part_of_the_call_that_returned_it() -> None:
 
 def test_a_call_that_returns_a_generator_is_held_to_its_last_item() -> None:
     model, x = Stream(), torch.ones(1, 2)
-    described = HeldCall(partial(model, x), {"": model}, (x,), WatchChoice()).describe()
+    described = HeldCall(partial(model, x), {"": model}, {"x": x}, WatchChoice()).describe()
     assert list(described.plain) == ["[0]", "[1]", "[2]"]
     assert described.not_repeated == ()
 
@@ -74,7 +75,7 @@ def test_a_call_that_fails_when_it_is_repeated_keeps_its_first_result() -> None:
     def call() -> torch.Tensor:
         return next(given)
 
-    described = HeldCall(call, {"": nn.Linear(2, 2)}, (), WatchChoice()).describe()
+    described = HeldCall(call, {"": nn.Linear(2, 2)}, {}, WatchChoice()).describe()
     assert described.fails_when_repeated == "StopIteration: "
     assert described.plain[""].tolist() == [1.0, 1.0]
 
@@ -100,7 +101,7 @@ def hold_call(fault: str, start: int) -> None:
         calls.append(1)
         return model(x) * len(calls)
 
-    hold(HeldCall(call, {"": model}, (x,), WatchChoice()))
+    hold(HeldCall(call, {"": model}, {"x": x}, WatchChoice()))
 
 
 class StartedInPlace(StartedScripts):
@@ -200,8 +201,10 @@ def test_a_step_with_a_closure_is_judged_with_its_calls(
     compared = ClosureInPlace(session, fault).judge_update(run.baseline, run.target, JudgingChoice(), None, {})
     assert compared.answer == answer, compared.text
     assert said in compared.text
-    first_agrees = "what is named in the model follows from the step" in compared.text
+    first_agrees = "The closure's first call agrees" in compared.text
     assert first_agrees == (fault == "rate")
+    # Then what differs in the model's later calls is not named beside the step that it follows from.
+    assert (not any(kind_of_group(group) in (None, "grad") for group in compared.named)) == (fault != "scaled")
     # The closure's calls are among the taps.
     assert {"0", "2"} <= {*compared.frame["name"]}
 

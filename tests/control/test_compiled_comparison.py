@@ -365,7 +365,7 @@ def test_code_that_computes_something_else_while_it_is_captured_is_reported(sess
 
 
 def attend(x: Tensor) -> Tensor:
-    """Attention with as many heads as tokens, which a pattern of inductor takes for another one."""
+    """Attention with as many heads as tokens, which a pattern of inductor takes for a different one."""
     q, k, v = gl.tap("x", x * 2).unbind(0)
     q, v = q.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)
     turned = k.permute(0, 2, 3, 1)

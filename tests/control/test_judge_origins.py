@@ -104,11 +104,10 @@ def found(verdict: Any) -> list[tuple[str, bool, dict[str, str]]]:
 def test_a_projection_is_right_where_the_scores_before_it_are_wrong(session: gl.Session) -> None:
     verdict = session.verdict(decode, decode, args=("scale",))
     assert verdict.named == ["layers.*.attn.o"]
-    assert (
-        "\nlayers.*.attn.o is right: from equal inputs it agrees. Something between q, k, v and o that no tap shows "
-        "differs, in layers.*.attn.forward.\n"
-    ) in verdict.text
-    assert verdict.text.startswith("layers.*.attn.o differs in layers 0-2 (added 0.0")
+    assert verdict.text.startswith(
+        "layers.*.attn is computed differently in layers 0-2, between q, k, v and o (o itself is right; added 0.0"
+    )
+    assert "itself" not in verdict.text.partition("\n")[2]
     (origin,) = verdict.origins
     layer = origin.tap.removesuffix(".o")
     assert origin.modules == {"baseline": layer, "target": layer}
@@ -145,26 +144,29 @@ def stacked(fault: str) -> torch.Tensor:
 def test_what_all_layers_are_given_wrongly_has_one_sentence(session: gl.Session) -> None:
     verdict = session.verdict(stacked, stacked, args=("order",))
     assert verdict.named == ["layers.*"]
-    assert verdict.text.count("layers.* is right: from equal inputs it agrees.") == 1
+    assert verdict.text.startswith("The model is computed differently in layers 0-2, between ")
+    assert verdict.text.count("layers.* itself is right") == 1
 
 
 def test_modules_that_read_one_wrong_tensor_share_a_sentence(session: gl.Session) -> None:
     verdict = session.verdict(decode, decode, args=("before",))
     assert verdict.named == ["layers.*.attn.q", "layers.*.attn.k", "layers.*.attn.v"]
-    assert (
-        "layers.*.attn.q, layers.*.attn.k and layers.*.attn.v are right: from equal inputs they agree. Something "
-        "between the inputs of layers.*.attn and q, k or v that no tap shows differs, in layers.*.attn.forward."
-    ) in verdict.text
+    assert verdict.text.startswith(
+        "layers.*.attn is computed differently in layers 0-2, between its inputs and q, k or v (q, k and v themselves "
+        "are right; added 0."
+    )
+    assert verdict.text.count("is computed differently") == 1
+    assert "The values first differ here" in verdict.text
     assert "the target's values are 1.01 times the baseline's" in verdict.text
     assert "Tap that tensor to find out" not in verdict.text
 
 
 def test_a_wrong_argument_of_a_module_around_is_named(session: gl.Session) -> None:
     verdict = session.verdict(decode, decode, args=("mask",))
-    assert (
-        "layers.*.attn.o is right: from equal inputs it agrees. What layers.* is given as mask differs, and arises "
-        "where no tap shows it, in the model's forward."
-    ) in verdict.text
+    assert verdict.text.startswith(
+        "What layers.* is given as mask is computed differently in layers 0-2, in the model's forward "
+        "(layers.*.attn.o itself is right; added 0."
+    )
     assert "is given as mask, the target's values are 2 times the baseline's" in verdict.text
 
 
@@ -190,10 +192,9 @@ def test_modules_with_other_names_and_arguments_are_compared_by_their_pairs(sess
     session.edit(pairs=None)
     assert verdict.named == ["layers.*.attn.o"]
     # The mask has another name on the target, so nothing says that it is equal.
-    assert (
-        "layers.*.attn.o is right: from equal inputs it agrees. Something between wq, wk, wv and wo that no tap shows "
-        "differs, in layers.*.attn.forward, or in bias, which layers.*.attn is given and which was not compared."
-    ) in verdict.text
+    first = verdict.text.partition("\n")[0]
+    assert first.startswith("layers.*.attn is computed differently in layers 0-2, between wq, wk, wv and wo (o itself")
+    assert first.endswith("). Or bias, which layers.*.attn is given and which was not compared, may differ.")
 
 
 class Recurrent(nn.Module):
@@ -219,7 +220,10 @@ def test_each_call_of_a_shared_module_is_judged_by_its_own_inputs(session: gl.Se
     verdict = session.verdict(recur, recur)
     assert verdict.named == ["cell"]
     assert [(each.occurrence, each.is_itself) for each in verdict.origins] == [(3, False)]
-    assert "cell is right: from equal inputs it agrees." in verdict.text
+    # Its line is confirmed, so nothing suggests that the model was fed its own output.
+    assert verdict.text.startswith(
+        "The model is computed differently in occurrence 3 of 0-4, between one cell and the next (cell itself is right;"
+    )
 
 
 def without_modules() -> torch.Tensor:

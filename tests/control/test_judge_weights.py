@@ -84,7 +84,7 @@ def test_weights_that_explain_everything_are_reported_as_the_cause(session: gl.S
 def test_code_is_judged_with_the_weights_of_the_baseline(session: gl.Session) -> None:
     verdict = session.verdict(call, call, args=("scaled and code",))
     first, second, *_ = verdict.text.splitlines()
-    assert first.endswith("(rel_l2 0.1). All that follows was measured with the baseline's weights.")
+    assert first.endswith("(rel_l2 0.1). Everything below was measured with the baseline's weights.")
     assert second.startswith("layers.*.norm is computed differently in layer 2 ")
     assert verdict.labels["layers.*.norm"] == "culprit"
     assert "With the baseline's layers.*.norm the output layers.output agrees (0 x its floor; " in verdict.text

@@ -95,9 +95,9 @@ def test_the_line_is_confirmed_and_stands_below_the_sentence_that_it_explains(se
     assert lines(verdict)[0] == ('scores = q @ k.mT * (0.3 if "scale" in self.wrong else 1 / math.sqrt(8))', True)
     assert verdict.lines["operation"].iloc[0] == "mul(f32[2, 2, 6, 6], 0.3)"
     said = verdict.text.splitlines()
-    place = next(n for n, line in enumerate(said) if line.startswith("First difference, from equal"))
-    assert said[place - 1].startswith("*.o differs in ")
-    assert said[place].endswith("with the baseline's value there the tap agrees:")
+    place = next(n for n, line in enumerate(said) if line.startswith("The values first differ here"))
+    assert said[place - 1].startswith("* is computed differently in member 1 of 0-1, between q, k, v and o (o itself")
+    assert said[place].endswith("with the baseline's value there, the tap agrees:")
     assert said[place + 1].startswith(f"  target    {Path(__file__).name}:")
     assert said[place + 2].startswith(f"  baseline  {Path(__file__).name}:")
     assert session.plan.b2t is None
@@ -230,7 +230,7 @@ def test_the_lines_of_one_tap_need_no_verdict(session: gl.Session) -> None:
     # Of the same call: what adds nothing has no lines.
     right = session.lines("0", run, run, args=("scale",))
     assert (right.text, len(right.frame)) == (
-        "'0' adds no more than rounding: from equal values before it, both sides compute the same.",
+        "'0' adds no more than rounding: from equal inputs, both sides compute the same.",
         0,
     )
 
@@ -301,10 +301,7 @@ def test_a_line_that_the_target_lacks_is_confirmed_on_the_baseline(session: gl.S
     verdict = session.verdict(stages, stages, args=("lacks",))
     assert lines(verdict, "baseline")[0] == ("hidden = hidden * hidden.abs().mean(-1, keepdim=True)", True)
     assert not any(confirmed for _, confirmed in lines(verdict))
-    assert (
-        "First difference, from equal values before it; with what the target lacks there the tap agrees:"
-        in verdict.text
-    )
+    assert "The values first differ here; with what the target lacks there, the tap agrees:" in verdict.text
     assert "(the target lacks this)" in verdict.text
 
 

@@ -178,7 +178,7 @@ def test_differing_weights_are_reported_and_need_no_graft(tmp_path: Path) -> Non
     verdict = loaded(tmp_path, [weight, *COMPARED, weight._replace(step=1), *GRAFTED]).verdict()
     assert "w" not in set(verdict.frame["name"])
     assert verdict.text.startswith("The weights already differ: w (rel_l2 0.2).")
-    assert "those that differ may explain what is named" in verdict.text
+    assert "differing weights may explain what is named" in verdict.text
 
 
 def test_grafted_weights_are_reported_to_have_differed_before(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from kit.support import reset
 
 import graftlab as gl
+from graftlab.base.progress import reported_to
 
 pytestmark = pytest.mark.ranks
 
@@ -102,6 +103,18 @@ def test_behind_a_fault_the_target_is_grafted_until_its_taps_match(session: gl.S
     session.edit(pairs=proposal, b2t="True")
     frame = session.run(fused, wrong, args=(4,)).frame
     assert frame.loc[frame["rel_l2"] > 1e-3, "target_name"].tolist() == ["layers.3.mix"]
+
+
+def test_a_match_shows_its_runs_and_how_many_taps_are_paired(session: gl.Session) -> None:
+    shown: list[str] = []
+    with reported_to(shown.append):
+        session.match(fused, partial(split, fault=1), args=(3,))
+    titles = list(dict.fromkeys(title.partition(" paired")[0] for title in shown))
+    assert titles[:3] == [
+        "matching, run 1",
+        "matching, the values of 10 and 16 taps in run 1",
+        "matching, run 2, 10 of 16 taps",
+    ]
 
 
 def test_the_exported_code_pairs_as_the_proposal_does(session: gl.Session) -> None:
@@ -257,7 +270,7 @@ def test_pairs_learned_from_a_faulty_target_are_refused_after_its_fix(session: g
     verdict = session.verdict(fused, split, args=(3,))
     assert verdict.named == []
     first, *_ = verdict.text.split("\n")
-    assert first.startswith("The plan's pairs were learned from other code: layers.2.k was paired with h.1.qkv"), first
+    assert first.startswith("The plan's pairs are outdated: layers.2.k was paired with h.1.qkv"), first
     assert "Match again" in first
     assert "adds more than rounding" not in verdict.text
     # A target that takes another tap's values by mistake is no mended one.

@@ -8,13 +8,21 @@ from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graftlab.diffs.results import compare_results, named_tensors
+from graftlab.diffs.results import (
+    compare_named,
+    compare_results,
+    named_tensors,
+    values_of_other_shapes,
+    written_on_one_side,
+    written_path,
+)
 
 
 @dataclass
@@ -27,13 +35,51 @@ Pair = namedtuple("Pair", ["hidden", "loss"])
 
 
 def test_tensors_are_found_in_mappings_sequences_named_tuples_and_dataclasses() -> None:
-    result = {"out": Output(torch.ones(2), [torch.zeros(1), None, "text"]), "pair": Pair(torch.ones(1), 0.5), 3: True}
+    result = {"out": Output(torch.ones(2), [torch.zeros(1), None]), "pair": Pair(torch.ones(1), 0.5), 3: True}
     assert list(named_tensors(result)) == [
         *("['out'].logits", "['out'].past[0]", "['pair'].hidden", "['pair'].loss", "[3]"),
     ]
     assert list(named_tensors(torch.ones(1))) == [""]
     # What a held call returns has been named already.
     assert list(named_tensors(pickle.loads(pickle.dumps(named_tensors(result))))) == list(named_tensors(result))
+
+
+class Answer:
+    """Neither a dataclass nor a tuple, as a server's answer may be."""
+
+    def __init__(self, text: str, scores: Any) -> None:
+        self.text, self.scores, self._cached = text, scores, torch.ones(1)
+
+
+def test_arrays_texts_and_attributes_of_objects_are_compared() -> None:
+    one = [Answer("a token", np.ones((2, 3), np.float32)), b"bytes", np.int64(3), np.array(["one", "two"])]
+    assert list(named_tensors(one)) == ["[0].text", "[0].scores", "[1]", "[2]", "[3][0]", "[3][1]"]
+    other = [Answer("a token more", np.full((2, 3), 1.5, np.float32)), b"bytes", np.int64(3), np.array(["one", "too"])]
+    differences, left = compare_results(one, other)
+    assert [each.path for each in differences if each.rel_l2] == ["[0].text", "[0].scores", "[3][1]"]
+    assert left == []
+
+
+def test_whole_numbers_in_lists_do_not_round() -> None:
+    (difference,), _ = compare_results([5], [6])
+    assert difference.dtypes == ("int64", "int64")
+    (huge,), _ = compare_results([2**70], [2**71])
+    assert huge.rel_l2 == 1.0
+
+
+def test_state_that_calls_write_is_paired_by_its_own_place_alone() -> None:
+    returned = {"": torch.ones(2), written_path("cache[0]"): torch.ones(2), written_path("mine"): torch.ones(3)}
+    other = {"x": torch.ones(2), written_path("cache[0]"): torch.zeros(2), written_path("theirs"): torch.ones(3)}
+    differences, left = compare_named(returned, other)
+    assert [(each.path, each.rel_l2) for each in differences] == [("", 0.0), (written_path("cache[0]"), 1.0)]
+    # Ports keep state of their own.
+    assert left == []
+    assert written_on_one_side(returned, other) == [
+        "what the baseline's call alone writes, to mine",
+        "what the target's call alone writes, to theirs",
+    ]
+    (said,) = values_of_other_shapes({written_path("k"): torch.ones(2)}, {written_path("k"): torch.ones(3)})
+    assert said == "What the call writes to k has the shape [2] on the baseline and [3] on the target."
 
 
 def test_a_result_that_contains_itself_ends() -> None:

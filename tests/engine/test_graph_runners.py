@@ -40,8 +40,8 @@ from graftlab.engine import (
 )
 from graftlab.engine.attention import AttentionBackend
 from graftlab.engine.graph_attention import UnpaddedAttention
+from graftlab.engine.runners.draft import VerifyAttention
 from graftlab.engine.runners.graph import GraphRunner
-from graftlab.engine.verify_attention import VerifyAttention
 from graftlab.errors import GraphError
 from graftlab.graphs import PaddingPolicy, build_prefill_registry, clear_input_buffer_pool
 from graftlab.graphs.capture import CudaCapturer

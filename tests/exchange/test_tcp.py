@@ -17,14 +17,22 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 from kit.gpus import LateGpu, Machine, on_gpu
 from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, make_post
 from kit.support import wait_until
 
+from graftlab.errors import MessageError
 from graftlab.exchange import strangers, tcp
-from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, encode
+from graftlab.exchange.channel import frames_in
+from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, decode, encode
 from graftlab.exchange.keys import derive_keys, new_token
 from graftlab.exchange.tcp import FrameWithPayload, RouterSocket, TcpChannel
+from graftlab.jobs.handshake import unpack_handshake
+from graftlab.ranks.messages import unpack_from_rank, unpack_to_rank
+
+TOKEN = new_token()
 
 
 @pytest.fixture
@@ -36,13 +44,20 @@ def posts() -> Iterator[tuple[RouterSocket, RouterSocket]]:
 
 
 def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
-    """Both ends of a connection; the second post has made it."""
+    """Both ends of a connection; the second post has made it.
+
+    It tries again as ranks do: until its first frame arrives it is a stranger, and any of many may be ended.
+    """
     first, second = posts
     ours = second.connect(first.name, "127.0.0.1", first.port)
 
     def both() -> bool:
+        nonlocal ours
         first.pump()
         second.pump()
+        if ours.ended:
+            second.forget(ours)
+            ours = second.connect(first.name, "127.0.0.1", first.port)
         return ours.linked and first.channel_from(second.name) is not None
 
     wait_until(both, "the connection")
@@ -300,6 +315,63 @@ def test_large_frames_arrive_whole_in_pieces(
     assert b"".join(getattr(first, "payload", ())) == (attached or b"")
 
 
+# What a process that knows the token may send in place of a frame in pieces, whose parts are their number and they.
+BROKEN_PIECES = {
+    "no number": [],
+    "half a number": [b"\x01\x00"],
+    "more than a number": [bytes(5), b"piece"],
+    "no pieces": [bytes(4), b"piece"],
+    "fewer pieces than their number": [(3).to_bytes(4, "little"), b"piece", b"piece"],
+    "four thousand million pieces": [b"\xff" * 4, b"piece"],
+}
+
+
+def send_parts(channel: TcpChannel, *parts: bytes) -> None:
+    """Send a message of these parts to the other end."""
+    router = channel._router
+    with router._lock:
+        router._socket.send_multipart([channel.name, *parts])
+
+
+@pytest.mark.parametrize("pieces", BROKEN_PIECES.values(), ids=BROKEN_PIECES)
+def test_broken_pieces_disconnect_the_rank_that_sent_them_and_no_other(
+    pieces: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    with a_world(2, 1, tcp=True) as world:
+        broken, whole, receiver = world.begin().mailboxes
+        [*_, to_target] = broken.channels
+        assert isinstance(to_target, TcpChannel)
+        send_parts(to_target, b"p", *pieces)
+        whole.publish(key(), 3.0)
+        receipt = receiver.receive(key())
+        assert [each.tensor.item() for each in receipt.contributions] == [3.0]
+        assert "was disconnected: it sent a frame that target[0] cannot read" in receipt.absent[0]
+        assert [record.message.count("was disconnected") for record in caplog.records] == [1]
+
+
+@given(st.lists(st.binary(max_size=6) | st.sampled_from([b"p", bytes(4), b"\1\0\0\0", b"\2\0\0\0"]), max_size=5))
+def test_any_parts_of_a_message_are_a_frame_whole_or_one_that_no_reader_decodes(parts: list[bytes]) -> None:
+    router = RouterSocket(derive_keys(TOKEN), b"reader")
+    try:
+        channel = router._channels[b"other"] = TcpChannel(router, b"other")
+        assert router._handle([zmq.Frame(part) for part in (b"other", b"p", *parts)]) == []
+        [frame] = channel.receive()
+    finally:
+        router.close()
+    count = int.from_bytes(parts[0], "little") if parts and len(parts[0]) == 4 else 0
+    if 0 < count < len(parts):
+        assert frame == b"".join(parts[1 : 1 + count])
+        assert list(getattr(frame, "payload", ())) == parts[1 + count :]
+    else:
+        assert (frame, type(frame)) == (b"p", bytes)
+
+
+def test_a_frame_that_no_reader_decodes_is_refused_wherever_frames_are_read() -> None:
+    for read in (decode, unpack_handshake, unpack_to_rank, unpack_from_rank, lambda frame: list(frames_in(frame))):
+        with pytest.raises((ValueError, MessageError)):
+            read(b"p")
+
+
 # ---- strangers ------------------------------------------------------------------------------------------------------
 
 # ZMTP 3.1, mechanism CURVE, not a server.
@@ -390,6 +462,36 @@ def test_strangers_are_limited_and_keep_no_rank_out(
         for sender, receiver in ((ours, theirs), (to_first, from_third)):
             sender.send(b"frame")
             assert heard(receiver, 1) == [b"frame"]
+    finally:
+        for each in (*posts, *made):
+            each.close()
+
+
+def test_a_rank_that_is_taken_for_a_stranger_too_many_joins_when_it_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp, "_CONNECT_LIMIT", 600.0)
+    monkeypatch.setattr(strangers, "SLOW", 1e9)
+    monkeypatch.setattr(strangers, "_RESERVED", 1 << 40)
+    ended: list[int] = []
+
+    def newest_twice(among: list[int], count: int) -> list[int]:
+        chosen = among[-count:] if count and len(ended) < 2 else among[:count]
+        ended.extend(chosen)
+        return chosen
+
+    monkeypatch.setattr(strangers.random, "sample", newest_twice)
+    posts = first, second = make_post(0), make_post(1)
+    made = []
+    try:
+        for number in range(8):
+            made.append(socket.create_connection(("127.0.0.1", first.port)))
+            made[-1].send(GREETING)
+            wait_until(lambda number=number: first.pump() or len(first._strangers.known) > number, "it to be known")
+        theirs, ours = joined((first, second))
+        assert len(ended) >= 2
+        ours.send(b"frame")
+        assert heard(theirs, 1) == [b"frame"]
     finally:
         for each in (*posts, *made):
             each.close()

@@ -65,6 +65,15 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
         *("clean", "clean", "culprit", "inherited", "inherited")
     ]
     assert "Not checked: whether both jobs have the same weights, which no tap shows" in verdict.text
+    # Its operations were recorded in a step that the jobs made anyway, and confirmed in another.
+    assert "\nThe values first differ here; with the baseline's value there, the tap agrees:\n" in verdict.text
+    assert [(row.side, row.operation, row.confirmed) for row in verdict.lines.itertuples()] == [
+        ("target", "mul(f32[16, 32], 1.01)", True),
+        ("baseline", "mul(f32[16, 32], 1)", False),
+    ]
+    assert verdict.lines["source"].iloc[0].startswith('x = x + gl.tap(f"layers.{layer}.act", torch.tanh(h)')
+    assert filters_of(session.plan) == before
+    assert session.lines("layers.1.act").frame["operation"].tolist() == verdict.lines["operation"].tolist()
     assert filters_of(session.plan) == before
     wait_until(lambda: len(session.adopted(session.plan.version)) == 2, "the plan from before in force")
     assert "layers.*.act is computed differently" in session.report(tmp_path / "report.html").read_text()
@@ -72,6 +81,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     # Runs of several steps, whose output is the last step's.
     verdict = session.verdict(steps=2)
     assert verdict.named == ["layers.*.act"]
+    assert verdict.lines["confirmed"].tolist() == [True, False]
     assert "With the baseline's layers.*.act the output out agrees (" in verdict.text
     assert "\nHint (layers.*.act): at layers.1.act, " in verdict.text
     assert verdict.frame["step"].tolist() == [0] * 8 + [1] * 8
@@ -129,16 +139,22 @@ def test_a_verdict_on_training_jobs_names_the_floor_it_used(tmp_path: Path, stop
     )
     # These compute with weights that the fault has changed; the text qualifies what is named.
     assert "layers.*.linear" in verdict.named
-    assert "\nWeights were not grafted, so those that differ may explain what is named." in verdict.text
+    assert "\nWeights were not grafted, so differing weights may explain what is named." in verdict.text
     assert "how the optimizers' steps update the weights: that needs permanent grafts" in verdict.text
     assert "the output" not in verdict.text.replace("what moves the output", "")
     assert not session.plan.b2t
+    # Each step has other values, and both sides are traced in the same one.
+    confirmed = verdict.lines[verdict.lines["confirmed"]]
+    assert confirmed["source"].tolist() == ["return torch.tanh(x) * self.gain"]
+    assert "return x + self.act(self.linear(x))" in verdict.lines["source"].tolist()
 
     verdict = session.verdict(graft_weights=True, floor=1e-4)
     assert verdict.named == ["layers.*.act"]
     assert "the floor is the given one (rel_l2 0.0001)" in verdict.text
     assert "in layer 1 of 0-2 (added 0.05, 5e+02 x the given floor, float32, at layers.1.act)." in verdict.text
     assert "may explain what is named" not in verdict.text
+    assert verdict.lines["source"].tolist() == ["return torch.tanh(x) * self.gain"] * 2
+    assert verdict.lines["confirmed"].tolist() == [True, False]
     assert "From now on the target has the baseline's weights" in verdict.text
     updates = verdict.frame[[tags.get("updated", False) for tags in verdict.frame["tags"]]]
     assert len(updates) == 12

@@ -141,6 +141,16 @@ def rows_of(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+BAD_NETWORK = {"delay": 0.05, "lost": 0.03, "jitter": 0.1}
+
+
+def require_bad_network(*those: Machine) -> None:
+    """Check that packets were lost, and arrived in another order than they were sent."""
+    counted = [machine.packets() for machine in those]
+    assert sum(each["RetransSegs"] for each in counted) > 0
+    assert sum(each["TCPOFOQueue"] for each in counted) > 0
+
+
 def require_right_pairs(folder: Path) -> set[str]:
     """Return the statuses; check that compared tensors are of the same step."""
     frame = gl.load_run(folder / "run")
@@ -191,13 +201,33 @@ def test_a_cable_that_stays_unplugged_ends_waits_and_the_jobs_continue(tmp_path:
 
 
 @pytest.mark.soak
-def test_taps_pair_correctly_over_a_slow_and_lossy_network(tmp_path: Path) -> None:
-    with machines(2, delay=0.1, lost=0.03) as (first, second):
+def test_taps_pair_correctly_where_packets_are_lost_delayed_and_reordered(tmp_path: Path) -> None:
+    with machines(2, **BAD_NETWORK) as (first, second):
         jobs = two_that_count(first, second, tmp_path)
         more_rows(tmp_path, 30)
         (tmp_path / "stop").touch()
         assert all_end_well(jobs) == ["counted True True\n"] * 2
+        require_bad_network(first, second)
     assert require_right_pairs(tmp_path) <= {"compared", "unmatched", "missing"}
+
+
+@pytest.mark.soak
+def test_a_kill_frees_the_other_side_where_packets_are_lost_delayed_and_reordered(tmp_path: Path) -> None:
+    with machines(2, **BAD_NETWORK) as (first, second):
+        # The baseline waits for the target at each tap.
+        jobs = two_that_count(first, second, tmp_path, t2b_filter="True", compare_filter="")
+        more_rows(tmp_path, 20)
+        jobs[1].kill()
+        # A wait for it would take two minutes each.
+        more_rows(tmp_path, 20)
+        (tmp_path / "stop").touch()
+        assert end(jobs[0])[:2] == (0, "counted True True\n")
+        end(jobs[1])
+        require_bad_network(first, second)
+    assert require_right_pairs(tmp_path) <= {"grafted", "missing", "unmatched"}
+    frame = gl.load_run(tmp_path / "run").sort_values("step")
+    assert frame["status"].iloc[-1] == "missing"
+    assert frame["error"].iloc[-1] == "target[0] died, or the network connection to it failed"
 
 
 def test_a_rank_killed_on_another_machine_frees_the_others_and_can_rejoin(tmp_path: Path) -> None:

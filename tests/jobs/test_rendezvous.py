@@ -95,8 +95,8 @@ def test_refusals_of_many_processes_are_a_few_lines_with_their_number(
     assert lines[-1].startswith("121 more processes were refused; the last: ")
 
 
-def test_refusals_of_processes_of_scripts_are_a_few_lines_too(caplog: pytest.LogCaptureFixture) -> None:
-    admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice())
+def test_refusals_of_processes_of_scripts_are_a_few_lines_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice(), tmp_path)
     for _ in range(30):
         ours, theirs = socket.socketpair()
         with ours, theirs:

@@ -38,6 +38,21 @@ class Machine:
         network = f"/run/netns/{self.name}"
         return warm.start(arguments, environment(extra), network=network, own_folder=(str(_tmp()), self._tmp))
 
+    def packets(self) -> dict[str, int]:
+        """Linux counts its TCP packets: ``RetransSegs`` were lost, ``TCPOFOQueue`` out of order."""
+        found: dict[str, int] = {}
+        for file in ("snmp", "netstat"):
+            shown = subprocess.run(
+                ["ip", "netns", "exec", self.name, "cat", f"/proc/net/{file}"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            lines = shown.stdout.splitlines()
+            for names, counts in zip(lines[::2], lines[1::2], strict=True):
+                found |= zip(names.split()[1:], map(int, counts.split()[1:]), strict=True)
+        return found
+
     def unplug(self) -> None:
         """Its cable is out."""
         _ip("-n", self._plug.partition(" ")[0], "link", "set", self._plug.partition(" ")[2], "down")
@@ -47,13 +62,15 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machines(count: int, *, delay: float = 0.0, lost: float = 0.0) -> Iterator[list[Machine]]:
+def machines(count: int, *, delay: float = 0.0, lost: float = 0.0, jitter: float = 0.0) -> Iterator[list[Machine]]:
     """Machines on one switch, each behind a cable that takes these seconds and loses this share of packets.
+
+    With ``jitter`` each packet takes up to that many seconds more, so that packets overtake each other.
 
     Skips the test where they cannot be made.
     """
     try:
-        with _machines(count, delay, lost) as made:
+        with _machines(count, delay, lost, jitter) as made:
             yield made
     except NoMachines as error:
         pytest.skip(str(error))
@@ -64,9 +81,10 @@ class NoMachines(Exception):
 
 
 @contextlib.contextmanager
-def _machines(count: int, delay: float, lost: float) -> Iterator[list[Machine]]:
+def _machines(count: int, delay: float, lost: float, jitter: float) -> Iterator[list[Machine]]:
     if shutil.which("ip") is None or os.geteuid() != 0:
         raise NoMachines("network namespaces need the command ip, and root")
+    is_slow = bool(delay or lost or jitter)
     base = f"gl{os.getpid()}x{next(_numbers)}"
     switch = f"{base}s"
     _tmp().mkdir(mode=0o700, exist_ok=True)
@@ -83,11 +101,11 @@ def _machines(count: int, delay: float, lost: float) -> Iterator[list[Machine]]:
             _ip("netns", "add", name)
             made.append(name)
             _ip("-n", name, "link", "set", "lo", "up")
-        if delay or lost:
-            folders.callback(_end, _start_wire(delay, lost, switch, *names))
+        if is_slow:
+            folders.callback(_end, _start_wire(delay, lost, jitter, switch, *names))
         for number, name in enumerate(names):
             address, plug = f"10.77.0.{number + 1}", f"p{number}"
-            if not (delay or lost):
+            if not is_slow:
                 _ip("-n", switch, "link", "add", plug, "type", "veth", "peer", "name", "eth0", "netns", name)
             _ip("-n", switch, "link", "set", plug, "master", "br0", "up")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")

@@ -1,4 +1,4 @@
-"""Cables that are slow and lose packets: a process that carries Ethernet frames between network namespaces.
+"""Cables that are slow, lose packets and change their order: a process that carries Ethernet frames between namespaces.
 
 ``tc netem`` does the same where the system's kernel has it; this works on any that has ``/dev/net/tun``.
 """
@@ -33,8 +33,11 @@ def plug(namespace: str, name: str) -> int:
     return interface
 
 
-def carry(ends: dict[int, int], delay: float, lost: float) -> None:
-    """Pass on what comes out of each end, ``delay`` seconds later, all but this share of it."""
+def carry(ends: dict[int, int], delay: float, lost: float, jitter: float) -> None:
+    """Pass on what comes out of each end, all but this share of it, ``delay`` to ``delay + jitter`` seconds later.
+
+    Packets overtake each other within that time.
+    """
     chance, count = random.Random(0), itertools.count()
     on_their_way: list[tuple[float, int, int, bytes]] = []
     while True:
@@ -45,7 +48,8 @@ def carry(ends: dict[int, int], delay: float, lost: float) -> None:
             except OSError:
                 continue  # the interface is not up
             if chance.random() >= lost:
-                heapq.heappush(on_their_way, (time.monotonic() + delay, next(count), ends[end], frame))
+                due = time.monotonic() + delay + jitter * chance.random()
+                heapq.heappush(on_their_way, (due, next(count), ends[end], frame))
         while on_their_way and on_their_way[0][0] <= time.monotonic():
             *_, end, frame = heapq.heappop(on_their_way)
             try:
@@ -55,13 +59,13 @@ def carry(ends: dict[int, int], delay: float, lost: float) -> None:
 
 
 def main() -> None:
-    delay, lost, switch, *names = sys.argv[1:]
+    delay, lost, jitter, switch, *names = sys.argv[1:]
     ends = {}
     for number, name in enumerate(names):
         one, other = plug(name, "eth0"), plug(switch, f"p{number}")
         ends[one], ends[other] = other, one
     print("ready", flush=True)
-    carry(ends, float(delay), float(lost))
+    carry(ends, float(delay), float(lost), float(jitter))
 
 
 if __name__ == "__main__":

@@ -353,3 +353,166 @@ def test_data_that_the_other_side_draws_for_another_use_is_not_blamed() -> None:
 
     found = first_lost([projected(False)], [projected(True)], 0).target
     assert found[0].operation.name == "tanh"
+
+
+# ---- what agrees by chance ------------------------------------------------------------------------------------------
+
+
+def scan(swapped: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def scanned(u: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        driven = u * (c if swapped else b)
+        h = torch.zeros(4, 8)
+        ys = []
+        for t in range(5):
+            h = h * 0.5 + driven[t]
+            ys.append(h * (b if swapped else c)[t])
+        return torch.stack(ys)
+
+    return scanned
+
+
+def test_a_first_step_that_agrees_by_chance_does_not_clear_what_it_was_taken_from() -> None:
+    # b and c are exchangeable where nothing was carried over yet.
+    found = compared(scan(False), scan(True), *(each[0] for each in (Q, K, V)))
+    assert sources(found.target)[0] == "driven = u * (c if swapped else b)"
+
+
+def routed(dim: int) -> Callable[[Tensor], Tensor]:
+    def route(scores: Tensor) -> Tensor:
+        probabilities = scores.softmax(dim)
+        weights, chosen = probabilities.topk(2, dim=-1)
+        parts = [torch.where(chosen == expert, weights, 0.0).sum(-1) for expert in range(4)]
+        return torch.stack(parts)
+
+    return route
+
+
+def test_tokens_that_some_experts_get_in_any_case_do_not_clear_a_wrong_router() -> None:
+    scores = drawn(16, 4, seed=7)
+    chosen = [scores.softmax(dim).topk(2, dim=-1).indices for dim in (-1, 0)]
+    assert not torch.equal(*chosen)
+    # One expert has as many tokens, or the same, on both sides.
+    assert any(((chosen[0] == each).sum() == (chosen[1] == each).sum()).item() for each in range(4))
+    found = compared(routed(-1), routed(0), scores)
+    assert sources(found.target)[0] == "probabilities = scores.softmax(dim)"
+    assert found.target[0].has_equal_inputs
+
+
+def windowed(last: int) -> Callable[[Tensor], Tensor]:
+    def attend(scores: Tensor) -> Tensor:
+        places = torch.arange(8)
+        mask = places > last
+        return scores.masked_fill(~mask, -1e9).softmax(-1)
+
+    return attend
+
+
+def test_a_mask_that_hides_nothing_is_named_and_has_its_counterpart() -> None:
+    found = compared(windowed(0), windowed(-1), Q)
+    assert sources(found.target)[0] == "mask = places > last"
+    other = compared(windowed(0), lambda x: attended_with_equal(x), Q)
+    assert sources(other.target)[0] == "mask = places >= 0"
+    assert other.target[0].counterpart is not None
+    assert other.target[0].counterpart.frames[0].source == "mask = places > last"
+
+
+def attended_with_equal(scores: Tensor) -> Tensor:
+    places = torch.arange(8)
+    mask = places >= 0
+    return scores.masked_fill(~mask, -1e9).softmax(-1)
+
+
+def joined_heads(transposed: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def project(x: Tensor, weight: Tensor) -> Tensor:
+        mixed = (x * 2).transpose(1, 2).contiguous()
+        heads = mixed.transpose(1, 2) if transposed else mixed
+        joined = heads.reshape(2, 5, 32)
+        return joined @ weight
+
+    return project
+
+
+def test_heads_that_are_joined_without_a_transpose_are_named_where_they_are_joined() -> None:
+    found = compared(joined_heads(True), joined_heads(False), Q, drawn(32, 6, seed=8))
+    assert sources(found.target)[0] == "joined = heads.reshape(2, 5, 32)"
+    assert found.target[0].is_suspect
+
+
+# ---- lines that run more than once ----------------------------------------------------------------------------------
+
+
+def turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def with_positions(twice: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def rotate(x: Tensor, sine: Tensor) -> Tensor:
+        if twice:
+            return x + turned(turned(x)) * sine
+        return x + turned(x) * sine
+
+    return rotate
+
+
+def test_a_function_that_is_applied_twice_is_blamed_where_it_is_called() -> None:
+    found = compared(with_positions(False), with_positions(True), Q, K)
+    assert sources(found.target)[0] == "return x + turned(turned(x)) * sine"
+
+
+def decayed(factor: float) -> Callable[[Tensor], Tensor]:
+    def step(h: Tensor, x: Tensor) -> Tensor:
+        return h * factor + x
+
+    def run(x: Tensor) -> Tensor:
+        h = torch.zeros(5, 4, 8)
+        for t in range(2):
+            h = step(h, x[t])
+        return h * 3
+
+    return run
+
+
+def test_a_line_of_a_loop_that_is_right_at_first_keeps_the_blame() -> None:
+    # Nothing is carried over in the first step, whatever the factor is.
+    found = compared(decayed(0.5), decayed(0.6), Q)
+    assert sources(found.target)[0] == "return h * factor + x"
+
+
+def test_an_operation_of_one_rank_alone_is_lost() -> None:
+    def part(rank: int, wrong: bool) -> Callable[[Tensor, Tensor], Tensor]:
+        def project(x: Tensor, weight: Tensor) -> Tensor:
+            mine = weight[:, rank * 4 : rank * 4 + 4]
+            y = x @ mine
+            if wrong:
+                y = y * 0.9
+            return y.tanh()
+
+        return project
+
+    x, weight = drawn(3, 6, seed=1), drawn(6, 8, seed=2)
+    whole = trace(lambda x, weight: (x @ weight).tanh(), x, weight)
+    ranks = [trace(part(rank, rank == 1), x, weight) for rank in range(2)]
+    found = first_lost([whole], ranks, 1)
+    assert sources(found.target)[0] == "y = y * 0.9"
+
+
+def test_a_part_of_a_rank_has_the_whole_as_its_counterpart() -> None:
+    def part(rank: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def project(x: Tensor, weight: Tensor) -> Tensor:
+            y = x @ weight[:, rank * 4 : rank * 4 + 4]
+            scaled = y * 0.3
+            return scaled.tanh()
+
+        return project
+
+    def project(x: Tensor, weight: Tensor) -> Tensor:
+        y = x @ weight
+        scaled = y * 0.35
+        return scaled.tanh()
+
+    x, weight = drawn(3, 6, seed=1), drawn(6, 8, seed=2)
+    found = first_lost([trace(project, x, weight)], [trace(part(rank), x, weight) for rank in range(2)], 0)
+    assert sources(found.target)[0] == "scaled = y * 0.3"
+    assert found.target[0].counterpart is not None
+    assert found.target[0].counterpart.frames[0].source == "scaled = y * 0.35"

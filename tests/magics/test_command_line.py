@@ -69,7 +69,7 @@ def test_a_line_may_end_with_a_comment() -> None:
 def test_no_line_exits_the_process() -> None:
     with pytest.raises(UsageError, match="usage: %graft up"):
         command_line.parse("up --no-such-option")
-    with pytest.raises(command_line.HelpShown, match="usage: %graft up"):
+    with pytest.raises(command_line.HelpRequest, match="usage: %graft up"):
         command_line.parse("up -h")
 
 

@@ -12,10 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.in_process import a_row
+from kit.limits import limited
 
+from graftlab.base.tags import identity
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
 from graftlab.exchange.status_page import WireStatus
+from graftlab.lines.traces import OperationChanges, TraceRequest, WantedCall
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import messages
@@ -25,6 +28,7 @@ from graftlab.ranks.messages import (
     AskKeptMap,
     AskKeptPair,
     AskKeptTags,
+    AskLineTraces,
     AskMatch,
     AskPostMortem,
     AskSelfGraft,
@@ -45,6 +49,7 @@ from graftlab.ranks.messages import (
     JobCode,
     KeptTags,
     KeptValue,
+    LineTraces,
     LinkReport,
     LiveOutput,
     MatchResult,
@@ -67,6 +72,7 @@ from graftlab.ranks.messages import (
     StoreAddress,
     TapSeen,
     ToRank,
+    TraceSteps,
     WaitReason,
     WorldRequest,
     WorldStart,
@@ -86,6 +92,12 @@ TAGS = {"name": "attn", "layer": 3, "scale": 0.5, "on": True, "off": None, "id":
 
 CONTACT = Contact(2, "/tmp/x/socket", b"\x00nonce", b"target[1] 7f", "10.0.0.7", 29600)
 
+TRACE = TraceRequest(
+    [WantedCall("attn", {"layer": 3}, 1, 0, 12)],
+    frozenset({(identity({"name": "h", "layer": 3}), 1, 2)}),
+    OperationChanges({4: "graftlab.line.3.4"}, {5: 6}, {7: (8, "graftlab.line.3.before.7")}),
+    frozenset({1, 2}),
+)
 TO_RANK = [
     Contacts((CONTACT,)),
     Contacts(()),
@@ -109,6 +121,8 @@ TO_RANK = [
     Query(10, AskSelfGraft()),
     Query(11, RecordStep(7, ("h.0.fc",), 1 << 30, 1 << 28)),
     Query(12, AskMatch("h.0.fc")),
+    Query(13, TraceSteps(7, TRACE, 2)),
+    Query(14, AskLineTraces()),
     FallbackPlan(PLAN),
     FallbackPlan(None),
     Interrupt(3),
@@ -139,6 +153,8 @@ FROM_RANK = [
     Reply(10, SelfGraftResult(None)),
     Reply(10, SelfGraftResult(b"\x80packed")),
     Reply(11, MatchResult(b"\x80packed")),
+    Reply(14, LineTraces(b"\x80packed")),
+    Reply(14, LineTraces(None, "gl.step() is called inside a mode")),
     Reply(5, Refusal("ValueError: no")),
 ]
 
@@ -222,7 +238,7 @@ def test_a_message_whose_fields_are_wrong_is_refused_with_the_field(fields: dict
 @given(st.binary(max_size=100), st.sampled_from([b"", b"m", b"x"]))
 def test_no_frame_raises_anything_else(data: bytes, kind: bytes) -> None:
     for unpack in (unpack_to_rank, unpack_from_rank):
-        with contextlib.suppress(MessageError):
+        with limited(), contextlib.suppress(MessageError):
             unpack(kind + data)
 
 
@@ -230,7 +246,7 @@ def test_no_frame_raises_anything_else(data: bytes, kind: bytes) -> None:
 def test_a_damaged_message_is_refused_or_valid(message: Any, at: int, byte: int) -> None:
     frame = bytearray(pack(message))
     frame[at % len(frame)] = byte
-    with contextlib.suppress(MessageError):
+    with limited(), contextlib.suppress(MessageError):
         assert type(unpack_to_rank(bytes(frame))) in get_args(ToRank)
 
 

@@ -114,6 +114,25 @@ def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
         gl.Recording(tmp_path).tensor("hidden")
 
 
+def test_large_tensors_use_memory_again_only_when_no_tensor_is_in_it(tmp_path: Path) -> None:
+    size = 2 * MIB  # of float32
+    with gl.record(tmp_path):
+        for layer in range(6):
+            gl.tap("hidden", torch.full((size,), float(layer)), layer=layer)
+    recording = gl.Recording(tmp_path)
+    kept = recording.tensor("hidden", layer=0)[1:3]  # a view alone
+    places = set()
+    for entry, tensor, _ in recording.taps(0):
+        assert tensor.eq(entry.tags["layer"]).all()
+        places.add(tensor.untyped_storage().data_ptr())
+    # One for the tensor, and one for that before it.
+    assert len(places) == 2
+    assert kept.untyped_storage().data_ptr() not in places
+    assert kept.tolist() == [0.0, 0.0]
+    every = [tensor for _, tensor, _ in recording.taps(0)]
+    assert [tensor[0].item() for tensor in every] == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_file_that_is_truncated_while_it_is_read_is_a_recording_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

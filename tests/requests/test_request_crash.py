@@ -291,7 +291,8 @@ def test_without_a_folder_the_window_alone_is_kept_for_a_crash(tmp_path: Path) -
 def test_a_crash_names_the_files_of_its_window_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumper = RequestDumper(tmp_path, crash_window=100.0)
     moment = [1_000.0]
-    monkeypatch.setattr("graftlab.requests.writing.time.time", lambda: moment[0])
+    for clock in ("time", "monotonic"):
+        monkeypatch.setattr(f"graftlab.requests.writing.time.{clock}", lambda: moment[0])
     for rid, at in (("long ago", 1_000.0), ("just now", 1_150.0)):
         moment[0] = at
         assert dumper.add({"rid": rid}, None, at, at)

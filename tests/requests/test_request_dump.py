@@ -830,9 +830,27 @@ def test_a_full_buffer_is_retried_with_growing_pauses_up_to_a_minute(
 def test_requests_finished_within_the_crash_window_are_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = writing.DumpWriter(DumpSettings(tmp_path, 1, ()), None, 300.0, None, 100)
     monkeypatch.setattr(writing.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(writing.time, "monotonic", lambda: 5000.0)
     for finished, is_recent in ((1000.0, True), (700.0, True), (699.0, False), (None, True), ("x", True), (2e9, True)):
         record = RecordedRequest({"rid": "a"}, None, 0.0, finished)  # type: ignore[arg-type]
-        assert writer._is_recent(writing.QueuedRequest(record, None, True, 1)) == is_recent
+        at = writing._finished_at(record)
+        assert writer._is_recent(writing.QueuedRequest(record, None, True, 1, at)) == is_recent
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0, 1e9])
+def test_setting_the_clock_while_requests_wait_does_not_change_a_crash_file(
+    tmp_path: Path, jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumper = RequestDumper(None, crash_folder=tmp_path, crash_window=100.0)
+    now = time.time()
+    for rid, ago in (("old", 500.0), ("new", 1.0)):
+        assert dumper.add({"rid": rid}, None, now - ago, now - ago)
+    monkeypatch.setattr(writing.time, "time", lambda: now + jump)
+    assert dumper.flush()
+    path = dumper.dump_before_crash()
+    assert path is not None
+    assert [record.request["rid"] for record in load_dump(path)["requests"]] == ["new"]
+    assert dumper.close()
 
 
 def test_a_wait_for_an_ended_writer_ends_at_once(dumper: RequestDumper) -> None:

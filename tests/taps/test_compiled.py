@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import wait_until
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.taps import calls, compiled
 from graftlab.taps.extras import ExtrasWithLayout
+from graftlab.taps.routing import handled_by
 
 # Compiling takes seconds, torch's import of its tracer alone.
 pytestmark = pytest.mark.slow
@@ -73,10 +75,13 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[TapHandler]:
         ("_handler", handler),
         ("_traced", compiled),
         ("_is_tracing", torch.compiler.is_dynamo_compiling),
+        ("_are_wanted", True),
     ):
         monkeypatch.setattr(calls, name, value)
     torch.compiler.reset()
     compiled.forget_open_tags()
+    monkeypatch.setattr(compiled, "_has_steps", False)
+    monkeypatch.setattr(compiled, "_left_out", {})
     yield handler
     gl.compile_taps(None)
     torch.compiler.reset()
@@ -657,6 +662,104 @@ def test_compiled_autograd_has_one_graph_with_taps_and_without(handler: TapHandl
     assert shown == ["output", "blocks.1", "blocks.1.linear", "blocks.0", "blocks.0.linear"]
 
 
+def test_graphs_have_no_taps_while_none_is_wanted_and_the_next_call_has_all(handler: TapHandler) -> None:
+    model, graphs = Model(), Graphs()
+    function = torch.compile(model, fullgraph=True, backend=graphs)
+    calls.want_taps(handler, False)
+    expected = function(X)
+    assert handler.seen == []
+    assert not any("show_" in target for target in graphs.graphs[0])
+    calls.want_taps(handler, True)
+    torch.testing.assert_close(function(X), expected)
+    assert len(handler.take()) == 6
+    # Both programs stay compiled.
+    calls.want_taps(handler, False)
+    function(X)
+    calls.want_taps(handler, True)
+    function(X)
+    assert len(handler.seen) == 6
+    assert len(graphs.graphs) == 2
+
+
+def test_taps_left_out_of_a_graph_are_known_by_their_names_and_tags(handler: TapHandler) -> None:
+    known = len(compiled.left_out_since(0))
+    calls.want_taps(handler, False)
+    with gl.tags(phase="decode"):
+        torch.compile(Model(), fullgraph=True, backend="aot_eager")(X)
+    found = compiled.left_out_since(known)
+    assert [name for name, _ in found] == [
+        "hidden",
+        "never used again",
+        "hidden",
+        "never used again",
+        "computed",
+        "out",
+    ]
+    assert found[3][1] == {"phase": "decode", "layer": 1, "inner": True, "compiled": True}
+    assert found[5][1] == {"phase": "decode", "compiled": True}
+
+
+def test_graph_that_ends_steps_keeps_the_taps_that_a_later_plan_may_want(handler: TapHandler) -> None:
+    step = handler.step
+
+    def edited() -> None:
+        step()
+        calls.want_taps(handler, True)
+
+    handler.step = edited  # type: ignore[method-assign]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(x: Tensor) -> Tensor:
+        with gl.tags(phase="decode"):
+            for _ in range(2):
+                x = gl.tap("x", x * 2)
+                gl.step()
+        return x
+
+    calls.want_taps(handler, False)
+    function(X)
+    assert handler.take() == [("x", {"phase": "decode"})]
+    calls.want_taps(handler, False)
+    function(X)
+    assert handler.seen == [("x", {"phase": "decode"})] * 2
+
+
+def test_graphs_have_all_taps_while_something_else_than_the_plan_takes_them(handler: TapHandler) -> None:
+    other = TapHandler()
+    function = torch.compile(lambda x: gl.tap("x", x * 2), fullgraph=True, backend="aot_eager")
+    calls.want_taps(handler, False)
+    function(X)
+    with handled_by(other):
+        function(X)
+    assert [name for name, _ in other.seen] == ["x"]
+    with compiled.only_taps(None):
+        function(X)
+    assert [name for name, _ in handler.seen] == ["x"]
+
+
+def test_watched_modules_that_return_tuples_stay_in_one_graph(handler: TapHandler) -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[tuple[Tensor, int], Tensor]:
+            return (x + 1, 3), x * 2
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x: Tensor) -> Tensor:
+            (more, number), double = self.pair(x)
+            return double + more * number
+
+    model, graphs = Outer(), Graphs()
+    with gl.watch(model):
+        expected, seen, *_ = eager(handler, lambda: model(X))
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=graphs)(X), expected)
+    assert handler.seen == seen
+    # torch calls the hook of the model itself from a second one.
+    assert len(graphs.graphs) == 2
+
+
 # ---- with real ranks ------------------------------------------------------------------------------------------------
 
 
@@ -700,3 +803,40 @@ def test_rows_of_a_compiled_target_are_those_of_an_eager_one_and_a_graft_repairs
     torch.testing.assert_close(torch.tensor(turned.baseline), torch.tensor(run.target))
     assert turned.frame["status"].tolist() == ["grafted"]
     session.edit(t2b=None, compare="True")
+
+
+def loop(folder: str, backend: str | None) -> int:
+    """Call a model, compiled with a backend or not, in separate steps until the file ``enough`` exists."""
+    x = torch.ones(3)
+
+    def model(x: Tensor) -> Tensor:
+        return gl.tap("hidden", (x * 1.5).tanh())
+
+    function = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
+    steps = 0
+    while not Path(folder, "enough").exists():
+        function(x)
+        Path(folder, "began").touch()
+        gl.step()
+        steps += 1
+    return steps
+
+
+@pytest.mark.ranks
+def test_edit_after_compilation_reaches_the_tap_at_one_step_on_all_ranks(tmp_path: Path) -> None:
+    with gl.launch(1, 2, plan=gl.GraftPlan(compare="False")) as session:
+        run = session.start(loop, loop, args=(str(tmp_path), "aot_eager"))
+        wait_until(lambda: Path(tmp_path, "began").exists(), "the compiled function was called")
+        session.edit(compare="name == 'hidden'")
+        wait_until(lambda: session.row_count > 20, "the tap was compared")
+        Path(tmp_path, "enough").touch()
+        run.wait()
+        frame = run.frame
+        assert any(tags["name"] == "hidden" and tags["compiled"] for tags in session.taps)
+    compared = frame[frame["status"] == "compared"]
+    assert compared["compiled"].all()
+    first = compared.groupby("rank")["step"].min().tolist()
+    assert first[0] == first[1] > 0
+    # Sides that end the loop at different steps leave taps without a counterpart at the end only.
+    others = frame[frame["status"] != "compared"]
+    assert (others["step"] > compared["step"].max() - 1).all()

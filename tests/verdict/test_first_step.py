@@ -43,14 +43,14 @@ def test_an_update_is_found_where_values_and_gradients_of_its_step_agree() -> No
     assert (first.step, first.is_update) == (0, True)
     assert first.sentence == (
         "In step 0, the first in which the jobs differ, values and gradients agree, and the results of the optimizer's "
-        "update do not, first w (by 0.01): it is the update."
+        "update do not, first w (by 0.01): the update itself differs."
     )
 
 
 def test_a_setting_that_differs_is_named_as_the_updates_reason() -> None:
     first = found({0: {3: 0.5, 4: 0.01}})
     assert first is not None
-    assert first.sentence.endswith("it is the update, whose setting optimizer.lr differs.")
+    assert first.sentence.endswith("the update itself differs (its setting optimizer.lr differs).")
     # By itself it is no difference yet.
     later = found({0: {3: 0.5}, 1: {3: 0.5, 4: 0.01}})
     assert later is not None
@@ -66,7 +66,10 @@ def test_weights_that_part_after_a_step_that_agrees_show_the_update(taps: Taps, 
     assert first is not None
     assert first.is_update
     assert first.sentence.startswith("The jobs agree in steps 4-5 (values")
-    assert f"and part after one update: step 6 begins with another w (by 0.1). It is {cause}." in first.sentence
+    assert (
+        f"and diverge after one update: step 6 begins with a different w (by 0.1). The cause is {cause}."
+        in first.sentence
+    )
 
 
 def test_a_value_that_differs_before_the_weights_is_no_update() -> None:

@@ -44,8 +44,8 @@ LOGITS: Tap = ("logits", "float32", CLEAN, [0.0, 0.1, 0.7, 0.9])
 @pytest.mark.parametrize(("one_step", "where"), [(False, "step 2"), (True, "occurrence 2")])
 def test_a_first_tap_that_differs_in_later_steps_alone_is_a_free_run(one_step: bool, where: str) -> None:
     (said,) = runs_freely(frame([EMBED, LOGITS], one_step=one_step), ["embed"], 5.0)
-    assert said.startswith(f"From {where} on this is probably a free run: embed, the first tap")
-    assert f"such as a token chosen from logits; what is named from {where} on may be a consequence" in said
+    assert said.startswith(f"From {where} on, each side probably generates freely: embed, the first tap")
+    assert f"such as a token chosen from logits; differences from {where} on may be its consequences" in said
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,12 @@ def test_other_errors_of_later_steps_are_no_free_run(taps: list[Tap]) -> None:
     assert runs_freely(frame(taps), ["embed"], 5.0) == []
 
 
+def test_layers_that_share_a_name_are_no_later_calls_of_its_first() -> None:
+    # As gl.tap("hidden", x, layer=layer) in a loop, with one layer wrong.
+    layers = frame([EMBED], one_step=True).assign(occurrence=0)
+    assert runs_freely(layers, ["embed"], 5.0) == []
+
+
 def test_training_is_no_free_run() -> None:
     updated = frame([("w", "float32", CLEAN, CLEAN)], kind="optimizer")
     assert runs_freely(pd.concat([frame([EMBED, LOGITS]), updated]), ["embed"], 5.0) == []
@@ -70,7 +76,7 @@ def test_training_is_no_free_run() -> None:
 def test_tokens_that_only_the_targets_own_run_has_are_said_to_be_held() -> None:
     taps: list[Tap] = [("token", "int64", CLEAN, LATER), ("embed", "float32", CLEAN, LATER), LOGITS]
     (said,) = held_choices(frame(taps), ["logits"])
-    assert said.startswith("Left to itself, the target has other numbers at token from step 2 on. Here it had the base")
+    assert said.startswith("Running freely, the target has different numbers at token from step 2 on. Here it was giv")
     # A token that is chosen wrongly itself, and one that nothing reads.
     assert held_choices(frame([("token", "int64", LATER, LATER), *taps[1:]]), ["token"]) == []
     last: Tap = ("token", "int64", CLEAN, [0.0, 0.0, 0.0, 1.0])

@@ -148,8 +148,8 @@ def taken_out(
 def test_a_global_factor_is_taken_out_and_what_is_left_is_named(factor: float) -> None:
     found, frame = taken_out(dict.fromkeys(WEIGHTS, factor), {"blocks.1.router.w": 0.1})
     assert found.groups == tuple(f"w{n}@param_grad" for n in range(10))
-    assert f"One factor for all, {factor:.6g}, explains the gradients of 10 groups" in found.text
-    assert "It does not explain blocks.*.router.w." in found.text
+    assert f"One common factor, {factor:.6g}, explains the gradients of 10 groups" in found.text
+    assert "The factor does not explain blocks.*.router.w." in found.text
     # Nor is the right layer of the wrong group named.
     assert frame.loc[frame["ratio"] > 5, "name"].tolist() == ["blocks.1.router.w"]
 
@@ -157,7 +157,7 @@ def test_a_global_factor_is_taken_out_and_what_is_left_is_named(factor: float) -
 def test_a_global_factor_does_not_hide_a_mistake_in_one_element() -> None:
     found, frame = taken_out(dict.fromkeys(WEIGHTS, 1 - 1e-4), {"blocks.1.router.w": 0.1}, one_element="w3")
     assert "w3@param_grad" not in found.groups
-    assert "It does not explain w3, blocks.*.router.w." in found.text
+    assert "The factor does not explain w3, blocks.*.router.w." in found.text
     assert frame.loc[frame["ratio"] > 5, "name"].tolist() == ["w3", "blocks.1.router.w"]
 
 
@@ -175,4 +175,4 @@ def test_a_gradient_without_the_global_factor_is_mentioned() -> None:
     factors = {**dict.fromkeys(WEIGHTS, 0.5), "w3": 1.0}
     found, _ = taken_out(factors, {"blocks.1.router.w": 0.1})
     assert "w3@param_grad" not in found.groups
-    assert "It does not explain w3, blocks.*.router.w." in found.text
+    assert "The factor does not explain w3, blocks.*.router.w." in found.text

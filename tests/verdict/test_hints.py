@@ -120,7 +120,7 @@ def test_few_rows_in_low_precision_may_be_a_routers_choice() -> None:
     y = (x.float() * (1 + 2e-3 * noise(x))).bfloat16()
     assert "rows" not in str(hint_of(x, y))
     y[[5, 17, 40]] = y[[6, 18, 41]]
-    assert "only 3 of 64 rows (last dim) are further apart than rounding: if a router" in str(hint_of(x, y))
+    assert "only 3 of 64 rows (last dim) differ by more than rounding: if a router" in str(hint_of(x, y))
     # In float32 there are no such coincidences.
     z = x.float() * (1 + 1e-6 * noise(x))
     z[[5, 17, 40]] = z[[6, 18, 41]]

@@ -30,11 +30,8 @@ def remarks(rows: list[Row], **given: Any) -> JobRemarks:
     return remarks_on_jobs(frame, frame, **{**usual, **given})
 
 
-NO_LINES = "No line of source is named: that takes runs of functions in a session of gl.launch, and these are jobs."
-
-
-def test_repeating_jobs_that_show_their_inputs_have_a_remark_on_lines_alone() -> None:
-    assert remarks(WATCHED) == JobRemarks(None, "", of_named=(NO_LINES,))
+def test_repeating_jobs_that_show_their_inputs_have_no_remark() -> None:
+    assert remarks(WATCHED) == JobRemarks(None, "")
 
 
 @pytest.mark.parametrize(("dtype", "constant"), [("float32", 1e-5), ("bfloat16", 2e-2)])
@@ -71,9 +68,9 @@ def test_inputs_and_weights_without_taps_are_reported_as_unknown() -> None:
 
 def test_differing_weights_that_are_not_grafted_qualify_what_is_named() -> None:
     rows = [row(1, "w", 0.1, kind="param"), *WATCHED[1:]]
-    assert "those that differ may explain what is named" in remarks(rows).of_named[0]
+    assert "differing weights may explain what is named" in remarks(rows).of_named[0]
     grafted = remarks(rows, weights_grafted=3)
-    assert (grafted.of_named, len(grafted.last)) == ((NO_LINES,), 1)
+    assert (grafted.of_named, len(grafted.last)) == ((), 1)
 
 
 def test_updates_of_weights_are_judged_only_if_grafted() -> None:

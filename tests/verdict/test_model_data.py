@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
+
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.model_data import differing_data, input_names
+from graftlab.verdict.model_data import differing_data, input_names, unequal_weights
 
 
 def row(order: int, name: str, dtype: str, rel_l2: float = 0.0, status: str = "compared", **tags: Any) -> Row:
@@ -35,6 +37,33 @@ def test_one_sided_whole_numbers_are_not_inputs() -> None:
     """A cast to integers is computed, and may be the fault."""
     cast = row(1, "hidden", "int32", 0.5)._replace(cast="float32 -> int32")
     assert input_names(to_frame([cast, row(2, "chosen", "int64", 0.5)])) == []
+
+
+def test_whole_numbers_alone_are_computed_and_no_inputs() -> None:
+    """A function that returns a mask, or buckets of positions, has no input for it."""
+    assert input_names(to_frame([row(1, "positions", "int64", kind="input"), row(2, "mask", "bool", 0.5)])) == [
+        "positions"
+    ]
+
+
+def weight(dtype: str, rel_l2: float, max_abs: float = 0.0, cast: str | None = None) -> pd.DataFrame:
+    made = row(1, "up.weight", dtype, rel_l2, kind="param")
+    return to_frame([made._replace(max_abs=max_abs, min_baseline=-1.0, max_baseline=1.0, cast=cast)])
+
+
+def test_a_weight_of_low_precision_may_be_rounded_once_and_not_more() -> None:
+    one = 2.0**-8
+    once = weight("bfloat16", 0.4 * one, 1.9 * one)
+    assert differing_data(once, 5.0) == []
+    (said,) = unequal_weights(once, ())
+    assert said == "Weights that are not bit-equal, though within rounding: up.weight (rel_l2 0.0016)."
+    for stale in (weight("bfloat16", 1.2 * one, 1.9 * one), weight("bfloat16", 0.1 * one, 0.05)):
+        (said,) = differing_data(stale, 5.0)
+        assert said.startswith("The weights already differ: up.weight")
+        assert unequal_weights(stale, ("up.weight",)) == []
+    # A conversion rounds, and so does merging in float32.
+    assert differing_data(weight("bfloat16", 1.2 * one, cast="float32 -> bfloat16"), 5.0) == []
+    assert differing_data(weight("float32", 2.0**-23), 5.0) == []
 
 
 def test_later_inputs_differ_only_if_they_do_so_with_grafts() -> None:

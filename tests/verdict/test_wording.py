@@ -182,14 +182,14 @@ def test_groups_with_the_same_first_line_have_it_once_below_them() -> None:
     sides: tuple[Side, Side] = ("target", "baseline")
     lines = [line(group, side, 9 if group == "odd" else 7) for group in ("down", "odd", "up") for side in sides]
     shown = text_of(Findings(frame, 5.0, 1, lines=lines)).splitlines()
-    assert [text.partition(" ")[0] for text in shown[:3]] == ["down", "up", "First"]
-    assert shown[2] == "First difference in each of them, from equal values before it (not confirmed):"
+    assert [text.partition(" ")[0] for text in shown[:3]] == ["down", "up", "In"]
+    assert shown[2] == "In each of them, the values first differ here (not confirmed):"
     assert shown[3].startswith("  target    target.py:7")
     assert shown[4].startswith("  baseline  baseline.py:7")
     assert shown[5].startswith("odd ")
-    assert shown[6] == "First difference, from equal values before it (not confirmed):"
+    assert shown[6] == "The values first differ here (not confirmed):"
     # A graft at one of them confirms that one alone, and its operation is shown.
     lines[-2] = line("up", "target", confirmed=True)
     shown = text_of(Findings(frame, 5.0, 1, lines=lines)).splitlines()
-    assert shown[2].endswith("from equal values before it; with the baseline's value there up agrees:")
+    assert shown[2].endswith("first differ here; with the baseline's value there, up agrees:")
     assert "[silu(up)]" in shown[3]

@@ -349,8 +349,24 @@ def test_the_options_reach_the_browser(simulated: Browser, stub_bundle: Path) ->
     editor.dark = True
     assert (state["language"], state["lines"], state["label"]) == ("text", 5, "b2t filter")
     assert (state["completions"], state["dark"]) == (["graft_input.target"], True)
-    assert state["_esm"] == stub_bundle.read_text()
     editor.close()
+
+
+def test_editors_share_one_script_which_is_sent_anew_once_it_was_closed(simulated: Browser, stub_bundle: Path) -> None:
+    def script_of(editor: CodeMirrorEditor) -> str:
+        return str(simulated.models[editor.children[0].comm.comm_id]["script"]).removeprefix("IPY_MODEL_")
+
+    # Another test may have sent the stub's text to its own browser.
+    stub_bundle.write_text(f"export default {{}} // {stub_bundle}")
+    first, second = CodeMirrorEditor("x"), CodeMirrorEditor("y")
+    assert script_of(first) == script_of(second)
+    assert simulated.models[script_of(first)]["source"] == stub_bundle.read_text()
+    assert [state["source"] for state in simulated.models.values() if "source" in state] == [stub_bundle.read_text()]
+    first.children[0].script.close()
+    third = CodeMirrorEditor("z")
+    assert script_of(third) != script_of(first)
+    assert simulated.models[script_of(third)]["source"] == stub_bundle.read_text()
+    third.close()
 
 
 # --- the text area ----------------------------------------------------------------------

@@ -35,10 +35,10 @@ SAMPLE_PROGRAMS = [
 
 def test_the_zoo_has_the_promised_number_of_uniquely_named_specimens() -> None:
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    promised = re.search(r"on (\d+) planted mistakes .*?\sand\s(\d+) benign variants", readme, re.DOTALL)
+    promised = re.search(r"on (\d+) planted mistakes .*?\sand\s(\d+) correct variants", readme, re.DOTALL)
     assert promised is not None
     assert promised.groups() == (str(len(FAULTS)), str(len(CONTROLS)))
-    programs = re.search(r"(\d+) more\s+mistakes .*?\sand\s(\d+)\s+variants", readme, re.DOTALL)
+    programs = re.search(r"(\d+) more\s+mistakes .*?\sand\s(\d+)\s+correct\s+variants", readme, re.DOTALL)
     assert programs is not None
     assert programs.groups() == (str(len(FAULTY)), str(len(PROGRAMS) - len(FAULTY)))
     for kind in (FAULTS, (*CONTROLS, *PROGRAMS)):
@@ -114,8 +114,8 @@ def test_a_sample_is_named_exactly() -> None:
     (of_ranks,) = [each.text for each in found if each.specimen.name == "one_sum_forgotten"]
     assert "With the baseline's layers.*.attn the output logits agrees" in of_ranks
     assert "without them it could not be measured" in of_ranks
-    # Two runs, the floor, and the target against itself, before anything is swapped.
-    assert {each.runs for each in found if not each.labels} == {4}
+    # Two runs, and each side against itself, before anything is swapped.
+    assert {each.runs for each in found if not each.labels} == {3}
 
 
 @pytest.mark.ranks

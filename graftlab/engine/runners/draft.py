@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from graftlab.engine.attention import masked_attention
 from graftlab.engine.batch import ForwardBatch, SamplingBatchInfo
 from graftlab.engine.graph_attention import token_places
 from graftlab.engine.kv_cache import PADDING_SLOT, KVCache
@@ -22,7 +23,6 @@ from graftlab.engine.runners.decode import DecodeGraphRunner
 from graftlab.engine.runners.eager import EagerRunner, RunnerFactory
 from graftlab.engine.runners.graph import GraphRunner, doubling, padded_size
 from graftlab.engine.runners.prefill import with_extend_lens
-from graftlab.engine.verify_attention import VerifyAttention
 from graftlab.errors import GraphError
 from graftlab.graphs.builders import build_decode_registry
 from graftlab.models import CrossAttentionTransformer, MultimodalTransformer, Transformer
@@ -32,7 +32,7 @@ T = TypeVar("T", ForwardBatch, SamplingBatchInfo)
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedTokens:
     """The model's logits ``[ahead + 1, V]`` after each of a request's `tokens`; the first token is at `place`."""
 
     place: int
@@ -99,7 +99,7 @@ class DraftGraphRunner(GraphRunner):
         self.draft = DecodeGraphRunner(draft, _cache_for(draft, cache), share_pool=True)
         self._batch_sizes = doubling(most)
         # By request id, of requests that the latest decode had.
-        self._verified: dict[str, Verified] = {}
+        self._verified: dict[str, VerifiedTokens] = {}
 
     def status(self) -> dict[str, Any]:
         own = super().status()
@@ -140,7 +140,7 @@ class DraftGraphRunner(GraphRunner):
         self.guessed += count * (depth - 1)
         places = (batch.seq_lens_cpu - 1).tolist()
         found = zip(places, tokens.tolist(), logits.view(count, depth, -1), strict=True)
-        self._verified.update(zip(batch.request_ids, (Verified(*each) for each in found), strict=True))
+        self._verified.update(zip(batch.request_ids, (VerifiedTokens(*each) for each in found), strict=True))
 
     def _guess(self, batch: ForwardBatch) -> Tensor:
         """``[B, ahead + 1]``: each request's token, and what the draft would choose after it."""
@@ -215,3 +215,59 @@ def _select(holder: T, which: Tensor) -> T:
     # The last axis is that of requests in a decode, also where there are three positions a token.
     chosen: dict[str, Any] = {name: value.index_select(-1, which.to(value.device)) for name, value in tensors.items()}
     return dataclasses.replace(holder, **chosen)
+
+
+class VerifyAttention:
+    """Attention for several tokens of each request at once; only the first of them is sure to be kept.
+
+    Each request has ``depth`` tokens in the batch: the one that the engine decodes, and guesses of what follows.
+
+    The first token's key and value go into the cache. The guesses' do not, for they may be wrong, and a request need
+    not have slots for them: they are kept here until :meth:`commit`. All of what the layers read is in static buffers.
+    """
+
+    def __init__(self, cache: KVCache, sliding_window: int | None, depth: int) -> None:
+        self.cache, self.sliding_window, self.depth = cache, sliding_window, depth
+        requests, width, device = cache.max_requests, cache.max_context, cache.table.device
+        layers, _, *per_token = cache.keys.shape
+        with torch.inference_mode(False):
+            # One row more than the table's: where padding leaves its own.
+            shape = (layers, requests + 1, depth, *per_token)
+            self._keys = torch.zeros(shape, dtype=cache.keys.dtype, device=device)
+            self._values = torch.zeros(shape, dtype=cache.values.dtype, device=device)
+            self._rows = torch.full((requests,), requests, dtype=torch.int64, device=device)
+            self._slots = torch.full((requests, width), PADDING_SLOT, dtype=torch.int64, device=device)
+            self._visible = torch.zeros(requests, depth, width + depth, dtype=torch.bool, device=device)
+            self._steps, self._columns = torch.arange(depth, device=device), torch.arange(width, device=device)
+        self._out_cache_loc = torch.empty(0, dtype=torch.int64, device=device)
+
+    def prepare_metadata(self, batch: ForwardBatch) -> None:
+        """Compute which token attends to which: earlier places in the cache, and the others in the batch itself."""
+        count = batch.batch_size
+        self._out_cache_loc = batch.out_cache_loc[:: self.depth]
+        is_padding = self._out_cache_loc == PADDING_SLOT
+        self._rows[:count] = torch.where(is_padding, self.cache.max_requests, batch.req_pool_indices)
+        self._slots[:count] = self.cache.table[batch.req_pool_indices]
+        cached = (batch.seq_lens - self.depth)[:, None]
+        age_in_cache = (cached + self._steps)[..., None] - self._columns
+        age_in_batch = self._steps[:, None] - self._steps
+        width = self._columns.shape[0]
+        longest = width + self.depth if self.sliding_window is None else self.sliding_window
+        self._visible[:count, :, :width] = (self._columns < cached)[:, None] & (age_in_cache < longest)
+        self._visible[:count, :, width:] = (age_in_batch >= 0) & (age_in_batch < longest)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        queries, keys, values = (each.reshape(-1, self.depth, *each.shape[2:]) for each in (q, k, v))
+        rows, slots = self._rows[: len(queries)], self._slots[: len(queries)]
+        self._keys[layer].index_copy_(0, rows, keys)
+        self._values[layer].index_copy_(0, rows, values)
+        self.cache.write(layer, self._out_cache_loc, keys[:, 0], values[:, 0])
+        keys = torch.cat((self.cache.keys[layer][slots], keys), dim=1)
+        values = torch.cat((self.cache.values[layer][slots], values), dim=1)
+        return masked_attention(queries, keys, values, self._visible[: len(queries)]).reshape(q.shape)
+
+    def commit(self, batch: ForwardBatch, depths: Tensor) -> None:
+        """Write keys and values of `batch`'s tokens into the cache: each request's guess of `depths` ``[B]``."""
+        rows = batch.req_pool_indices
+        self.cache.keys[:, batch.out_cache_loc] = self._keys[:, rows, depths]
+        self.cache.values[:, batch.out_cache_loc] = self._values[:, rows, depths]

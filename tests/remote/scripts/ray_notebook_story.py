@@ -1,6 +1,6 @@
-"""Executes notebooks/ray.ipynb, which starts a cluster of its own, and checks what it shows.
+"""Executes notebooks/ray.ipynb, which starts a cluster, and checks what it shows.
 
-Run by tests/remote/test_ray_soak.py, in namespaces of its own for network and processes.
+Run by tests/remote/test_ray_soak.py, in separate namespaces for network and processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Two trainers and two rollout engines that live in Ray already: they join a session, and a stale cache is found.
 
-Run by tests/remote/test_ray_soak.py, in namespaces of its own for network and processes.
+Run by tests/remote/test_ray_soak.py, in separate namespaces for network and processes.
 """
 
 from __future__ import annotations

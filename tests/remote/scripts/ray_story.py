@@ -1,6 +1,6 @@
 """A session over a Ray cluster of a head and two workers, in a network namespace: what works, who dies, what is left.
 
-Run by tests/remote/test_ray_soak.py, in namespaces of its own for network and processes.
+Run by tests/remote/test_ray_soak.py, in separate namespaces for network and processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The job scripts and the call of docs/attach.md, as they are written there, on a Slurm cluster of two nodes.
 
-Run by tests/remote/test_slurm_soak.py, in namespaces of its own. Nodes have addresses of the loopback interface.
+Run by tests/remote/test_slurm_soak.py, in separate namespaces. Nodes have addresses of the loopback interface.
 """
 
 from __future__ import annotations

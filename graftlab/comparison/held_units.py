@@ -1,0 +1,138 @@
+"""What the ranks of two scripts hold at a time: calls of models, updates of weights, or the end of their scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from graftlab.base.world import Side
+from graftlab.jobs.script_launcher import ScriptProcess
+from graftlab.ranks.held_call import CallDescription, ScriptEnd
+from graftlab.ranks.held_update import UpdateDescription
+
+if TYPE_CHECKING:
+    from graftlab.comparison.held_calls import Comparison
+
+# Seconds in which a script's processes end after one of them has.
+_END_LIMIT = 60.0
+
+SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "baseline"))
+"""Each side, with the other."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks of both sides report of what they hold."""
+
+    baseline: Sequence[object]
+    target: Sequence[object]
+
+    def of(self, side: Side) -> Sequence[object]:
+        return self.baseline if side == "baseline" else self.target
+
+    def holds(self, side: Side, kind: type[object]) -> bool:
+        """Whether all ranks of a side hold one of this kind."""
+        return all(isinstance(result, kind) for result in self.of(side))
+
+    def both_hold(self, kind: type[object]) -> bool:
+        return self.holds("baseline", kind) and self.holds("target", kind)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether the scripts of both sides have ended; a process that ends at once does not report that."""
+        return all(isinstance(each, ScriptEnd) or each is None for each in (*self.baseline, *self.target))
+
+    @property
+    def behind(self) -> Side | None:
+        """The side that calls its model once more, where the other makes its update already."""
+        for side, other in SIDES:
+            if self.holds(side, CallDescription) and self.holds(other, UpdateDescription):
+                return side
+        return None
+
+    @property
+    def raising(self) -> list[tuple[Side, CallDescription]]:
+        """The calls that raise, with their sides."""
+        return [
+            (side, each)
+            for side, _ in SIDES
+            for each in self.of(side)[:1]
+            if isinstance(each, CallDescription) and each.raises
+        ]
+
+
+def trains(held: Held) -> bool:
+    """Whether the calls need gradients on all ranks."""
+    every = (*held.baseline, *held.target)
+    return all(isinstance(each, CallDescription) and each.needs_backward for each in every)
+
+
+def have_equal_shapes(held: Held) -> bool:
+    """Whether the results of all ranks' calls have the same shapes, so that the sides cut the batch alike."""
+    every = (*held.baseline, *held.target)
+    shapes = [[t.shape for t in each.returned.values()] for each in every if isinstance(each, CallDescription)]
+    return all(each == shapes[0] for each in shapes)
+
+
+Description = TypeVar("Description", CallDescription, UpdateDescription)
+
+
+def described_as(held: Held, kind: type[Description]) -> tuple[list[Description], list[Description]]:
+    ours, theirs = ([each for each in side if isinstance(each, kind)] for side in (held.baseline, held.target))
+    return ours, theirs
+
+
+def other_exit_code(ended: Mapping[Side, ScriptProcess]) -> str | None:
+    """Which side ended as the other did not, by its exit code; None if both are equal, or say nothing."""
+    if any(process.command.ranks > 1 for process in ended.values()):
+        # Collective libraries may abort while a process ends, and a launcher reports that as a failure.
+        return None
+    for process in ended.values():
+        process.wait(_END_LIMIT)
+    ours, theirs = ended["baseline"], ended["target"]
+    if None in (ours.exit_code, theirs.exit_code) or ours.exit_code == theirs.exit_code:
+        return None
+    wrong = theirs if theirs.exit_code else ours
+    return f"{wrong.side} `{wrong.command.text}` {wrong.how_it_ended()}. Its output ends:\n{wrong.last_lines()}"
+
+
+def failure_of(process: ScriptProcess, results: Sequence[object]) -> str | None:
+    """How a script failed; None if it ended as it should, or calls a model again."""
+    raised = [result.failure for result in results if isinstance(result, ScriptEnd) and result.failure is not None]
+    if raised:
+        return f"raised {raised[0]}"
+    # A process that was killed, or ended at once, could not report its end.
+    if all(result is not None for result in results) or (process.wait(_END_LIMIT) and process.is_done):
+        return None
+    return process.how_it_ended()
+
+
+def why_not_held(
+    baseline: Sequence[CallDescription | UpdateDescription], target: Sequence[CallDescription | UpdateDescription]
+) -> str | None:
+    """Why what both sides hold cannot be repeated in place, in a sentence; None if it can."""
+    for side, held in (("baseline", baseline), ("target", target)):
+        for each in held:
+            if isinstance(each, UpdateDescription):
+                what = f"The {side}'s update {each.number} of the weights, a step of {each.optimizer},"
+                if each.has_closure:
+                    return f"{what} calls the model by a closure, and cannot be repeated in its process."
+                if each.not_repeated:
+                    return f"{what} gives something else when it is repeated."
+                continue
+            what = f"The {side}'s call {each.number} of {each.model}"
+            if each.fails_when_repeated:
+                return f"{what} fails when it is repeated ({each.fails_when_repeated})."
+            if each.not_repeated:
+                return f"{what} gives something else when it is repeated ({each.not_repeated[0]})."
+    return None
+
+
+def why_not_repeated(compared: Comparison) -> str | None:
+    """Which side a verdict has seen to differ from itself, in a sentence; None for neither."""
+    found = compared.findings
+    for side, taps in (("baseline", found.not_repeated), ("target", found.target_not_repeated)):
+        if compared.answer == "inconclusive" and taps:
+            return f"The {side} gives something else when it is repeated (at {taps[0]})."
+    return None

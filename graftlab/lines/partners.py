@@ -1,0 +1,140 @@
+"""Which operation of the other side corresponds to a lost one: from equal values, with a result of the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from graftlab.lines.fingerprints import ANY_ORDER, IN_ORDER, Fingerprint, Level, agreement
+from graftlab.lines.lost import LostOperation
+from graftlab.lines.traces import SliceTrace, TracedOperation
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ComparedSide:
+    """One rank's trace, the fingerprints of a value (its own, and that of the whole it is a part of), and the number of
+    the side's ranks."""
+
+    trace: SliceTrace
+    forms: Callable[[int], Sequence[Fingerprint]]
+    ranks: int
+
+    def shape_of(self, operation: TracedOperation) -> Shape:
+        """The shape of an operation's first result."""
+        return self.trace.values[operation.outputs[0]].shape if operation.outputs else ()
+
+
+def plain_shape(each: Fingerprint) -> Shape:
+    """A tensor's shape without dimensions of size one."""
+    return tuple(size for size in each.shape if size != 1)
+
+
+def with_partners(
+    lost: Sequence[LostOperation],
+    others: Sequence[LostOperation],
+    side: ComparedSide,
+    other: ComparedSide,
+    tolerance: float,
+) -> list[LostOperation]:
+    """Return the lost operations, each with the other side's one that may correspond, where just one does."""
+    candidates: dict[int, tuple[int, ...]] = {}
+    for each in lost:
+        alike = [
+            found
+            for found in others
+            if not (found.is_suspect or found.is_later)
+            and _may_correspond(each.operation, found.operation, side, other)
+            and _reads_the_same(each.operation, found.operation, side, other, tolerance)
+        ]
+        same = [found for found in alike if found.operation.name == each.operation.name]
+        # An operation that changes nothing on its side is not lost there.
+        found_by_name = (
+            []
+            if same or each.is_later
+            else [
+                found.index
+                for found in other.trace.operations
+                if found.name == each.operation.name
+                and not found.only_arranges
+                and _may_correspond(each.operation, found, side, other)
+                and _reads_the_same(each.operation, found, side, other, tolerance)
+            ]
+        )
+        chosen = [] if found_by_name else same or alike
+        candidates[each.operation.index] = tuple(sorted([*(o.operation.index for o in chosen), *found_by_name]))
+    partners: dict[int, int] = {}
+    for found in {each for each in candidates.values() if each}:
+        # A line may run several times on the same values, as for queries and keys: in the same order on both sides.
+        own = sorted(index for index, same in candidates.items() if same == found)
+        if len(own) == len(found):
+            partners.update(zip(own, found, strict=True))
+    by_index: dict[int | None, TracedOperation] = {each.index: each for each in other.trace.operations}
+    found_partners = [(each, partners.get(each.operation.index)) for each in lost]
+    return [replace(each, partner=found, counterpart=by_index.get(found)) for each, found in found_partners]
+
+
+def with_constants(
+    side: ComparedSide,
+    lost: Sequence[LostOperation],
+    other: ComparedSide,
+    others: Sequence[LostOperation],
+    tolerance: float,
+) -> list[LostOperation]:
+    """The lost operations, after those that correspond to first lost ones of the other side with a constant result.
+
+    Such a result tells nothing, as a mask that hides nothing, and is equal to others by chance.
+    """
+    found: dict[int, LostOperation] = {}
+    for theirs in others:
+        if theirs.is_suspect or theirs.is_later or not theirs.has_equal_inputs:
+            continue
+        for each in side.trace.operations:
+            made = [form for number in each.outputs for form in side.forms(number)]
+            if (
+                not each.only_arranges
+                and each.inputs
+                and made
+                and all(form.constant and form.numel > 1 for form in made)
+                and _may_correspond(each, theirs.operation, side, other)
+                and _reads_the_same(each, theirs.operation, side, other, tolerance)
+            ):
+                found[each.index] = LostOperation(each, has_equal_inputs=True, follows_inputs=theirs.follows_inputs)
+    return [*found.values(), *(each for each in lost if each.operation.index not in found)]
+
+
+def _may_correspond(
+    operation: TracedOperation, partner: TracedOperation, side: ComparedSide, other: ComparedSide
+) -> bool:
+    """Whether the results have one shape, or one of them is a part of the other, of which each rank has its own."""
+    if operation.is_collective or partner.is_collective:
+        # Its result may arrive after it has returned, and would overwrite what is put there.
+        return False
+    shapes = side.shape_of(operation), other.shape_of(partner)
+    if shapes[0] == shapes[1]:
+        return True
+    if side.ranks == other.ranks or len(shapes[0]) != len(shapes[1]):
+        return False
+    apart = [(one, two) for one, two in zip(*shapes, strict=True) if one != two]
+    return len(apart) == 1 and apart[0][0] * side.ranks == apart[0][1] * other.ranks
+
+
+def _reads_the_same(
+    operation: TracedOperation, partner: TracedOperation, side: ComparedSide, other: ComparedSide, tolerance: float
+) -> bool:
+    """Whether an operation computes from what its partner does, or from the partner's result.
+
+    A constant counts as any other value here: a mask of zeros and one that hides something are not the same.
+    """
+    theirs = [form for number in (*partner.inputs, *partner.outputs) for form in other.forms(number)]
+    for number in operation.inputs:
+        forms = side.forms(number)
+        if not any(_is_equal(own, each, agreement(own, each, tolerance)) for own in forms for each in theirs):
+            return False
+    return True
+
+
+def _is_equal(own: Fingerprint, other: Fingerprint, level: Level) -> bool:
+    """Whether two values are equal; in another order only if their shapes differ."""
+    return level == IN_ORDER or (level == ANY_ORDER and plain_shape(own) != plain_shape(other))

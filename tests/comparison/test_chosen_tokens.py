@@ -1,0 +1,142 @@
+"""Tokens that differ before a call: near ties of logits, and tokens that no rounding explains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftlab.__main__ import main
+from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
+from graftlab.ranks.held_call import CallDescription
+
+CHOOSES = str(Path(__file__).with_name("scripts") / "chooses.py")
+
+
+def call(result: Tensor, ids: Tensor) -> CallDescription:
+    return CallDescription("Model", 1, False, (), {"['logits']": result}, {}, whole_numbers={"[0][0]": ids})
+
+
+def found(ours: Tensor, theirs: Tensor, ids: Tensor | None = None, others: Tensor | None = None) -> list[ChosenToken]:
+    """What is found where each side's next token is its largest logit, or the one that is given."""
+    ids = ours[:, -1:].argmax(-1) if ids is None else ids
+    others = theirs[:, -1:].argmax(-1) if others is None else others
+    return chosen_tokens((call(ours, ids), call(theirs, ids)), (call(ours, ids), call(theirs, others)), 5.0)
+
+
+def logits(second: float = 4.0) -> Tensor:
+    """Of two rows and 1,000 tokens: in row 1 the token 11 has the largest, and 700 the second largest."""
+    drawn = torch.randn(2, 3, 1000, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    drawn[1, -1, 11], drawn[1, -1, 700] = 4.0, second
+    return drawn
+
+
+def rounded(values: Tensor, by: float = 1e-6) -> Tensor:
+    noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(1)) * by
+    noise[1, -1, 11], noise[1, -1, 700] = -by, by
+    return values + noise
+
+
+def test_a_token_that_rounding_has_turned_is_a_near_tie() -> None:
+    ours = logits(4.0 - 1e-6)
+    (token,) = found(ours, rounded(ours))
+    assert (token.row, token.baseline, token.target, token.is_tie) == (1, 11, 700, True)
+    said = sentence_on([token], 4, "Model")
+    assert "the tokens differ in row 1 (11 on the baseline, 700 on the target), by a near tie" in said
+    assert "Later differences are inherited from there" in said
+
+
+def test_a_token_that_one_wrong_logit_has_turned_is_no_near_tie() -> None:
+    ours = logits(4.0 - 2e-5)
+    theirs = ours.clone()
+    theirs[1, -1, 700] += 4e-5
+    (token,) = found(ours, theirs)
+    assert not token.is_tie
+    assert "no near tie: in the call before, the baseline's logits of both are 2e-05 apart" in sentence_on(
+        [token], 4, "Model"
+    )
+
+
+def test_a_token_that_differs_by_far_is_no_near_tie_although_each_is_the_largest() -> None:
+    ours = logits(3.5)
+    (token,) = found(ours, rounded(ours, by=0.3))
+    assert token.is_targets_largest
+    assert not token.is_tie
+
+
+def test_a_token_that_is_not_its_sides_largest_blames_the_code_that_chooses() -> None:
+    ours = logits(4.0 - 1e-6)
+    others = ours[:, -1:].argmax(-1)
+    others[1] = 700
+    (token,) = found(ours, ours.clone(), others=others)
+    assert not token.is_tie
+    assert "the code that chooses tokens differs" in sentence_on([token], 4, "Model")
+
+
+def test_another_token_with_an_equal_logit_is_a_tie() -> None:
+    ours = logits(4.0)
+    others = ours[:, -1:].argmax(-1)
+    others[1] = 700
+    (token,) = found(ours, ours.clone(), others=others)
+    assert (token.baseline, token.target, token.is_tie) == (11, 700, True)
+
+
+def test_one_token_without_a_tie_is_reported_before_those_with_one() -> None:
+    ours = logits(4.0 - 1e-6)
+    theirs = rounded(ours)
+    others = theirs[:, -1:].argmax(-1)
+    others[0] = 5
+    tokens = found(ours, theirs, others=others)
+    assert [each.is_tie for each in tokens] == [False, True]
+    said = sentence_on(tokens, 4, "Model")
+    assert "the tokens differ in row 0" in said
+    assert "near tie" not in said
+
+
+@pytest.mark.parametrize("case", ["sampled", "earlier", "shapes", "no logits", "equal"])
+def test_whole_numbers_that_are_no_choice_of_the_largest_logit_are_left_alone(case: str) -> None:
+    ours = logits(4.0 - 1e-6)
+    theirs = rounded(ours)
+    ids, others = ours[:, -1:].argmax(-1), theirs[:, -1:].argmax(-1)
+    if case == "sampled":
+        ids = ids + 1
+    if case == "earlier":
+        ids, others = torch.cat([ids, ids], 1), torch.cat([ids + 1, others], 1)
+    if case == "shapes":
+        others = torch.cat([others, others], 1)
+    if case == "no logits":
+        ours, theirs = ours[:1], theirs[:1]
+    if case == "equal":
+        others = ids
+    assert found(ours, theirs, ids, others) == []
+
+
+def test_a_whole_sequence_is_read_at_its_last_token() -> None:
+    ours = logits(4.0 - 1e-6)
+    theirs = rounded(ours)
+    before = torch.ones(2, 4, dtype=torch.int64)
+    ids, others = (torch.cat([before, each[:, -1:].argmax(-1)], 1) for each in (ours, theirs))
+    assert [token.is_tie for token in found(ours, theirs, ids, others)] == [True]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["rounds", "third"])
+def test_a_near_tie_is_proven_and_another_choice_is_not_excused(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["compare", CHOOSES, f"{CHOOSES} {how}", "--json", "--folder", str(tmp_path)])
+    answer = json.loads(capsys.readouterr().out)
+    text = answer["text"]
+    assert text.startswith("3 calls of Model agree. Before call 4, of Model, the tokens differ in row"), text
+    if how == "rounds":
+        assert answer["answer"] == "agree"
+        assert "by a near tie: in the call before, the baseline's logits of both are 0 apart" in text
+        assert "Not checked: what the scripts compute from different tokens." in text
+    else:
+        assert answer["answer"] == "differ"
+        assert "the code that chooses tokens differs" in text
+        assert "near tie" not in text

@@ -1,0 +1,92 @@
+"""The lines of tensor parallel code are confirmed by grafts of each rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.support import reset
+from torch import Tensor
+
+import graftlab as gl
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def one_and_two() -> Iterator[gl.Session]:
+    with gl.launch(1, 2) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_two: gl.Session) -> gl.Session:
+    return reset(one_and_two)
+
+
+def block(wrong: str) -> Tensor:
+    """Attention and an MLP, whose heads and inner dimension the ranks share. ``wrong`` is the target's fault."""
+    me = gl.here()
+    assert me is not None
+    size, rank = me.world_size, me.rank
+    wrong = wrong if me.side == "target" else ""
+    generator = torch.Generator().manual_seed(0)
+    q, k, o, up, down = (torch.randn(32, 32, generator=generator) / 6 for _ in range(5))
+    bias, x = torch.randn(32, generator=generator), torch.randn(2, 6, 32, generator=generator)
+    part = {"layout": "shard(dim=1, mesh='tp')"} if size > 1 else {}
+    x = gl.tap("x", x)
+    heads = [(x @ w.chunk(size, 1)[rank]).unflatten(-1, (4 // size, 8)).transpose(1, 2) for w in (q, k)]
+    scores = heads[0] @ heads[1].mT
+    scores = scores * (0.3 if wrong == "scale" else 0.35)
+    probabilities = scores.softmax(-1)
+    if wrong == "rank 1" and rank == 1:
+        probabilities = probabilities * 0.9
+    mixed = gl.tap("mixed", probabilities @ heads[1], **part)
+    summand = mixed.transpose(1, 2).flatten(2) @ o.chunk(size, 0)[rank]
+    if wrong == "bias":
+        summand = summand + bias
+    if size > 1:
+        dist.all_reduce(summand)
+    attended = gl.tap("attended", x + (summand if wrong == "bias" else summand + bias))
+    hidden = attended @ up.chunk(size, 1)[rank]
+    hidden = hidden.relu() if wrong == "relu" else torch.nn.functional.gelu(hidden)
+    result = hidden @ down.chunk(size, 0)[rank]
+    if size > 1:
+        dist.all_reduce(result)
+    return gl.tap("out", attended + result)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ("scale", 'scores = scores * (0.3 if wrong == "scale" else 0.35)'),
+        ("rank 1", "probabilities = probabilities * 0.9"),
+        ("relu", 'hidden = hidden.relu() if wrong == "relu" else torch.nn.functional.gelu(hidden)'),
+    ],
+)
+def test_a_line_of_code_that_ranks_share_is_confirmed(session: gl.Session, wrong: str, line: str) -> None:
+    verdict = session.verdict(block, block, args=(wrong,))
+    frame = verdict.lines
+    confirmed = frame[frame["confirmed"]]
+    assert confirmed["source"].tolist() == [line], verdict
+    assert frame["source"].iloc[0] == line
+    assert confirmed["rank"].iloc[0] == (1 if wrong == "rank 1" else confirmed["rank"].iloc[0])
+    assert "with the baseline's value there, the tap agrees" in verdict.text
+
+
+def test_a_line_that_makes_summands_is_named_with_the_reason_why_it_is_not_confirmed(session: gl.Session) -> None:
+    verdict = session.verdict(block, block, args=("bias",))
+    assert verdict.lines["source"].iloc[0] == "summand = summand + bias"
+    assert not verdict.lines["confirmed"].any()
+    place = verdict.lines["line"].iloc[0]
+    assert (
+        f"test_lines_of_ranks.py:{place} is not confirmed: its results are summed over the ranks, and the baseline has "
+        "no such summands." in verdict.text
+    )
+
+
+def test_right_code_that_ranks_share_has_no_lines(session: gl.Session) -> None:
+    verdict = session.verdict(block, block, args=("",))
+    assert (verdict.named, len(verdict.lines)) == ([], 0)

@@ -1,0 +1,152 @@
+"""A trace in a job's own loop: of whole steps, without harm to the job."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graftlab.lines import operations
+from graftlab.lines.operations import modes_in_force
+from graftlab.lines.traces import SliceTrace, TraceRequest, WantedCall
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.line_tracer import TracedSteps
+from graftlab.taps.calls import TapHandler
+
+
+class Grafter:
+    """Takes taps as they are."""
+
+    plan = GraftPlan()
+
+    def __init__(self) -> None:
+        self.moment: tuple[int, int] | None = (0, 0)
+        self.taken: list[str] = []
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        self.taken.append(name)
+        return value
+
+
+@dataclass
+class Job:
+    """A loop whose steps tap the double of their number."""
+
+    grafter: Grafter = field(default_factory=Grafter)
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        wanted = [WantedCall("doubled", {}, 0, 0, 1)]
+        self.traced = TracedSteps(TraceRequest(wanted, frozenset()), 1, "target", self.grafter, self.grafter)
+
+    def step(self, compute: Callable[[torch.Tensor], torch.Tensor] = lambda x: x * 2) -> torch.Tensor:
+        """Begin a step as ``gl.step()`` does, and compute in it."""
+        self.number += 1
+        self.grafter.moment = (0, self.number)
+        handler: TapHandler = self.traced.handler_at(self.number)
+        doubled: torch.Tensor = handler.tap("doubled", compute(torch.arange(4.0) + self.number), None, {})
+        return doubled
+
+    def found(self) -> list[SliceTrace | None] | None:
+        return self.traced.traces
+
+
+def test_the_first_step_is_traced_and_nothing_is_left_in_the_loop_afterwards() -> None:
+    job = Job()
+    assert torch.equal(job.step(), (torch.arange(4.0) + 1) * 2)
+    assert job.found() is None
+    assert torch.equal(job.step(), (torch.arange(4.0) + 2) * 2)
+    [trace] = job.found() or []
+    assert trace is not None
+    assert [each.name for each in trace.operations] == ["arange", "add", "mul"]
+    assert trace.operations[1].frames[0].source.startswith("doubled: torch.Tensor = handler.tap(")
+    assert modes_in_force() == []
+    assert job.traced.is_left
+    assert job.grafter.taken == ["doubled", "doubled"]
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The job's own mode, which counts its operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_loop_inside_a_mode_of_the_job_is_not_traced_and_the_reason_is_given() -> None:
+    job, mode = Job(), Counting()
+    with mode:
+        job.step()
+        job.step()
+        assert modes_in_force() == [mode]
+    assert job.found() == [None]
+    assert job.traced.obstacle.startswith("gl.step() is called inside Counting, ")
+    assert mode.calls["aten::mul"] == 2
+
+
+def test_a_mode_that_the_job_enters_meanwhile_is_left_in_its_own_order() -> None:
+    job, mode = Job(), Counting()
+    job.step()
+    with mode:
+        # The step ends inside the job's mode.
+        job.step()
+        assert job.found() is not None
+        assert not job.traced.is_left
+    job.step()
+    assert job.traced.is_left
+    assert modes_in_force() == []
+
+
+def test_a_failure_of_the_trace_does_not_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("no words")
+
+    job = Job()
+    monkeypatch.setattr(operations, "_in_words", fails)
+    assert torch.equal(job.step(), (torch.arange(4.0) + 1) * 2)
+    job.step()
+    assert job.found() == [None]
+    assert job.traced.obstacle == "the trace failed with RuntimeError: no words"
+    assert modes_in_force() == []
+
+
+def test_an_exception_of_the_jobs_own_reaches_the_job() -> None:
+    job = Job()
+    with pytest.raises(RuntimeError, match="size"):
+        job.step(lambda x: x + torch.ones(3))
+    job.step()
+    # It was caught by the job, and the step's tap not reached.
+    assert (job.found(), job.traced.obstacle) == ([None], "")
+
+
+def test_compiled_code_is_left_compiled_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.utils as compiler
+
+    monkeypatch.setitem(compiler.counters, "frames", Counter(ok=1))
+    job = Job()
+    job.step()
+    job.step()
+    assert job.found() == [None]
+    assert "code that torch.compile has compiled" in job.traced.obstacle
+
+
+def test_taps_of_other_threads_pass_through_untraced() -> None:
+    job = Job()
+    handler = job.traced.handler_at(1)
+    thread = threading.Thread(target=handler.tap, args=("doubled", torch.ones(4), None, {}))
+    thread.start()
+    thread.join()
+    assert modes_in_force() != []
+    job.traced.end()
+    assert modes_in_force() == []
+    assert (job.found(), job.grafter.taken) == ([None], ["doubled"])
