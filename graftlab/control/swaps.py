@@ -206,10 +206,18 @@ class Swaps:
     def _kept_name(self, output: OutputTap) -> str:
         """The name under which the output's newest pair is kept: that of the pair, where its tap is in several."""
         names = next(
-            names
-            for row in reversed(self._selves[0].outputs)
-            if (names := [n for n in self._floors.paired(row) if group_of(n, row.tags) == output.group])
+            (
+                names
+                for row in reversed(self._selves[0].outputs)
+                if (names := [n for n in self._floors.paired(row) if group_of(n, row.tags) == output.group])
+            ),
+            None,
         )
+        if names is None:
+            raise SessionError(
+                f"verdict: the baseline's values of {output.name} were not recorded; keep_budget= of gl.launch is too "
+                f"small for all taps ({self._runs.session.options.keep_budget >> 20:,} MiB on each rank)"
+            )
         return output.name if output.name in names else names[-1]
 
     def _names_by_group(self) -> dict[str, set[TapName]]:

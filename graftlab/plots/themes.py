@@ -76,7 +76,8 @@ def with_fewer_colours(png: bytes) -> bytes:
 
 def _img(png: bytes, alt: str, kind: str, more: str) -> str:
     data = base64.b64encode(with_fewer_colours(png)).decode("ascii")
-    return f'<img class="{kind}"{more} alt="{alt}" src="data:image/png;base64,{data}">'
+    # Sphinx's and jupyter-book's themes dim other pictures on dark pages.
+    return f'<img class="{kind} dark-light"{more} alt="{alt}" src="data:image/png;base64,{data}">'
 
 
 def _render(figure: Figure, dpi: float) -> bytes:

@@ -73,7 +73,7 @@ def test_a_line_of_code_that_ranks_share_is_confirmed(session: gl.Session, wrong
     assert confirmed["source"].tolist() == [line], verdict
     assert frame["source"].iloc[0] == line
     assert confirmed["rank"].iloc[0] == (1 if wrong == "rank 1" else confirmed["rank"].iloc[0])
-    assert "with the baseline's value there the tap agrees" in verdict.text
+    assert "with the baseline's value there, the tap agrees" in verdict.text
 
 
 def test_a_line_that_makes_summands_is_named_with_the_reason_why_it_is_not_confirmed(session: gl.Session) -> None:

@@ -66,9 +66,7 @@ def test_jobs_that_repeat_a_step_are_judged_and_left_unchanged(
     ]
     assert "Not checked: whether both jobs have the same weights, which no tap shows" in verdict.text
     # Its operations were recorded in a step that the jobs made anyway, and confirmed in another.
-    assert "First difference, from equal values before it; with the baseline's value there the tap agrees:" in (
-        verdict.text
-    )
+    assert "\nThe values first differ here; with the baseline's value there, the tap agrees:\n" in verdict.text
     assert [(row.side, row.operation, row.confirmed) for row in verdict.lines.itertuples()] == [
         ("target", "mul(f32[16, 32], 1.01)", True),
         ("baseline", "mul(f32[16, 32], 1)", False),
