@@ -26,6 +26,7 @@ SUBJECTS = (
     "edit",
     "rows",
     "dumps",
+    "recordings",
     "memory",
     "steps",
     "graphs",

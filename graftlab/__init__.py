@@ -47,12 +47,13 @@ if TYPE_CHECKING:
     from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
     from graftlab.jobs.attach import attach
+    from graftlab.launching import launch
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
     from graftlab.recordings.recorder import record
     from graftlab.recordings.recording import Recording
     from graftlab.remote.ray_cluster import Ray
-    from graftlab.session import Session, launch, listen
+    from graftlab.session import Session, listen
     from graftlab.taps.compiled import compile_taps
     from graftlab.taps.exported import export_taps, strip
     from graftlab.taps.training import watch_training
@@ -79,7 +80,7 @@ _LAZY = {
     "compare": "graftlab.comparison.functions",
     "compile_taps": "graftlab.taps.compiled",
     "export_taps": "graftlab.taps.exported",
-    "launch": "graftlab.session",
+    "launch": "graftlab.launching",
     "listen": "graftlab.session",
     "load_run": "graftlab.control.loaded_run",
     "make_converter": "graftlab.matching.weights",

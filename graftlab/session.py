@@ -1,4 +1,4 @@
-"""The public session, and the functions that make one: ``launch`` and ``listen``."""
+"""The public session, and the functions that open one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import launch_ranks
-from graftlab.ranks.options import LaunchOptions, RankStarter, StartMethod
+from graftlab.ranks.options import LaunchOptions
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.rows.store import RowStore
 
@@ -52,63 +52,22 @@ def _show_canvas(figure: Any, canvas: Any) -> None:
 jupyter.show_canvas = _show_canvas
 
 
-def launch(
-    baseline: int | RecordedSide = 1,
-    target: int | RecordedSide = 1,
-    *,
-    device: str | None = None,
-    backend: str | None = None,
-    plan: GraftPlan | None = None,
-    timeout: float = limits.TIMEOUT,
-    start_method: StartMethod = "forkserver",
-    folder: str | Path | None = None,
-    append: bool = False,
-    buffer_budget: int = limits.BUFFER_BUDGET,
-    keep_budget: int = limits.KEEP_BUDGET,
-    keep_rows: int | None = None,
-    tap_timeout: float | None = None,
-    on: RankStarter | None = None,
+def open_launched(
+    baseline: int | RecordedSide,
+    target: int | RecordedSide,
+    plan: GraftPlan | None,
+    folder: str | Path | None,
+    append: bool,
+    **options: Any,
 ) -> Session:
-    """Start ``baseline`` + ``target`` ranks and return their :class:`Session`, a context manager.
-
-    A side that is a :class:`Recording` has as many ranks as were recorded, and replays its taps in each run that gives
-    it no other code.
-
-    ``device`` is ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or None (the GPUs if there are any); ``backend`` the collective
-    backend of each side's own default process group. ``timeout``, in seconds, bounds the start and the groups'
-    collectives; ``tap_timeout`` bounds every wait of a tap, by default by half of it, so that a tap times out before
-    the collective in which a peer waits for its rank. ``folder`` is for this session's rows and logs (default: a new
-    folder under ``$GRAFTLAB_HOME`` or ``~/.graftlab``, see :func:`runs`); one session uses it at a time, and a folder
-    with rows needs ``append=True``. ``buffer_budget`` and ``keep_budget`` are bytes per rank, for tensors in transit
-    and for pairs that the plan keeps. Rows that a frame has read stay in memory for the next frame, unless they are
-    more than ``keep_rows``: then each frame reads them from disk anew. ``on`` is where the ranks run if not on this
-    machine: a :class:`Ray` cluster.
-
-    Raises :class:`LaunchError`, with the log's tail if a rank died.
-
-    >>> with gl.launch(baseline=1, target=2, timeout=30) as other:
-    ...     [rank.label for rank in other.ranks]
-    ['baseline[0]', 'target[0]', 'target[1]']
-    """
+    """Start ranks and open their session; see :func:`graftlab.launching.launch`. ``options`` are further options."""
     if plan is not None and not isinstance(plan, GraftPlan):
         raise PlanError(f"plan={plan!r}: give a graftlab.GraftPlan, such as GraftPlan().edit(b2t=...)")
-    options = LaunchOptions(
-        _ranks_of(baseline),
-        _ranks_of(target),
-        device,
-        backend,
-        timeout,
-        start_method,
-        buffer_budget,
-        keep_budget,
-        tap_timeout,
-        keep_rows,
-        on,
-    )
+    chosen = LaunchOptions(_ranks_of(baseline), _ranks_of(target), **options)
     made = make_run_folder(folder)
     if folder is None:
         prune()
-    session = open_session(options, plan or GraftPlan(), made, launch_ranks, append=append)
+    session = open_session(chosen, plan or GraftPlan(), made, launch_ranks, append=append)
     sides = {"baseline": baseline, "target": target}
     internals_of(session).default_callees = {
         name: side for name, side in sides.items() if isinstance(side, RecordedSide)

@@ -41,6 +41,7 @@ ROOMS = [
     "engine",
     "widgets",
     "session",
+    "launching",
     "comparison",
     "compat",
     "zoo",

@@ -55,13 +55,26 @@ def opened(folder: Path, *inside: str) -> Iterator[io.FileIO]:
         yield file
 
 
-def read_all(folder: Path, *inside: str) -> bytes:
-    """The bytes of a file, opened as :func:`opened` does. Raises OSError, also for one of more than a GiB."""
+def read_all(folder: Path, *inside: str, most: int = _MOST_BYTES) -> bytes:
+    """The bytes of a file, opened as :func:`opened` does. Raises OSError, also for one of more than ``most``."""
     with opened(folder, *inside) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > _MOST_BYTES:
-            raise OSError(errno.EFBIG, f"it has {size >> 20:,} MiB, and at most {_MOST_BYTES >> 20:,} are read")
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size >> 20:,} MiB, and at most {most >> 20:,} are read")
         return file.readall()
+
+
+def open_named(path: str | Path) -> int:
+    """Open a regular file that the user has named, who may have named a link to it. Raises OSError."""
+    return open_regular(os.path.realpath(path))
+
+
+def has_room(folder: Path) -> bool:
+    """Whether the disk of a folder takes anything more; True if that cannot be found out."""
+    try:
+        return os.statvfs(folder).f_bavail > 0
+    except OSError:
+        return True
 
 
 def others_can_write(folder: Path) -> bool:

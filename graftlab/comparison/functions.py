@@ -25,6 +25,7 @@ from graftlab.comparison.sides import command_of, function_in_file, kind_of_side
 from graftlab.control.compiled_comparison import CompiledComparison
 from graftlab.errors import ConfigError
 from graftlab.jobs.script_launcher import ScriptSettings
+from graftlab.launching import launch
 from graftlab.ranks.held_call import (
     CALL,
     FunctionInFile,
@@ -39,7 +40,7 @@ from graftlab.recordings.condensing import condense
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.recorder import record_held_call
 from graftlab.recordings.recording import Recording
-from graftlab.session import Session, launch
+from graftlab.session import Session
 
 # Seconds that a script has at least to reach a call of its model.
 _SCRIPT_TIMEOUT = 600.0

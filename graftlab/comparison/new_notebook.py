@@ -185,5 +185,9 @@ def _write(notebook: Path, document: dict[str, Any]) -> None:
         with notebook.open("x", encoding="utf-8") as file:
             json.dump(document, file, indent=1, ensure_ascii=False)
             file.write("\n")
+    except FileExistsError:
+        raise ConfigError(f"{notebook} has been made meanwhile, and is not overwritten; give another name") from None
     except OSError as error:
+        # Half a notebook would be in the way of the next try.
+        notebook.unlink(missing_ok=True)
         raise ConfigError(f"{notebook} cannot be written: {error.strerror}; give another path") from error

@@ -84,8 +84,8 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-# Of all named groups together: with and without their code, the inputs of their modules, lines of source, and hints.
-_RUNS_OF_NAMED = 5
+# Of all named groups together: with and without their code, the inputs of their modules, and lines of source.
+_RUNS_OF_NAMED = 4
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import NOT_NAMED, records
+from graftlab.verdict.added import NOT_NAMED, call_key, records
 from graftlab.verdict.hints import Hint, hint_of
 from graftlab.verdict.model_data import weights_to_lend, with_data_of, without_data
 from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
@@ -35,6 +36,11 @@ _PAIR_BUDGET = 16 << 20
 """Bytes of the pairs that a verdict keeps, for maps over other dimensions."""
 _WEIGHTS_LOOKED_AT = 8
 """Groups of differing weights whose pairs are kept."""
+
+_WIDEST = 8
+"""Bytes of an element, at most."""
+_OUTPUTS = 0.25
+"""How much of the memory for kept pairs the outputs of modules may take beside their inputs."""
 
 _FARTHER = 2.0
 """Results that the baseline's weights bring this many times farther apart belong to another arrangement of weights."""
@@ -121,6 +127,8 @@ class Mechanisms:
         self._lonely = lonely
         self._of_inputs: dict[str, str | None] = {}
         self._pair_budget = _PAIR_BUDGET
+        self._pairs: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        """The pairs that an earlier run kept, by :func:`call_key`."""
         self.maps: dict[str, ShownMap] = {}
         """Where the tensors of a group differ, for the first named groups, by group."""
 
@@ -142,10 +150,17 @@ class Mechanisms:
         before = self._runs.before
         # Inputs have no layout of their own, and no rule renames them.
         pairs = [PairRule(*each) for each in names] if before.pairs or before.rename else []
+        # Where they are as far apart in this run as in that of every tap, no further run is needed to look at them.
+        shown = self._shown(_worst(frame, named), frame)
+        of_outputs = _affordable(shown, rows, self._runs.session.options.keep_budget)
+        keep = " or ".join(filter(None, (f"kind == {KIND!r}", of_outputs)))
         again, calls = self._runs.with_module_inputs(
-            wanted, RunFilters(b2t="True", keep=f"kind == {KIND!r}", leaving=self._lonely, pairs=pairs)
+            wanted, RunFilters(b2t="True", keep=keep, leaving=self._lonely, pairs=pairs)
         )
-        origins = find_origins(frame, named, again, added(again), calls, threshold)
+        added_again = added(again)
+        if of_outputs is not None:
+            self._note_pairs(shown, added_again)
+        origins = find_origins(frame, named, again, added_again, calls, threshold)
         for origin in origins.found:
             if not origin.is_itself and origin.group not in self._of_inputs:
                 self._look_at_input(origin)
@@ -172,26 +187,40 @@ class Mechanisms:
         self._pair_budget -= size if kept else 0
         self.maps[group] = ShownMap(title, difference_map(*pair), hint, pair if kept else None)
 
+    def _shown(self, worst: Mapping[str, Any], frame: pd.DataFrame) -> list[Any]:
+        """The rows of these groups that are looked at, and those just before them."""
+        return [*worst.values(), *(each for row in worst.values() for each in _taps_before(frame, row))]
+
+    def _note_pairs(self, shown: Sequence[Any], again: pd.DataFrame) -> None:
+        """Note the kept pairs of the rows that are as far apart in ``again``, a verdict's frame of the newest run."""
+        now = {call_key(row): row["added"] for row in records(again)}
+        for row in shown:
+            if now.get(call_key(row)) == row["added"]:
+                with contextlib.suppress(SessionError):
+                    self._pairs[call_key(row)] = self._runs.pair(*_call_of(row))
+
     def hints(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, str]:
         """What the tensors of each culprit show, at the tap that adds the most, or at its module's input."""
-        worst = {}
-        for group in named:
-            rows = frame[frame["group"] == group]
-            if (rows["label"] == "culprit").any():
-                worst[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
+        worst = {
+            group: row
+            for group, row in _worst(frame, named).items()
+            if (frame.loc[frame["group"] == group, "label"] == "culprit").any()
+        }
         hints = {group: known for group in worst if (known := self._of_inputs.get(group)) is not None}
         worst = {group: row for group, row in worst.items() if group not in self._of_inputs}
-        before = {group: _taps_before(frame, row) for group, row in worst.items()}
-        shown = [*worst.values(), *(row for rows in before.values() for row in rows)]
+        shown = self._shown(worst, frame)
         keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
         if keep is None:
             return hints
-        self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=self._lonely))
+        if not all(call_key(row) in self._pairs for row in shown):
+            self._pairs.clear()
+            self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=self._lonely))
         for group, row in worst.items():
+            before = _taps_before(frame, row)
             try:
                 pair = self._pair(row)
-                inputs = {each["name"]: self._pair(each)[0] for each in before[group]}
-                agreeing = {each["name"]: inputs[each["name"]] for each in before[group] if each["label"] in NOT_NAMED}
+                inputs = {each["name"]: self._pair(each)[0] for each in before}
+                agreeing = {each["name"]: inputs[each["name"]] for each in before if each["label"] in NOT_NAMED}
             except SessionError as error:
                 hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
                 continue
@@ -203,9 +232,30 @@ class Mechanisms:
         return hints
 
     def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        tags = {tag: value for tag, value in row["tags"].items() if value is not None}
-        call = {OCCURRENCE: int(row["occurrence"])}
-        return self._runs.pair(row["name"], int(row["rank"]), int(row["step"]), {**call, **tags})
+        known = self._pairs.get(call_key(row))
+        return self._runs.pair(*_call_of(row)) if known is None else known
+
+
+def _affordable(shown: Sequence[Any], rows: pd.DataFrame, budget: int) -> str | None:
+    """A filter that keeps the pairs of these rows; None where they would take much of what is kept for inputs."""
+    names = {row["name"] for row in shown}
+    size = 2 * _WIDEST * int(rows.loc[rows["name"].isin(names), "numel"].fillna(0).sum())
+    return filter_of((row["name"], kind_of(row["tags"])) for row in shown) if size <= budget * _OUTPUTS else None
+
+
+def _worst(frame: pd.DataFrame, named: Sequence[str]) -> dict[str, Any]:
+    """The row of each group that adds the most."""
+    found = {}
+    for group in named:
+        rows = frame[frame["group"] == group]
+        found[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
+    return found
+
+
+def _call_of(row: Any) -> tuple[str, int, int, dict[str, Any]]:
+    """What a kept pair is asked for by: its tap's name, rank, step, and tags with the occurrence."""
+    tags = {tag: value for tag, value in row["tags"].items() if value is not None}
+    return row["name"], int(row["rank"]), int(row["step"]), {OCCURRENCE: int(row["occurrence"]), **tags}
 
 
 def _title(row: pd.Series[Any]) -> str:

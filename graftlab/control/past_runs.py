@@ -23,6 +23,8 @@ GIB_VARIABLE, DAYS_VARIABLE = "GRAFTLAB_RUNS_GIB", "GRAFTLAB_RUNS_DAYS"
 _GIB, _DAYS = 10.0, 30.0
 # Seconds; a folder that was just made has no lock yet.
 _NEW = 600.0
+# Seconds since the epoch, in the year 2242.
+_LATEST = float(1 << 33)
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,11 @@ def _budget(variable: str, given: float | None, usual: float) -> float:
 
 def _started(path: Path) -> float:
     try:
-        return float(description_of(path)["started"])
-    except (ValueError, KeyError, TypeError):
-        return path.stat().st_mtime
+        started = float(description_of(path)["started"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        started = math.nan
+    # A file may state any number, and calendars have an end.
+    return started if 0 <= started < _LATEST else path.stat().st_mtime
 
 
 def _is_open(rows: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -9,13 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from graftlab.base.files import open_regular, others_can_write
+from graftlab.base.files import open_regular, others_can_write, read_all
 from graftlab.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
 HOME_VARIABLE = "GRAFTLAB_HOME"
 _DESCRIPTION = "session.json"
+# What a session writes is far less: the file may be another's.
+_MOST_BYTES, _MOST_RANKS = 1 << 20, 1 << 20
 
 
 def home() -> Path:
@@ -66,19 +69,24 @@ def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rende
     said: dict[str, Any] = {"started": time.time(), "kernel": os.getpid(), "ranks": sizes, "first_run": first_run}
     if rendezvous is not None:
         said["rendezvous"] = str(rendezvous)
+    partial = folder / f"{_DESCRIPTION}.partial"
     try:
-        descriptor = open_regular(folder / _DESCRIPTION, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        # Whole or not at all: a disk that is full may not cost the facts that an earlier session wrote.
+        descriptor = open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(descriptor, "w") as file:
             json.dump(said, file)
+        partial.replace(folder / _DESCRIPTION)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         logger.warning("%s cannot be written: %s", folder / _DESCRIPTION, error)
 
 
 def description_of(folder: Path) -> dict[str, Any]:
     """The facts that :func:`describe_session` wrote; empty if they cannot be read."""
     try:
-        said = json.loads((folder / _DESCRIPTION).read_bytes())
-    except (OSError, ValueError):
+        said = json.loads(read_all(folder, _DESCRIPTION, most=_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 
@@ -88,6 +96,7 @@ def sizes_of(folder: Path, run: int) -> tuple[int, int] | None:
     said = description_of(folder)
     try:
         baseline, target = (int(size) for size in said["ranks"])
-        return (baseline, target) if run >= int(said["first_run"]) else None
-    except (KeyError, TypeError, ValueError):
+        known = run >= int(said["first_run"]) and max(baseline, target) <= _MOST_RANKS
+        return (baseline, target) if known else None
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -22,7 +22,7 @@ from graftlab.control.match_runs import match
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
-from graftlab.errors import SessionError
+from graftlab.errors import RunError, SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 # Without grafts, with every tap grafted, and each side against itself.
-_FEWEST_RUNS = 4
+_FEWEST_RUNS = 3
 
 EDITED = "the plan was edited during the verdict. Do not edit the filters until it is done"
 
@@ -292,6 +292,8 @@ class CalledRuns(VerdictRuns):
         self.recorded = isinstance(request.baseline, RecordedSide)
         self.shows_module_inputs = self.can_lend_weights = not self.recorded
         self._zero = 0
+        self._target_differs: list[str] | None = None
+        """What the newest run against themselves found of the target; None if none did."""
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
@@ -426,7 +428,12 @@ class CalledRuns(VerdictRuns):
             self.session.options.keep_budget,
             list(keep),
         )
-        run, _ = self._run("the baseline against itself", {"baseline": call})
+        try:
+            run, _ = self._run("each side against itself", {"baseline": call, "target": self._repeated_target()})
+            self._target_differs = _all_of(run.target)
+        except RunError:
+            # What the target raises says nothing about the baseline.
+            run, _ = self._run("the baseline against itself", {"baseline": call})
         measured = list(run.baseline)
         remember_floor(self.session, key, measured)
         return measured
@@ -448,9 +455,13 @@ class CalledRuns(VerdictRuns):
         return list(found.graftable)
 
     def target_against_itself(self) -> list[str]:
-        call = partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
-        run, _ = self._run("the target against itself", {"target": call})
-        return list(dict.fromkeys(tap for each in run.target for tap in each))
+        if self._target_differs is not None:
+            return self._target_differs
+        run, _ = self._run("the target against itself", {"target": self._repeated_target()})
+        return _all_of(run.target)
+
+    def _repeated_target(self) -> Callee:
+        return partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
 
     def unwritten_memory(self) -> list[str]:
         found = self._reads_unwritten("target", self._target)
@@ -468,6 +479,10 @@ class CalledRuns(VerdictRuns):
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
+
+
+def _all_of(taps_of_ranks: Sequence[Any]) -> list[str]:
+    return list(dict.fromkeys(tap for each in taps_of_ranks for tap in each))
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:

@@ -25,8 +25,13 @@ def write_token(path: Path, token: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # A new file, because another process may have an existing one open.
     path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token + "\n")
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token + "\n")
+    except OSError:
+        # An empty token is none.
+        path.unlink(missing_ok=True)
+        raise
 
 
 class ListeningSocket(socket.socket):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
+from graftlab.base.files import open_named
 from graftlab.errors import ConfigError
 
 _LENGTH = 32
@@ -55,7 +56,7 @@ def _secret(token: str, use: bytes) -> bytes:
 def read_token(path: Path) -> str:
     """Read a token from a file that only this user can read. Raises :class:`ConfigError`."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with open(open_named(path), encoding="utf-8") as file:
             found = os.fstat(file.fileno())
             text = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +70,12 @@ def read_token(path: Path) -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """Write the token to a new file of mode 0600. Raises FileExistsError."""
+    """Write the token to a new file of mode 0600. Raises OSError, FileExistsError where there is one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(token + "\n")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(token + "\n")
+    except OSError:
+        # An empty file would be in the way of the next try.
+        path.unlink(missing_ok=True)
+        raise

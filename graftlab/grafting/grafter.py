@@ -351,7 +351,7 @@ class Grafter:
         self._addresses = Addresses(self._step, self._warn_once)
         self._batch_rows = BatchRows()
         # Only at the beginning of a step, so that one step has one plan in graphs too.
-        calls.want_taps(self._plan.matches_any)
+        calls.want_taps(self, self._plan.matches_any)
         self._write_page("running")
 
     def _end_step(self) -> None:

@@ -28,6 +28,7 @@ from graftlab.jobs.end_warnings import nothing_measured, unmatched_filters
 from graftlab.jobs.handshake import RejoinState
 from graftlab.jobs.job_connection import JobConnection
 from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
+from graftlab.jobs.job_log import log_to
 from graftlab.jobs.peer_connector import PeerConnector, address_towards
 from graftlab.jobs.session_client import SessionClient
 from graftlab.jobs.world_setup import SetupContext, World, WorldSetup
@@ -122,7 +123,7 @@ class AttachedRank:
             self.place, world.exchange, StatusPage(world.page), taps.ambient, self._connection, self._kept
         )
         self._grafter.on_failure = self._fail
-        _log_to(self._own_log())
+        log_to(self._own_log())
         self._enter(world, request.info)
         self._grafter.begin_run(request.info, from_wire(request.plan))
         self._open_control_thread(rest)
@@ -518,33 +519,3 @@ def _nothing_of(plan: GraftPlan) -> GraftPlan:
         to_wire(plan), b2t=None, t2b=None, compare=None, keep=None, version=plan.version + 1
     )
     return from_wire(blank)
-
-
-_package_log = logging.getLogger(__name__.partition(".")[0])
-
-
-class _WarningForwarder(logging.Handler):
-    """Passes warnings and errors to the job's own handlers, as if this package had no others."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            logging.getLogger().handle(record)
-
-
-def _log_to(path: Path) -> None:
-    """Write graftlab's log, from INFO on, to this file: one line for each graft."""
-    for old in [handler for handler in _package_log.handlers if isinstance(handler, (_WarningForwarder, _LogFile))]:
-        _package_log.removeHandler(old)
-    _package_log.addHandler(_WarningForwarder())
-    _package_log.setLevel(logging.INFO)
-    _package_log.propagate = False
-    try:
-        _package_log.addHandler(_LogFile(path, encoding="utf-8"))
-    except OSError as error:
-        _package_log.warning("%s cannot be written: %s; only the rows show what each graft did", path, error)
-
-
-class _LogFile(logging.FileHandler):
-    def __init__(self, path: Path, encoding: str) -> None:
-        super().__init__(path, encoding=encoding)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

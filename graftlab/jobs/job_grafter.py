@@ -236,7 +236,7 @@ class JobGrafter(Grafter):
         if ordered is None:
             self.__dict__.pop("tap", None)
             return
-        calls.want_taps(True)
+        calls.want_taps(self, True)
         # Replaces the method, so that other steps do not pay for a check.
         self.__dict__["tap"] = self._guarded(ordered.handler_at(self._step))
 

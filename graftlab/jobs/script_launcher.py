@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from graftlab.base.files import has_room
 from graftlab.base.text import counted
 from graftlab.base.world import Place, Side
 from graftlab.control.core import SessionCore
@@ -133,7 +134,12 @@ class ScriptProcess:
         except OSError as error:
             return f"(its output cannot be read: {error})"
         # Of a long log only the end is looked at.
-        return "\n".join(_without_frames_of_torch(text.splitlines()[-_LOOKED_AT * most :])[-most:]) or "(nothing)"
+        lines = _without_frames_of_torch(text.splitlines()[-_LOOKED_AT * most :])
+        shown = "\n".join(lines[-most:]) or "(nothing)"
+        if not has_room(self.log.parent):
+            # The script itself then fails where it prints, and its traceback is not there either.
+            shown += f"\n(the disk of {self.log.parent} is full, so what was printed last is not in it)"
+        return shown
 
     def kill(self) -> None:
         """End it and the programs that it has started, unless it is to keep going."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from graftlab.base.files import read_all
 from graftlab.control.core import SessionCore
 from graftlab.errors import ConfigError, SessionError
 from graftlab.jobs.handshake import (
@@ -65,10 +66,10 @@ def _ask(connection: socket.socket, stacks: bool) -> StatusReply | None:
 def _rendezvous_of(folder: Path) -> Path | None:
     """Return the rendezvous folder of this run folder's jobs, which is usually the run folder."""
     try:
-        description = json.loads((folder / "session.json").read_bytes())
+        description = json.loads(read_all(folder, "session.json"))
     except FileNotFoundError:
         raise SessionError(f"{folder} is not a run folder: it has no session.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SessionError(f"{folder / 'session.json'} cannot be read: {error}") from error
     rendezvous = description.get("rendezvous") if isinstance(description, dict) else None
     return None if not isinstance(rendezvous, str) or not Path(rendezvous).is_dir() else Path(rendezvous)

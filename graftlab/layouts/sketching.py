@@ -13,6 +13,9 @@ from torch import Tensor
 from graftlab.errors import LayoutError
 from graftlab.layouts.steps import StepContext, call, check_count
 
+# A recording's file may name any size, and each sum takes memory.
+_MOST_SUMS = 1 << 16
+
 
 @dataclass(frozen=True)
 class SignedSums:
@@ -29,6 +32,8 @@ class SignedSums:
     def __post_init__(self) -> None:
         object.__setattr__(self, "of", tuple(self.of))
         check_count("sketch", "size", self.size)
+        if self.size > _MOST_SUMS:
+            raise LayoutError(f"sketch: size is {self.size:,}, and at most {_MOST_SUMS:,} sums stand for a tensor")
         for extent in self.of:
             check_count("sketch", "each number in of", extent)
 

@@ -17,6 +17,9 @@ from torch import Tensor
 from graftlab.errors import LayoutError
 from graftlab.layouts.mesh import Mesh
 
+# A file of a recording may have any layout in it. A step makes at most this many times as many elements, or these.
+_MOST_TIMES, _MOST_ELEMENTS = 4096, 1 << 24
+
 
 @dataclass(frozen=True)
 class Disagreement:
@@ -114,6 +117,13 @@ def check_count(step: str, name: str, value: object, least: int = 1) -> None:
         raise LayoutError(f"{step}: {name} must be an int of at least {least}, not {value!r}")
 
 
+def _filled(like: Tensor, shape: tuple[int, ...], fill: float, step: str) -> Tensor:
+    """A tensor of this shape, made from ``like``. Raises :class:`LayoutError` for one that is far larger."""
+    if math.prod(shape) > max(_MOST_ELEMENTS, _MOST_TIMES * like.numel()):
+        raise LayoutError(f"{step} makes a tensor of {list(shape)} from one of {list(like.shape)}, which is too large")
+    return like.new_full(shape, fill)
+
+
 def _grouped(tensor: Tensor, dim: int, groups: int) -> Tensor:
     """Split one dimension into groups and their elements; a view if the tensor is contiguous."""
     shape = tensor.shape
@@ -178,7 +188,7 @@ class Part:
                 f"{self.text}: dimension {dim} of {list(after.shape)} does not divide into {mine} for part {self.index}"
             )
         extent = after.shape[dim] // mine * sum(self.of) * self.groups
-        whole = after.new_zeros((*after.shape[:dim], extent, *after.shape[dim + 1 :]))
+        whole = _filled(after, (*after.shape[:dim], extent, *after.shape[dim + 1 :]), 0, self.text)
         grouped = _grouped(whole, dim, self.groups)
         share = extent // (sum(self.of) * self.groups)
         place = grouped.narrow(dim + 1, sum(self.of[: self.index]) * share, self.of[self.index] * share)
@@ -335,7 +345,7 @@ class Pad:
             raise LayoutError(f"{self.text}: dimension {dim} of {list(before.shape)} is not of size {self.size}")
         if self.to == self.size:
             return before
-        after = before.new_full((*before.shape[:dim], self.to, *before.shape[dim + 1 :]), self.fill)
+        after = _filled(before, (*before.shape[:dim], self.to, *before.shape[dim + 1 :]), self.fill, self.text)
         after.narrow(dim, 0, self.size).copy_(before)
         return after
 
@@ -413,7 +423,7 @@ def _padded(packed: Tensor, lengths: tuple[int, ...], width: int, step: str) -> 
         raise LayoutError(
             f"{step}: lengths {list(lengths)} add up to {sum(lengths)}, not to {list(packed.shape)}'s rows"
         )
-    padded = packed.new_zeros((len(lengths), width, *packed.shape[1:]))
+    padded = _filled(packed, (len(lengths), width, *packed.shape[1:]), 0, step)
     start = 0
     for index, length in enumerate(lengths):
         padded[index, :length].copy_(packed[start : start + length])

@@ -22,11 +22,12 @@ from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
 from graftlab.filters.check import FilterCheck, check_summary
+from graftlab.launching import launch
 from graftlab.magics import command_line
 from graftlab.plan.changes import PlanChange
 from graftlab.ranks.forkserver import warm_up
 from graftlab.remote.ray_cluster import Ray
-from graftlab.session import Session, launch, listen
+from graftlab.session import Session, listen
 from graftlab.verdict.conclusion import newest_run
 
 

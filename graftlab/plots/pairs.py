@@ -162,7 +162,7 @@ def _draw_profile(ax: Axes, found: DifferenceMap, dim: int, spans: Sequence[tupl
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     ax.yaxis.set_major_locator(MaxNLocator(3))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
-    style.label_axes(ax, f"dim {dim}: the largest at each index", "")
+    style.label_axes(ax, f"dim {dim}: largest by index", "")
     ax.xaxis.label.set_fontsize(style.TICK)
 
 

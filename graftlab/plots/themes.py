@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
+from PIL import Image
 
 _PAPER, _INK = "#111111", "#e0e0e0"
 # Blue text is hard to read on a dark page; points and lines are not.
@@ -62,8 +63,19 @@ def pictures(figure: Figure, alt: str = "", dpi: float = 110) -> str:
     return f'<div class="graftlab-figure">{light}{dark}</div>'
 
 
+def with_fewer_colours(png: bytes) -> bytes:
+    """The picture with 256 colours, a quarter of its bytes: a notebook has many, each of them twice."""
+    picture = Image.open(io.BytesIO(png)).convert("RGBA")
+    if picture.getextrema()[3] != (255, 255):
+        # A palette would lose what is transparent.
+        return png
+    out = io.BytesIO()
+    picture.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE).save(out, "png", optimize=True)
+    return out.getvalue()
+
+
 def _img(png: bytes, alt: str, kind: str, more: str) -> str:
-    data = base64.b64encode(png).decode("ascii")
+    data = base64.b64encode(with_fewer_colours(png)).decode("ascii")
     return f'<img class="{kind}"{more} alt="{alt}" src="data:image/png;base64,{data}">'
 
 

@@ -6,6 +6,7 @@ The system sends parent-death signals when the *thread* that started a process e
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
 import os
@@ -14,8 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from typing import Any, ParamSpec, TypeVar
-
-import torch.multiprocessing
 
 from graftlab.ranks import preload_first, preload_last
 
@@ -40,6 +39,7 @@ def warm_up() -> None:
 
 def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
     """Start a process as ranks are started: from the same thread, through the same warm forkserver."""
+    import torch.multiprocessing
 
     def start() -> BaseProcess:
         prepare()
@@ -53,7 +53,8 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
 
 def prepare() -> None:
     """Start the forkserver unless it is running. Raises OSError where it cannot listen."""
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(
+    # Not that of torch, whose import would take this process as long as it takes the forkserver.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
         [preload_first.__name__, *PRELOADED, preload_last.__name__]
     )
     owner = f"{os.getpid()}{os.pathsep}{multiprocessing.util.get_temp_dir()}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graftlab.base.tap_groups import group_of
+from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import (
     CallKey,
     RepeatComparer,
@@ -47,7 +48,16 @@ def record_step(folder: str, budget: int) -> RecordSummary:
     with handled_by(recorder):
         returned = repeat_call()
     results = {path: tensor.detach().to("cpu", copy=True) for path, tensor in returned.items()}
-    torch.save((recorder.taps, results), _file(folder))
+    try:
+        torch.save((recorder.taps, results), _file(folder))
+    except (OSError, RuntimeError) as error:
+        # torch reports a full disk as a RuntimeError about its archive.
+        _file(folder).unlink(missing_ok=True)
+        reason = str(error).partition("\n")[0]
+        raise SessionError(
+            f"the record of the step, which is compared with another start of the script, cannot be written to "
+            f"{_file(folder)}: {reason}; make room there, or set GRAFTLAB_HOME to another disk"
+        ) from error
     names = dict.fromkeys(place[0] for place in recorder.taps)
     return RecordSummary(tuple(names), results, tuple(recorder.skipped), recorder.not_recorded)
 

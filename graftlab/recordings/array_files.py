@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickletools
 import re
 import string
 import zipfile
@@ -35,6 +36,11 @@ _DIGITS = re.compile("([0-9]+)")
 
 # Values in a file that torch wrote, and how deep they lie in one another.
 _MOST_VALUES, _DEEPEST = 1_000_000, 50
+# Bytes in memory beyond eight times the file's own: one with equal elements, or with tensors that share theirs, may be
+# far smaller than what it makes.
+_MOST_BEYOND = 128 << 20
+# How many pickles a file of torch's old format has.
+_OLD_PICKLES = 5
 
 # An array, or the sentence that says what it is instead.
 _Arrays = Mapping[str, torch.Tensor | str]
@@ -98,8 +104,36 @@ def torch_content(file: io.FileIO) -> Any:
         with zipfile.ZipFile(file) as archive:
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                 raise ValueError("it is compressed, which no file of torch is")
+            pickled: list[Any] = [archive.open(part) for part in archive.infolist() if part.filename.endswith(".pkl")]
+            for each in pickled:
+                _refuse_bytearrays(each)
+    else:
+        # Its format before that is a sequence of pickles, and then the bytes of the tensors.
+        file.seek(0)
+        for _ in range(_OLD_PICKLES):
+            _refuse_bytearrays(file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def most_bytes(file: io.FileIO) -> int:
+    """How many bytes the arrays of a file may take in memory: a small file may not fill it."""
+    return _MOST_BEYOND + 8 * os.fstat(file.fileno()).st_size
+
+
+def too_large(nbytes: int) -> ValueError:
+    """The error for a file whose arrays would take this many bytes."""
+    return ValueError(
+        f"its arrays take {nbytes:,} bytes in memory, which is far more than the file's own; write it uncompressed, "
+        "and expanded tensors as contiguous ones"
+    )
+
+
+def _refuse_bytearrays(file: Any) -> None:
+    """Raise ValueError for a pickle that makes a bytearray, which torch's unpickler allows of any size."""
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name == "GLOBAL" and str(argument).endswith(" bytearray"):
+            raise ValueError("it has a bytearray, which is no array")
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -252,6 +286,9 @@ def _read_npz(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
     archive = np.load(file, allow_pickle=False)
     if not isinstance(archive, np.lib.npyio.NpzFile):
         raise ValueError("it is no archive of arrays")
+    # What zipfile reads of each at the most.
+    if (size := sum(part.file_size for part in archive.zip.infolist())) > most_bytes(file):
+        raise too_large(size)
     for key in archive.files:
         value = archive[key]
         yield key, _from_numpy(value) if isinstance(value, np.ndarray) else "it is no array"
@@ -282,7 +319,7 @@ def _read_safetensors(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str
 def _read_torch(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
     """The tensors within dicts and sequences, named by the way to them."""
     waiting: list[tuple[str, int, Any]] = [("", 0, torch_content(file))]
-    seen = 0
+    seen = size = 0
     while waiting:
         name, depth, value = waiting.pop()
         # A small file can refer to one list from many others, or from itself.
@@ -290,6 +327,9 @@ def _read_torch(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
         if seen > _MOST_VALUES or depth > _DEEPEST:
             raise ValueError(f"it has more than {_MOST_VALUES:,} values, or some more than {_DEEPEST} deep")
         if isinstance(value, torch.Tensor):
+            size += value.numel() * value.element_size()
+            if size > most_bytes(file):
+                raise too_large(size)
             yield name, _plain_tensor(value)
         elif isinstance(value, (Mapping, list, tuple)):
             inside = value.items() if isinstance(value, Mapping) else enumerate(value)

@@ -33,7 +33,7 @@ from graftlab.recordings.file_format import (
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.sglang_dumps import SglangDump
-from graftlab.recordings.tensor_file import TensorPlace, read_tensor, tensor_places
+from graftlab.recordings.tensor_file import ReusedMemory, TensorPlace, read_tensor, tensor_places
 
 _line = msgspec.json.Decoder(IndexLine)
 _header = msgspec.json.Decoder(RankHeader)
@@ -63,6 +63,7 @@ class Recording(RecordedSide):
         self.folder = Path(folder).expanduser().absolute()
         self.partial = partial
         self._newest: tuple[tuple[int, ...], dict[str, TensorPlace]] | None = None
+        self._memory = ReusedMemory()
         first = self._read_header(0)
         self.world_size = first.world_size
         if rank_folder(self.folder, self.world_size).exists():
@@ -198,7 +199,8 @@ class Recording(RecordedSide):
                     raise ValueError(f"it has no tensor {stored.key!r:.80}")
                 if not stored.raw and place.shape != stored.shape:
                     raise ValueError(f"its shape is {list(place.shape)}, and {list(stored.shape)} in the index")
-                tensor, check = read_tensor(file, place, dtype_named(stored.dtype), stored.shape)
+                dtype = dtype_named(stored.dtype)
+                tensor, check = read_tensor(file, place, dtype, stored.shape, self._memory)
         except Exception as error:  # damage has many kinds
             raise RecordingError(f"{entry} on rank {rank} cannot be read from {path}: {error}") from error
         if check != stored.crc32:

@@ -20,7 +20,7 @@ from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS, is_no_tag, plain
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.errors import LayoutError, RecordingError
 from graftlab.layouts.dims import AXES, parse_dims
-from graftlab.recordings.array_files import torch_content
+from graftlab.recordings.array_files import most_bytes, too_large, torch_content
 from graftlab.recordings.file_format import MOST_RANKS, IndexEnd, StoredLayout, StoredTensor, TapEntry
 from graftlab.recordings.recorded_side import RecordedSide
 
@@ -173,6 +173,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with opened(path.parent, path.name) as file:
             content = torch_content(file)
+            value = content.get("value") if isinstance(content, dict) else None
+            if isinstance(value, torch.Tensor):
+                size = value.numel() * value.element_size()
+                if size > most_bytes(file):
+                    raise too_large(size)
     except Exception as error:  # damage has many kinds
         reason = str(error).partition("\n")[0]
         raise RecordingError(

@@ -9,9 +9,12 @@ from __future__ import annotations
 import io
 import math
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
@@ -24,6 +27,10 @@ _PIECE = 1 << 18
 # Bytes that are worth a thread, and how many threads are enough to be bound by memory.
 _PART = 4 << 20
 _MOST_THREADS = 8
+# A replay has the tensor before the one that it reads.
+_MOST_UNUSED = 2
+# A block is used again for no less than this share of it.
+_LEAST_SHARE = 0.5
 # What the format calls the dtypes of torch.
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -70,17 +77,51 @@ def tensor_places(file: io.FileIO) -> dict[str, TensorPlace]:
     return found
 
 
+class ReusedMemory:
+    """Memory for large tensors, which is used again when no tensor is in it any more.
+
+    Reading a file into new memory takes four times as long, because the system has to clear each page of it first.
+    """
+
+    def __init__(self) -> None:
+        # By identity, and changed by single calls alone: a tensor may end on any thread, also within another call here.
+        self._unused: dict[int, np.ndarray[Any, Any]] = {}
+
+    def take(self, size: int) -> torch.Tensor:
+        """A tensor of this many bytes, whose memory returns here with its last view."""
+        if size < _PART:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")
+        fitting = [each for each in list(self._unused.values()) if size <= len(each) <= size / _LEAST_SHARE]
+        found = min(fitting, key=len, default=None)
+        block = None if found is None else self._unused.pop(id(found), None)
+        if block is None:
+            block = np.empty(size, np.uint8)
+        # The tensor's storage refers to this array, and nothing else does.
+        used = block[:size]
+        weakref.finalize(used, self._take_back, block).atexit = False
+        return torch.from_numpy(used)
+
+    def _take_back(self, block: np.ndarray[Any, Any]) -> None:
+        self._unused[id(block)] = block
+        for each in sorted(self._unused.values(), key=len)[:-_MOST_UNUSED]:
+            self._unused.pop(id(each), None)
+
+
 def read_tensor(
-    file: io.FileIO, place: TensorPlace, dtype: torch.dtype, shape: tuple[int, ...]
+    file: io.FileIO,
+    place: TensorPlace,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    reused: ReusedMemory | None = None,
 ) -> tuple[torch.Tensor, int]:
-    """A tensor on the CPU from its bytes in a file, and their checksum (CRC-32).
+    """A tensor on the CPU from its bytes in a file, and their checksum (CRC-32). Its memory may be ``reused``.
 
     Raises ValueError or OSError if the file is now shorter, or has another number of bytes for it.
     """
     start, stop = place.data_offsets
     if stop - start != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
         raise ValueError(f"it has {stop - start:,} bytes for {dtype} of the shape {list(shape)}")
-    flat = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+    flat = (reused or ReusedMemory()).take(stop - start)
     memory = flat.numpy().data
     threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, len(memory) // _PART)
     if threads < 2:

@@ -77,7 +77,13 @@ class RecordingWriter:
         self._folder = folder
         first = msgspec.json.encode(header)
         with open(folder / RANK_FILE, "xb") as file:
-            file.write(first)
+            try:
+                file.write(first)
+                file.flush()
+            except OSError:
+                # Half a header would be a recording in the way of the next one.
+                os.unlink(folder / RANK_FILE)
+                raise
         self._chain = ChecksumChain(first)
         self._index = open(folder / INDEX_FILE, "xb", buffering=0)  # noqa: SIM115
         self.error: str | None = None
@@ -183,6 +189,8 @@ class RecordingWriter:
         path = self._folder / f"{self._shards:06d}.safetensors"
         if self._shard:
             try:
+                # A new file, because the library would follow a link that is there.
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
                 safetensors.torch.save_file(self._shard, path)
             except safetensors.SafetensorError as error:
                 raise OSError(str(error)) from error

@@ -47,7 +47,12 @@ class _Segment:
         self.began = time.monotonic()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
-        self.write(_HEAD, 0, head)
+        try:
+            self.write(_HEAD, 0, head)
+        except OSError:
+            # Or a disk that stays full would cost a descriptor and an empty file for each request.
+            self.remove()
+            raise
 
     def write(self, kind: bytes, number: int, payload: bytes) -> None:
         """Append a frame in one write. Raises OSError; readers skip the incomplete frame that this may leave."""

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from graftlab.base.files import open_named
 from graftlab.errors import DumpError
 from graftlab.requests.budget import BudgetExceeded
 from graftlab.requests.journal import is_journal, read_journal
@@ -39,7 +40,8 @@ def load_dump(path: str | Path, trusted: bool = False) -> Dump:
     >>> load_dump(path)["requests"][0].request
     {'rid': 'req-0', 'text': 'hello'}
     """
-    data = Path(path).read_bytes()
+    with open(open_named(path), "rb") as file:
+        data = file.read()
     if is_journal(Path(path), data):
         found = read_journal(Path(path), data, pickle.loads if trusted else partial(_read, path))
     elif trusted:

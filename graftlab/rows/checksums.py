@@ -18,7 +18,7 @@ from zlib import crc32
 
 import numpy as np
 
-from graftlab.base.files import open_regular
+from graftlab.base.files import open_regular, read_all
 from graftlab.errors import SessionError
 
 SUMS_FILE = "rows.crc32"
@@ -94,7 +94,7 @@ class SumsWriter:
         """
         kept = b""
         if dropped is not None:
-            kept = self._path.read_bytes()[_FIRST.size + 4 * dropped :] + self._unwritten
+            kept = read_all(self._path.parent, self._path.name)[_FIRST.size + 4 * dropped :] + self._unwritten
         partial = self._path.with_name(f"{SUMS_FILE}.partial")
         file = self._opened(os.O_TRUNC | os.O_APPEND, partial)
         try:

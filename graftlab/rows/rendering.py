@@ -24,6 +24,8 @@ _NEEDED = frozenset({"order", "name", "tags", "rel_l2", "status", "side", "rank"
 # The range of a bar, in decades: from rounding in float64 to unrelated tensors.
 _LOW, _HIGH = -12.0, 0.0
 _WORDS = 80
+# What a person says for a column; the name that code takes stands below it.
+_SAID = {"rel_l2": "relative difference", "max_abs": "largest difference"}
 _COUNTS = frozenset(column.name for column in TABLE if column.storage == "integer")
 # In larger frames constant columns are not searched for.
 _FOLDED_ROWS = 50_000
@@ -87,12 +89,20 @@ def _html(frame: pd.DataFrame) -> str:
     tags = _tags(shown)
     differences = ["rel_l2", *in_tables()]
     way = ["direction"] if (shown["status"] == "grafted").any() and "direction" in frame.columns else []
+    records = shown.to_dict("records")
+    note = ["note"] if any(_note(row) for row in records) else []  # type: ignore[arg-type]
     before = [*(["step"] if several_steps else []), "order", "name", *tags]
-    head = [*before, *differences, "status", *way, "rank", "note"]
-    lines = [_line(row, tags, several_steps, bool(way)) for row in shown.to_dict("records")]  # type: ignore[arg-type]
+    head = [*before, *differences, "status", *way, "rank", *note]
+    lines = [_line(row, tags, several_steps, bool(way), bool(note)) for row in records]  # type: ignore[arg-type]
     above = f"<p>{which}; <code>.full()</code> shows all</p>"
-    folded = _folded(frame, {*head, "side", "tags", "error"})
-    return above + table(tuple(html.escape(str(title)) for title in head), lines, in_tables()) + folded
+    folded = _folded(frame, {*head, "side", "tags", "error", "note"})
+    return above + table(tuple(map(_title, head)), lines, {_title(name) for name in differences}) + folded
+
+
+def _title(name: str) -> str:
+    """The title of a column, as markup."""
+    own = html.escape(str(name))
+    return f"{_SAID[name]}<br><small>{own}</small>" if name in _SAID else own
 
 
 def _badness(frame: pd.DataFrame) -> np.ndarray[Any, Any]:
@@ -112,9 +122,13 @@ def _tags(frame: pd.DataFrame) -> list[str]:
     return list(names)
 
 
-def _line(row: dict[str, Any], tags: list[str], with_step: bool, with_direction: bool) -> str:
+def _note(row: dict[str, Any]) -> str:
+    texts = (row.get("error"), row.get("note"), row.get("aligned_by"))
+    return str(next((text for text in texts if _is_there(text)), "")).partition("\n")[0][:_WORDS]
+
+
+def _line(row: dict[str, Any], tags: list[str], with_step: bool, with_direction: bool, with_note: bool) -> str:
     own = row["tags"] if isinstance(row["tags"], Mapping) else {}
-    note = next((text for text in (row.get("error"), row.get("note"), row.get("aligned_by")) if _is_there(text)), "")
     differ = row["nonfinite_differ"]
     cells = [
         *([cell(row["step"], "number")] if with_step else []),
@@ -124,9 +138,9 @@ def _line(row: dict[str, Any], tags: list[str], with_step: bool, with_direction:
         cell(f"not finite ({int(differ)})", "number") if _is_there(differ) and differ > 0 else _bar(row["rel_l2"]),
         *(cell(written(name, _float(row[name])), "number") for name in in_tables()),
         cell(row["status"]),
-        *([cell(row["direction"])] if with_direction else []),
+        *([cell(row["direction"] if row["status"] == "grafted" else "")] if with_direction else []),
         cell(f"{row['side']}[{row['rank']}]"),
-        cell(str(note).partition("\n")[0][:_WORDS]),
+        *([cell(_note(row))] if with_note else []),
     ]
     return f"<tr>{''.join(cells)}</tr>"
 

@@ -422,9 +422,10 @@ def activate(grafter: RankTapHandler, where: Here | None, traced: TracedCalls, i
 
     ``traced`` replaces these calls while ``is_tracing``, a function that a tracer treats as a constant, returns True.
     """
-    global _grafter, _handler, _here, _traced, _is_tracing
+    global _grafter, _handler, _here, _traced, _is_tracing, _are_wanted
     _traced, _is_tracing = traced, is_tracing
     _grafter = _handler = grafter
+    _are_wanted = True
     _here = where
     # Forked children (a data loader's workers) share the rank's memory, and would overwrite tensors that it has sent.
     os.register_at_fork(after_in_child=deactivate)
@@ -486,10 +487,13 @@ def may_take(path: str) -> bool:
     return _handler is not _grafter or _grafter.may_take(path)
 
 
-def want_taps(wanted: bool) -> None:
-    """Set whether graphs that are compiled from now on contain taps: not if the plan in force can match none."""
+def want_taps(handler: RankTapHandler, wanted: bool) -> None:
+    """Set whether graphs that are compiled from now on contain taps: not if this grafter's plan can match none.
+
+    A recorder in the grafter's place takes them whatever the plan.
+    """
     global _are_wanted
-    _are_wanted = wanted
+    _are_wanted = wanted or handler is not _grafter
 
 
 def are_wanted() -> bool:

@@ -13,7 +13,7 @@ from IPython.core.getipython import get_ipython
 from graftlab.errors import GraftError
 from graftlab.plots.explorer import Canvas
 from graftlab.plots.style import NotebookFigure
-from graftlab.plots.themes import STYLE
+from graftlab.plots.themes import STYLE, with_fewer_colours
 from graftlab.widgets.panel import KernelWatch, Snapshot, update
 from graftlab.widgets.refresher import explain
 from graftlab.widgets.tap_explorer import TapView, as_floor, drawn
@@ -75,5 +75,5 @@ def show_canvas(figure: NotebookFigure, canvas: Canvas) -> None:
     Snapshot().display(
         FigureView(canvas)._repr_mimebundle_(),
         figure._repr_html_(),
-        {"image/png": figure._repr_png_(), "text/plain": repr(figure)},
+        {"image/png": with_fewer_colours(figure._repr_png_())},
     )

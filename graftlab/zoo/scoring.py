@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graftlab.errors import GraftWarning
-from graftlab.session import launch
+from graftlab.launching import launch
 from graftlab.taps.calls import here
 from graftlab.verdict.lines import DifferingLine
 from graftlab.zoo import benign_programs, model_part_programs, unseen_programs

@@ -434,6 +434,7 @@ def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:
         (["absent.py", "python b.py"], "absent.py does not exist"),
         (["absent.py:f", "absent.py:g"], "absent.py does not exist"),
         (["python a.py", "absent.py:g"], "one side is a function and the other a script"),
+        (["env X=1", "python b.py"], "a side is empty"),
         (["python a.py", "python b.py", "--inputs", "d.py:x"], "--inputs is for two functions"),
         (["python a.py", "python b.py", "--ranks", "2"], "give two numbers"),
         (["python a.py", "python b.py", "--calls", "0"], "give at least 1"),

@@ -97,7 +97,7 @@ def judged(session: gl.Session, fault: str) -> Comparison:
         ),
         (
             "sum, clipped",
-            ["The target's backward passes leave gradients that are 24 times the baseline's, and what follows takes"],
+            ["The target's backward passes leave gradients that are 24 times the baseline's, and a later step divides"],
             "",
         ),
         (
@@ -264,4 +264,4 @@ def test_a_scaled_loss_is_an_alarm_only_where_clipping_may_have_taken_the_scale_
     for found in (judge_gradients(rows, [ours], [theirs], {}), judge_gradients(rows, [theirs], [ours], {})):
         assert bool(found.sentences) == is_alarm
         assert len((*found.sentences, *found.unseen)) == 1
-        assert "and what follows takes that factor out" in (*found.sentences, *found.unseen)[0]
+        assert "and a later step divides them by that factor" in (*found.sentences, *found.unseen)[0]

@@ -106,7 +106,7 @@ def test_requests_in_another_order_agree_only_if_all_of_them_do(wrong: bool) -> 
     with comparison.session:
         # The returned values cannot be compared row by row, and clear or accuse nothing.
         assert (comparison.answer == "agree") is not wrong, comparison.text
-        assert "Not checked: the returned values have their rows in another order on each side." in comparison.text
+        assert "Not checked: the returned values have their rows in a different order on each side." in comparison.text
 
 
 class MicroBatches(nn.Module):

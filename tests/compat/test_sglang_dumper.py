@@ -284,6 +284,11 @@ def test_settings_without_a_meaning_here_are_accepted_and_wrong_ones_refused(mon
         dumper.configure(filter="layer_id=[0-3]")
     with pytest.raises(gl.ConfigError, match=r"role \(GRAFTLAB_ROLE\) is not given"):
         dumper.configure(grafter_enable=True)
+    for setting in ("enable", "enable_grad"):
+        with pytest.raises(gl.ConfigError, match=rf"{setting} \(DUMPER_.*\) is 1; it takes True or False"):
+            dumper.configure(**{setting: 1})
+    with pytest.raises(gl.ConfigError, match="capture_output has no counterpart"):
+        dumper.capture_output().__enter__()
     monkeypatch.setenv("DUMPER_ENABLE_GRAD", "perhaps")
     with pytest.raises(gl.ConfigError, match=r"enable_grad \(DUMPER_ENABLE_GRAD\) is 'perhaps'"):
         Dumper()

@@ -15,7 +15,7 @@ from kit.support import reset, run_cell
 import graftlab as gl
 from graftlab.control.verdicts import Verdict
 from graftlab.errors import RunError, SessionError
-from graftlab.ranks.line_tracer import LINE_TAP
+from graftlab.lines.traces import LINE_TAP
 from graftlab.ranks.messages import Failure
 
 pytestmark = pytest.mark.ranks
@@ -137,7 +137,7 @@ def test_equal_sides_are_reported_to_add_only_rounding(session: gl.Session) -> N
     verdict = session.verdict(lambda: chain(), chain)
     assert verdict.named == []
     assert verdict.text == "No tap adds more than rounding (4 groups of taps, at most 0 x the floor, threshold 5)."
-    assert verdict.runs == 4
+    assert verdict.runs == 3
 
 
 def test_a_group_that_does_not_reach_the_output_is_minor(session: gl.Session) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import graftlab as gl
 from graftlab.config import GraftConfig
 from graftlab.exchange.keys import derive_keys, new_token, write_token
+from graftlab.ranks.own_place import own_rank
 
 COMPLETE: dict[str, Any] = {"role": "target", "run_dir": "/tmp/r", "baseline_world_size": 1, "target_world_size": 2}
 
@@ -194,3 +195,27 @@ def test_the_fields_make_the_plan() -> None:
     assert (plan.t2b, plan.compare) == ("layer == 1", "True")
     assert plan.transform is not None
     assert plan.transform.text == "os.path.join"
+
+
+@pytest.mark.parametrize(("rank", "size"), [("-1", "2"), ("first", "2"), ("0", "two"), ("2", "2")])
+def test_variables_of_a_launcher_that_name_no_rank_are_refused(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(gl.ConfigError, match=f"RANK='{rank}' and WORLD_SIZE='{size}' do not name a rank of a job"):
+        own_rank()
+
+
+def test_one_variable_of_a_launcher_alone_names_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    assert own_rank()[:2] == (0, 1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert own_rank()[:2] == (3, 4)
+
+
+def test_a_mesh_that_cannot_be_is_refused_as_a_setting() -> None:
+    config = GraftConfig(role="target", run_dir="/tmp/none", baseline_world_size=1, target_world_size=1)
+    with pytest.raises(gl.ConfigError, match="mesh: mesh dimension 'tp' must have a size of at least 1, not 0"):
+        gl.attach(config, mesh={"tp": 0})

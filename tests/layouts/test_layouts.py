@@ -306,6 +306,95 @@ def test_one_of_the_data_parallel_ranks_holds_it_all() -> None:
         layout.join([whole, whole, empty])
 
 
+def test_ranks_with_one_value_are_added_averaged_or_their_extremes_taken() -> None:
+    parts = [torch.tensor([1.0, -4.0]), torch.tensor([5.0, 2.0])]
+    expected = {"sum": [6, -2], "avg": [3, -1], "max": [5, 2], "min": [1, -4]}
+    for op, values in expected.items():
+        layout = Layout((Partial("tp", op),)).on(2)
+        assert layout.join(parts).whole.tolist() == values
+        narrow = layout.join([part.bfloat16() for part in parts]).whole
+        assert (narrow.dtype, narrow.tolist()) == (torch.bfloat16, values)
+    assert parts[0].tolist() == [1, -4]
+    with pytest.raises(LayoutError, match=r"the partial results have different shapes, \[\[2\], \[3\]\]"):
+        Layout((Partial("tp"),)).on(2).join([torch.zeros(2), torch.zeros(3)])
+
+
+def test_padded_shards_are_filled_with_zeros_which_joining_drops() -> None:
+    layout = Layout((Shard(0, "tp", padded=True),)).on(2)
+    held = layout.split(torch.tensor([1.0, 2.0, 3.0]))
+    assert [each.tolist() for each in held] == [[1, 2], [3, 0]]
+    assert layout.join(held, (3,)).whole.tolist() == [1, 2, 3]
+
+
+def test_a_strided_view_is_of_the_whole_even_of_a_view_and_is_put_back_in_its_place() -> None:
+    layout = parse_layout("strided(shape=[2, 2], sizes=[4], strides=[2], offset=1)")
+    whole = torch.arange(10.0)[2:]
+    assert layout.local(whole).tolist() == [[3, 5], [7, 9]]
+    joined = layout.join([torch.tensor([[1.0, 2.0], [3.0, 4.0]])], (8,))
+    assert joined.whole.tolist() == [0, 1, 0, 2, 0, 3, 0, 4]
+    assert joined.known is not None
+    assert joined.known.tolist() == [False, True] * 4
+    assert layout.leaves_out
+    with pytest.raises(LayoutError, match=r"reaches beyond the 7 elements of \[7\]"):
+        layout.local(torch.arange(7.0))
+    with pytest.raises(LayoutError, match="does not determine the whole tensor's shape; give it"):
+        layout.join([torch.zeros(2, 2)])
+
+
+def test_a_strided_view_that_repeats_elements_is_put_back_once_and_compared() -> None:
+    layout = parse_layout("strided(shape=[2, 3], sizes=[2, 3], strides=[0, 1])")
+    assert layout.local(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1, 2, 3]] * 2
+    joined = layout.join([torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]])], (3,))
+    assert joined.whole.tolist() == [1, 2, 3]
+    (disagreement,) = joined.disagreements
+    assert "repetitions" in str(disagreement)
+
+
+def test_padding_is_filled_and_left_out_again() -> None:
+    layout = parse_layout("pad(dim=0, size=3, to=5, fill=-1.0)")
+    assert layout.local(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 2, 3, -1, -1]
+    assert layout.join([torch.tensor([1.0, 2.0, 3.0, 7.0, 8.0])]).whole.tolist() == [1, 2, 3]
+    assert layout.caveats == ("a graft fills elements 3..4 of dim 0, which are padding, with -1",)
+    with pytest.raises(LayoutError, match=r"dimension 0 of \[4\] is not of size 5"):
+        layout.join([torch.zeros(4)])
+    assert parse_layout("pad(dim=0, size=3, to=3)").caveats == ()
+
+
+def test_lengths_that_are_not_the_tensors_are_refused() -> None:
+    packed = parse_layout("shard(dim=0, mesh='cp', packed=True)", mesh=2)
+    with pytest.raises(LayoutError, match=r"lengths \[2, 4\] add up to 6, not to 8"):
+        packed.local(torch.zeros(8), lengths=[2, 4])
+    with pytest.raises(LayoutError, match="a sequence of 3 tokens does not divide by 2 ranks"):
+        packed.local(torch.zeros(8), lengths=[5, 3][::-1])
+    with pytest.raises(LayoutError, match=r"lengths \[1, 1\] add up to 2, not to \[3\]'s rows"):
+        parse_layout("unpack()").local(torch.zeros(3), lengths=[1, 1])
+    with pytest.raises(LayoutError, match=r"unpack\(to=2\): the longest sequence has 3 tokens"):
+        parse_layout("unpack(to=2)").local(torch.zeros(4), lengths=[3, 1])
+
+
+def test_a_window_is_put_back_only_into_a_whole_of_known_shape() -> None:
+    layout = parse_layout("window(dim=0, start=-1, length=1)")
+    assert layout.join([torch.tensor([5.0])], (3,)).whole.tolist() == [0, 0, 5]
+    with pytest.raises(LayoutError, match="does not determine the whole tensor's shape; give it"):
+        layout.join([torch.tensor([5.0])])
+    with pytest.raises(LayoutError, match=r"of \[3\] is \[1\], not \[2\]"):
+        layout.join([torch.zeros(2)], (3,))
+
+
+def test_a_mesh_has_each_dimension_and_each_rank_once() -> None:
+    with pytest.raises(LayoutError, match="a mesh has each dimension only once"):
+        Mesh((("tp", 2), ("tp", 2)))
+    for ranks in ((0, 0), (0, 1, 2), (0,)):
+        with pytest.raises(LayoutError, match="has 2 different ranks, not"):
+            Mesh((("tp", 2),), ranks)
+    with pytest.raises(LayoutError, match="must have a size of at least 1, not 0"):
+        Mesh((("tp", 0),))
+    with pytest.raises(LayoutError, match="no part was given"):
+        join_parts([])
+    with pytest.raises(LayoutError, match=r"gives a whole of shape \[2\], not \[3\]"):
+        Layout().join([torch.zeros(2)], (3,))
+
+
 def test_the_ranks_of_a_mesh_may_stand_in_any_order() -> None:
     layout = Layout((Shard(0, "tp"),), Mesh((("tp", 2),), (5, 3)))
     whole = torch.arange(4)

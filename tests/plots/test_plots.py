@@ -754,7 +754,7 @@ def test_beside_a_heatmap_each_dimension_has_its_profile_and_the_hint_is_drawn()
     target[2, 30, 5] = math.nan
     found = plots.difference_map(baseline, target)
     figure = plots.draw_difference_map(found, title="attn", note="equal up to 14", spans=[(1, 15, 39)])
-    panels = [each for each in figure.axes if "the largest at each index" in each.get_xlabel()]
+    panels = [each for each in figure.axes if "largest by index" in each.get_xlabel()]
     assert [panel.get_xlabel().partition(":")[0] for panel in panels] == ["dim 0", "dim 1", "dim 2"]
     heights = [next(p for p in panel.patches if p.get_gid() == "profile").get_data().values for panel in panels]
     assert [each.tolist() for each in heights] == [[0, 8, 0], [0] * 15 + [8] * 15 + [0] + [8] * 9, [0, 0, 8, 0, 0, 0]]

@@ -14,6 +14,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.examples import examples
+from kit.limits import limited
 
 import graftlab as gl
 from graftlab.__main__ import main
@@ -183,6 +187,11 @@ def pickled_npz(folder: Path) -> Path:
     return folder / "bad.npz"
 
 
+def array_as_npz(folder: Path) -> Path:
+    np.save(folder / "bad.npy", VALUES.numpy())
+    return (folder / "bad.npy").rename(folder / "bad.npz")
+
+
 def pickled_pt(folder: Path) -> Path:
     torch.save({"x": Runs()}, folder / "bad.pt")
     return folder / "bad.pt"
@@ -267,7 +276,7 @@ def subfolder(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "fill",
     [
-        pickled_npy, pickle_as_npy, pickled_npz, pickled_pt, pickle_as_pth, compressed_pt, huge_header,
+        pickled_npy, pickle_as_npy, pickled_npz, array_as_npz, pickled_pt, pickle_as_pth, compressed_pt, huge_header,
         *map(truncated, (".npy", ".npz", ".safetensors", ".pt")),
         huge_safetensors, list_of_itself, many_from_few, same_name_twice, link, pipe, subfolder,
     ],
@@ -282,6 +291,102 @@ def test_a_damaged_or_hostile_file_is_refused_by_its_name(
     with pytest.raises(gl.RecordingError, match=rf"{bad} is damaged, or has more than arrays and plain data: \S"):
         gl.Recording.from_files(tmp_path)
     assert not (tmp_path / "was-run").exists()
+
+
+def expanded_pt(folder: Path) -> None:
+    """A kilobyte that stands for a GiB."""
+    torch.save(torch.ones(1).expand(1 << 28), folder / "x.pt")
+
+
+def many_expanded_pt(folder: Path) -> None:
+    one = torch.ones(1)
+    torch.save([one.expand(1 << 24) for _ in range(16)], folder / "x.pt")
+
+
+def expanded_dump(folder: Path) -> None:
+    content = {"value": torch.ones(1).expand(1 << 28), "meta": {}}
+    torch.save(content, folder / "step=0___rank=0___dump_index=2___name=x.pt")
+
+
+def packed_npz(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a.npy", "w") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (1 << 28,)})
+        for _ in range(1 << 8):
+            file.write(bytes(4 << 20))
+
+
+# What torch's restricted unpickler runs: bytearray(1 << 30).
+BYTEARRAY = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R."
+
+
+def bytearray_pt(folder: Path) -> None:
+    torch.save(torch.ones(1), folder / "whole")
+    with zipfile.ZipFile(folder / "whole") as whole, zipfile.ZipFile(folder / "x.pt", "w") as archive:
+        for part in whole.infolist():
+            archive.writestr(part.filename, BYTEARRAY if part.filename.endswith(".pkl") else whole.read(part))
+
+
+def bytearray_old_pt(folder: Path) -> None:
+    torch.save(torch.ones(1), folder / "x.pt", _use_new_zipfile_serialization=False)
+    parts = pickle.dumps(torch.serialization.MAGIC_NUMBER, 2) + pickle.dumps(torch.serialization.PROTOCOL_VERSION, 2)
+    (folder / "x.pt").write_bytes(parts + pickle.dumps({}, 2) + BYTEARRAY + pickle.dumps([], 2))
+
+
+@pytest.mark.parametrize(
+    "fill", [expanded_pt, many_expanded_pt, expanded_dump, packed_npz, bytearray_pt, bytearray_old_pt]
+)
+def test_a_small_file_cannot_fill_the_memory(tmp_path: Path, fill: Callable[[Path], None]) -> None:
+    fill(tmp_path)
+    with (
+        limited(),
+        pytest.raises(gl.RecordingError, match=r"is damaged, or has more than .*(bytes in memory|bytearray)"),
+    ):
+        gl.Recording.open(tmp_path)
+
+
+def test_tensors_that_share_memory_and_a_packed_archive_are_read(tmp_path: Path) -> None:
+    shared = torch.arange(1000.0)
+    torch.save({"a": shared, "b": shared[::2], "c": shared[:1].expand(1000)}, tmp_path / "x.pt")
+    torch.save(shared, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    np.savez_compressed(tmp_path / "y.npz", zeros=np.zeros(1 << 20), names=np.array(["bytearray"]))
+    recording = gl.Recording.from_files(tmp_path)
+    assert torch.equal(recording.tensor("a"), shared)
+    assert torch.equal(recording.tensor("b"), shared[::2])
+    assert torch.equal(recording.tensor("c"), torch.zeros(1000))
+    assert torch.equal(recording.tensor("old"), shared)
+    assert recording.tensor("zeros").shape == (1 << 20,)
+
+
+@pytest.fixture(scope="module")
+def whole_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A file of each format, by its suffix."""
+    folder = tmp_path_factory.mktemp("whole")
+    for suffix in (".npy", ".npz", ".safetensors", ".pt", ".pth"):
+        write(folder / f"x{suffix}", {"": VALUES} if suffix == ".npy" else {"x": VALUES})
+    torch.save({"x": VALUES}, folder / "x.pth", _use_new_zipfile_serialization=False)
+    return {path.suffix: path.read_bytes() for path in folder.iterdir()}
+
+
+@examples(200)
+@given(st.sampled_from([".npy", ".npz", ".safetensors", ".pt", ".pth"]), st.data())
+def test_any_damage_of_a_file_of_arrays_is_a_recording_error_that_names_it(
+    whole_files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    written = whole_files[suffix]
+    start = data.draw(st.integers(0, len(written)))
+    stop = data.draw(st.integers(start, min(len(written), start + 20)))
+    inserted = data.draw(st.one_of(st.binary(max_size=12), st.sampled_from([b"[" * 100_000, b"\xff" * 8, b"9" * 50])))
+    path = folder / f"x{suffix}"
+    path.write_bytes(written[:start] + inserted + written[stop:])
+    refused, found = "", []
+    with limited():
+        try:
+            found = [tensor for _, tensor, _ in gl.Recording.from_files(folder).taps(0)]
+        except gl.RecordingError as error:
+            refused = str(error)
+    # One whose arrays all are left out is named by its folder.
+    assert all(isinstance(each, torch.Tensor) for each in found) if found else str(folder) in refused
 
 
 def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:

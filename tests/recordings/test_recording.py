@@ -114,6 +114,25 @@ def test_a_truncated_file_names_the_tap(tmp_path: Path) -> None:
         gl.Recording(tmp_path).tensor("hidden")
 
 
+def test_large_tensors_use_memory_again_only_when_no_tensor_is_in_it(tmp_path: Path) -> None:
+    size = 2 * MIB  # of float32
+    with gl.record(tmp_path):
+        for layer in range(6):
+            gl.tap("hidden", torch.full((size,), float(layer)), layer=layer)
+    recording = gl.Recording(tmp_path)
+    kept = recording.tensor("hidden", layer=0)[1:3]  # a view alone
+    places = set()
+    for entry, tensor, _ in recording.taps(0):
+        assert tensor.eq(entry.tags["layer"]).all()
+        places.add(tensor.untyped_storage().data_ptr())
+    # One for the tensor, and one for that before it.
+    assert len(places) == 2
+    assert kept.untyped_storage().data_ptr() not in places
+    assert kept.tolist() == [0.0, 0.0]
+    every = [tensor for _, tensor, _ in recording.taps(0)]
+    assert [tensor[0].item() for tensor in every] == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_file_that_is_truncated_while_it_is_read_is_a_recording_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +263,27 @@ def test_an_edited_header_and_ranks_of_two_recordings_are_refused(tmp_path: Path
     (tmp_path / "rank-00001").mkdir()
     with pytest.raises(gl.RecordingError, match=r"is of 1 rank by its rank.json, but has a folder of rank 1"):
         gl.Recording(tmp_path)
+
+
+def test_a_header_of_a_later_format_or_of_another_rank_is_refused(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    path = tmp_path / "rank-00000" / "rank.json"
+    header = path.read_text()
+    path.write_text(header.replace('"format":2', '"format":99'))
+    with pytest.raises(gl.RecordingError, match="is of format 99 and rank 0 of 1, not of format 2 and rank 0"):
+        gl.Recording(tmp_path)
+    path.write_text(header.replace('"rank":0', '"rank":1').replace('"world_size":1', '"world_size":2'))
+    with pytest.raises(gl.RecordingError, match="is of format 2 and rank 1 of 2, not of format 2 and rank 0"):
+        gl.Recording(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(gl.RecordingError, match=r"cannot record to .*file: .*Not a directory"),
+        gl.record(tmp_path / "file"),
+    ):
+        pass
 
 
 def test_a_folder_is_recorded_to_once(tmp_path: Path) -> None:

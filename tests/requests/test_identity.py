@@ -37,6 +37,13 @@ def test_another_process_with_another_hash_seed_gives_the_same_numbers() -> None
         assert [int(number) for number in done.stdout.split()] == list(VECTORS.values())
 
 
+def test_ids_are_given_once_under_either_name() -> None:
+    assert torch.equal(request_ids_tensor(["a"]), request_ids_tensor(rids=["a"]))
+    for both in ({}, {"request_ids": ["a"], "rids": ["a"]}):
+        with pytest.raises(TypeError, match="takes the ids once, as request_ids or as rids"):
+            request_ids_tensor(**both)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_ids_and_rooms_are_int64_on_the_batchs_device(device: str) -> None:
     ids = request_ids_tensor(list(VECTORS), device)

@@ -34,7 +34,10 @@ def test_the_most_useful_columns_come_first_and_the_others_are_named_below() -> 
         [row(0, 1e-7), row(1, 0.5, note="cast to float32"), row(2, None, status="missing", error="<late>")]
     )
     head, *lines = table(frame)
-    assert head == ["order", "name", "layer", "rel_l2", "max_abs", "status", "rank", "note"]
+    relative, largest = (
+        f"{said} difference<br><small>{name}</small>" for said, name in (("relative", "rel_l2"), ("largest", "max_abs"))
+    )
+    assert head == ["order", "name", "layer", relative, largest, "status", "rank", "note"]
     assert lines == [
         ["0", "h", "0", "1.00e-07", "1.00e-07", "compared", "target[1]", ""],
         ["1", "h", "1", "5.00e-01", "5.00e-01", "compared", "target[1]", "cast to float32"],
@@ -63,6 +66,13 @@ def test_the_worst_of_many_rows_are_shown_in_execution_order() -> None:
     assert sum(line[3] == "5.00e-01" for line in lines) == 17
     assert len(lines) == 20
     assert "the 20 worst of 50 rows, in execution order" in frame._repr_html_()
+
+
+def test_notes_and_directions_have_a_column_only_where_some_row_has_one() -> None:
+    head, *_ = table(to_frame([row(0, 1e-7), row(1, 0.5)]))
+    assert not {"note", "direction"} & set(head)
+    head, *lines = table(to_frame([row(0, 1e-7), row(1, 0.5, status="grafted")]))
+    assert [line[head.index("direction")] for line in lines] == ["", "b2t"]
 
 
 def test_several_steps_have_a_column() -> None:
@@ -146,7 +156,6 @@ def test_the_note_of_a_row_is_the_first_line_of_its_error_or_remark() -> None:
         ({"error": "late\nTraceback", "note": "n", "aligned_by": "a"}, "late"),
         ({"note": "n", "aligned_by": "a"}, "n"),
         ({"aligned_by": "a"}, "a"),
-        ({}, ""),
         ({"note": "x" * 81}, "x" * 80),
     ):
         assert table(to_frame([row(0, 0.5, **more)]))[1][-1] == said

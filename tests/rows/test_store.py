@@ -285,6 +285,15 @@ def test_a_tag_that_appears_late_becomes_a_column_of_all_rows(tmp_path: Path) ->
     store.close()
 
 
+def test_a_damaged_row_is_named_by_its_place(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=1))])
+    assert len(store.frame()) == 1
+    store.append([encode(row(order=2)), b'{"step":'])
+    with pytest.raises(gl.SessionError, match=r"rows\.jsonl: row 2 is damaged: \S"):
+        store.frame()
+
+
 def test_changing_a_frame_does_not_change_another(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(tagged(layer=order)._replace(order=order)) for order in range(4)])

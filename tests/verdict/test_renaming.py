@@ -10,7 +10,7 @@ import pytest
 from kit.rows import row
 
 from graftlab.rows.store import to_frame
-from graftlab.verdict.renaming import suggested_rename
+from graftlab.verdict.renaming import pairing_advice, suggested_rename
 
 
 def run(target: list[str], baseline: list[str], status: str = "missing") -> pd.DataFrame:
@@ -51,3 +51,17 @@ def test_a_differing_word_is_suggested_as_a_rename() -> None:
 )
 def test_no_rename_is_suggested_if_it_would_not_help(found: pd.DataFrame) -> None:
     assert suggested_rename(found) is None
+
+
+def test_sides_that_share_no_name_are_advised_to_rename_or_to_match() -> None:
+    said = pairing_advice(run([f"model.{name}" for name in LAYERS], LAYERS), of_jobs=False)
+    assert said is not None
+    assert "none of their names are equal: 24 missing, 24 unmatched: target names start with 'model.'" in said
+    unlike = run(["a", "b", "c"], ["x", "y", "z"])
+    assert "%graft match EXPR, or with session.match(...)" in str(pairing_advice(unlike, of_jobs=False))
+    assert "%graft match, or with session.match()" in str(pairing_advice(unlike, of_jobs=True))
+
+
+def test_sides_that_share_a_name_or_of_which_one_has_no_taps_get_no_advice() -> None:
+    for found in (run(["a", "b"], ["x", "b"]), run(["a"], []), run([], ["x"])):
+        assert pairing_advice(found, of_jobs=False) is None

@@ -50,51 +50,116 @@ def role_and_name(node: dict[str, Any]) -> tuple[str, str]:
     return node["role"]["value"], str(node.get("name", {}).get("value", "")).strip()
 
 
+# What a screen reader finds in each part, besides what the taps of a run add.
+FIGURE = ["button All", "button Zoom in", "button Zoom out", "checkbox one point per layer", "image rel_l2 of each tap"]
+EVERYWHERE = [
+    "button Judge",
+    "button ■ Stop",
+    "tab Filters",
+    "tab Logs",
+    "tab Taps",
+    "tab Transform",
+    "textbox Verdict on",
+]
+FILTERS = [
+    "button Apply",
+    "button Redo",
+    "button Revert",
+    "button Undo",
+    "textbox b2t",
+    "textbox compare",
+    "textbox keep",
+]
+TRANSFORM = ["button Apply", "button Redo", "button Try", "button Undo", "textbox Transform"]
+TABS = [
+    [
+        *FIGURE,
+        "button Graft this",
+        "button Keep this tap",
+        "button Open the pair",
+        "button Worst first",
+        "textbox Floor",
+    ],
+    [*FILTERS, "textbox t2b"],
+    TRANSFORM,
+    ["combobox Rank"],
+]
+# A part in a cell of its own.
+ALONE = {
+    ".graftlab-canvas": [*FIGURE, "button Table", "textbox Floor"],
+    ".graftlab-match": ["button Apply", "button Undo"],
+    ".graftlab-filter-editor": FILTERS,
+    ".graftlab-transform-editor": TRANSFORM,
+}
+
+
 def test_every_control_has_a_unique_name_and_is_reached_by_the_tab_key(lab: Lab) -> None:
     expect.set_options(timeout=30_000)
     lab.open(UP, "session.dashboard()")
     lab.run_all()
-    expect(lab.page.locator(".graftlab-dashboard")).to_be_visible()
-    for tab in range(4):
-        all_are_named_and_reached(lab, tab)
+    board = lab.page.locator(".graftlab-dashboard")
+    expect(board).to_be_visible()
+    for tab, wanted in enumerate(TABS):
+        board.get_by_role("tab").nth(tab).click()
+        if tab == 0:
+            lab.page.locator(".gle canvas").focus()
+            lab.page.keyboard.press("ArrowRight")
+            expect(board.get_by_role("button", name="Graft this")).to_be_visible()
+        all_are_named_and_reached(lab, ".graftlab-dashboard", [*EVERYWHERE, *wanted])
+        if tab == 0:
+            looked_at(lab)
+    # All tabs are one stop, like a menu; arrow keys move between them.
+    tabs = board.get_by_role("tab")
+    tabs.first.focus()
+    for number in range(1, 4):
+        lab.page.keyboard.press("ArrowRight")
+        expect(tabs.nth(number)).to_be_focused()
+    lab.page.keyboard.press("Enter")
+    expect(tabs.nth(3)).to_have_attribute("aria-selected", "true")
 
 
-def all_are_named_and_reached(lab: Lab, tab: int) -> None:
+def test_the_figure_and_the_editors_alone_have_named_controls_that_keys_reach(lab: Lab) -> None:
+    expect.set_options(timeout=30_000)
+    matched = "session.match_editor(session.match(lambda: model(0.0), lambda: model(0.0)))"
+    lab.open(UP, "run", matched, "session.filter_editor()", "session.transform_editor()")
+    lab.run_all()
+    for selector, wanted in ALONE.items():
+        expect(lab.page.locator(selector)).to_be_visible()
+        all_are_named_and_reached(lab, selector, wanted)
+
+
+def all_are_named_and_reached(lab: Lab, selector: str, expected: list[str]) -> None:
     page = lab.page
-    board = page.locator(".graftlab-dashboard")
-    board.get_by_role("tab").nth(tab).click()
-    if tab == 0:
-        page.locator(".gle canvas").focus()
-        page.keyboard.press("ArrowRight")
-        expect(board.get_by_role("button", name="Graft this")).to_be_visible()
-    named = [role_and_name(node) for node in tree(lab, ".graftlab-dashboard")]
+    named = [role_and_name(node) for node in tree(lab, selector)]
+    found = {f"{role} {name}" for role, name in named}
+    lacking = [each for each in expected if not any(one.startswith(each) for one in found)]
+    assert lacking == [], sorted(found)
     controls = [each for each in named if each[0] in CONTROLS]
-    assert len(controls) > 5, named
+    assert len(controls) > 3, named
     assert [each for each in controls if not each[1]] == []
     assert [name for role, name in named if role in ("image", "img") and not name] == []
     # Options of a list, and lines of a table, may repeat what others say; what is pressed may not.
     pressed = [each for each in controls if each[0] in ("button", "textbox", "checkbox", "tab", "combobox")]
     assert sorted({each for each in pressed if pressed.count(each) > 1}) == []
-    if tab == 0:
-        looked_at(lab)
-
     wanted = page.evaluate(
-        """() => {
+        """(selector) => {
             const kinds = 'button, input, select, textarea, summary, [contenteditable=true]';
-            const all = document.querySelectorAll(`.graftlab-dashboard :is(${kinds})`);
+            const all = document.querySelectorAll(`${selector} :is(${kinds})`);
             window.wanted = [...all].filter(each => each.checkVisibility() && !each.disabled
                 && each.tabIndex > -2);
             return window.wanted.length;
-        }"""
+        }""",
+        selector,
     )
-    page.evaluate("() => { document.querySelector('.graftlab-dashboard').closest('.jp-Cell').focus(); }")
+    page.evaluate("(selector) => { document.querySelector(selector).closest('.jp-Cell').focus(); }", selector)
     page.evaluate("() => { window.reached = new Set(); }")
-    start = page.locator(".graftlab-dashboard :is(button, input, select, [role=tab], canvas)").first
+    start = page.locator(f"{selector} :is(button, input, select, [role=tab], canvas, [contenteditable=true])").first
     start.focus()
     for _ in range(wanted * 3 + 30):
         inside = page.evaluate(
-            """() => { const here = document.activeElement; window.reached.add(here);
-                       return here.closest('.graftlab-dashboard') !== null; }"""
+            """(selector) => { const here = document.activeElement; window.reached.add(here);
+                               return here.closest(selector) !== null; }""",
+            selector,
         )
         if not inside:
             break
@@ -105,14 +170,6 @@ def all_are_named_and_reached(lab: Lab, tab: int) -> None:
         "() => window.wanted.filter(each => !window.reached.has(each)).map(each => each.outerHTML.slice(0, 200))"
     )
     assert missed == []
-    # All tabs are one stop, like a menu; arrow keys move between them.
-    tabs = board.get_by_role("tab")
-    tabs.first.focus()
-    for number in range(1, 4):
-        page.keyboard.press("ArrowRight")
-        expect(tabs.nth(number)).to_be_focused()
-    page.keyboard.press("Enter")
-    expect(tabs.nth(3)).to_have_attribute("aria-selected", "true")
 
 
 # What the figure was drawn with last, and what the theme wants. A new theme's colours may come after its name.

@@ -1,0 +1,57 @@
+"""Pairs that matched by value once and do not any more: whether the target was mended, or has a new mistake."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graftlab.layouts import parse_layout
+from graftlab.matching.pair import Pair
+from graftlab.verdict.outdated_pairs import (
+    OutdatedPair,
+    learned_from_other_code,
+    no_longer_equal,
+    with_present_partners,
+)
+
+OLD = OutdatedPair("layers.0.k", "blocks.0.q", "same", 1e-7, 0.5)
+
+
+def test_a_target_that_now_has_the_tap_of_its_own_name_was_mended() -> None:
+    planned, present = [Pair("layers.0.k", "blocks.0.q")], [Pair("layers.0.q", "blocks.0.q")]
+    (found,) = with_present_partners([OLD], planned, present)
+    assert (found.present, found.is_mended) == ("has the values of layers.0.q", True)
+    said = learned_from_other_code([found, replace(found, target="blocks.1.q")])
+    assert "blocks.0.q was paired with layers.0.k, and now has the values of layers.0.q (1 more pair like it)" in said
+    assert "like it" not in learned_from_other_code([found])
+
+
+def test_a_target_that_now_has_another_taps_values_is_no_mended_one() -> None:
+    right = OutdatedPair("layers.0.q", "blocks.0.q", "same", 1e-7, 0.5)
+    planned, present = [Pair("layers.0.q", "blocks.0.q")], [Pair("layers.0.k", "blocks.0.q")]
+    (found,) = with_present_partners([right], planned, present)
+    assert (found.present, found.is_mended) == ("has the values of layers.0.k", False)
+    assert learned_from_other_code([found]) == ""
+
+
+def test_the_same_tap_in_another_layout_is_named_with_the_layout() -> None:
+    turned = Pair("layers.0.k", "blocks.0.q", parse_layout("a b -> b a"))
+    (found,) = with_present_partners([OLD], [Pair("layers.0.k", "blocks.0.q")], [turned])
+    assert found.present == "takes it in the layout 'a b -> b a'"
+
+
+def test_a_pair_that_is_still_as_planned_or_has_no_partner_keeps_its_place_without_one() -> None:
+    planned = [Pair("layers.0.k", "blocks.0.q")]
+    assert with_present_partners([OLD], planned, planned) == [OLD]
+    assert with_present_partners([OLD], planned, []) == [OLD]
+    first_call = replace(OLD, baseline="layers.0.k#0", target="blocks.0.q#0")
+    assert with_present_partners([first_call], planned, planned) == [first_call]
+
+
+def test_the_remark_prefers_a_pair_whose_present_partner_is_known() -> None:
+    known = replace(OLD, target="blocks.1.q", present="has the values of layers.1.q")
+    said = no_longer_equal([OLD, known])
+    assert said.startswith(
+        "blocks.1.q and 1 more matched layers.0.k by value to 1e-07 when the pairs were made, and now"
+    )
+    assert "now has the values of layers.1.q" in said
+    assert "and differs by 0.5 now: the code has changed since" in no_longer_equal([OLD])

@@ -1,0 +1,101 @@
+"""Figures of a notebook in a real JupyterLab: the canvas while there is a kernel, and the picture in the saved file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("pytest_playwright", reason="pytest-playwright is not installed")
+
+from kit import notebooks
+from playwright.sync_api import Locator, expect
+
+if TYPE_CHECKING:
+    from kit.browser import Lab
+
+pytest_plugins = ["kit.browser"]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+CELLS = (
+    """
+import torch
+import graftlab as gl
+%load_ext graftlab
+%graft up -b 1 -t 1 -o session
+""",
+    """%%graft both
+def model(off=0.0):
+    x = torch.arange(64.0).view(8, 8)
+    for layer in range(20):
+        x = gl.tap("hidden", x / x.norm() + (off if layer == 7 else 0.0), layer=layer)
+    return gl.tap("output", x)
+off = 1.0 if gl.here().side == "target" else 0.0
+""",
+    "plan = session.edit(keep='layer == 7')",
+    "%graft run model(off)",
+    "%graft verdict -o verdict model(off)",
+    "verdict.plot()",
+)
+OF = 21
+
+
+def at(canvas: Locator, tap: int) -> dict[str, float]:
+    """Where a tap is on the canvas, from its left edge; its height does not matter."""
+    box = canvas.bounding_box()
+    assert box is not None
+    return {"x": 62 + (tap + 0.5) / OF * (box["width"] - 72), "y": 90}
+
+
+def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_file(lab: Lab) -> None:
+    expect.set_options(timeout=60_000)
+    lab.open(*CELLS)
+    lab.run_all()
+    page = lab.page
+    views = page.locator(".graftlab-canvas")
+    expect(views).to_have_count(2)
+    run, verdict = views.nth(0), views.nth(1)
+    expect(run.locator("canvas")).to_be_visible()
+    expect(verdict.get_by_role("status").first).to_contain_text("hidden layer=7 differs")
+    for picture in page.locator(".graftlab-static").all():
+        expect(picture).to_be_hidden()
+
+    # Hover, zoom by dragging, and fold the table out.
+    canvas = run.locator("canvas")
+    canvas.scroll_into_view_if_needed()
+    canvas.hover(position=at(canvas, 7))
+    expect(run.locator(".tip")).to_contain_text("hidden layer=7")
+    canvas.drag_to(canvas, source_position=at(canvas, 5), target_position=at(canvas, 9))
+    canvas.hover(position={**at(canvas, 0), "x": 66})
+    expect(run.locator(".tip")).to_contain_text("hidden layer=5")
+    canvas.dblclick(position={"x": 70, "y": 4})
+    table = run.get_by_role("button", name="Table")
+    expect(table).to_have_attribute("aria-expanded", "false")
+    table.click()
+    expect(run.locator("tr[data-tap]").first).to_contain_text("hidden layer=7")
+    table.click()
+
+    # A click opens the pair in view, or says why there is none.
+    pair = run.locator(".graftlab-pair")
+    canvas.click(position=at(canvas, 7))
+    expect(pair.locator(".graftlab-on-light").first).to_be_visible()
+    expect(pair.locator(".graftlab-on-light").first).to_be_in_viewport(ratio=0.9)
+    lab.screenshot("canvas-pair")
+    canvas.click(position=at(canvas, 2))
+    expect(pair.get_by_role("alert")).to_contain_text("no pair of tensors is kept for 'hidden', layer=2")
+    of_verdict = verdict.locator("canvas")
+    of_verdict.click(position=at(of_verdict, 7))
+    expect(verdict.locator(".graftlab-pair .graftlab-on-light")).to_be_visible()
+    lab.screenshot("canvas-of-verdict")
+
+    # The file has both pictures, and shows them where the widgets are unknown.
+    lab.command("docmanager:save")
+    cells = notebooks.read(lab.notebook_path()).cells
+    for cell in (cells[3], cells[5]):
+        kinds = [set(output.data) for output in cell.outputs if output.output_type == "display_data"]
+        assert any({"image/png", "text/html"} <= each for each in kinds), kinds
+        assert any("application/vnd.jupyter.widget-view+json" in each for each in kinds), kinds
+    lab.reopen()
+    for picture in page.locator(".graftlab-static").all():
+        expect(picture).to_be_visible()
+    assert [message for message in lab.console_errors if "graftlab" in message] == []
