@@ -160,6 +160,7 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
     rows = [
         *(("input", row) for row in (*records(inputs), *later)),
         *((_kind(row), row) for row in records(data_rows(compared))),
+        *(("optimizer", row) for row in records(_later_settings(compared))),
     ]
     differing: _RowsByKind = {}
     for kind, row in rows:
@@ -167,6 +168,14 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
             group = group_of(row["name"])
             differing.setdefault(kind, {}).setdefault(group, []).append(row)
     return differing
+
+
+def _later_settings(compared: pd.DataFrame) -> pd.DataFrame:
+    """The rows of optimizers' settings after the first step, which a schedule sets."""
+    if not len(compared):
+        return compared
+    are_settings = [is_data(tags) and kind_of(tags) == "optimizer" for tags in compared["tags"]]
+    return compared[np.array(are_settings, dtype=bool) & (compared["step"] > compared["step"].min())]
 
 
 def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]]:
