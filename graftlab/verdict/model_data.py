@@ -160,7 +160,7 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
     rows = [
         *(("input", row) for row in (*records(inputs), *later)),
         *((_kind(row), row) for row in records(data_rows(compared))),
-        *(("optimizer", row) for row in records(_later_settings(compared))),
+        *(("optimizer", row) for row in _later_settings(compared)),
     ]
     differing: _RowsByKind = {}
     for kind, row in rows:
@@ -170,12 +170,11 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
     return differing
 
 
-def _later_settings(compared: pd.DataFrame) -> pd.DataFrame:
-    """The rows of optimizers' settings after the first step, which a schedule sets."""
-    if not len(compared):
-        return compared
-    are_settings = [is_data(tags) and kind_of(tags) == "optimizer" for tags in compared["tags"]]
-    return compared[np.array(are_settings, dtype=bool) & (compared["step"] > compared["step"].min())]
+def _later_settings(compared: pd.DataFrame) -> list[dict[str, Any]]:
+    """The settings of optimizers after the first step, which a schedule sets, with their step as ``later``."""
+    first = compared["step"].min() if len(compared) else 0
+    rows = compared[_is_data(compared) & (compared["step"] > first)]
+    return [{**row, "later": int(row["step"] - first)} for row in records(rows) if _kind(row) == "optimizer"]
 
 
 def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]]:
