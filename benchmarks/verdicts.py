@@ -76,7 +76,7 @@ def _traced(x: Tensor, weights: list[Tensor], scale: float) -> SliceTrace:
     recorder = OperationRecorder()
     with recorder:
         recorder.set_by_tap(x, "x", changed=False)
-        q, k, v = ((x @ weight).unflatten(-1, (8, 32)).transpose(1, 2) for weight in weights[:3])
+        q, k, v = ((x @ weight).view(2, 128, 8, 32).transpose(1, 2) for weight in weights[:3])
         hidden = torch.ones(128, 128, dtype=torch.bool).triu(1)
         scores = (q @ k.mT * scale).masked_fill(hidden, -math.inf)
         result = recorder.read((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2) @ weights[3])
