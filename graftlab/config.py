@@ -369,10 +369,9 @@ _TAKES = {bool: "1 or 0", int: "a whole number", float: "a number", str: "text"}
 OTHER_VARIABLES = frozenset({"HOME", "COMPAT", "RECORD", "RECORD_FILTER", "REQUEST_IDS", "SKIP_JS"})
 
 
-def enabled(environ: Mapping[str, str] | None = None) -> bool:
+def enabled() -> bool:
     """Whether the environment asks the job to join automatically. Every value but a plain no counts as yes here."""
-    environ = os.environ if environ is None else environ
-    text = environ.get(f"{PREFIX}ENABLE", environ.get(_ALIASES["enable"], ""))
+    text = os.environ.get(f"{PREFIX}ENABLE", os.environ.get(_ALIASES["enable"], ""))
     return text.strip().lower() not in _FALSE
 
 

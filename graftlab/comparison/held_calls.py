@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from graftlab.base.tap_groups import kind_of_group
 from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
@@ -164,13 +165,21 @@ def judge_held_calls(
     moved = outputs_move_rows(pairs) and not _have_equal_rows(baseline, target, choice.threshold)
     if answer == "agree" and moved:
         answer = "inconclusive"
-    # Ranks that are not as many may each have a part.
-    whole = proposal is None and len(baseline) == len(target)
-    unlike = values_of_other_shapes(baseline[0].plain, target[0].plain) if whole else []
+    # Ranks that are not as many may each have a part, and a match may have found the rows, or another layout.
+    matched = proposal is not None
+    unlike = (
+        values_of_other_shapes(baseline[0].plain, target[0].plain, matched=matched)
+        if len(baseline) == len(target) and not outputs_move_rows(pairs)
+        else []
+    )
+    given_alike = trusted and any(kind_of_group(group) == "input" for group in verdict.findings.frame["group"])
     cannot_tell = trusted and not results.compared
-    remarks += (_other_batch(baseline, target) if answer == "inconclusive" and cannot_tell else []) or unlike[:1]
-    if answer == "agree" and unlike:
-        answer = "inconclusive"
+    other_batch = answer == "inconclusive" and cannot_tell and not given_alike
+    remarks += (_other_batch(baseline, target) if other_batch else []) or unlike[:1]
+    if unlike and trusted and answer != "differ":
+        # From equal inputs, another number of values is another result.
+        resized = values_of_other_shapes(baseline[0].returned, target[0].returned, matched=True)
+        answer = "differ" if given_alike and resized else "inconclusive"
     if answer == "inconclusive" and cannot_tell and not unlike:
         remarks.append(
             "The results of the two calls could not be compared, so the taps that agree do not clear the target."
@@ -215,7 +224,7 @@ def _pair_by_names(baseline: Sequence[CallDescription], target: Sequence[CallDes
     if len(baseline) != 1 or len(target) != 1 or any(call.needs_backward for call in (*baseline, *target)):
         # Ranks have parts of a batch, and so have the calls that lead to one update.
         return True
-    ours, theirs = baseline[0].plain, target[0].plain
+    ours, theirs = baseline[0].returned, target[0].returned
     return all(ours[path].shape == theirs[path].shape for path in ours if path in theirs)
 
 
@@ -312,7 +321,7 @@ def _nearest(more: Tensor, fewer: Tensor) -> tuple[Tensor, Tensor]:
 
 def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     """A sentence if the results differ in their numbers of rows alone, as those of batches of other sizes."""
-    ours, theirs = baseline[0].plain, target[0].plain
+    ours, theirs = baseline[0].returned, target[0].returned
     shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
     # The ranks of a side may each have a part of the batch.
     if len(baseline) != 1 or len(target) != 1 or not shapes:

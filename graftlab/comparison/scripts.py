@@ -209,6 +209,8 @@ class _HeldInTurn:
                 held = self._described_whole(held)
                 compared = self._judge_call(held)
                 if self._may_be_micro_batches(compared, held):
+                    # It was not compared, so it is none of those that agree.
+                    self._models.pop()
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
             self._compared = compared
@@ -222,7 +224,7 @@ class _HeldInTurn:
     @property
     def known(self) -> str:
         """What is known so far, in a sentence."""
-        if not self._judged:
+        if not self._judged or not any(self._judged):
             return "Nothing was judged yet."
         return f"So far: {self._agreed(self._models[: self._judged[0]], self._judged[1])}"
 
@@ -429,6 +431,8 @@ class _HeldInTurn:
         listed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
         made = self._updates if updates is None else updates
         listed += [f"{counted(made, 'update')} of the weights"] if made else []
+        if not listed:
+            return ""
         several = sum(counts.values()) + made > 1
         text = f"{' and '.join(listed)} agree{'' if several else 's'}"
         if self._results:
@@ -440,7 +444,7 @@ class _HeldInTurn:
         tokens = self._chosen_tokens(compared)
         if tokens:
             number = len(self._models) + len(self._results)
-            said = f"{self._agreed(self._models[:-1])} {sentence_on(tokens, number, self._models[-1])}"
+            said = f"{self._agreed(self._models[:-1])} {sentence_on(tokens, number, self._models[-1])}".strip()
             if not all(each.is_tie for each in tokens):
                 return self._with(compared, (said,))
             # From equal tokens this call agrees too.
@@ -450,7 +454,7 @@ class _HeldInTurn:
             return self._with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
         if len(self._models) == 1 and not self._updates:
             return self._with(compared, ())
-        return self._with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}",))
+        return self._with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}".strip(),))
 
     def _chosen_tokens(self, compared: Comparison) -> list[ChosenToken]:
         """The tokens that differ before the last call, if nothing else does and they were chosen from logits."""
@@ -493,8 +497,9 @@ class _HeldInTurn:
         """The comparison after at least one side has ended where the other may have continued."""
         ranks = zip(self._session.ranks, (*held.baseline, *held.target), strict=True)
         if any(rank.alive and result is None for rank, result in ranks):
-            state_of(self._run).raise_failures(f"{self._agreed()} Then ")
-        before = f"{self._agreed()} Then the" if self._judged else "The"
+            state_of(self._run).raise_failures(f"{self._agreed()} Then ".lstrip())
+        agreed = self._agreed()
+        before = f"{agreed} Then the" if agreed else "The"
         scripts = scripts_of(self._session)
         said = [
             f"{before} {side} `{process.command.text}` {how}. Its output ends:\n{process.last_lines()}"
@@ -510,8 +515,6 @@ class _HeldInTurn:
         for more, fewer in SIDES:
             for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
                 if held.holds(more, kind):
-                    differ = (
-                        f"{self._agreed()} Then the {more} {what} again, and the {fewer} ends: their numbers differ."
-                    )
+                    differ = f"{before} {more} {what} again, and the {fewer} ends: their numbers differ."
                     return self._with(self._compared, (differ,), "differ")
         return self._concluded()

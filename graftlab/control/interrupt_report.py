@@ -9,11 +9,11 @@ from graftlab.control.process_groups import collective_in
 from graftlab.control.run import state_of
 from graftlab.ranks.handle import RankHandle
 
-PATIENCE = 2.0
+_PATIENCE = 2.0
 """Seconds to wait before reporting the ranks that still run."""
 
 
-def interrupt_and_report(session: SessionCore, patience: float = PATIENCE) -> list[str]:
+def interrupt_and_report(session: SessionCore) -> list[str]:
     """Interrupt the run in progress; returns a line for each of its ranks: where it was, and whether it has ended."""
     run = state_of(session.runs[-1]) if session.runs else None
     if run is None or run.done:
@@ -21,7 +21,7 @@ def interrupt_and_report(session: SessionCore, patience: float = PATIENCE) -> li
     running = [rank for rank in run.ranks if not run.has_ended(rank)]
     before = {rank.label: str(rank.status()) for rank in running}
     session.interrupt()
-    run.wait_ended(running, time.monotonic() + patience)
+    run.wait_ended(running, time.monotonic() + _PATIENCE)
     lines = []
     for rank in running:
         if rank.was_ended:

@@ -198,8 +198,7 @@ class Judgement:
             # Each group alone and all together, where their errors arise, and hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
         unexplained, without_output, written = self._unexplained(evidence, naming)
-        # What is compiled would be compiled anew for the run that shows this.
-        if naming.clears and not naming.target_not_repeated and not _any_compiled(evidence.compared):
+        if naming.clears and not naming.target_not_repeated:
             nothing_read: list[str] = []
             read = self._attempt("the look at unwritten memory", self._runs.unwritten_memory, nothing_read)
             without_output += reads_unwritten(read)
@@ -563,10 +562,6 @@ class Judgement:
         found = found.with_effect(output.name, *measured)
         # Sums over ranks round differently in any tensor parallel target, and explain little.
         return found if found.explains_output else RoundingGroups()
-
-
-def _any_compiled(rows: pd.DataFrame) -> bool:
-    return any(tags.get("compiled") for tags in rows["tags"])
 
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import RunError, SessionError
+from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
@@ -36,7 +37,6 @@ from graftlab.ranks.remote_functions import (
     find_without_dependents,
     graft_baseline_into_itself,
     repeat_callee,
-    unwritten_memory_of_callee,
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.taps.module_inputs import ModuleCall
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 # Without grafts, with every tap grafted, and each side against itself.
 _FEWEST_RUNS = 3
+MOST_RUNS = 20
+"""The runs that a verdict makes at most: the last of them confirm lines of source."""
 
 EDITED = "the plan was edited during the verdict. Do not edit the filters until it is done"
 
@@ -223,7 +225,10 @@ class VerdictRuns:
         raise NotImplementedError
 
     def unwritten_memory(self) -> list[str]:
-        """What depends, on the target alone, on memory that it reads before it writes there; none where unknown."""
+        """What depends, on the target alone, on memory that it reads before it writes there; none where unknown.
+
+        Known once :meth:`target_against_itself` was called.
+        """
         return []
 
     def with_module_inputs(
@@ -292,8 +297,8 @@ class CalledRuns(VerdictRuns):
         self.recorded = isinstance(request.baseline, RecordedSide)
         self.shows_module_inputs = self.can_lend_weights = not self.recorded
         self._zero = 0
-        self._target_differs: list[str] | None = None
-        """What the newest run against themselves found of the target; None if none did."""
+        self._repetitions: Sequence[Repetition] | None = None
+        """What the newest run against themselves found of the target's ranks; None if none did."""
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
@@ -429,8 +434,8 @@ class CalledRuns(VerdictRuns):
             list(keep),
         )
         try:
-            run, _ = self._run("each side against itself", {"baseline": call, "target": self._repeated_target()})
-            self._target_differs = _all_of(run.target)
+            run, _ = self._run("each side against itself", {"baseline": call, "target": self._repeated(self._target)})
+            self._repetitions = run.target
         except RunError:
             # What the target raises says nothing about the baseline.
             run, _ = self._run("the baseline against itself", {"baseline": call})
@@ -455,34 +460,27 @@ class CalledRuns(VerdictRuns):
         return list(found.graftable)
 
     def target_against_itself(self) -> list[str]:
-        if self._target_differs is not None:
-            return self._target_differs
-        run, _ = self._run("the target against itself", {"target": self._repeated_target()})
-        return _all_of(run.target)
-
-    def _repeated_target(self) -> Callee:
-        return partial(repeat_callee, self._target, *self.request.arguments, self.session.options.keep_budget)
+        if self._repetitions is None:
+            run, _ = self._run("the target against itself", {"target": self._repeated(self._target)})
+            self._repetitions = run.target
+        return list(dict.fromkeys(tap for each in self._repetitions for tap in each.differing))
 
     def unwritten_memory(self) -> list[str]:
-        found = self._reads_unwritten("target", self._target)
-        # What the baseline reads too is no difference, such as padding that nothing depends on.
-        return found if found and (self.recorded or not self._reads_unwritten("baseline", self._baseline)) else []
+        found = list(dict.fromkeys(tap for each in self._repetitions or () for tap in each.unwritten))
+        if found and not self.recorded:
+            # What the baseline reads too is no difference, such as padding that nothing depends on.
+            run, _ = self._run("the baseline against itself", {"baseline": self._repeated(self._baseline)})
+            found = [] if any(each.unwritten for each in run.baseline) else found
+        return found
 
-    def _reads_unwritten(self, side: Side, callee: Callee) -> list[str]:
-        budget = self.session.options.keep_budget
-        call = partial(unwritten_memory_of_callee, callee, *self.request.arguments, budget)
-        run, _ = self._run(f"the {side} with its new memory filled", {side: call})
-        return list(dict.fromkeys(tap for each in (run.baseline if side == "baseline" else run.target) for tap in each))
+    def _repeated(self, callee: Callee) -> Callee:
+        return partial(repeat_callee, callee, *self.request.arguments, self.session.options.keep_budget)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
-
-
-def _all_of(taps_of_ranks: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(tap for each in taps_of_ranks for tap in each))
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:

@@ -177,13 +177,17 @@ def compare_named(
     return differences, left
 
 
-def values_of_other_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """Sentences on what both sides return, or write, in different shapes."""
+def values_of_other_shapes(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, matched: bool = False
+) -> list[str]:
+    """Sentences on what both sides return, or write, in different shapes; with ``matched`` only on other sizes."""
     return [
         f"{(said := value_in_words(path))[0].upper()}{said[1:]} has the shape {_shape(one[path])} on the baseline and "
         f"{_shape(other[path])} on the target."
         for path in one
-        if path in other and one[path].shape != other[path].shape
+        if path in other
+        and one[path].shape != other[path].shape
+        and not (matched and one[path].numel() == other[path].numel())
     ]
 
 

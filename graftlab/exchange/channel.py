@@ -178,7 +178,9 @@ class SocketChannel:
             if end - start - _LENGTH.size < length:
                 break
             start += _LENGTH.size
-            frames.append(bytes(self._received[start : start + length]))
+            # Not of a slice, which would be one more copy of it.
+            with memoryview(self._received) as received:
+                frames.append(bytes(received[start : start + length]))
             start += length
         if start:
             del self._received[:start]

@@ -6,9 +6,11 @@ memory with NaN, and with the largest whole number, shows what is read.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,27 +21,51 @@ from graftlab.grafting.self_graft import RepeatComparer, SelfGraftRecorder, chan
 from graftlab.taps.routing import handled_by
 
 
-def reads_unwritten_memory(call: Callable[[], Any], *, budget: int) -> list[str]:
-    """The taps, in order, or else the results, of a call that differ where new memory is filled.
+@dataclass(frozen=True)
+class Repetition:
+    """The taps, in order, or else the results, of a call that differ when it is repeated, and where memory is filled.
+
+    ``unwritten`` is empty where ``differing`` is not, and where code is compiled, which would be compiled anew.
+    """
+
+    differing: list[str]
+    unwritten: list[str]
+
+
+def repeat_with_filled_memory(call: Callable[[], Any], *, budget: int) -> Repetition:
+    """Run ``call`` twice without changes, and once more with new memory filled.
 
     Taps that do not fit into ``budget`` bytes are not compared.
     """
     record = SelfGraftRecorder(budget)
     with handled_by(record):
         result = {path: value.detach().clone() for path, value in named_tensors(call()).items()}
-    repeat = RepeatComparer(record.taps)
-    try:
-        with handled_by(repeat), _filled():
+
+    def differences() -> list[str]:
+        repeat = RepeatComparer(record.taps)
+        with handled_by(repeat):
             again = call()
+        return repeat.differences() or in_words(changed_results(result, again))
+
+    differing = differences()
+    if differing or _has_compiled():
+        return Repetition(differing, [])
+    try:
+        with _filled():
+            return Repetition([], differences())
     except Exception as error:
-        return [f"the call itself, which fails with {type(error).__name__}"]
-    return repeat.differences() or in_words(changed_results(result, again))
+        return Repetition([], [f"the call itself, which fails with {type(error).__name__}"])
+
+
+def _has_compiled() -> bool:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 @contextmanager
 def _filled() -> Iterator[None]:
     """Fill new memory, which torch does while it prefers deterministic algorithms."""
-    memory = torch.utils.deterministic
+    memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = memory.fill_uninitialized_memory
     with warnings.catch_warnings():

@@ -80,7 +80,6 @@ def graft_self(
     exact: Call | None = None,
     keep: Sequence[str] = (),
     paired_names: Callable[[str], Sequence[str]] = lambda name: (name,),
-    seed: int = 0,
 ) -> SelfGraft:
     """Run ``call`` against itself; see the module.
 
@@ -108,16 +107,16 @@ def graft_self(
 
     # First, because a tensor moved in place may be an argument, and would stay moved.
     if exact is not None:
-        twin = SelfGrafter(record.taps, dtype_of, seed, moves=False)
+        twin = SelfGrafter(record.taps, dtype_of, moves=False)
         _run(exact, twin)
         found.exact = twin.rows
-        alone = SelfGrafter(record.taps, dtype_of, seed, moves=False, resets=False)
+        alone = SelfGrafter(record.taps, dtype_of, moves=False, resets=False)
         note_returned(found, result, _run(exact, alone))
         found.exact_outputs = alone.rows
-    perturbed = SelfGrafter(record.taps, dtype_of, seed)
+    perturbed = SelfGrafter(record.taps, dtype_of)
     _run(call, perturbed)
     found.added = perturbed.rows
-    drift = SelfGrafter(record.taps, dtype_of, seed + 1, resets=False)
+    drift = SelfGrafter(record.taps, dtype_of, seed=1, resets=False)
     note_returned(found, result, _run(call, drift))
     found.outputs = drift.rows
     return found
@@ -144,7 +143,7 @@ class RoundedResults:
     """Why the function does not run in float64, if it does not."""
 
 
-def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults:
+def rounded_results(call: Call, *, budget: int) -> RoundedResults:
     """Run ``call`` with its taps moved by one unit in the last place, and in float64."""
     record = SelfGraftRecorder(budget)
     _run(call, record)
@@ -156,20 +155,8 @@ def rounded_results(call: Call, *, budget: int, seed: int = 0) -> RoundedResults
     except Exception as error:
         said = [line for line in str(error).splitlines() if line.strip()]
         failed = ": ".join([type(error).__name__, *said[:1]])
-    moved = _run(call, SelfGrafter(record.taps, lambda name: "", seed, resets=False))
+    moved = _run(call, SelfGrafter(record.taps, lambda name: "", resets=False))
     return RoundedResults(moved, exact, failed)
-
-
-def differences_of_repeat(call: Call, *, budget: int) -> list[str]:
-    """Run ``call`` twice without changes; return the taps that differ, in order, or the differing results.
-
-    Taps that do not fit into ``budget`` bytes are not compared.
-    """
-    record = SelfGraftRecorder(budget)
-    result = _copied(_run(call, record))
-    repeat = RepeatComparer(record.taps)
-    again = _run(call, repeat)
-    return repeat.differences() or in_words(changed_results(result, again))
 
 
 def without_dependents(
@@ -342,7 +329,7 @@ class SelfGrafter(CountingHandler):
         self,
         taps: Mapping[CallKey, TapRecord],
         dtype_of: Callable[[str], str],
-        seed: int,
+        seed: int = 0,
         *,
         moves: bool = True,
         resets: bool = True,

@@ -22,12 +22,11 @@ _BACKLOG = 1024
 
 
 class Rendezvous:
-    """The socket ``name`` of one folder, its lock, and the token kept there. Usable in ``with``."""
+    """The socket of one folder, its lock, and the token kept there. Usable in ``with``."""
 
-    def __init__(self, folder: Path, name: str = _SOCKET) -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises :class:`ConfigError` for a folder that cannot be made, or is not this user's alone."""
         self.folder = folder
-        self._name = name
         private = folder / _FOLDER
         try:
             # The folder that a port stands for is in a folder of /tmp, which another user may have made.
@@ -44,7 +43,7 @@ class Rendezvous:
             ) from error
         _require_own(private)
         # The path of a socket has at most 107 bytes, and the folder's may be longer.
-        self._address = f"/proc/self/fd/{self._descriptor}/{name}"
+        self._address = f"/proc/self/fd/{self._descriptor}/{_SOCKET}"
 
     def connect(self, timeout: float) -> socket.socket | None:
         """Connect to the session server; return None if none listens.
@@ -79,7 +78,7 @@ class Rendezvous:
     def unlink(self) -> None:
         """Remove the socket. Call it while :meth:`locked`."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._name, dir_fd=self._descriptor)
+            os.unlink(_SOCKET, dir_fd=self._descriptor)
 
     @property
     def token_path(self) -> Path:

@@ -44,8 +44,8 @@ _RANK_TAKEN_LIMIT = 30.0
 # Seconds to wait for the answer of a session server on another machine, before it is asked again.
 _ANSWER_LIMIT = 15.0
 _STRANGER = (
-    "a process listens that has another token, or is not graftlab: GRAFTLAB_TOKEN (GRAFTLAB_TOKEN_FILE) must be the "
-    "token that the session has printed, and GRAFTLAB_ADDRESS its address"
+    "the process that listens there has a different token, or is not graftlab: GRAFTLAB_TOKEN (GRAFTLAB_TOKEN_FILE) "
+    "must be the token that the session has printed, and GRAFTLAB_ADDRESS its address"
 )
 
 logger = logging.getLogger(__name__)

@@ -84,6 +84,16 @@ class SketchRecorder:
     def taps(self) -> list[RecordedTap]:
         return list(self._taps.values())
 
+    @property
+    def count(self) -> int:
+        """The number of taps so far."""
+        return len(self._taps)
+
+    @property
+    def newest(self) -> RecordedTap:
+        """The tap that was recorded last."""
+        return next(reversed(self._taps.values()))
+
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         """See :func:`graftlab.tap`; the value is left unchanged."""
         shown = value() if callable(value) and not isinstance(value, Tensor) else value

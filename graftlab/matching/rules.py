@@ -34,8 +34,8 @@ class Rule:
         return with_numbers(self.baseline, [shift + (0 if at is None else theirs[at]) for at, shift in self.numbers])
 
 
-def rules_of(pairs: Iterable[Pair], least: int = 2) -> list[Rule]:
-    """The rules that at least ``least`` pairs follow, the most frequent first. A single layer is unreliable."""
+def rules_of(pairs: Iterable[Pair]) -> list[Rule]:
+    """The rules that at least two pairs follow, the most frequent first. A single layer is unreliable."""
     groups: dict[tuple[str, str, str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
         key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text, pair.whole)
@@ -45,7 +45,7 @@ def rules_of(pairs: Iterable[Pair], least: int = 2) -> list[Rule]:
         numbers = _numbers(group)
         if numbers is not None:
             agreeing, shifts = numbers
-            if agreeing >= least:
+            if agreeing >= 2:
                 rules.append(Rule(baseline, target, shifts, group[0], agreeing))
     return sorted(rules, key=lambda rule: -rule.seen)
 

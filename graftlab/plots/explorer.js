@@ -295,7 +295,7 @@ export function mount(root, act = null, actions = [], isFoldable = false) {
       if (state.before && state.value[i] === null) continue;
       g.strokeStyle = g.fillStyle = colours[state.status[i]] ?? "#888";
       g.beginPath(); g.arc(x, y, size, 0, 7);
-      if (state.value[i] === 0 && y === s.exact) g.stroke(); else g.fill();
+      if (state.value[i] === 0 && y === s.exact && !state.before) g.stroke(); else g.fill();
       if (state.nonfinite[i] > 0) { g.strokeStyle = COLOURS.failed; g.lineWidth = 2; g.beginPath(); g.arc(x, y, size + 4, 0, 7); g.stroke(); g.lineWidth = 1; }
       if (state.label[i] === chosen || (points[n].taps.length > 1 && points[n].taps.some((t) => state.label[t] === chosen))) {
         g.strokeStyle = ink; g.lineWidth = 2; g.strokeRect(x - size - 4, y - size - 4, 2 * size + 8, 2 * size + 8); g.lineWidth = 1;

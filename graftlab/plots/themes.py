@@ -66,7 +66,7 @@ def pictures(figure: Figure, alt: str = "", dpi: float = 110) -> str:
 def with_fewer_colours(png: bytes) -> bytes:
     """The picture with 256 colours, a quarter of its bytes: a notebook has many, each of them twice."""
     picture = Image.open(io.BytesIO(png)).convert("RGBA")
-    if picture.getextrema()[3] != (255, 255):
+    if picture.getchannel("A").getextrema() != (255, 255):
         # A palette would lose what is transparent.
         return png
     out = io.BytesIO()
@@ -76,7 +76,8 @@ def with_fewer_colours(png: bytes) -> bytes:
 
 def _img(png: bytes, alt: str, kind: str, more: str) -> str:
     data = base64.b64encode(with_fewer_colours(png)).decode("ascii")
-    return f'<img class="{kind}"{more} alt="{alt}" src="data:image/png;base64,{data}">'
+    # Sphinx's and jupyter-book's themes dim other pictures on dark pages.
+    return f'<img class="{kind} dark-light"{more} alt="{alt}" src="data:image/png;base64,{data}">'
 
 
 def _render(figure: Figure, dpi: float) -> bytes:

@@ -134,7 +134,7 @@ class HeldCall:
         return StateSnapshot([*self._models.values(), *self._state.values()])
 
     def __call__(self) -> dict[str, torch.Tensor]:
-        self._snapshot.restore()
+        self._restore()
         result = self._call()
         if isinstance(result, GeneratorType):
             # What it computes would arise in the script's own code, after the call.
@@ -152,6 +152,11 @@ class HeldCall:
 
     def _without_left(self, values: Mapping[str, torch.Tensor]) -> NamedTensors:
         return NamedTensors({path: tensor for path, tensor in values.items() if path not in self._left})
+
+    def _restore(self) -> None:
+        for model in self._models.values():
+            _reshard(model)
+        self._snapshot.restore()
 
     def prepare(self, backward: bool) -> None:
         """Install the taps for one call in this process, with or without a backward pass."""
@@ -219,7 +224,7 @@ class HeldCall:
         return CallDescription(self._kind, self._number, False, (), {}, {}, raises=_in_a_line(error))
 
     def _whole_numbers(self) -> dict[str, torch.Tensor]:
-        self._snapshot.restore()
+        self._restore()
         given = named_tensors(self._state)
         return _copied(
             {path: t for path, t in given.items() if t.dtype in _WHOLE_NUMBERS and t.numel() <= _MOST_WHOLE_NUMBERS}
@@ -254,7 +259,7 @@ class HeldCall:
 
     def take_weights(self) -> None:
         """Tap the weights and buffers, and let repetitions and the script continue with what the taps leave."""
-        self._snapshot.restore()
+        self._restore()
         handler = tap_handler()
         for prefix, model in self._models.items():
             for name, weight in weights_of(model, prefix, _every, _none).items():
@@ -299,7 +304,7 @@ class HeldCall:
         """Take the taps away and leave the state as it was before the first replay."""
         self.is_released = True
         self._unwatch()
-        self._snapshot.restore()
+        self._restore()
 
     def _unwatch(self) -> None:
         for each in self._watched:
@@ -321,6 +326,14 @@ class HeldCall:
             )
             for prefix, model in self._models.items()
         ]
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Let each rank have its part of the weights alone again, where FSDP gathers them for a call."""
+    if "torch.distributed.fsdp" in sys.modules:
+        for module in model.modules():
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                module.reshard()
 
 
 def _in_a_line(error: Exception) -> str:

@@ -156,11 +156,11 @@ class _MatchRecorder(SketchRecorder):
         if isinstance(own, str):
             self.skipped[name] = own
             return value
-        before = len(self.taps)
+        before = self.count
         super().tap(name, own, None, tags)
-        if len(self.taps) == before:
+        if self.count == before:
             return value
-        recorded = self.taps[-1]
+        recorded = self.newest
         place = here()
         assert place is not None
         try:

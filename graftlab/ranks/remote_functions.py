@@ -13,12 +13,11 @@ from typing import Any
 
 from graftlab.errors import RequestError
 from graftlab.grafting import active
-from graftlab.grafting.filled_memory import reads_unwritten_memory
+from graftlab.grafting.filled_memory import Repetition, repeat_with_filled_memory
 from graftlab.grafting.in_float64 import in_float64
 from graftlab.grafting.self_graft import (
     RoundedResults,
     SelfGraft,
-    differences_of_repeat,
     graft_self,
     rounded_results,
     without_dependents,
@@ -74,14 +73,9 @@ def graft_baseline_into_itself(
     )
 
 
-def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
-    """Run the callee twice; returns the taps that differ."""
-    return differences_of_repeat(bind_callee(callee, args, kwargs), budget=budget)
-
-
-def unwritten_memory_of_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> list[str]:
-    """Call :func:`graftlab.grafting.filled_memory.reads_unwritten_memory`."""
-    return reads_unwritten_memory(bind_callee(callee, args, kwargs), budget=budget)
+def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> Repetition:
+    """Call :func:`graftlab.grafting.filled_memory.repeat_with_filled_memory`."""
+    return repeat_with_filled_memory(bind_callee(callee, args, kwargs), budget=budget)
 
 
 def call_with_module_inputs(

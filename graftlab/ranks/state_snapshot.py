@@ -21,6 +21,11 @@ _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 _MAX_DEPTH = 6
 
 
+def _is_of_sharding(value: Any) -> bool:
+    """Whether this is what torch keeps of a model that it shards, which goes with where its weights are at the time."""
+    return type(value).__module__.startswith("torch.distributed.") and not isinstance(value, _KNOWN)
+
+
 class StateSnapshot:
     """The state of modules and arguments at the moment at which it is made. :meth:`restore` brings it back, in place.
 
@@ -69,7 +74,7 @@ class StateSnapshot:
         return found, left
 
     def _look_at(self, value: Any, depth: int) -> None:
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        if isinstance(value, _PLAIN) or id(value) in self._seen or _is_of_sharding(value):
             return
         # Keeps the object alive, so that its id stays its own.
         self._seen[id(value)] = value

@@ -39,6 +39,8 @@ _MOST_VALUES, _DEEPEST = 1_000_000, 50
 # Bytes in memory beyond eight times the file's own: one with equal elements, or with tensors that share theirs, may be
 # far smaller than what it makes.
 _MOST_BEYOND = 128 << 20
+# The sum of the squares of the lengths of all words in a pickle: the steps of a search that torch makes.
+_MOST_TEXT = 1 << 28
 # How many pickles a file of torch's old format has.
 _OLD_PICKLES = 5
 
@@ -106,12 +108,12 @@ def torch_content(file: io.FileIO) -> Any:
                 raise ValueError("it is compressed, which no file of torch is")
             pickled: list[Any] = [archive.open(part) for part in archive.infolist() if part.filename.endswith(".pkl")]
             for each in pickled:
-                _refuse_bytearrays(each)
+                _refuse_costly(each)
     else:
         # Its format before that is a sequence of pickles, and then the bytes of the tensors.
         file.seek(0)
         for _ in range(_OLD_PICKLES):
-            _refuse_bytearrays(file)
+            _refuse_costly(file)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -129,11 +131,20 @@ def too_large(nbytes: int) -> ValueError:
     )
 
 
-def _refuse_bytearrays(file: Any) -> None:
-    """Raise ValueError for a pickle that makes a bytearray, which torch's unpickler allows of any size."""
+def _refuse_costly(file: Any) -> None:
+    """Raise ValueError for a pickle that costs torch's restricted unpickler far more than its bytes.
+
+    That makes a bytearray of any size, and searches its own message on what it refuses, which may have all text of the
+    pickle in it, in a time that grows with the square of the longest word.
+    """
+    cost = 0
     for operation, argument, _ in pickletools.genops(file):
-        if operation.name == "GLOBAL" and str(argument).endswith(" bytearray"):
-            raise ValueError("it has a bytearray, which is no array")
+        if isinstance(argument, (str, bytes)):
+            if operation.name == "GLOBAL" and str(argument).endswith(" bytearray"):
+                raise ValueError("it has a bytearray, which is no array")
+            cost += sum(len(word) ** 2 for word in argument.split())
+            if cost > _MOST_TEXT:
+                raise ValueError("it has words of many thousand characters, which no names of arrays have")
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -203,11 +204,14 @@ def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: 
     one, and the target reaches the taken one first, both sides wait for each other. Neither tap depends on the other,
     since each is first on one side; so both sides compute the tap that is left out from the same state.
     """
-    places = [(baseline[tap], target[tap]) for tap in set(taken) if tap in baseline and tap in target]
+    places = sorted((baseline[tap], target[tap]) for tap in set(taken) if tap in baseline and tap in target)
+    ours = [place for place, _ in places]
+    # The earliest place on the target of the taken taps from each on, in the baseline's order.
+    earliest = [*itertools.accumulate((theirs for _, theirs in reversed(places)), min)][::-1]
     return {
         tap
         for tap, place in baseline.items()
-        if tap in target and any(place < ours and theirs < target[tap] for ours, theirs in places)
+        if tap in target and (after := bisect_right(ours, place)) < len(ours) and earliest[after] < target[tap]
     } - set(taken)
 
 

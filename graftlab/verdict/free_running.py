@@ -38,6 +38,9 @@ def runs_freely(frame: pd.DataFrame, named: Collection[str], threshold: float) -
             continue
         if not at["added"] > _LEAST_ADDED:
             continue
+        if not in_steps and at["occurrence"] == first["occurrence"]:
+            # Another tap of the name, such as that of another layer, and no later call of this one.
+            continue
         unit = "step" if in_steps else "occurrence"
         where, reader = f"{unit} {at[unit]}", f"{at['name']}, the first tap{' of each step' if in_steps else ''},"
         return [

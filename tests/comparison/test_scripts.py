@@ -104,6 +104,15 @@ def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
         assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
 
 
+def test_what_agrees_is_counted_without_calls_that_could_not_be_compared() -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    assert turns._agreed() == ""
+    turns._judged = (0, 0)
+    assert turns.known == "Nothing was judged yet."
+    turns._updates = 3
+    assert turns._agreed() == "3 updates of the weights agree."
+
+
 FORKS = """
 import os, torch
 model, x = torch.nn.Linear(4, 2), torch.ones(1, 4)

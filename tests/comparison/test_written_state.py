@@ -182,8 +182,29 @@ def summed_and_kept(x: torch.Tensor) -> torch.Tensor:
     return x.sum(0, keepdim=True)
 
 
+class Lengths(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.rows = nn.Linear(4, 4), rows
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.linear(x), "lengths": torch.ones(self.rows)}
+
+
+class Trimmed(Lengths):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x)[: self.rows]
+
+
 @pytest.mark.ranks
-def test_a_result_of_another_shape_is_reported_first() -> None:
-    answer, text = compared(summed, summed_and_kept, X)
-    assert answer == "inconclusive"
-    assert text.startswith("The returned value has the shape [4] on the baseline and [1, 4] on the target.")
+def test_a_result_of_another_size_is_reported_first_and_not_cleared() -> None:
+    answer, text = compared(partial(Lengths, 3), partial(Lengths, 2), X)
+    assert answer == "differ"
+    assert text.startswith("The returned value ['lengths'] has the shape [3] on the baseline and [2] on the target.")
+    # Both were given the same batch.
+    answer, text = compared(partial(Trimmed, 3), partial(Trimmed, 2), X)
+    assert answer == "differ"
+    assert text.startswith("The returned value has the shape [3, 4] on the baseline and [2, 4] on the target.")
+    # The same values in another layout are paired by value.
+    assert compared(summed, summed_and_kept, X)[0] == "agree"

@@ -81,7 +81,9 @@ def test_a_mistake_beside_summands_is_named_after_them(session: gl.Session, faul
     verdict = session.verdict(forward, forward, args=(fault,))
     # The residual stream has no tap; all that read it after the second layer see the mistake, and nothing before.
     assert verdict.named == ["layers.*.norm", "norm"]
-    assert verdict.text.startswith("layers.*.norm differs in layer 2 of 0-2 on all ranks")
+    assert verdict.text.startswith(
+        "The model is computed differently in layer 2 of 0-2 on all ranks, between layers.*.up and layers.*.norm"
+    )
     if line is not None:
         assert line in set(verdict.lines["source"])
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from kit.bodies import bodies
 from kit.examples import examples
+from kit.limits import limited
 
 from graftlab.engine.engine import ByteTokenizer
 from graftlab.engine.handlers import _json_object
@@ -21,7 +22,8 @@ from graftlab.requests.served import Request
 @examples(150)
 def test_a_body_is_a_request_or_an_error_that_says_why_not(body: bytes) -> None:
     try:
-        request = Request.from_dict(_json_object(body), ByteTokenizer())
+        with limited():
+            request = Request.from_dict(_json_object(body), ByteTokenizer())
     except RequestError as error:
         told = str(error)
     else:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.limits import limited
 
 from graftlab.base.tags import TapKey, plain
 from graftlab.exchange.frames import (
@@ -162,7 +163,7 @@ def test_corrupted_bytes_decode_to_a_frame_or_are_refused(frame: Frame, data: st
     changed = bytearray(encode(frame))
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(ValueError):
+    with limited(), contextlib.suppress(ValueError):
         back = decode(bytes(changed))
         assert type(back) in KINDS
         if isinstance(back, PublishFrame | DeclineFrame):
@@ -171,7 +172,7 @@ def test_corrupted_bytes_decode_to_a_frame_or_are_refused(frame: Frame, data: st
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_frame_or_refused(data: bytes) -> None:
-    with contextlib.suppress(ValueError):
+    with limited(), contextlib.suppress(ValueError):
         assert type(decode(data)) in KINDS
 
 

@@ -44,13 +44,20 @@ def posts() -> Iterator[tuple[RouterSocket, RouterSocket]]:
 
 
 def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
-    """Both ends of a connection; the second post has made it."""
+    """Both ends of a connection; the second post has made it.
+
+    It tries again as ranks do: until its first frame arrives it is a stranger, and any of many may be ended.
+    """
     first, second = posts
     ours = second.connect(first.name, "127.0.0.1", first.port)
 
     def both() -> bool:
+        nonlocal ours
         first.pump()
         second.pump()
+        if ours.ended:
+            second.forget(ours)
+            ours = second.connect(first.name, "127.0.0.1", first.port)
         return ours.linked and first.channel_from(second.name) is not None
 
     wait_until(both, "the connection")
@@ -455,6 +462,36 @@ def test_strangers_are_limited_and_keep_no_rank_out(
         for sender, receiver in ((ours, theirs), (to_first, from_third)):
             sender.send(b"frame")
             assert heard(receiver, 1) == [b"frame"]
+    finally:
+        for each in (*posts, *made):
+            each.close()
+
+
+def test_a_rank_that_is_taken_for_a_stranger_too_many_joins_when_it_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp, "_CONNECT_LIMIT", 600.0)
+    monkeypatch.setattr(strangers, "SLOW", 1e9)
+    monkeypatch.setattr(strangers, "_RESERVED", 1 << 40)
+    ended: list[int] = []
+
+    def newest_twice(among: list[int], count: int) -> list[int]:
+        chosen = among[-count:] if count and len(ended) < 2 else among[:count]
+        ended.extend(chosen)
+        return chosen
+
+    monkeypatch.setattr(strangers.random, "sample", newest_twice)
+    posts = first, second = make_post(0), make_post(1)
+    made = []
+    try:
+        for number in range(8):
+            made.append(socket.create_connection(("127.0.0.1", first.port)))
+            made[-1].send(GREETING)
+            wait_until(lambda number=number: first.pump() or len(first._strangers.known) > number, "it to be known")
+        theirs, ours = joined((first, second))
+        assert len(ended) >= 2
+        ours.send(b"frame")
+        assert heard(theirs, 1) == [b"frame"]
     finally:
         for each in (*posts, *made):
             each.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import struct
@@ -11,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kit.deadline import DEADLINE
+from kit.limits import limited
 
 import graftlab as gl
 from graftlab.base.world import Place
@@ -130,4 +134,12 @@ def test_so_does_a_script_that_is_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"\x00" * 16, b"gl\x00h"])
 def test_what_is_no_handshake_is_refused_without_a_version(data: bytes) -> None:
     with pytest.raises(MessageError, match="not a handshake of graftlab"):
+        unpack_handshake(data)
+
+
+@given(st.binary(max_size=60), st.booleans(), st.integers(0, 2))
+def test_any_bytes_are_a_handshake_or_refused(data: bytes, begins_well: bool, version: int) -> None:
+    if begins_well:
+        data = handshake._HEAD.pack(handshake._MARK, version, 1) + b"1" + data
+    with limited(), contextlib.suppress(gl.SessionError, MessageError):
         unpack_handshake(data)

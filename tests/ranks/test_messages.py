@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.in_process import a_row
+from kit.limits import limited
 
 from graftlab.base.tags import identity
 from graftlab.base.world import RunInfo
@@ -237,7 +238,7 @@ def test_a_message_whose_fields_are_wrong_is_refused_with_the_field(fields: dict
 @given(st.binary(max_size=100), st.sampled_from([b"", b"m", b"x"]))
 def test_no_frame_raises_anything_else(data: bytes, kind: bytes) -> None:
     for unpack in (unpack_to_rank, unpack_from_rank):
-        with contextlib.suppress(MessageError):
+        with limited(), contextlib.suppress(MessageError):
             unpack(kind + data)
 
 
@@ -245,7 +246,7 @@ def test_no_frame_raises_anything_else(data: bytes, kind: bytes) -> None:
 def test_a_damaged_message_is_refused_or_valid(message: Any, at: int, byte: int) -> None:
     frame = bytearray(pack(message))
     frame[at % len(frame)] = byte
-    with contextlib.suppress(MessageError):
+    with limited(), contextlib.suppress(MessageError):
         assert type(unpack_to_rank(bytes(frame))) in get_args(ToRank)
 
 

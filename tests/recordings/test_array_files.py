@@ -320,16 +320,34 @@ BYTEARRAY = b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R."
 
 
 def bytearray_pt(folder: Path) -> None:
-    torch.save(torch.ones(1), folder / "whole")
-    with zipfile.ZipFile(folder / "whole") as whole, zipfile.ZipFile(folder / "x.pt", "w") as archive:
-        for part in whole.infolist():
-            archive.writestr(part.filename, BYTEARRAY if part.filename.endswith(".pkl") else whole.read(part))
+    pickle_of(folder, BYTEARRAY)
 
 
 def bytearray_old_pt(folder: Path) -> None:
     torch.save(torch.ones(1), folder / "x.pt", _use_new_zipfile_serialization=False)
     parts = pickle.dumps(torch.serialization.MAGIC_NUMBER, 2) + pickle.dumps(torch.serialization.PROTOCOL_VERSION, 2)
     (folder / "x.pt").write_bytes(parts + pickle.dumps({}, 2) + BYTEARRAY + pickle.dumps([], 2))
+
+
+def pickle_of(folder: Path, data: bytes) -> None:
+    torch.save(torch.ones(1), folder / "whole")
+    with zipfile.ZipFile(folder / "whole") as whole, zipfile.ZipFile(folder / "x.pt", "w") as archive:
+        for part in whole.infolist():
+            archive.writestr(part.filename, data if part.filename.endswith(".pkl") else whole.read(part))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02c" + b"[" * 100_000 + b"\nx\n.",
+        b"\x80\x02X" + (100_000).to_bytes(4, "little") + b"[" * 100_000 + b")R.",
+    ],
+    ids=["a name", "a function"],
+)
+def test_a_file_whose_refusal_takes_torch_minutes_is_refused_before_it(tmp_path: Path, data: bytes) -> None:
+    pickle_of(tmp_path, data)
+    with limited(), pytest.raises(gl.RecordingError, match="words of many thousand characters"):
+        gl.Recording.from_files(tmp_path)
 
 
 @pytest.mark.parametrize(

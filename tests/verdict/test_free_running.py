@@ -62,6 +62,12 @@ def test_other_errors_of_later_steps_are_no_free_run(taps: list[Tap]) -> None:
     assert runs_freely(frame(taps), ["embed"], 5.0) == []
 
 
+def test_layers_that_share_a_name_are_no_later_calls_of_its_first() -> None:
+    # As gl.tap("hidden", x, layer=layer) in a loop, with one layer wrong.
+    layers = frame([EMBED], one_step=True).assign(occurrence=0)
+    assert runs_freely(layers, ["embed"], 5.0) == []
+
+
 def test_training_is_no_free_run() -> None:
     updated = frame([("w", "float32", CLEAN, CLEAN)], kind="optimizer")
     assert runs_freely(pd.concat([frame([EMBED, LOGITS]), updated]), ["embed"], 5.0) == []

@@ -11,12 +11,26 @@ pytest.importorskip("pytest_playwright", reason="pytest-playwright is not instal
 from kit import notebooks
 from playwright.sync_api import Locator, expect
 
+from graftlab.widgets.panel import _WATCH_SCRIPT
+
 if TYPE_CHECKING:
     from kit.browser import Lab
+    from playwright.sync_api import Browser
 
 pytest_plugins = ["kit.browser"]
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
+# As a front end without JupyterLab's class names shows a widget, and its snapshot later.
+ELSEWHERE = """async (script) => {
+    const { default: watch } = await import(URL.createObjectURL(new Blob([script], { type: 'text/javascript' })));
+    const el = document.querySelector('.widget');
+    watch.render({ model: { get: () => 'snapshot' }, el });
+    const still = document.createElement('p');
+    still.id = 'snapshot';
+    still.textContent = 'the picture';
+    await new Promise(requestAnimationFrame);
+    document.body.append(still);
+}"""
 CELLS = (
     """
 import torch
@@ -28,11 +42,11 @@ import graftlab as gl
 def model(off=0.0):
     x = torch.arange(64.0).view(8, 8)
     for layer in range(20):
-        x = gl.tap("hidden", x / x.norm() + (off if layer == 7 else 0.0), layer=layer)
+        x = gl.tap(f"layers.{layer}.out", x / x.norm() + (off if layer == 7 else 0.0))
     return gl.tap("output", x)
 off = 1.0 if gl.here().side == "target" else 0.0
 """,
-    "plan = session.edit(keep='layer == 7')",
+    """plan = session.edit(keep="name == 'layers.7.out'")""",
     "%graft run model(off)",
     "%graft verdict -o verdict model(off)",
     "verdict.plot()",
@@ -47,6 +61,17 @@ def at(canvas: Locator, tap: int) -> dict[str, float]:
     return {"x": 62 + (tap + 0.5) / OF * (box["width"] - 72), "y": 90}
 
 
+def test_a_live_widget_hides_its_picture_in_front_ends_without_jupyterlabs_class_names(browser: Browser) -> None:
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.set_content("<div class='widget'></div>")
+        page.evaluate(ELSEWHERE, _WATCH_SCRIPT)
+        expect(page.locator("#snapshot")).to_be_hidden()
+    finally:
+        context.close()
+
+
 def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_file(lab: Lab) -> None:
     expect.set_options(timeout=60_000)
     lab.open(*CELLS)
@@ -56,7 +81,9 @@ def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_fi
     expect(views).to_have_count(2)
     run, verdict = views.nth(0), views.nth(1)
     expect(run.locator("canvas")).to_be_visible()
-    expect(verdict.get_by_role("status").first).to_contain_text("hidden layer=7 differs")
+    expect(verdict.get_by_role("status").first).to_contain_text(
+        "layers.*.out is computed differently in layer 7 of 0-19"
+    )
     for picture in page.locator(".graftlab-static").all():
         expect(picture).to_be_hidden()
 
@@ -64,15 +91,15 @@ def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_fi
     canvas = run.locator("canvas")
     canvas.scroll_into_view_if_needed()
     canvas.hover(position=at(canvas, 7))
-    expect(run.locator(".tip")).to_contain_text("hidden layer=7")
+    expect(run.locator(".tip")).to_contain_text("layers.7.out")
     canvas.drag_to(canvas, source_position=at(canvas, 5), target_position=at(canvas, 9))
     canvas.hover(position={**at(canvas, 0), "x": 66})
-    expect(run.locator(".tip")).to_contain_text("hidden layer=5")
-    canvas.dblclick(position={"x": 70, "y": 4})
+    expect(run.locator(".tip")).to_contain_text("layers.5.out")
+    run.get_by_role("button", name="All", exact=True).click()
     table = run.get_by_role("button", name="Table")
     expect(table).to_have_attribute("aria-expanded", "false")
     table.click()
-    expect(run.locator("tr[data-tap]").first).to_contain_text("hidden layer=7")
+    expect(run.locator("tr[data-tap]").first).to_contain_text("layers.7.out")
     table.click()
 
     # A click opens the pair in view, or says why there is none.
@@ -82,7 +109,7 @@ def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_fi
     expect(pair.locator(".graftlab-on-light").first).to_be_in_viewport(ratio=0.9)
     lab.screenshot("canvas-pair")
     canvas.click(position=at(canvas, 2))
-    expect(pair.get_by_role("alert")).to_contain_text("no pair of tensors is kept for 'hidden', layer=2")
+    expect(pair.get_by_role("alert")).to_contain_text("no pair of tensors is kept for 'layers.2.out'")
     of_verdict = verdict.locator("canvas")
     of_verdict.click(position=at(of_verdict, 7))
     expect(verdict.locator(".graftlab-pair .graftlab-on-light")).to_be_visible()

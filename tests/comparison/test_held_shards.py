@@ -1,0 +1,58 @@
+"""Held calls of a model that FSDP shards."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.groups import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from graftlab.grafting.self_graft import CountingHandler
+from graftlab.ranks.held_call import HeldCall, WatchChoice
+from graftlab.taps.routing import handled_by
+
+RANKS = 2
+
+
+def hold_calls(rank: int, folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    x = torch.randn(3, 8)
+    expected = model(x)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    held = HeldCall(lambda: model(x), {"": model}, {"x": x}, WatchChoice())
+    described = held.describe()
+    assert described.fails_when_repeated is None
+    assert described.not_repeated == ()
+    assert held.try_backward() is None
+    with handled_by(CountingHandler()):
+        results = [held()[""] for _ in range(2)]
+    held.end()
+    # Each call, and the script's own, begins where every rank has its part of the weights.
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    for found in (*results, described.plain[""], model(x)):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    model(x).sum().backward()
+    assert all(isinstance(weight.grad, DTensor) for weight in model.parameters())
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(240)
+def test_calls_of_a_sharded_model_are_repeated_in_their_processes(tmp_path: Path) -> None:
+    run_ranks(hold_calls, tmp_path, RANKS)
