@@ -81,7 +81,7 @@ def test_later_inputs_differ_only_if_they_do_so_with_grafts() -> None:
     assert said.startswith("The inputs already differ: x (rel_l2 0.5)")
 
 
-def test_settings_that_differ_from_a_later_step_on_are_named_and_later_weights_are_not() -> None:
+def test_settings_that_differ_from_a_later_step_on_are_named() -> None:
     rows = [
         row(1, "optimizer.lr", "float64", kind="optimizer"),
         row(2, "0.weight", "float32", kind="param"),
