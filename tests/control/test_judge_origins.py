@@ -289,7 +289,7 @@ def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) ->
     (turned,) = [axes for axes in verdict.plot("y", dims=(1, 0)).axes if axes.get_images()]
     assert turned.get_ylabel() == "dim 1  (element index)"
     shown = verdict._repr_mimebundle_()["text/html"]
-    assert shown.count('<details class="graftlab-where">') == 1
+    assert shown.count('<details class="graftlab-where"') == 1
     assert ">Where y differs, at y, occurrence 1</summary>" in shown
     assert "hint: they differ only at indices 4-7 of dim 0" in shown
     with pytest.raises(SessionError, match=r"no heat map of that tap; it has those of y\."):
