@@ -297,8 +297,9 @@ def _read_npz(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
     archive = np.load(file, allow_pickle=False)
     if not isinstance(archive, np.lib.npyio.NpzFile):
         raise ValueError("it is no archive of arrays")
-    # What zipfile reads of each at the most.
-    if (size := sum(part.file_size for part in archive.zip.infolist())) > most_bytes(file):
+    # Their sizes are what zipfile reads of each at the most.
+    parts = [] if archive.zip is None else archive.zip.infolist()
+    if (size := sum(part.file_size for part in parts)) > most_bytes(file):
         raise too_large(size)
     for key in archive.files:
         value = archive[key]
