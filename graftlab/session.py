@@ -510,7 +510,9 @@ class Session(SessionCore):
         return SessionPlots(self)
 
     def _draw(self, number: int) -> Figure:
-        return self.plot.of_run(number)
+        from graftlab.control.session_plots import divergence_of_run
+
+        return divergence_of_run(self, number)
 
     def dashboard(self) -> Dashboard:
         """A widget that shows every rank and tap live, with the divergence figure, both editors and the logs.

@@ -19,7 +19,7 @@ from graftlab.plots import explorer
 from graftlab.plots.explorer import Canvas, without_headline
 from graftlab.plots.style import NotebookFigure
 from graftlab.rows.schema import Row
-from graftlab.verdict.conclusion import conclude, newest_run
+from graftlab.verdict.conclusion import conclude_from, history_of, in_order_of, newest_rows, newest_run
 from graftlab.verdict.summary import first_divergent_at, floor_of
 
 if TYPE_CHECKING:
@@ -75,60 +75,7 @@ class SessionPlots:
             step = int(self._last_ended(steps))
         elif step not in steps:
             raise _no_rows(frame, f"step {step}")
-        return self._of_step(frame, step, options)
-
-    def of_run(self, number: int) -> Figure:
-        """Each tap's difference in the last step of a run that has ended; for below the run's own sentences."""
-        frame = self._session.frame_of(number)
-        figure = self._of_step(frame, int(frame["step"].max()), {})
-        if isinstance(figure, NotebookFigure) and (shown := figure.interactive) is not None:
-            figure.interactive = lambda: without_headline(shown())
-        return figure
-
-    def _of_step(self, frame: pd.DataFrame, step: int, options: dict[str, Any]) -> Figure:
-        run = frame["run"].iloc[0]
-        options.setdefault("noise_floor", floor_of(frame)[0])
-        at = first_divergent_at(frame, math.inf if options["noise_floor"] is None else options["noise_floor"])
-        # The first divergent tap may be in another step than the shown one.
-        first = None if at is None else int(frame["step"].iloc[at])
-        elsewhere = f" (the first divergent tap is in step {first})" if first not in (None, step) else ""
-        shown = frame[frame["step"] == step].reset_index(drop=True)
-        figure = plots.divergence(shown, **options)
-        if options.get("ax") is None:
-            [ax] = figure.axes
-            ax.set_xlabel(f"{ax.get_xlabel()}; run {run}, step {step}{elsewhere}")
-        # The canvas shows the usual value, with a floor.
-        if isinstance(figure, NotebookFigure) and options.keys() <= {"noise_floor"} and options["noise_floor"]:
-            figure.interactive = partial(self._canvas, shown, options["noise_floor"])
-        return figure
-
-    def _canvas(self, frame: pd.DataFrame, noise_floor: float) -> Canvas:
-        """The rows of one step as the interactive canvas."""
-        taps = self._session.taps
-        rows = [line.row for line in conclude(frame, taps, noise_floor).lines]
-
-        def state(floor: float | None) -> dict[str, Any]:
-            found = conclude(frame, taps, floor)
-            return {**explorer.taps(found), **explorer.figures(found)}
-
-        return Canvas(state(noise_floor), lambda tap: self.of_pair(rows[tap], step=rows[tap].step), state)
-
-    def of_pair(self, row: Row, **narrower: Any) -> dict[str, Figure]:
-        """Pictures of the kept pair of a row's tap on its rank, by what they show.
-
-        Raises :class:`SessionError` where none is kept.
-        """
-        # NaN equals nothing, so it cannot select anything.
-        own = {
-            tag: plain(value)
-            for tag, value in row.tags.items()
-            if tag not in RESERVED_TAGS and tag not in ("dims", "self") and value == value
-        }
-        chosen = {**own, "side": row.side, "rank": row.rank, **narrower}
-        return {
-            "where the pair differs": self.heatmap(row.name, **chosen),
-            "values and differences": self.histogram(row.name, **chosen),
-        }
+        return _divergence_of_step(self._session, frame, step, options)
 
     @_like(plots.over_steps, leaving_out="frame")
     def over_steps(self, *, steps: range | None = None, **options: Any) -> Figure:
@@ -204,6 +151,65 @@ class SessionPlots:
         >>> figure = session.plot.scatter("hidden", layer=3)
         """
         return plots.scatter(*self._session.tensors(name, **tags), title=_title(name, tags))
+
+
+def divergence_of_run(session: SessionCore, number: int) -> Figure:
+    """Each tap's difference in the last step of a run that has ended; for below the run's own sentences."""
+    frame = session.frame_of(number)
+    figure = _divergence_of_step(session, frame, int(frame["step"].max()), {})
+    if isinstance(figure, NotebookFigure) and (shown := figure.interactive) is not None:
+        figure.interactive = lambda: without_headline(shown())
+    return figure
+
+
+def _divergence_of_step(session: SessionCore, frame: pd.DataFrame, step: int, options: dict[str, Any]) -> Figure:
+    run = frame["run"].iloc[0]
+    options.setdefault("noise_floor", floor_of(frame)[0])
+    at = first_divergent_at(frame, math.inf if options["noise_floor"] is None else options["noise_floor"])
+    # The first divergent tap may be in another step than the shown one.
+    first = None if at is None else int(frame["step"].iloc[at])
+    elsewhere = f" (the first divergent tap is in step {first})" if first not in (None, step) else ""
+    shown = frame[frame["step"] == step].reset_index(drop=True)
+    figure = plots.divergence(shown, **options)
+    if options.get("ax") is None:
+        [ax] = figure.axes
+        ax.set_xlabel(f"{ax.get_xlabel()}; run {run}, step {step}{elsewhere}")
+    # The canvas shows the usual value, with a floor.
+    if isinstance(figure, NotebookFigure) and options.keys() <= {"noise_floor"} and options["noise_floor"]:
+        figure.interactive = partial(_canvas, session, frame, step, options["noise_floor"])
+    return figure
+
+
+def _canvas(session: SessionCore, frame: pd.DataFrame, step: int, noise_floor: float) -> Canvas:
+    """One step of a run as the interactive canvas; it says too where the run first diverged."""
+    shown = in_order_of(session.taps, newest_rows(frame[frame["step"] == step]))
+    rows = [line.row for line in conclude_from(shown).lines]
+
+    def state(floor: float | None) -> dict[str, Any]:
+        above = floor_of(frame)[0] if floor is None else floor
+        found = conclude_from(shown, history_of(frame, above), floor)
+        return {**explorer.taps(found), **explorer.figures(found)}
+
+    return Canvas(state(noise_floor), lambda tap: figures_of_pair(session, rows[tap], step=rows[tap].step), state)
+
+
+def figures_of_pair(session: SessionCore, row: Row, **narrower: Any) -> dict[str, Figure]:
+    """Pictures of the kept pair of a row's tap on its rank, by what they show.
+
+    Raises :class:`SessionError` where none is kept.
+    """
+    # NaN equals nothing, so it cannot select anything.
+    own = {
+        tag: plain(value)
+        for tag, value in row.tags.items()
+        if tag not in RESERVED_TAGS and tag not in ("dims", "self") and value == value
+    }
+    chosen = {**own, "side": row.side, "rank": row.rank, **narrower}
+    figures = SessionPlots(session)
+    return {
+        "where the pair differs": figures.heatmap(row.name, **chosen),
+        "values and differences": figures.histogram(row.name, **chosen),
+    }
 
 
 def _no_rows(frame: pd.DataFrame, wanted: str) -> SessionError:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from graftlab import plots
 from graftlab.base.html import cell, number, table
 from graftlab.base.text import counted, shortened
-from graftlab.control.session_plots import SessionPlots
+from graftlab.control.session_plots import figures_of_pair
 from graftlab.errors import GraftError
 from graftlab.plots import explorer
 from graftlab.plots.style import to_html
@@ -143,7 +143,7 @@ class TapExplorer(widgets.VBox):  # type: ignore[misc]
     def _open(self, line: TapSummary) -> None:
         """Show a kept pair, or explain how to keep one."""
         try:
-            pictures = SessionPlots(self._panel.session).of_pair(line.row)
+            pictures = figures_of_pair(self._panel.session, line.row)
         except GraftError as error:
             self._show_pair(f'<div class="bad">{html.escape(str(error))}</div>{_KEEP_IT}')
             return

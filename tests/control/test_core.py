@@ -397,7 +397,7 @@ def test_nothing_from_an_untrusted_rank_is_unpickled(ranks: list[TalkingRank], t
     failure = Failure("KeyError", "'x'", "", pickle.dumps(evil))
     rank.trusted = False
     assert open_exception(rank, failure) is None
-    packed = pickle.dumps(({}, pickle.dumps(evil)))
+    packed = shipping.pack_result(evil)
     with pytest.raises(SessionError, match=r"target\[0\] was not started by this notebook"):
         open_value(rank, packed)
     shelf = Shelf({"target[0]": [(tags("x", 3), evil)]})

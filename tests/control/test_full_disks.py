@@ -42,7 +42,7 @@ def forward(count: int) -> str:
 
 
 @pytest.mark.ranks
-def test_rows_and_files_of_rows_beyond_a_full_disk_are_kept_and_written_when_there_is_room(disk: Path) -> None:
+def test_rows_beyond_a_full_disk_are_kept_and_written_once_there_is_room(disk: Path) -> None:
     with gl.launch(1, 1, folder=disk / "run") as session:
         session.run(forward, forward, args=(50,))
         filled = fill(disk)

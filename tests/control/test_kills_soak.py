@@ -159,7 +159,7 @@ def test_kills_at_fifty_random_moments_of_runs_free_the_others_and_spoil_nothing
     FIGURES.write_text(json.dumps({"slowest": max(each["seconds"] for each in freed), "kills": freed}) + "\n")
 
 
-def test_a_kill_inside_a_verdict_ends_it_without_a_conclusion_and_the_next_one_is_right() -> None:
+def test_a_kill_inside_a_verdict_ends_it_without_a_conclusion() -> None:
     chance = random.Random(SEED)
     x, killed = torch.linspace(-1, 1, 1000), 0
     with busy_machine(), gl.launch(1, 2) as session:

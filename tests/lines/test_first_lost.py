@@ -479,7 +479,7 @@ def test_a_line_of_a_loop_that_is_right_at_first_keeps_the_blame() -> None:
     assert sources(found.target)[0] == "return h * factor + x"
 
 
-def test_an_operation_of_one_rank_alone_is_lost_and_those_of_all_ranks_are_still_joined() -> None:
+def test_an_operation_of_one_rank_alone_is_lost() -> None:
     def part(rank: int, wrong: bool) -> Callable[[Tensor, Tensor], Tensor]:
         def project(x: Tensor, weight: Tensor) -> Tensor:
             mine = weight[:, rank * 4 : rank * 4 + 4]

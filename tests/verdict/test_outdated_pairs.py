@@ -16,7 +16,7 @@ from graftlab.verdict.outdated_pairs import (
 OLD = OutdatedPair("layers.0.k", "blocks.0.q", "same", 1e-7, 0.5)
 
 
-def test_a_target_that_now_has_the_tap_of_its_own_name_was_mended() -> None:
+def test_a_target_that_now_has_a_tap_of_that_name_was_fixed() -> None:
     planned, present = [Pair("layers.0.k", "blocks.0.q")], [Pair("layers.0.q", "blocks.0.q")]
     (found,) = with_present_partners([OLD], planned, present)
     assert (found.present, found.is_mended) == ("has the values of layers.0.q", True)
@@ -39,7 +39,7 @@ def test_the_same_tap_in_another_layout_is_named_with_the_layout() -> None:
     assert found.present == "takes it in the layout 'a b -> b a'"
 
 
-def test_a_pair_that_is_still_as_planned_or_has_no_partner_keeps_its_place_without_one() -> None:
+def test_a_pair_that_still_holds_or_has_no_partner_keeps_its_place() -> None:
     planned = [Pair("layers.0.k", "blocks.0.q")]
     assert with_present_partners([OLD], planned, planned) == [OLD]
     assert with_present_partners([OLD], planned, []) == [OLD]
@@ -54,4 +54,4 @@ def test_the_remark_prefers_a_pair_whose_present_partner_is_known() -> None:
         "blocks.1.q and 1 more matched layers.0.k by value to 1e-07 when the pairs were made, and now"
     )
     assert "now has the values of layers.1.q" in said
-    assert "and differs by 0.5 now: the code has changed since" in no_longer_equal([OLD])
+    assert "and differs by 0.5 now: the code or the call has changed since" in no_longer_equal([OLD])

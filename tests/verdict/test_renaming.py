@@ -62,6 +62,6 @@ def test_sides_that_share_no_name_are_advised_to_rename_or_to_match() -> None:
     assert "%graft match, or with session.match()" in str(pairing_advice(unlike, of_jobs=True))
 
 
-def test_sides_that_share_a_name_or_of_which_one_has_no_taps_get_no_advice() -> None:
+def test_sides_that_share_a_name_or_have_no_taps_get_no_advice() -> None:
     for found in (run(["a", "b"], ["x", "b"]), run(["a"], []), run([], ["x"])):
         assert pairing_advice(found, of_jobs=False) is None
