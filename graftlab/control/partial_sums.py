@@ -85,7 +85,7 @@ def _means_add_up(call: Call) -> bool:
     rounding = (
         2 * len(call) * roundoff(coarser_dtype(first)) * max(rms, *(abs(r["mean_target"]) for r in call.values()))
     )
-    return abs(whole - first["mean_baseline"]) <= max(_OF_CHANCE * by_chance, rounding)
+    return bool(abs(whole - first["mean_baseline"]) <= max(_OF_CHANCE * by_chance, rounding))
 
 
 def _add_up(runs: VerdictRuns, call: Call) -> bool:

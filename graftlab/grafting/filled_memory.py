@@ -65,7 +65,7 @@ def _has_compiled() -> bool:
 @contextmanager
 def _filled() -> Iterator[None]:
     """Fill new memory, which torch does while it prefers deterministic algorithms."""
-    memory = torch.utils.deterministic
+    memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = memory.fill_uninitialized_memory
     with warnings.catch_warnings():
