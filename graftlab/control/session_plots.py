@@ -19,7 +19,7 @@ from graftlab.plots import explorer
 from graftlab.plots.explorer import Canvas, without_headline
 from graftlab.plots.style import NotebookFigure
 from graftlab.rows.schema import Row
-from graftlab.verdict.conclusion import conclude, newest_run
+from graftlab.verdict.conclusion import conclude_from, history_of, in_order_of, newest_rows, newest_run
 from graftlab.verdict.summary import first_divergent_at, floor_of
 
 if TYPE_CHECKING:
@@ -176,17 +176,18 @@ def _divergence_of_step(session: SessionCore, frame: pd.DataFrame, step: int, op
         ax.set_xlabel(f"{ax.get_xlabel()}; run {run}, step {step}{elsewhere}")
     # The canvas shows the usual value, with a floor.
     if isinstance(figure, NotebookFigure) and options.keys() <= {"noise_floor"} and options["noise_floor"]:
-        figure.interactive = partial(_canvas, session, shown, options["noise_floor"])
+        figure.interactive = partial(_canvas, session, frame, step, options["noise_floor"])
     return figure
 
 
-def _canvas(session: SessionCore, frame: pd.DataFrame, noise_floor: float) -> Canvas:
-    """The rows of one step as the interactive canvas."""
-    taps = session.taps
-    rows = [line.row for line in conclude(frame, taps, noise_floor).lines]
+def _canvas(session: SessionCore, frame: pd.DataFrame, step: int, noise_floor: float) -> Canvas:
+    """One step of a run as the interactive canvas; it says too where the run first diverged."""
+    shown = in_order_of(session.taps, newest_rows(frame[frame["step"] == step]))
+    rows = [line.row for line in conclude_from(shown).lines]
 
     def state(floor: float | None) -> dict[str, Any]:
-        found = conclude(frame, taps, floor)
+        above = floor_of(frame)[0] if floor is None else floor
+        found = conclude_from(shown, history_of(frame, above), floor)
         return {**explorer.taps(found), **explorer.figures(found)}
 
     return Canvas(state(noise_floor), lambda tap: figures_of_pair(session, rows[tap], step=rows[tap].step), state)

@@ -508,7 +508,7 @@ export function mount(root, act = null, actions = [], isFoldable = false) {
       if (["label", "order"].includes(column) || text === "" || text === "-") continue;
       if (column === "highest" && !(state.highest[i] > (state.value[i] ?? -1))) continue;
       parts.push(["status", "note"].includes(column) ? text : column === "nonfinite" ? `${text} elements are non-finite on one side only` : `${title} ${text}`);
-      if (column === "value" && floor > 0 && state.value[i] > floor) parts.push(`${times(state.value[i] / floor)} x the floor`);
+      if (column === "value" && floor > 0 && state.value[i] > floor && state.value[i] < 1e307) parts.push(`${times(state.value[i] / floor)} x the floor`);
     }
     return parts.join(", ");
   }

@@ -368,6 +368,9 @@ _WATCH_SCRIPT = """
 export default {
   render({ model, el }) {
     requestAnimationFrame(() => {
+      // A picture that unfolds is to be in view; the event does not bubble.
+      const show = ({ target }) => { if (target.open) target.scrollIntoView({ block: "nearest" }); };
+      el.closest(".graftlab-panel")?.addEventListener("toggle", show, true);
       if (el.closest(".jp-OutputArea")) return;
       const hide = () => document.getElementById(model.get("snapshot"))?.setAttribute("hidden", "");
       new MutationObserver(hide).observe(document.body, { childList: true, subtree: true });

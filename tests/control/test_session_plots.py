@@ -45,6 +45,17 @@ def test_divergence_draws_the_last_step_with_the_assumed_floor() -> None:
         assert ax.get_xlabel().endswith(f"run 0, step {first + 3} (the first divergent tap is in step {first + 1})")
         assert [text.get_text() for text in ax.get_xticklabels()] == ["a", "b"]
         assert [line.get_ydata()[0] for line in ax.lines if line.get_gid() == "noise floor"] == [1e-5]
+        canvas = session.plot.divergence().interactive()
+        assert f"step {first + 3}, plan 0, 2 taps: first divergent: none" in canvas.state["headline"]
+        assert f"First divergent in this run: b on target[0] in step {first + 1}" in canvas.state["headline"]
+        assert canvas.state["notes"] == []
+        again = session.plot.divergence(step=first + 1).interactive()
+        assert again.state["notes"] == [[1, "first divergent: b"]]
+        assert again.with_floor(2.0)["notes"] == []
+        with pytest.raises(gl.SessionError, match="no pair of tensors is kept for 'b'"):
+            again.open(1)
+        # Where the figure shows something else, the canvas would not fit.
+        assert session.plot.divergence(value="max_abs").interactive is None
         [ax] = session.plot.divergence(step=first + 1).axes
         assert ax.get_xlabel().endswith(f"run 0, step {first + 1}")
         with pytest.raises(gl.SessionError, match=f"no rows of step 99; it has rows of steps {first} to {first + 3}"):
