@@ -64,7 +64,7 @@ fuzz: $(test_ready) ## try FUZZ times as many examples in the property tests; pr
 	GRAFTLAB_FUZZ=$(FUZZ) $(run) -m pytest -m "hypothesis and not browser and not soak" --timeout 0 \
 		--hypothesis-seed=$(FUZZ_SEED) -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-pairs: ## match public implementations of one model (timm, litgpt, open_clip), in an environment of their own
+pairs: ## match public implementations of one model (timm, litgpt, open_clip), in a separate environment
 	$(MAKE) VENV=build/pairs build/pairs/.graftlab-pairs
 	$(keep_bytecode) build/pairs/bin/python -m pytest tests/pairs $(PYTEST_ARGS)
 

@@ -21,25 +21,27 @@ _BEYOND_CACHES = 4 << 20
 class _Size:
     """Bytes of a tensor, the number of grafts by graftlab and by the reference with 1+1 and 2+2 ranks, and budgets.
 
-    ``ratios`` are to the reference, by dtype; ``seconds`` is the receiver's time.
+    ``ratios`` are to the reference and ``shares`` of the copy limit, by dtype; ``seconds`` is the receiver's time.
     """
 
     bytes: int
     ours: int
     reference: tuple[int, int]
     ratios: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
     seconds: float | None = None
 
     def budgets(self, dtype: str) -> tuple[Budget, ...]:
         ratio = (Budget("ratio", "at least", self.ratios[dtype]),) if dtype in self.ratios else ()
-        return ratio if self.seconds is None else (*ratio, Budget("figure", "at most", self.seconds))
+        share = (Budget("share", "at least", self.shares[dtype]),) if dtype in self.shares else ()
+        return (*ratio, *share, *(() if self.seconds is None else (Budget("figure", "at most", self.seconds),)))
 
 
 _SIZES = (
     _Size(4 << 10, 1000, (200, 60), {"float32": 20, "bfloat16": 20}, seconds=80e-6),
     _Size(256 << 10, 400, (100, 40)),
     _Size(4 << 20, 150, (20, 8), {"float32": 35, "bfloat16": 35}),
-    _Size(64 << 20, 20, (4, 2), {"float32": 60, "bfloat16": 100}),
+    _Size(64 << 20, 20, (4, 2), {"float32": 60, "bfloat16": 100}, {"bfloat16": 0.6}),
 )
 
 

@@ -181,12 +181,15 @@ class RunError(SessionError):
     def __init__(self, message: str, failures: dict[str, str] | None = None) -> None:
         super().__init__(message)
         self.failures = failures or {}
+        self._is_folded = False
 
     def _render_traceback_(self) -> list[str]:
         """Show the message in IPython without torch's frames; a notebook shows the whole one behind a line."""
         text = f"{type(self).__name__}: {self}"
         shown, hidden = without_torch(text)
-        if hidden:
+        # A kernel renders an error twice: for the cell, and for its reply.
+        if hidden and not self._is_folded:
+            self._is_folded = True
             _show_folded(f"the whole traceback, with {hidden} frames of torch", text)
         return [shown]
 

@@ -184,6 +184,7 @@ def test_porting_finds_the_mistake_of_the_weights_and_that_of_the_code(tmp_path:
     assert "60 of 60 target taps have a partner" in said
     added = [line.split()[:2] for line in said.splitlines() if line.strip().startswith("encoder.layer.")]
     assert added == [[f"encoder.layer.{n}.intermediate", f"encoder.layers.{n}.dropout"] for n in range(6)]
+    assert re.search(r"^  target .*  \[relu\(.*\n  baseline .*  \[gelu\(", said, re.MULTILINE), said
     assert "60 taps compared" in said
     assert "equal outputs: True" in said
 

@@ -58,7 +58,7 @@ class _ResultPacker(_Packer):
         if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
             local = obj.to_local() if hasattr(obj, "to_local") else obj
             # Of a buffer pickle makes no copy on the way, and the other side gets one that it may write.
-            return from_bytes, (pickle.PickleBuffer(buffer_of(local)), local.dtype, tuple(local.shape))
+            return from_bytes, (pickle.PickleBuffer(buffer_of(local).data), local.dtype, tuple(local.shape))
         return super().reducer_override(obj)
 
 

@@ -73,7 +73,7 @@ def judge_held_updates(
         remarks.append("From equal weights and state both sides compute different steps.")
         if not _differs_in_first_call(findings):
             remarks.append("The closure's first call agrees; its later calls have weights that the step has moved.")
-            findings = replace(findings, frame=_model_inherits(findings))
+            findings = _model_inherits(findings)
     elif not gradients.sentences:
         remarks.append("The gradients agree, and the updates computed from them differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
@@ -122,12 +122,13 @@ def _differs_in_first_call(findings: Findings) -> bool:
     return bool((_of_model(findings) & over & (findings.frame["occurrence"] == 0)).any())
 
 
-def _model_inherits(findings: Findings) -> pd.DataFrame:
-    """The frame where the model is not named for what follows from the step, if anything else is named."""
+def _model_inherits(findings: Findings) -> Findings:
+    """The findings without what follows from the step in the model, if anything else is named."""
     of_model = _of_model(findings)
     if not (findings.frame["group"].isin(findings.named) & ~of_model).any():
-        return findings.frame
-    return findings.frame.assign(label=findings.frame["label"].mask(of_model, "inherited"))
+        return findings
+    frame = findings.frame.assign(label=findings.frame["label"].mask(of_model, "inherited"))
+    return replace(findings, frame=frame, following=())
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:

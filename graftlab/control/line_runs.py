@@ -11,7 +11,7 @@ import pandas as pd
 
 from graftlab.base.tags import identity, own_tags
 from graftlab.base.world import Side
-from graftlab.control.verdict_runs import NotTraced, RunFilters, TracedRun, VerdictRuns
+from graftlab.control.verdict_runs import MOST_RUNS, NotTraced, RunFilters, TracedRun, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
@@ -170,7 +170,8 @@ class LineSearch:
         for call in calls:
             if call.untried and call.untried[0].is_certain:
                 call.cure, call.is_settled = call.untried[0], True
-        for _ in range(MOST_CONFIRMING_RUNS):
+        # One is for hints.
+        for _ in range(min(MOST_CONFIRMING_RUNS, MOST_RUNS - 1 - self._runs.count)):
             chosen = self._choose(calls, traced)
             if not chosen:
                 break

@@ -145,9 +145,8 @@ class _Match:
         self, baseline: list[RecordedTap], target: list[RecordedTap]
     ) -> tuple[list[RecordedTap], list[RecordedTap]]:
         self._order = {"baseline": tuple(tap.name for tap in baseline), "target": tuple(tap.name for tap in target)}
-        report_progress(
-            f"matching, the values of {len(baseline)} and {counted(len(target), 'tap')} after run {self._runs}"
-        )
+        taps = f"{len(baseline)} and {counted(len(target), 'tap')}"
+        report_progress(f"matching, the values of {taps} in run {self._runs}")
         return baseline, target
 
     # ---- ranks --------------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ class Mechanisms:
                 hints[group] = f"at {row['name']}, {hint}"
         return hints
 
-    def _pair(self, row: pd.Series[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pair(self, row: Any) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._pairs.get(call_key(row))
         return self._runs.pair(*_call_of(row)) if known is None else known
 

@@ -16,7 +16,7 @@ from graftlab.base.tags import RESERVED_TAGS, plain
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.errors import SessionError
 from graftlab.plots import explorer
-from graftlab.plots.explorer import Canvas
+from graftlab.plots.explorer import Canvas, without_headline
 from graftlab.plots.style import NotebookFigure
 from graftlab.rows.schema import Row
 from graftlab.verdict.conclusion import conclude, newest_run
@@ -154,9 +154,12 @@ class SessionPlots:
 
 
 def divergence_of_run(session: SessionCore, number: int) -> Figure:
-    """Each tap's difference in the last step of a run that has ended."""
+    """Each tap's difference in the last step of a run that has ended; for below the run's own sentences."""
     frame = session.frame_of(number)
-    return _divergence_of_step(session, frame, int(frame["step"].max()), {})
+    figure = _divergence_of_step(session, frame, int(frame["step"].max()), {})
+    if isinstance(figure, NotebookFigure) and (shown := figure.interactive) is not None:
+        figure.interactive = lambda: without_headline(shown())
+    return figure
 
 
 def _divergence_of_step(session: SessionCore, frame: pd.DataFrame, step: int, options: dict[str, Any]) -> Figure:

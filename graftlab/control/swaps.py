@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,16 +72,23 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
     return found
 
 
+_OF_A_CACHE = re.compile(r"((?:.*\.)?output)\..*\[.*")
+"""A part of a part of the model's output, as of a cache beside ``output.logits``."""
+
+
 def _main_part(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The last tap of these rows in execution order; of a result with several parts the first one.
 
     Models return what they are called for first, and caches after it.
     """
     last = rows[-1]
-    whole, has_parts, _ = str(last["name"]).partition("[")
+    name = str(last["name"])
+    of_cache = _OF_A_CACHE.fullmatch(name)
+    whole, has_parts, _ = name.partition("[") if of_cache is None else (of_cache[1], True, "")
+    beginnings = (f"{whole}[",) if of_cache is None else (f"{whole}[", f"{whole}.")
     main = last
     for row in reversed(rows) if has_parts else ():
-        if row["step"] != last["step"] or not str(row["name"]).startswith(f"{whole}["):
+        if row["step"] != last["step"] or not str(row["name"]).startswith(beginnings):
             break
         main = row
     return main

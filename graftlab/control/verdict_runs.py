@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 # Without grafts, with every tap grafted, and each side against itself.
 _FEWEST_RUNS = 3
+MOST_RUNS = 20
+"""The runs that a verdict makes at most: the last of them confirm lines of source."""
 
 EDITED = "the plan was edited during the verdict. Do not edit the filters until it is done"
 

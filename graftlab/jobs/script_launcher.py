@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import shlex
 import signal
@@ -16,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graftlab.base.files import has_room
-from graftlab.base.text import counted
 from graftlab.base.world import Place, Side
 from graftlab.control.core import SessionCore
-from graftlab.errors import GraftError, LaunchError
+from graftlab.errors import GraftError, LaunchError, without_torch
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.handshake import (
     HoldAccepted,
@@ -48,7 +48,6 @@ _LOOK = 0.5
 _LAST_LINES = 20
 # Times as many lines are read, for those that are left out.
 _LOOKED_AT = 8
-_OF_TORCH = "/site-packages/torch/"
 # Variables of a job, which would let a script join a session of jobs or record.
 _OF_JOBS = ("GRAFTLAB_ENABLE", "GRAFTLAB_RECORD", "GRAFTLAB_ROLE", "DUMPER_GRAFTER_ENABLE")
 
@@ -134,7 +133,7 @@ class ScriptProcess:
         except OSError as error:
             return f"(its output cannot be read: {error})"
         # Of a long log only the end is looked at.
-        lines = _without_frames_of_torch(text.splitlines()[-_LOOKED_AT * most :])
+        lines = _without_frames_between(text.splitlines()[-_LOOKED_AT * most :])
         shown = "\n".join(lines[-most:]) or "(nothing)"
         if not has_room(self.log.parent):
             # The script itself then fails where it prints, and its traceback is not there either.
@@ -158,23 +157,17 @@ class ScriptProcess:
         self.ended = -1
 
 
-def _without_frames_of_torch(lines: Sequence[str]) -> list[str]:
-    """Leave out the frames in torch of tracebacks, which may be more than all lines that are shown."""
-    kept: list[str] = []
-    left_out = 0
-    in_torch = False
-    for line in lines:
-        if line.startswith("  File "):
-            in_torch = _OF_TORCH in line
-            left_out += in_torch
-        elif not line.startswith("    "):
-            in_torch = False
-        if not in_torch:
-            if left_out:
-                kept.append(f"  ({counted(left_out, 'frame')} of torch)")
-                left_out = 0
-            kept.append(line)
-    return kept
+# The frames by which a call of a model passes through this package, with their marks.
+_OF_COMPARISON = re.compile(
+    r'(?:^ *File "[^"\n]*[/\\]graftlab[/\\](?:jobs|taps)[/\\][^"\n]*", line .*\n(?:^ {4,}(?!File ").*\n)*)+',
+    re.MULTILINE,
+)
+
+
+def _without_frames_between(lines: Sequence[str]) -> list[str]:
+    """Leave out torch's and this package's frames of tracebacks, which may be more than all lines that are shown."""
+    text = "".join(f"{line}\n" for line in lines)
+    return without_torch(_OF_COMPARISON.sub("", text))[0].splitlines()
 
 
 class ScriptRankHandle(RankHandle):
@@ -295,6 +288,12 @@ def _environment(side: Side, folder: Path, settings: ScriptSettings, given: Mapp
     return environment
 
 
+_WHAT_IS_A_MODEL = (
+    " A model is a torch.nn.Module with parameters that is called from Python; a program that sets PYTHONPATH, or "
+    "starts Python with -I, -E or -S, is not seen. FILE.py:FUNCTION with --inputs compares functions without a model."
+)
+
+
 class _Admission:
     """Admits each process that has reached its model, until all ranks have joined."""
 
@@ -354,13 +353,12 @@ class _Admission:
             if not process.has_ended:
                 continue
             missing = [p for p in self._places if p.side == side and p.label not in self._joined]
-            why = f" {self._refused[side]}." if side in self._refused else self._other_models(side)
+            why = f" {self._refused[side]}." if side in self._refused else ""
             what = "before it called a model" if missing else "while the other side had not called its model yet"
+            advice = self._other_models(side) or _WHAT_IS_A_MODEL
             raise LaunchError(
-                f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why} A model is a "
-                f"torch.nn.Module with parameters that is called from Python; a program that sets PYTHONPATH, or "
-                f"starts Python with -I, -E or -S, is not seen. FILE.py:FUNCTION with --inputs compares functions "
-                f"without a model. Its output ({process.log}) ends:\n"
+                f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why}{advice} Its output "
+                f"({process.log}) ends:\n"
                 f"{process.last_lines()}"
             )
 
@@ -368,7 +366,7 @@ class _Admission:
         """A sentence on the models that a side has called where another is asked for; blank where there are none."""
         path = other_models(self._folder, side)
         called = list(dict.fromkeys(path.read_text().split())) if path.exists() else []
-        return f" It has called {', '.join(called)}, and --model names another." if called else ""
+        return f" It has called {', '.join(called)} alone, and --model names another." if called else ""
 
     def _describe_wait(self, missing: Sequence[str], timeout: float) -> str:
         parts = [f"{', '.join(missing)} had not called a model within {timeout:g} s; --timeout waits longer"]

@@ -484,7 +484,7 @@ def _with_first(result: Any, replace: Callable[[torch.Tensor], torch.Tensor]) ->
 
 def _is_captured() -> bool:
     """Whether operations are captured into a CUDA graph, during which nothing may be read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------

@@ -116,8 +116,9 @@ def _with_lacking(baseline: LostPart, target: LostPart, tolerance: float) -> Ite
         for number in _of_same_shape(region, baseline):
             alike = _equal_values(number, baseline.trace, target.trace, tolerance)
             if (idle := _does_nothing(region.last.name, alike, target.trace)) is not None:
-                # The target does the same with other arguments.
-                yield True, Remedy("target", idle, grafted={idle.index: region.last.index})
+                if _is_of_one_line(idle, alike, target):
+                    yield True, Remedy("target", idle, grafted={idle.index: region.last.index})
+                # Otherwise the line that made its other arguments is at fault, such as that of a mask.
                 continue
             if _has_counterpart(region, number, alike, baseline.trace, target, tolerance):
                 continue
@@ -241,6 +242,21 @@ def _does_nothing(name: str, numbers: set[int], trace: SliceTrace) -> TracedOper
         ),
         None,
     )
+
+
+def _is_of_one_line(operation: TracedOperation, numbers: set[int], part: LostPart) -> bool:
+    """Whether the line of an operation computes all that it reads beside these values from what the other side has."""
+    by_index = {each.index: each for each in part.trace.operations}
+    left = [number for number in operation.inputs if number not in numbers]
+    while left:
+        number = left.pop()
+        if part.is_known(number):
+            continue
+        sources = [by_index[index] for index in part.trace.values[number].sources if index in by_index]
+        if not sources or any(each.frames[:1] != operation.frames[:1] for each in sources):
+            return False
+        left += [each for source in sources for each in source.inputs if each not in source.outputs]
+    return True
 
 
 def _has_counterpart(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ class Canvas:
     state: Mapping[str, Any]
     open: Callable[[int], Mapping[str, Figure]]
     with_floor: Callable[[float | None], Mapping[str, Any]] | None = None
+
+
+def without_headline(canvas: Canvas) -> Canvas:
+    """Return the canvas for below its conclusion in words. Under another floor it has its own."""
+    return replace(canvas, state={**canvas.state, "headline": ""})
 
 
 def taps(found: Conclusion) -> dict[str, Any]:

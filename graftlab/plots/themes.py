@@ -66,7 +66,7 @@ def pictures(figure: Figure, alt: str = "", dpi: float = 110) -> str:
 def with_fewer_colours(png: bytes) -> bytes:
     """The picture with 256 colours, a quarter of its bytes: a notebook has many, each of them twice."""
     picture = Image.open(io.BytesIO(png)).convert("RGBA")
-    if picture.getextrema()[3] != (255, 255):
+    if picture.getchannel("A").getextrema() != (255, 255):
         # A palette would lose what is transparent.
         return png
     out = io.BytesIO()

@@ -235,7 +235,8 @@ def unfolding_maps(maps: Mapping[str, ShownMap]) -> str:
         # About as wide as its place beside the text, so that its text keeps its size.
         figure.set_size_inches(*_PICTURE_SIZE)
         picture = style.to_html(figure, f"Where {group} differs: {themes.in_words(figure)}", dpi=100)
-        name = f"Where {html.escape(group)} differs, at {html.escape(shown.title)}"
+        at = "" if shown.title == group else f", at {html.escape(shown.title)}"
+        name = f"Where {html.escape(group)} differs{at}"
         lines.append(
             f'<details class="graftlab-where" style="margin:0.2em 0 0.6em"><summary style="{_SUMMARY}">{name}</summary>'
             f"{picture}</details>"

@@ -119,7 +119,7 @@ class TracedSteps:
             self._tracer = _LineTracer(self._request, self._side, self._grafter, self._takes, step)
             self._tracer.recorder.fails_silently = True
             self._open.enter_context(_lines_of_backward(self._request))
-            self._tracer.recorder.__enter__()
+            self._tracer.recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Record nothing from now on. What the trace left in the job's loop is removed when that thread calls this."""
@@ -130,7 +130,7 @@ class TracedSteps:
         recorder.is_open = False
         # A mode that the job has entered meanwhile is to be left first.
         if modes_in_force()[-1:] == [recorder]:
-            recorder.__exit__(None, None, None)
+            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._open.close()
         if recorder.failure is not None:
             self.obstacle = f"the trace failed with {type(recorder.failure).__name__}: {recorder.failure}"

@@ -160,6 +160,7 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
     rows = [
         *(("input", row) for row in (*records(inputs), *later)),
         *((_kind(row), row) for row in records(data_rows(compared))),
+        *(("optimizer", row) for row in _later_settings(compared)),
     ]
     differing: _RowsByKind = {}
     for kind, row in rows:
@@ -167,6 +168,13 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
             group = group_of(row["name"])
             differing.setdefault(kind, {}).setdefault(group, []).append(row)
     return differing
+
+
+def _later_settings(compared: pd.DataFrame) -> list[dict[str, Any]]:
+    """The settings of optimizers after the first step, which a schedule sets, with their step as ``later``."""
+    first = compared["step"].min() if len(compared) else 0
+    rows = compared[_is_data(compared) & (compared["step"] > first)]
+    return [{**row, "later": int(row["step"] - first)} for row in records(rows) if _kind(row) == "optimizer"]
 
 
 def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]]:

@@ -40,7 +40,8 @@ class FigureView(widgets.VBox):  # type: ignore[misc]
         # Starts its thread with the first pair.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graftlab-pair")
         sheet = widgets.HTML(_SHEET, layout={"display": "none"})
-        super().__init__([sheet, self.view, self._pair, KernelWatch()])
+        self.snapshot = Snapshot()
+        super().__init__([sheet, self.view, self._pair, KernelWatch(self.snapshot.id)])
         self.add_class("graftlab-canvas")
 
     def _on_message(self, _view: Any, content: Any, _buffers: Any) -> None:
@@ -72,8 +73,9 @@ def show_canvas(figure: NotebookFigure, canvas: Canvas) -> None:
     """
     if getattr(get_ipython(), "kernel", None) is None:  # type: ignore[no-untyped-call]
         raise NotImplementedError("the picture is shown")
-    Snapshot().display(
-        FigureView(canvas)._repr_mimebundle_(),
+    view = FigureView(canvas)
+    view.snapshot.display(
+        view._repr_mimebundle_(),
         figure._repr_html_(),
         {"image/png": with_fewer_colours(figure._repr_png_())},
     )

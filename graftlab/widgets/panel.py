@@ -88,7 +88,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         self.add_class("graftlab-panel" if self._parent is None else "graftlab-part")
         if self._parent is None:
             sheet = widgets.HTML(f"<style>{PANEL_STYLE}{self.style_sheet}</style>", layout={"display": "none"})
-            children = [sheet, *children, *_watch(children)]
+            children = [sheet, *children, *_watch(children, self._snapshot.id)]
         self.children = tuple(children)
         self.refresh()
         if self._parent is None:
@@ -346,11 +346,11 @@ def close_all(widget: widgets.Widget) -> None:
     widget.close()
 
 
-def _watch(shown: Sequence[widgets.Widget]) -> list[widgets.Widget]:
+def _watch(shown: Sequence[widgets.Widget], snapshot: str) -> list[widgets.Widget]:
     """A :class:`KernelWatch`, if the page needs anywidget for other widgets anyway: a front end may lack it."""
     if not any(_takes_anywidget(each) for each in shown):
         return []
-    return [KernelWatch()]
+    return [KernelWatch(snapshot)]
 
 
 def _takes_anywidget(widget: widgets.Widget) -> bool:
@@ -363,9 +363,16 @@ def row(*children: widgets.Widget) -> widgets.HBox:
 
 
 # Sets the class that JupyterLab sets at a restart. Other front ends may not give widgets access to their kernel.
+# Where outputs are not marked up as in JupyterLab, its style sheet cannot hide the snapshot, which may come later.
 _WATCH_SCRIPT = """
 export default {
   render({ model, el }) {
+    requestAnimationFrame(() => {
+      if (el.closest(".jp-OutputArea")) return;
+      const hide = () => document.getElementById(model.get("snapshot"))?.setAttribute("hidden", "");
+      new MutationObserver(hide).observe(document.body, { childList: true, subtree: true });
+      hide();
+    });
     const ended = model.widget_manager?.kernel?.disposed;
     if (typeof ended?.connect !== "function") return;
     const mark = () => el.closest(".graftlab-panel, .graftlab-canvas")?.classList.add("jupyter-widgets-disconnected");
@@ -377,12 +384,16 @@ export default {
 
 
 class KernelWatch(anywidget.AnyWidget):
-    """Invisible; marks its panel as not live when the kernel shuts down. JupyterLab only does so at a restart."""
+    """Invisible; marks its panel as not live when the kernel shuts down, and hides its snapshot beside it.
+
+    JupyterLab only marks it at a restart.
+    """
 
     _esm = _WATCH_SCRIPT
+    snapshot = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self) -> None:
-        super().__init__(layout=widgets.Layout(display="none"))
+    def __init__(self, snapshot: str) -> None:
+        super().__init__(snapshot=snapshot, layout=widgets.Layout(display="none"))
 
 
 # All browsers support :has since 2023. Viewers that drop styles show the HTML, since they show no widget.
@@ -404,7 +415,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._id = f"graftlab-{uuid.uuid4().hex}"
+        self.id = f"graftlab-{uuid.uuid4().hex}"
         self.is_shown = False
         self._shown = ""
 
@@ -432,6 +443,6 @@ class Snapshot:
             self._publish(markup, update=True)
 
     def _publish(self, markup: str, update: bool, instead: Mapping[str, str | bytes] | None = None) -> None:
-        shown = f'{_SNAPSHOT_STYLE}<div class="graftlab-static">{markup}</div>'
+        shown = f'{_SNAPSHOT_STYLE}<div id="{self.id}" class="graftlab-static">{markup}</div>'
         data = {"text/plain": "", **(instead or {}), "text/html": shown}
-        publish_display_data(data, transient={"display_id": self._id}, update=update)  # type: ignore[no-untyped-call]
+        publish_display_data(data, transient={"display_id": self.id}, update=update)  # type: ignore[no-untyped-call]

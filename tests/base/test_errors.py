@@ -49,11 +49,12 @@ def test_a_notebook_shows_the_whole_traceback_behind_a_line(error: RunError, mon
     monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
     (shown,) = error._render_traceback_()
     assert "_call_impl" not in shown
+    assert error._render_traceback_() == [shown]
     [data] = published
     assert data["text/html"].startswith("<details><summary>the whole traceback, with ")
     assert "in _call_impl" in data["text/html"]
     # Without frames of torch, and in a terminal, nothing is folded.
     assert RunError("a rank died")._render_traceback_() == ["RunError: a rank died"]
     shell.kernel = None
-    error._render_traceback_()
+    RunError(str(error))._render_traceback_()
     assert len(published) == 1

@@ -31,7 +31,7 @@ from graftlab.comparison.held_units import failure_of, other_exit_code
 from graftlab.comparison.sides import command_of, ranks_of_command
 from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
-from graftlab.jobs.script_launcher import _without_frames_of_torch
+from graftlab.jobs.script_launcher import _without_frames_between
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.rounds import INTERRUPTED
@@ -376,11 +376,12 @@ def test_exit_codes_that_differ_are_reported(codes: tuple[int, int], ranks: int,
     assert said is None or str(told).startswith(f"{said} `{said}.py` ended with exit code")
 
 
-def test_frames_of_torch_are_left_out_of_the_last_lines() -> None:
+def test_frames_of_torch_and_of_graftlab_are_left_out_of_the_last_lines() -> None:
     traceback = [
         "Traceback (most recent call last):",
         '  File "/a/train.py", line 3, in <module>',
         "    model(x)",
+        *['  File "/p/graftlab/jobs/held_script.py", line 1, in begin', "    return call()"],
         *[
             line
             for _ in range(30)
@@ -388,9 +389,9 @@ def test_frames_of_torch_are_left_out_of_the_last_lines() -> None:
         ],
         "RuntimeError: shapes",
     ]
-    assert _without_frames_of_torch(traceback) == [*traceback[:3], "  (30 frames of torch)", traceback[-1]]
+    assert _without_frames_between(traceback) == [*traceback[:3], "  ... 30 frames of torch", traceback[-1]]
     plain = ["loading", "    indented", "done"]
-    assert _without_frames_of_torch(plain) == plain
+    assert _without_frames_between(plain) == plain
 
 
 def taps_of(name: str, label: str = "clean") -> pd.DataFrame:

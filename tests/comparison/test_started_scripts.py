@@ -205,6 +205,7 @@ def test_a_step_with_a_closure_is_judged_with_its_calls(
     assert first_agrees == (fault == "rate")
     # Then what differs in the model's later calls is not named beside the step that it follows from.
     assert (not any(kind_of_group(group) in (None, "grad") for group in compared.named)) == (fault != "scaled")
+    assert "Fix the forward pass" not in compared.text
     # The closure's calls are among the taps.
     assert {"0", "2"} <= {*compared.frame["name"]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,16 @@ from graftlab.control.verdict_request import VerdictRequest
 from graftlab.errors import RunError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
-from graftlab.ranks.messages import FallbackPlan, JobCode, PlanUpdate, RunDone, RunRequest, RunSettled
+from graftlab.ranks.messages import (
+    Acknowledgement,
+    FallbackPlan,
+    JobCode,
+    PlanUpdate,
+    RunDone,
+    RunRequest,
+    RunSettled,
+    SelfGraftResult,
+)
 from graftlab.ranks.options import LaunchOptions
 from graftlab.rows.store import RowStore
 from graftlab.verdict.optimizer_settings import SETTINGS
@@ -180,3 +190,22 @@ def test_a_verdict_on_a_launched_session_needs_functions(session: SessionCore, r
         judge(session, VerdictRequest())
     with pytest.raises(SessionError, match="are for a session that listens for jobs"):
         judge(session, VerdictRequest("f()", "f()", steps=2))
+
+
+def test_a_job_that_did_not_run_against_itself_ends_the_verdict_and_is_named() -> None:
+    plan, asked = GraftPlan(), []
+
+    def ask(rank: Any, question: Any, expected: type) -> Any:
+        asked.append((rank.label, type(question).__name__))
+        return SelfGraftResult(None) if expected is SelfGraftResult else Acknowledgement()
+
+    made: Any = object.__new__(job_verdict_runs.StepRuns)
+    ranks: list[Any] = [SimpleNamespace(label="baseline[0]"), SimpleNamespace(label="target[0]")]
+    made.session = SimpleNamespace(plan=plan, ranks=ranks, options=SimpleNamespace(keep_budget=1))
+    made._jobs, made._steps = SimpleNamespace(ask=ask, is_edited=lambda version: False), 1
+    made._publish = lambda wanted: plan.version + 1
+    made._after_steps = lambda why, version, runs: 3
+    with pytest.raises(SessionError, match=r"target\[0\] did not run against itself \(the floor\); its log has"):
+        made._against_themselves("the floor", ("rest",), ranks[1:])
+    # The other rank skips its taps meanwhile.
+    assert asked == [("baseline[0]", "RunSelfGraft"), ("target[0]", "RunSelfGraft"), ("target[0]", "AskSelfGraft")]

@@ -470,6 +470,22 @@ def test_without_explanation_nothing_is_swapped(session: gl.Session) -> None:
     assert verdict.runs == 3
 
 
+def many_mistakes(wrong: bool) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 32)
+    for name in "abcdefghijklmn":
+        x = torch.sin(3.03 * x if wrong else 3 * x)
+        x = torch.tanh(x * 1.01 if wrong else x)
+        # Several lines have to be right before one tap agrees.
+        x = gl.tap(name, x + 0.01 if wrong else x)
+    return x
+
+
+def test_a_verdict_that_names_many_groups_makes_at_most_twenty_runs(session: gl.Session) -> None:
+    verdict = session.verdict(lambda: many_mistakes(False), lambda: many_mistakes(True))
+    assert verdict.named == list("abcdefghijklmn")
+    assert verdict.runs <= 20
+
+
 def test_the_threshold_and_a_constant_floor_decide(session: gl.Session) -> None:
     assert session.verdict(chain, chain, args=("act",), floor=0.1, explain=False).named == []
     assert session.verdict(chain, chain, args=("act",), threshold=1e9, explain=False).named == []

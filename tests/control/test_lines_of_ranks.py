@@ -35,15 +35,15 @@ def block(wrong: str) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     q, k, o, up, down = (torch.randn(32, 32, generator=generator) / 6 for _ in range(5))
     bias, x = torch.randn(32, generator=generator), torch.randn(2, 6, 32, generator=generator)
-    part = {"layout": "shard(dim=1, mesh='tp')"} if size > 1 else {}
+    part = "shard(dim=1, mesh='tp')" if size > 1 else None
     x = gl.tap("x", x)
-    heads = [(x @ w.chunk(size, 1)[rank]).unflatten(-1, (4 // size, 8)).transpose(1, 2) for w in (q, k)]
+    heads = [(x @ w.chunk(size, 1)[rank]).view(2, 6, 4 // size, 8).transpose(1, 2) for w in (q, k)]
     scores = heads[0] @ heads[1].mT
     scores = scores * (0.3 if wrong == "scale" else 0.35)
     probabilities = scores.softmax(-1)
     if wrong == "rank 1" and rank == 1:
         probabilities = probabilities * 0.9
-    mixed = gl.tap("mixed", probabilities @ heads[1], **part)
+    mixed = gl.tap("mixed", probabilities @ heads[1], layout=part)
     summand = mixed.transpose(1, 2).flatten(2) @ o.chunk(size, 0)[rank]
     if wrong == "bias":
         summand = summand + bias
@@ -55,7 +55,8 @@ def block(wrong: str) -> Tensor:
     result = hidden @ down.chunk(size, 0)[rank]
     if size > 1:
         dist.all_reduce(result)
-    return gl.tap("out", attended + result)
+    out: Tensor = gl.tap("out", attended + result)
+    return out
 
 
 @pytest.mark.parametrize(

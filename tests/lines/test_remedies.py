@@ -200,3 +200,34 @@ def test_weights_that_the_run_itself_builds_are_no_operations() -> None:
     (found,) = first_lost([slice_of(recorder, number)], [trace(normed(False))[0]], 0).baseline
     assert found.operation.name == "mul"
     assert [each.name for each in found.state] == ["weight"]
+
+
+def skipped(factor: float) -> Function:
+    def add(x: Tensor) -> Tensor:
+        y = x.tanh()
+        y = y + factor * x
+        return (y @ WEIGHT).tanh()
+
+    return add
+
+
+def hidden(after: float) -> Function:
+    def hide(x: Tensor) -> Tensor:
+        mask = x > after
+        y = x.masked_fill(mask, 0.0)
+        return (y @ WEIGHT).tanh()
+
+    return hide
+
+
+def test_an_operation_that_does_nothing_is_replaced_only_if_its_line_makes_its_arguments() -> None:
+    helping = [each for each in remedies(skipped(0.5), skipped(0.0)) if cures(each, skipped(0.5), skipped(0.0))]
+    assert {(each.side, each.operation.frames[0].source) for each in helping} == {("target", "y = y + factor * x")}
+    # The line of the mask is at fault, not that which uses it.
+    found = remedies(hidden(0.5), hidden(50.0))
+    assert not [each for each in found if "masked_fill" in each.operation.frames[0].source]
+
+
+def test_what_both_sides_do_with_other_arguments_is_lacking_on_neither() -> None:
+    # Hidden in both ways, the values are those of the baseline.
+    assert not [each for each in remedies(hidden(0.5), hidden(1.0)) if each.is_one_sided]

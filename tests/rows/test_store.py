@@ -28,7 +28,7 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.diffs.measure import measure
-from graftlab.rows import log, moving, parquet
+from graftlab.rows import columns, log, moving, parquet
 from graftlab.rows import store as stores
 from graftlab.rows.checksums import SUMS_FILE
 from graftlab.rows.columns import BECAME, Block, Columns
@@ -665,22 +665,37 @@ def test_a_deleted_log_does_not_stop_appends(tmp_path: Path, monkeypatch: pytest
     store.close()
 
 
+def test_columns_in_memory_of_their_own_grow_and_can_be_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "_HUGE_FROM", 1)
+    rows = [row(order=order, step=order // 100, rel_l2=order / 7, rank=order % 2) for order in range(3_000)]
+    store = RowStore(tmp_path)
+    for count in (10, 1_000, 3_000):
+        store.append([encode(each) for each in rows[len(store) : count]])
+        frame = store.frame()
+        same(frame, to_frame(rows[:count]))
+        frame.loc[0, "rel_l2"] = -1.0
+        frame.loc[0, "rank"] = 7
+    store.close()
+
+
 def test_zeros_are_read_back_by_sign_and_over_what_an_interrupted_reader_left() -> None:
     zeros = to_frame([row(mean_baseline=-0.0, mean_target=0.0)]).iloc[0]
     assert (math.copysign(1.0, zeros["mean_baseline"]), math.copysign(1.0, zeros["mean_target"])) == (-1.0, 1.0)
 
     def blocks(found: list[Row]) -> Block:
-        return columns.block(table_of_lines(b"".join(encode(each) + b"\n" for each in found)))
+        return made.block(table_of_lines(b"".join(encode(each) + b"\n" for each in found)))
 
     def interrupted() -> Iterator[Block]:
         yield blocks([row(order=2, rel_l2=7.0, occurrence=9)])
         raise KeyboardInterrupt
 
-    columns = Columns(grows=True)
-    known = columns.merge(columns.empty(), [blocks([row(order=1)])], 1)
+    made = Columns(grows=True)
+    known = made.merge(made.empty(), [blocks([row(order=1)])], 1)
     with pytest.raises(KeyboardInterrupt):
-        columns.merge(known, interrupted(), 1)
-    read = columns.merge(known, [blocks([row(order=2, rel_l2=0.0, occurrence=0)])], 1)
+        made.merge(known, interrupted(), 1)
+    read = made.merge(known, [blocks([row(order=2, rel_l2=0.0, occurrence=0)])], 1)
     assert (read["rel_l2"].tolist(), read["occurrence"].tolist()) == ([0.5, 0.0], [0, 0])
 
 

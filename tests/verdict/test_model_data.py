@@ -79,3 +79,17 @@ def test_later_inputs_differ_only_if_they_do_so_with_grafts() -> None:
     # From the first step on, it need not be said in which.
     (said,) = differing_data(to_frame([step(0, 0.5, "compared")]), 5.0, to_frame([step(0, 0.5), step(1, 0.5)]))
     assert said.startswith("The inputs already differ: x (rel_l2 0.5)")
+
+
+def test_settings_that_differ_from_a_later_step_on_are_named_and_later_weights_are_not() -> None:
+    rows = [
+        row(1, "optimizer.lr", "float64", kind="optimizer"),
+        row(2, "0.weight", "float32", kind="param"),
+        row(3, "0.weight", "float32", kind="param", updated=True),
+        row(4, "optimizer.lr", "float64", 0.8, kind="optimizer")._replace(step=2),
+        # Later weights were computed.
+        row(5, "0.weight", "float32", 0.5, kind="param")._replace(step=2),
+        row(6, "0.weight.exp_avg", "float32", 0.5, kind="optimizer", updated=True)._replace(step=2),
+    ]
+    (said,) = differing_data(to_frame(rows), threshold=5.0)
+    assert said.startswith("The optimizer's settings already differ: optimizer.lr in step 2 (rel_l2 0.8).")

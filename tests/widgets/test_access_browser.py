@@ -3,6 +3,7 @@ show."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,7 +48,9 @@ def tree(lab: Lab, selector: str) -> list[dict[str, Any]]:
 
 
 def role_and_name(node: dict[str, Any]) -> tuple[str, str]:
-    return node["role"]["value"], str(node.get("name", {}).get("value", "")).strip()
+    # The symbols of the icon font have no names, and are left out by screen readers.
+    name = re.sub("[\ue000-\uf8ff]", "", str(node.get("name", {}).get("value", "")))
+    return node["role"]["value"], name.strip()
 
 
 # What a screen reader finds in each part, besides what the taps of a run add.
@@ -70,7 +73,8 @@ FILTERS = [
     "textbox compare",
     "textbox keep",
 ]
-TRANSFORM = ["button Apply", "button Redo", "button Try", "button Undo", "textbox Transform"]
+TRANSFORM = ["button Apply", "button Redo", "button Revert", "button Try", "button Undo", "button Versions"]
+TRANSFORM += ["combobox Try on", "combobox where", "textbox Transform"]
 TABS = [
     [
         *FIGURE,
@@ -78,7 +82,7 @@ TABS = [
         "button Keep this tap",
         "button Open the pair",
         "button Worst first",
-        "textbox Floor",
+        "textbox Noise floor",
     ],
     [*FILTERS, "textbox t2b"],
     TRANSFORM,
@@ -86,7 +90,7 @@ TABS = [
 ]
 # A part in a cell of its own.
 ALONE = {
-    ".graftlab-canvas": [*FIGURE, "button Table", "textbox Floor"],
+    ".graftlab-canvas": [*FIGURE, "button Table", "textbox Noise floor"],
     ".graftlab-match": ["button Apply", "button Undo"],
     ".graftlab-filter-editor": FILTERS,
     ".graftlab-transform-editor": TRANSFORM,
