@@ -13,6 +13,7 @@ import torch
 from kit.support import reset, run_cell
 
 import graftlab as gl
+from graftlab.control.floor_cache import remember_floor
 from graftlab.control.verdicts import Verdict
 from graftlab.errors import RunError, SessionError
 from graftlab.lines.traces import LINE_TAP
@@ -406,19 +407,31 @@ def state_on_the_rank(scale: float) -> None:
     gl.tap("y", x.exp())
 
 
-def test_a_floor_is_measured_again_when_code_arguments_plan_or_values_change(session: gl.Session) -> None:
-    def runs(*args: Any, **options: Any) -> int:
-        return session.verdict(state_on_the_rank, state_on_the_rank, args=args, **options).runs
+def test_a_floor_is_measured_again_when_code_arguments_plan_or_values_change(
+    session: gl.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[bool] = []
 
-    assert [runs(0.0), runs(0.0)] == [4, 3]
+    def remember(*given: Any) -> None:
+        measured[-1] = True
+        remember_floor(*given)
+
+    monkeypatch.setattr("graftlab.control.verdict_runs.remember_floor", remember)
+
+    def is_measured(*args: Any, **options: Any) -> bool:
+        measured.append(False)
+        session.verdict(state_on_the_rank, state_on_the_rank, args=args, **options)
+        return measured[-1]
+
+    assert [is_measured(0.0), is_measured(0.0)] == [True, False]
     session.edit(rename={"baseline": {"^x$": "renamed"}, "target": {"^x$": "renamed"}})
-    assert [runs(0.0), runs(0.0)] == [4, 3]
+    assert [is_measured(0.0), is_measured(0.0)] == [True, False]
     reset(session)
-    assert runs(0.0, exact=state_on_the_rank) == 4
+    assert is_measured(0.0, exact=state_on_the_rank)
     # What the baseline shows has changed, and nothing that the notebook sends.
     session.execute("held['scale'] = 3.0", on="both")
-    assert [runs(0.0), runs(0.0)] == [4, 3]
-    assert runs(3.0) == 4
+    assert [is_measured(0.0), is_measured(0.0)] == [True, False]
+    assert is_measured(3.0)
 
 
 def test_a_floor_that_was_measured_before_gives_the_same_verdict(session: gl.Session) -> None:
