@@ -116,9 +116,12 @@ def explored(frame: pd.DataFrame, threshold: float, headline: str) -> dict[str, 
     worst = sorted(culprits.tolist(), key=lambda at: -_known(taps["ratio"].iloc[at]))
     firsts = {str(taps["group"].iloc[at]): at for at in reversed(worst)}
     named = sorted(firsts.items(), key=lambda each: each[1])
-    notes = [[at, f"culprit: {group}"] for group, at in named[:_NAMED]]
-    if len(named) > _NAMED:
-        notes[-1][1] += f" (and {len(named) - _NAMED} more groups)"
+    left = len(named) - _NAMED
+    more = f" (and {left} more groups)" if left > 0 else ""
+    notes = [
+        [at, f"culprit: {group}" + (more if place == _NAMED else "")]
+        for place, (group, at) in enumerate(named[:_NAMED], start=1)
+    ]
     added, before = _drawn_values(taps, "added", "ratio"), _drawn_values(taps, "error", "error_ratio")
     return {
         "label": labels,

@@ -50,7 +50,7 @@ class FigureView(widgets.VBox):  # type: ignore[misc]
         if what == "chosen":
             update(self._pair, value="")
         elif what == "floor" and self._canvas.with_floor is not None:
-            self.view.figures = self._canvas.with_floor(as_floor(label))
+            self.view.figures = dict(self._canvas.with_floor(as_floor(label)))
         elif what == "open" and label in labels:
             self._worker.submit(self._open, str(label), labels.index(label))
 
@@ -71,7 +71,7 @@ def show_canvas(figure: NotebookFigure, canvas: Canvas) -> None:
 
     Raises NotImplementedError where no notebook could show a widget.
     """
-    if getattr(get_ipython(), "kernel", None) is None:  # type: ignore[no-untyped-call]
+    if getattr(get_ipython(), "kernel", None) is None:
         raise NotImplementedError("the picture is shown")
     view = FigureView(canvas)
     view.snapshot.display(
