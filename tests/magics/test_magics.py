@@ -88,7 +88,8 @@ def value(notebook: Kernel, expression: str) -> str:
     reply = notebook.run(expression)
     assert not reply.error, reply.error
     assert reply.shown, f"{expression} showed nothing: {reply.stderr}"
-    return str(reply.values[-1])
+    # A figure that follows, as below a run, has no text.
+    return str(next((each for each in reversed(reply.values) if each), ""))
 
 
 # ---- each subcommand ------------------------------------------------------------------------------------------------
