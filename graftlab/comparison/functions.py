@@ -26,15 +26,8 @@ from graftlab.control.compiled_comparison import CompiledComparison
 from graftlab.errors import ConfigError
 from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.launching import launch
-from graftlab.ranks.held_call import (
-    CALL,
-    FunctionInFile,
-    WatchChoice,
-    define_call,
-    hold_callee,
-    load_and_hold,
-    release_call,
-)
+from graftlab.ranks.held_call import WatchChoice, release_call
+from graftlab.ranks.held_functions import CALL, FunctionInFile, define_call, hold_callee, load_and_hold
 from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.condensing import condense
 from graftlab.recordings.recorded_side import RecordedSide

@@ -15,7 +15,7 @@ from graftlab.comparison.sides import WRONG_USAGE, Kind, command_of, function_in
 from graftlab.errors import ConfigError, GraftError
 
 if TYPE_CHECKING:
-    from graftlab.ranks.held_call import FunctionInFile
+    from graftlab.ranks.held_functions import FunctionInFile
 
 EPILOG = "exit codes: 0, the notebook is written; 64, wrong usage, and nothing is written"
 

@@ -16,7 +16,7 @@ from graftlab.errors import ConfigError
 # A job that attaches imports this module for the arguments of commands, and must not import what compares.
 if TYPE_CHECKING:
     from graftlab.jobs.script_launcher import ScriptCommand
-    from graftlab.ranks.held_call import FunctionInFile
+    from graftlab.ranks.held_functions import FunctionInFile
 
 # The exit code of a command that was wrong.
 WRONG_USAGE = 64
@@ -59,7 +59,7 @@ def kind_of_sides(baseline: str, target: str) -> Kind:
 
 def function_in_file(text: str) -> FunctionInFile:
     """The function that a text ``FILE.py:FUNCTION`` names. Raises :class:`ConfigError` if it names none."""
-    from graftlab.ranks.held_call import FunctionInFile
+    from graftlab.ranks.held_functions import FunctionInFile
 
     found = _FUNCTION.fullmatch(text)
     if found is None:

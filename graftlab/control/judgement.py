@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
-from graftlab.base.text import first_of
 from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.line_runs import LineSearch
 from graftlab.control.masked_values import left_out, without_masked_values
@@ -23,6 +22,7 @@ from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import LentWeights, Mechanisms
 from graftlab.control.partial_sums import not_compared, partial_sums
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
+from graftlab.control.unmeasured import effects_not_measured, judged_at, may_have_passed, not_in_twin, unseen_taps
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor
@@ -30,7 +30,6 @@ from graftlab.errors import GraftError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
-from graftlab.transforms.default import DOES_NOT_FIT
 from graftlab.verdict.added import (
     added_frame,
     labelled,
@@ -38,7 +37,6 @@ from graftlab.verdict.added import (
     named_groups,
     unread_grafts,
     unread_grafts_text,
-    unseen_of,
 )
 from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls
@@ -52,7 +50,6 @@ from graftlab.verdict.model_data import (
     BEGINNINGS,
     BELOW,
     WITH_THE_BASELINES,
-    data_rows,
     differing_data,
     differing_weights,
     input_names,
@@ -78,7 +75,7 @@ from graftlab.verdict.unexplained import (
     ValueDifference,
     differing_taps,
 )
-from graftlab.verdict.wording import NOT_CHECKED, Findings, JobRemarks, reads_unwritten
+from graftlab.verdict.wording import Findings, JobRemarks, reads_unwritten
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -218,7 +215,7 @@ class Judgement:
             remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = _may_have_passed(evidence.grafted, naming.frame, self._threshold)
+        may_be_inherited = may_have_passed(evidence.grafted, naming.frame, self._threshold)
         may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
@@ -356,9 +353,9 @@ class Judgement:
 
     def _name(self, evidence: Evidence) -> Naming:
         compared, grafted, rows, floors = evidence.compared, evidence.grafted, evidence.measured, evidence.floors
-        unseen = _not_in_twin(evidence.selves, self._runs.has_twin)
+        unseen = not_in_twin(evidence.selves, self._runs.has_twin)
         to_be_grafted = self._runs.to_be_grafted(compared if len(grafted) else compared.iloc[:0])
-        unseen += _unseen(compared, to_be_grafted, grafted, evidence.selves)
+        unseen += unseen_taps(compared, to_be_grafted, grafted, evidence.selves)
         if self._weights.failure is not None:
             unseen.append(f"the target's code with the baseline's weights: {self._weights.failure}")
         given = {*input_names(compared), *input_names(grafted)}
@@ -514,12 +511,12 @@ class Judgement:
         for output in evidence.outputs:
             rank = place_in_blame(output.group)
             groups = [
-                g for g in named if _judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.place
+                g for g in named if judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.place
             ]
             if not groups or not swaps.can_measure(groups, output):
                 continue
             # The effect of a gradient is measured with the baseline's values, which are computed before it.
-            settled = [*(g for g in named if _judged_at(g) < rank), *naming.following, *naming.scaled]
+            settled = [*(g for g in named if judged_at(g) < rank), *naming.following, *naming.scaled]
             found = self._attempt(
                 f"the search for what moves {output.name}",
                 lambda output=output, groups=groups, settled=settled: swaps.causes(  # type: ignore[misc]
@@ -537,7 +534,7 @@ class Judgement:
             return {}, [_changed(changed)]
         alone = self._without_dependents(causes)
         causes = {group: each.with_unknown(alone) for group, each in causes.items()}
-        return causes, _not_measured(named, causes, swaps) + _outputs_themselves(alone)
+        return causes, effects_not_measured(named, causes, swaps) + _outputs_themselves(alone)
 
     def _without_dependents(self, causes: Mapping[str, Causes]) -> list[str]:
         """The minor groups of values that nothing else depends on: they are outputs themselves."""
@@ -594,31 +591,6 @@ def _is_same_layer(tags: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     return all(tags.get(tag) == others.get(tag) for tag in ("layer", "kind"))
 
 
-def _not_measured(named: Sequence[str], causes: Mapping[str, Causes], swaps: Swaps) -> list[str]:
-    """Remarks on groups whose effect is unknown."""
-    # An optimizer's update does not affect the output of this step.
-    left = [g for g in named if _judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
-    said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
-    if swaps.not_swapped:
-        taps = ", ".join(list(swaps.not_swapped)[:4])
-        said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
-    if swaps.unlike_ranks:
-        taps = ", ".join(list(swaps.unlike_ranks)[:4])
-        said.append(
-            f"How far the target's {taps} is off could not be measured in every swap: its ranks have different values "
-            "there, and should have equal ones."
-        )
-    return said
-
-
-_JUDGED_LAST = place_in_blame("@grad")
-
-
-def _judged_at(group: str) -> int:
-    """The output at which a group's effect is measured, as a place in blame: the last value for inputs."""
-    return max(place_in_blame(group), place_in_blame(""))
-
-
 def _outputs_themselves(groups: Sequence[str]) -> list[str]:
     if not groups:
         return []
@@ -634,54 +606,3 @@ def _changed(taps: Sequence[str]) -> str:
         f"After its code was swapped the baseline no longer showed the same values at {', '.join(taps[:3])}, "
         "so the swaps are left out."
     )
-
-
-def _unseen(
-    compared: pd.DataFrame, to_be_grafted: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[SelfGraft]
-) -> list[str]:
-    data = data_rows(compared)
-    said = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
-    measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
-    lost = [
-        n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured
-    ]
-    if lost:
-        said.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
-    skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
-    if skipped:
-        said.append(f"{', '.join(skipped[:4])} show no comparable tensor on the baseline.")
-    not_recorded = sum(each.not_recorded for each in selves)
-    if not_recorded:
-        said.append(
-            f"the floor of {not_recorded} taps, which did not fit the ranks' keep_budget; the largest floor of the "
-            "others is used for them (launch with a larger keep_budget)."
-        )
-    return said
-
-
-def _not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
-    """The taps whose floor lacks the distance of the request's twin, as a sentence."""
-    if not has_twin:
-        return []
-    shown = {added.name for each in selves for added in each.exact}
-    left = [n for n in dict.fromkeys(added.name for each in selves for added in each.added) if n not in shown]
-    if not left:
-        return []
-    if not shown:
-        return ["exact=, which reaches none of the baseline's taps: the floor is the same as without it."]
-    return [f"{first_of(left, 4)} with exact=, which does not reach them; their floor is the same as without it."]
-
-
-def _may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
-    """Taps that could not be grafted, before a named one: a difference there is inherited by later taps."""
-    over = frame.loc[frame["ratio"] > threshold, "order"]
-    failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
-    if not len(failed):
-        return []
-    groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    shown = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
-    first = failed.iloc[0]
-    unfit = DOES_NOT_FIT in str(first["error"])
-    why = f" because the baseline's value does not fit the target's shape, {list(first['shape'])}" if unfit else ""
-    inherited = "later taps may have inherited their named error from there"
-    return [f"{NOT_CHECKED}{shown}, where nothing could be grafted{why}: {inherited}."]

@@ -1,20 +1,15 @@
 """A held call: one call of a model that a rank can repeat, each time from the same state.
 
-It is the outermost call of a script's model, in which the script waits, or the call of a model that a function has
-returned. The notebook sends the functions of this module to ranks by their names.
+It is the outermost call of a script's model, in which the script waits, or that of a function
+(:mod:`graftlab.ranks.held_functions`). The notebook sends the functions of this module to ranks by their names.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import itertools
-import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from types import GeneratorType
 from typing import Any, Literal
 
@@ -24,15 +19,11 @@ from graftlab.diffs.results import NamedTensors, is_written, named_tensors, valu
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
-from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.calls import here, tap_handler
-from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import Watch, watch, weights_of
 
-# Set before a function loads its model and makes its inputs, so that both sides draw the same random numbers.
-_SEED = 0
 # Items that a generator is run for, which may have no end.
 _MOST_ITEMS = 1024
 _WHOLE_NUMBERS = (torch.int64, torch.int32)
@@ -167,7 +158,7 @@ class HeldCall:
 
     def describe(self, *, reports_failure: bool = False) -> CallDescription:
         """Call it without taps, again, and with them. ``reports_failure`` describes what the first call raises."""
-        names = _TapLister()
+        names = TapLister()
         not_repeated: list[str] = []
         fails = None
         with handled_by(names):
@@ -210,7 +201,7 @@ class HeldCall:
     def describe_result(self, *, reports_failure: bool = False) -> CallDescription:
         """Call it once, without taps; what this does not show is left out."""
         try:
-            with handled_by(_TapLister()):
+            with handled_by(TapLister()):
                 result = self()
         except Exception as error:
             if not reports_failure:
@@ -250,7 +241,7 @@ class HeldCall:
         self._has_backward = True
         self._watch()
         try:
-            with handled_by(_TapLister()):
+            with handled_by(TapLister()):
                 self()
         except Exception as error:
             self.drop_backward()
@@ -355,7 +346,7 @@ def _none(name: str, kind: str) -> bool:
     return False
 
 
-class _TapLister(CountingHandler):
+class TapLister(CountingHandler):
     """Notes the names of the taps that are reached, in order."""
 
     def __init__(self) -> None:
@@ -369,38 +360,6 @@ class _TapLister(CountingHandler):
 def _copied(result: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy the tensors of a result, because the next call may overwrite them."""
     return {path: tensor.detach().to("cpu", copy=True) for path, tensor in result.items()}
-
-
-@dataclass(frozen=True)
-class FunctionInFile:
-    """A function in a Python file, by their names, for a rank to import and call. ``name`` may have dots.
-
-    Raises :class:`SessionError` where the file has no such function.
-    """
-
-    path: str
-    name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.find()
-        return found(*args, **kwargs) if callable(found) and not isinstance(found, torch.nn.Module) else found
-
-    def find(self) -> Any:
-        """Import the file, and return what has this name."""
-        path = Path(self.path).resolve()
-        folder = str(path.parent)
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        found: Any = importlib.import_module(path.stem)
-        if Path(getattr(found, "__file__", None) or "").resolve() != path:
-            raise SessionError(
-                f"compare: the name of {path} is that of another module, {path.stem} ({found!r}); rename the file"
-            )
-        for part in self.name.split("."):
-            if not hasattr(found, part):
-                raise SessionError(f"compare: {path} has no {self.name!r}")
-            found = getattr(found, part)
-        return found
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -504,162 +463,6 @@ def release_call() -> None:
     _held_here().end()
 
 
-def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool) -> CallDescription:
-    """Load a model and hold its call with these inputs; returns its description. ``backward`` calls it with gradients.
-
-    ``load`` returns a model, or a function of the inputs; if it has parameters without defaults, it is that function
-    itself. ``inputs`` is a tensor, a tuple of positional arguments, a mapping of named ones, or a function that returns
-    one of them.
-    """
-    _seed()
-    model = _function_of_inputs(load, inputs) or bind_callee(load, (), {})()
-    if not callable(model):
-        raise SessionError(
-            f"compare: the function that loads a model returned {type(model).__name__}, which cannot be called; return "
-            "a torch.nn.Module or a function of the inputs, or take the inputs as arguments"
-        )
-    _seed()
-    args, kwargs = arguments_of(inputs)
-    models: dict[str, torch.nn.Module] = {}
-    if not isinstance(model, torch.nn.Module):
-        once = partial(model, *args, **kwargs) if backward else partial(_without_gradients, model, args, kwargs)
-        models, has_taps = _models_called(once, (args, kwargs))
-        model = model if models or has_taps else _as_module(model)
-    if isinstance(model, torch.nn.Module):
-        models = {"": model}
-    call = partial(model, *args, **kwargs) if backward else partial(_without_gradients, model, args, kwargs)
-    hold(HeldCall(call, models, arguments_by_name(args, kwargs), choice))
-    return held_call().describe()
-
-
-def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], choice: WatchChoice) -> CallDescription:
-    """Hold a call of this code, as it is. Its models are tapped, unless it has taps already."""
-    call = bind_callee(callee, args, kwargs)
-    models, has_taps = _models_called(call, (args, kwargs))
-    watched: Mapping[str, torch.nn.Module] = {} if has_taps else models
-    if not models and not has_taps:
-        call = _as_module(call)
-        watched = {"": call}
-    hold(HeldCall(call, watched, {**models, **arguments_by_name(args, kwargs)}, choice))
-    return held_call().describe()
-
-
-CALL = "graftlab_call(*graftlab_args, **graftlab_kwargs)"
-"""The expression of the call that :func:`define_call` defines."""
-
-
-def define_call(function: FunctionInFile, inputs: Any, include: str | None) -> None:
-    """Define what :data:`CALL` calls, and tap its models: a function that takes arguments, or what one without returns.
-
-    That is a model, or a function of the inputs; a function whose result is neither is called itself.
-    """
-    _seed()
-    found: Any = function.find()
-    is_model = isinstance(found, torch.nn.Module)
-    if not is_model and not _required(found):
-        made = found()
-        found, is_model = (made, isinstance(made, torch.nn.Module)) if callable(made) else (found, False)
-    _seed()
-    args, kwargs = arguments_of(inputs)
-    models = {"": found} if is_model else _models_called(partial(found, *args, **kwargs), (args, kwargs))[0]
-    for prefix, model in models.items():
-        watch(model, prefix, include)
-    me = here()
-    assert me is not None
-    me.vars.update(graftlab_call=found, graftlab_args=args, graftlab_kwargs=kwargs)
-
-
-def _function_of_inputs(load: Callee, inputs: Any) -> Callable[..., Any] | None:
-    """What was given in the place of a function that loads a model, if it is a function of the inputs itself."""
-    function = load.find() if isinstance(load, FunctionInFile) else load
-    if isinstance(function, (str, type, torch.nn.Module)) or not (required := _required(function)):
-        return None
-    if inputs is None:
-        raise SessionError(
-            f"compare: {getattr(function, '__name__', function)} needs {', '.join(required)}; give inputs (--inputs "
-            "FILE.py:FUNCTION), or a function without arguments that returns a model"
-        )
-    return function
-
-
-class _FunctionModule(torch.nn.Module):
-    """A function as a module, so that its inputs and its result have taps."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-
-def _as_module(function: Callable[..., Any]) -> torch.nn.Module:
-    """A module that calls the function, of a class with the function's name."""
-    made: torch.nn.Module = type(getattr(function, "__name__", "function"), (_FunctionModule,), {})(function)
-    return made
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    """The names of the function's parameters that have no default."""
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
-
-
-def _without_gradients(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    with torch.no_grad():
-        return call(*args, **kwargs)
-
-
-def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the named arguments that ``inputs`` stands for; see :func:`load_and_hold`."""
-    given = inputs() if callable(inputs) else inputs
-    if given is None:
-        return (), {}
-    if isinstance(given, Mapping) or hasattr(given, "keys"):
-        return (), {str(key): given[key] for key in given.keys()}  # noqa: SIM118 - a BatchEncoding is no dict
-    if isinstance(given, (tuple, list)):
-        return tuple(given), {}
-    return (given,), {}
-
-
 def arguments_by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names in sentences: ``args[0]`` for a positional one, which has no name."""
     return {**{f"args[{place}]": each for place, each in enumerate(args)}, **kwargs}
-
-
-def _seed() -> None:
-    torch.manual_seed(_SEED)
-    random.seed(_SEED)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(_SEED)
-
-
-def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch.nn.Module], bool]:
-    """Call once, and return the models that were called outermost, by the prefix of the names of their taps.
-
-    The second result is whether the call reaches taps by itself. The call leaves ``state`` and the models as they were.
-    """
-    found: dict[int, torch.nn.Module] = {}
-    before = [StateSnapshot([state])]
-
-    def note(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if id(module) not in found:
-            found[id(module)] = module
-            before.append(StateSnapshot([module]))
-
-    taps = _TapLister()
-    with handled_by(taps), OutermostCalls(note):
-        call()
-    for each in reversed(before):
-        each.restore()
-    models = list(found.values())
-    has_taps = bool(taps.reached)
-    if len(models) < 2:
-        return ({"": models[0]} if models else {}), has_taps
-    kinds = [type(model).__name__ for model in models]
-    named = {
-        f"{kind}{f'[{kinds[:place].count(kind)}]' if kinds.count(kind) > 1 else ''}.": model
-        for place, (kind, model) in enumerate(zip(kinds, models, strict=True))
-    }
-    return named, has_taps

@@ -36,15 +36,8 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.ranks import held_call
-from graftlab.ranks.held_call import (
-    CallDescription,
-    FunctionInFile,
-    HeldCall,
-    ScriptEnd,
-    WatchChoice,
-    arguments_of,
-    describe_call,
-)
+from graftlab.ranks.held_call import CallDescription, HeldCall, ScriptEnd, WatchChoice, describe_call
+from graftlab.ranks.held_functions import FunctionInFile, arguments_of
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.verdict.wording import Findings

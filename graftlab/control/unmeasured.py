@@ -1,0 +1,94 @@
+"""What the runs of a verdict did not measure, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from graftlab.base.tap_groups import group_of, place_in_blame
+from graftlab.base.text import first_of
+from graftlab.control.swaps import Swaps
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.rows.schema import MEASURED
+from graftlab.transforms.default import DOES_NOT_FIT
+from graftlab.verdict.added import unseen_of
+from graftlab.verdict.causes import Causes
+from graftlab.verdict.model_data import data_rows
+from graftlab.verdict.wording import NOT_CHECKED
+
+
+def unseen_taps(
+    compared: pd.DataFrame, to_be_grafted: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[SelfGraft]
+) -> list[str]:
+    """Taps that a run lacks, that show no tensor, or whose floor was not recorded."""
+    data = data_rows(compared)
+    said = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
+    measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
+    lost = [
+        n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured
+    ]
+    if lost:
+        said.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
+    skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
+    if skipped:
+        said.append(f"{', '.join(skipped[:4])} show no comparable tensor on the baseline.")
+    not_recorded = sum(each.not_recorded for each in selves)
+    if not_recorded:
+        said.append(
+            f"the floor of {not_recorded} taps, which did not fit the ranks' keep_budget; the largest floor of the "
+            "others is used for them (launch with a larger keep_budget)."
+        )
+    return said
+
+
+def not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
+    """The taps whose floor lacks the distance of the request's twin, as a sentence."""
+    if not has_twin:
+        return []
+    shown = {added.name for each in selves for added in each.exact}
+    left = [n for n in dict.fromkeys(added.name for each in selves for added in each.added) if n not in shown]
+    if not left:
+        return []
+    if not shown:
+        return ["exact=, which reaches none of the baseline's taps: the floor is the same as without it."]
+    return [f"{first_of(left, 4)} with exact=, which does not reach them; their floor is the same as without it."]
+
+
+def may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
+    """Taps that could not be grafted, before a named one: a difference there is inherited by later taps."""
+    over = frame.loc[frame["ratio"] > threshold, "order"]
+    failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
+    if not len(failed):
+        return []
+    groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
+    first = failed.iloc[0]
+    unfit = DOES_NOT_FIT in str(first["error"])
+    why = f" because the baseline's value does not fit the target's shape, {list(first['shape'])}" if unfit else ""
+    inherited = "later taps may have inherited their named error from there"
+    return [f"{NOT_CHECKED}{first_of(groups)}, where nothing could be grafted{why}: {inherited}."]
+
+
+_JUDGED_LAST = place_in_blame("@grad")
+
+
+def judged_at(group: str) -> int:
+    """The output at which a group's effect is measured, as a place in blame: the last value for inputs."""
+    return max(place_in_blame(group), place_in_blame(""))
+
+
+def effects_not_measured(named: Sequence[str], causes: Mapping[str, Causes], swaps: Swaps) -> list[str]:
+    """Remarks on groups whose effect is unknown."""
+    # An optimizer's update does not affect the output of this step.
+    left = [g for g in named if judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
+    said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
+    if swaps.not_swapped:
+        taps = ", ".join(list(swaps.not_swapped)[:4])
+        said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
+    if swaps.unlike_ranks:
+        taps = ", ".join(list(swaps.unlike_ranks)[:4])
+        said.append(
+            f"How far the target's {taps} is off could not be measured in every swap: its ranks have different values "
+            "there, and should have equal ones."
+        )
+    return said
