@@ -371,16 +371,23 @@ export default {
       // A picture that unfolds is to be in view; the event does not bubble.
       const show = ({ target }) => { if (target.open) target.scrollIntoView({ block: "nearest" }); };
       el.closest(".graftlab-panel")?.addEventListener("toggle", show, true);
-      if (el.closest(".jp-OutputArea")) return;
-      const hide = () => document.getElementById(model.get("snapshot"))?.setAttribute("hidden", "");
-      new MutationObserver(hide).observe(document.body, { childList: true, subtree: true });
-      hide();
     });
+    const hide = () => {
+      // JupyterLab has a style for it. A widget that has left the page hides nothing.
+      if (!el.isConnected || el.closest(".jp-OutputArea")) return;
+      document.getElementById(model.get("snapshot"))?.setAttribute("hidden", "");
+    };
+    const observer = new MutationObserver(hide);
+    observer.observe(document.body, { childList: true, subtree: true });
+    hide();
     const ended = model.widget_manager?.kernel?.disposed;
-    if (typeof ended?.connect !== "function") return;
     const mark = () => el.closest(".graftlab-panel, .graftlab-canvas")?.classList.add("jupyter-widgets-disconnected");
-    ended.connect(mark);
-    return () => ended.disconnect(mark);
+    const watched = typeof ended?.connect === "function";
+    if (watched) ended.connect(mark);
+    return () => {
+      observer.disconnect();
+      if (watched) ended.disconnect(mark);
+    };
   },
 };
 """

@@ -170,4 +170,4 @@ def test_a_fault_is_found_against_sketches_and_what_they_hide_is_said(
     assert "Not checked: the single values of " in found.text
     assert found.answer == ("agree" if change is None else "differ")
     assert found.named == ([] if change is None else [FAULTS[change]])
-    assert ("cannot be grafted, so that what differs there arrives at them" in found.text) == (change is not None)
+    assert ("cannot be grafted, so its difference reaches them" in found.text) == (change is not None)

@@ -450,7 +450,7 @@ def reads_unwritten(reserve: str) -> torch.Tensor:
     x = gl.tap("x", torch.linspace(-1, 1, 8))
     make = getattr(torch, reserve) if gl.here().side == "target" else torch.zeros
     # So large that its memory is new, and has zeros, in any run.
-    room = make(1 << 22)
+    room = make(1 << 24)
     room[:8] = x
     return gl.tap("read", room[4:12] * 2)
 

@@ -192,7 +192,7 @@ def test_a_job_with_a_different_token_is_refused(tmp_path: Path, capsys: pytest.
         code, out, err = end(start("trusted_model.py", **variables("baseline", 1, 1, **told)))
         assert (code, out) == (0, "done False\n")
         # At once, and again where it gives up.
-        assert err.count("another token") == 2
+        assert err.count("a different token") == 2
         assert err.index("This job keeps trying") < err.index("no session with this token answered")
         assert told["token"] not in err
         assert session.status()["state"].tolist() == ["not joined yet"] * 2

@@ -102,7 +102,7 @@ def test_the_html_has_a_picture_for_each_theme_and_a_description() -> None:
     light, dark = re.findall("<img[^>]*>", markup)
     assert "graftlab-on-light" in light
     assert "hidden" not in light
-    assert 'graftlab-on-dark" hidden' in dark
+    assert 'graftlab-on-dark dark-light" hidden' in dark
     for picture in (light, dark):
         assert 'alt="x: tap, in execution order. y: rel_l2' in picture
         assert "first divergent: b" in picture

@@ -125,12 +125,12 @@ def test_the_first_line_is_the_conclusion_with_step_plan_and_floor(session: gl.S
         f"Run {run.number}, step {step}, plan {plan}, 3 taps: first divergent: second layer=1 on target[0]: "
         "rel_l2 1.00e+00, 100,000 x the floor 1e-05, assumed for float32."
     )
-    assert board.view["first"] == 1
+    assert board.view["notes"][0][0] == 1
     board.act("floor", 50.0)
     board.browser.kernel_works()
     board.panel.refresh()
     assert "first divergent: <b>third</b> on target[0]: 1 of 4 elements is NaN" in board.shown("verdict")
-    assert (board.view["floor"], board.view["first"]) == (50.0, 2)
+    assert (board.view["floor"], board.view["notes"][0][0]) == (50.0, 2)
     board.act("floor", None)
     board.browser.kernel_works()
     assert board.view["floor"] == 1e-5

@@ -61,7 +61,7 @@ def at(canvas: Locator, tap: int) -> dict[str, float]:
     return {"x": 62 + (tap + 0.5) / OF * (box["width"] - 72), "y": 90}
 
 
-def test_a_live_widget_hides_its_picture_in_front_ends_without_jupyterlabs_class_names(browser: Browser) -> None:
+def test_a_live_widget_hides_its_picture_outside_jupyterlab_too(browser: Browser) -> None:
     context = browser.new_context()
     try:
         page = context.new_page()
@@ -122,6 +122,8 @@ def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_fi
         kinds = [set(output.data) for output in cell.outputs if output.output_type == "display_data"]
         assert any({"image/png", "text/html"} <= each for each in kinds), kinds
         assert any("application/vnd.jupyter.widget-view+json" in each for each in kinds), kinds
+    # A kernel that is still running would show its widgets again.
+    lab.server.end_kernels()
     lab.reopen()
     for picture in page.locator(".graftlab-static").all():
         expect(picture).to_be_visible()
