@@ -164,7 +164,7 @@ IN_THE_WEIGHTS: dict[str, tuple[str, Callable[[State], None], str]] = {
     "norms swapped in one tower": (
         "clip",
         lambda s: swap(s, r"visual\.transformer\.resblocks\.(\d)\.ln_1", r"visual.transformer.resblocks.\1.ln_2"),
-        r"visual\.transformer\.resblocks\.1\.ln_1\.weight is .*, and holds .*layers\.1\.layer_norm2",
+        r"visual\.transformer\.resblocks\.1\.ln_1\.weight is .* has the values of .*layers\.1\.layer_norm2",
     ),
     "the projection to the shared space not transposed": (
         "clip",
@@ -299,6 +299,6 @@ def test_a_mistake_in_the_code_is_named_once_its_taps_are_matched(mistake: str, 
     assert verdict.named, verdict.text
     assert all(re.fullmatch(group, named) for named in verdict.named), verdict.text
     # In every layer, since every layer has it.
-    assert "in layers 0-2 (" in verdict.text or name == "bert", verdict.text
+    assert "in layers 0-2" in verdict.text or name == "bert", verdict.text
     # What stands before the first one that is wrong is by value, and the fault itself is not passed off as that.
     assert not proposal.problems, proposal.problems
