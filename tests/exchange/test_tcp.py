@@ -478,44 +478,6 @@ def test_strangers_are_limited_and_keep_no_rank_out(
             each.close()
 
 
-def test_a_rank_that_is_taken_for_a_stranger_too_many_joins_when_it_tries_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tcp, "_CONNECT_LIMIT", 600.0)
-    monkeypatch.setattr(strangers, "SLOW", 1e9)
-    monkeypatch.setattr(strangers, "MOST", strangers.MOST_SLOW)
-    ended: list[int] = []
-
-    def newest_twice(among: list[int], count: int) -> list[int]:
-        chosen = among[-count:] if count and len(ended) < 2 else among[:count]
-        ended.extend(chosen)
-        return chosen
-
-    monkeypatch.setattr(strangers.random, "sample", newest_twice)
-    posts = first, second = make_post(0), make_post(1)
-    write = second._write
-
-    def late(channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
-        # Otherwise its first frame may be there before anyone looks for strangers.
-        if len(ended) >= 2:
-            write(channel, payload, attached)
-
-    monkeypatch.setattr(second, "_write", late)
-    made = []
-    try:
-        for number in range(8):
-            made.append(socket.create_connection(("127.0.0.1", first.port)))
-            made[-1].send(GREETING)
-            wait_until(lambda number=number: first.pump() or len(first._strangers.known) > number, "it to be known")
-        theirs, ours = joined((first, second))
-        assert len(ended) >= 2
-        ours.send(b"frame")
-        assert heard(theirs, 1) == [b"frame"]
-    finally:
-        for each in (*posts, *made):
-            each.close()
-
-
 @pytest.mark.parametrize("ends", ["who has connected", "who was connected to"])
 def test_frames_sent_before_the_end_arrive_before_it(ends: str, posts: tuple[RouterSocket, RouterSocket]) -> None:
     theirs, ours = joined(posts)
