@@ -299,7 +299,7 @@ class Judgement:
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
 
     def _measured_without_partial_sums(self) -> tuple[Evidence, dict[str, list[str]]]:
-        """What the runs measured, with taps left out of which each rank has a summand; and these, by group."""
+        """What the runs measured without taps that are partial sums on the ranks; and those taps, by group."""
         evidence = self._measure()
         sums: dict[str, list[str]] = {}
         if self._runs.shows_module_inputs and not self._failed:

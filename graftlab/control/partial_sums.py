@@ -1,4 +1,4 @@
-"""Partial sums that no layout declares: values of which each rank of the target has a summand, as before an all-reduce.
+"""Partial sums that no layout declares: each rank of the target has a summand of the value, as before an all-reduce.
 
 Compared as copies they look wrong, and a graft puts the whole on each rank, so that the code which adds them up looks
 wrong too. A verdict leaves such taps out.
@@ -23,14 +23,14 @@ from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
 from graftlab.verdict.added import coarser_dtype, measured_rows
 
-# Means that add up by chance are told apart by the tensors themselves, of so many calls of a group.
+# Means may add up by chance, so the tensors themselves are added too, in this many calls of a group.
 _CALLS = 3
 # The difference of means as a multiple of what independent values give: sums that are right are far below.
 _OF_CHANCE = 0.05
 
 
 def partial_sums(runs: VerdictRuns, grafted: pd.DataFrame) -> dict[str, list[str]]:
-    """The names of taps, by group, of which the target's ranks have summands of the baseline's value.
+    """The names of taps, by group, at which the target's ranks have summands of the baseline's value.
 
     ``grafted`` are the rows of the run in which every tap was grafted. Makes a run if there may be such taps.
     """

@@ -112,7 +112,7 @@ def _reads_shape_alone(operation: TracedOperation) -> bool:
 def _may_correspond(
     operation: TracedOperation, partner: TracedOperation, side: ComparedSide, other: ComparedSide
 ) -> bool:
-    """Whether the results have one shape, or one of them is a part of the other, of which each rank has its own."""
+    """Whether the results have one shape, or one is the part of the other that a rank has."""
     if operation.is_collective or partner.is_collective:
         # Its result may arrive after it has returned, and would overwrite what is put there.
         return False

@@ -102,7 +102,7 @@ def first_places(lines: Sequence[DifferingLine], groups: Sequence[str]) -> tuple
 
 
 def explained_by_code(lines: Sequence[DifferingLine]) -> set[str]:
-    """The groups of which a line is confirmed whose operation differs between the sides, and not only its values."""
+    """The groups with a confirmed line whose operation differs between the sides, and not only its values."""
     shown = {group: _first_of_sides([each for each in lines if each.group == group]) for group in _groups(lines)}
     return {
         group

@@ -396,6 +396,7 @@ def sentences_on(origins: ErrorOrigins, stated: Collection[str] = ()) -> list[st
 
 def _is_given_the_same(one: ErrorOrigin, other: ErrorOrigin) -> bool:
     is_alike = all(f(one) == f(other) for f in (_place_in_code, lambda o: (o.arguments, o.not_compared)))
+    # One origin always agrees with itself, even if no tensor of it is known.
     return one is other or (is_alike and (FIRST not in one.arguments or bool(one.tensors & other.tensors)))
 
 

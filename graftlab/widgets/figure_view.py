@@ -58,7 +58,7 @@ class FigureView(widgets.VBox):  # type: ignore[misc]
         try:
             shown = STYLE + drawn(label, self._canvas.open(tap))
         except Exception as error:
-            # Nobody waits for this thread.
+            # No caller would see an exception of this thread.
             if not isinstance(error, GraftError):
                 logger.exception("the pair of %s cannot be shown", label)
             shown = f'<div role="alert">{html.escape(explain(error))}</div>'
