@@ -136,17 +136,6 @@ def is_of_graftlab(code: CodeType) -> bool:
     return code.co_filename.startswith(_GRAFTLAB) and _origin(code.co_filename) == _INTERNAL
 
 
-def calling_line(frame: FrameType | None = None) -> SourceFrame | None:
-    """Return the model's line that runs now, or in this frame; None if the stack has no code but torch and graftlab.
-
-    >>> from graftlab.lines.frames import calling_line
-    >>> calling_line().function
-    '<module>'
-    """
-    entry = model_entry(stack_entries(sys._getframe(1) if frame is None else frame))
-    return None if entry is None else entry.read()
-
-
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?:[ \t]+(?P<source>\S.*))?')
 
 

@@ -7,13 +7,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 
 from graftlab.base.sources import install_source
-from graftlab.lines.frames import SourceFrame, StackEntry, calling_line, model_entry, stack_entries
+from graftlab.lines.frames import SourceFrame, StackEntry, model_entry, stack_entries
 from graftlab.zoo.model import Config, Math, Model, make_weights
+
+
+def calling_line(frame: FrameType) -> SourceFrame | None:
+    entry = model_entry(stack_entries(frame))
+    return None if entry is None else entry.read()
+
 
 MODEL = """
 import torch
