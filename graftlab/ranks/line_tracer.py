@@ -39,11 +39,17 @@ def trace_callee(
     assert grafter is not None
     request = requests[me.rank]
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
-    # Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well.
-    eager = torch.compiler.set_stance("force_eager")
-    with handled_by(tracer), eager, tracer.recorder, _lines_of_backward(request):
+    with handled_by(tracer), _run_eagerly(), tracer.recorder, _lines_of_backward(request):
         bind_callee(callee, args, kwargs)()
     return tracer.traces
+
+
+def _run_eagerly() -> contextlib.AbstractContextManager[object]:
+    """Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well."""
+    # The runs before this one have imported the compiler, or there is none to hold back; the import takes a second.
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
 
 
 def _lines_of_backward(request: TraceRequest) -> contextlib.AbstractContextManager[None]:
