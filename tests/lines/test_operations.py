@@ -119,7 +119,7 @@ def test_few_large_values_do_not_hide_differences_in_the_others() -> None:
 def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() -> None:
     x = drawn(300, 300)
     far = OperationRecorder()
-    far.takes_large = False
+    far.is_near = False
     with far:
         (x * 2).sum()
     assert far.over_budget == {0, 1}
@@ -127,6 +127,17 @@ def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() 
     with again:
         (x * 2).sum()
     assert set(again.fingerprints) == {1}
+
+
+def test_values_far_from_what_is_wanted_are_not_sorted() -> None:
+    x = drawn(6, 6)
+    far = OperationRecorder()
+    far.is_near = False
+    with far:
+        y = x * 2 + 1
+        far.is_near = True
+        y.sum()
+    assert [far.fingerprints[number].magnitudes is None for number in (0, 1, 2)] == [True, True, False]
 
 
 def test_operations_have_their_arguments_and_shapes_apart() -> None:
