@@ -149,8 +149,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of this thread while it is entered and not paused.
 
     Only fingerprints are kept, of each tensor that is read, so memory does not grow with their size. ``only`` limits
-    fingerprints to these values, by number; while ``is_near`` is False, those of large tensors are not taken, and others
-    without quantiles, which take most of the time. While ``is_open`` is False, operations pass unrecorded. ``replaced`` are functions by the index of an operation: each receives the
+    fingerprints to these values, by number; while ``is_near`` is False, those of large tensors are not taken, and
+    others without quantiles, which take most of the time. While ``is_open`` is False, operations pass unrecorded.
+    ``replaced`` are functions by the index of an operation: each receives the
     operation's first result, and returns the one to continue with. ``passed`` are the numbers of values, by the index
     of an operation whose first result each replaces; ``fed`` the number of a value that an operation reads, by its
     index, with a function that receives the value and returns the one to read.
