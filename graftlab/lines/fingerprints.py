@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -60,7 +60,7 @@ class Fingerprint:
         """Whether tensors of different meaning often have this fingerprint: few numbers, or all alike."""
         return self.numel < FEWEST_NUMBERS or self.constant
 
-    @property
+    @cached_property
     def norm(self) -> float:
         """The root of the sum of squares."""
         return math.sqrt(max(float(self.moments[2]), 0.0))
@@ -187,6 +187,13 @@ def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
     if not same_values:
         return MAGNITUDES
     return IN_ORDER if in_order else ANY_ORDER
+
+
+def agree_in_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
+    """Whether the agreement of two tensors is :data:`IN_ORDER`: most that are not are refused by their projections."""
+    if not one.mask and one.numel == other.numel and not _in_same_order(one, other, tolerance):
+        return False
+    return agreement(one, other, tolerance) == IN_ORDER
 
 
 def _in_same_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from graftlab.lines.fingerprints import ANY_ORDER, DIFFERENT, IN_ORDER, MAGNITUDES, agreement, fingerprint, joined
+from graftlab.lines.fingerprints import (
+    ANY_ORDER,
+    DIFFERENT,
+    IN_ORDER,
+    MAGNITUDES,
+    agree_in_order,
+    agreement,
+    fingerprint,
+    joined,
+)
 from graftlab.lines.operations import Operation, OperationRecorder
 from graftlab.lines.traces import slice_of
 
@@ -75,6 +84,7 @@ def test_fingerprints_agree_in_values_in_any_order_and_in_magnitudes() -> None:
         (x[:2], DIFFERENT),
     ):
         assert agreement(one, fingerprint(other), 1e-5) == level
+        assert agree_in_order(one, fingerprint(other), 1e-5) == (level == IN_ORDER)
         assert agreement(fingerprint(x, sorts=False), fingerprint(other), 1e-5) == level
 
 
