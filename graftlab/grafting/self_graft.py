@@ -390,10 +390,10 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
     blocks = zip(value.reshape(-1).split(_BLOCK), up.split(_BLOCK), result.view(-1).split(_BLOCK), strict=True)
     for part, signs, into in blocks:
         wide = part.to(dtype).double()
-        _, exponent = torch.frexp(wide)
-        unit = torch.ldexp(torch.full_like(wide, torch.finfo(dtype).eps), exponent - 1)
-        unit = torch.where((wide == 0) | ~wide.isfinite(), torch.zeros_like(unit), unit)
-        into.copy_((wide + (signs * 2 - 1) * unit).to(dtype))
+        mantissa, _ = torch.frexp(wide)
+        # A number over its mantissa is a power of two, so the quotient is exact; that of zero or infinity is nan.
+        unit = (wide * (torch.finfo(dtype).eps / 2)).div_(mantissa).nan_to_num_(0.0)
+        into.copy_(torch.addcmul(wide, unit, signs * 2.0 - 1).to(dtype))
     return result if value.is_contiguous() else torch.empty_like(value).copy_(result)
 
 
