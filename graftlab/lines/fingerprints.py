@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -111,11 +111,19 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
         # What was in single precision is sorted so, in half the time.
         is_single = plain.is_floating_point() and plain.element_size() <= _SINGLE
         sorted_as = np.float32 if is_single else np.float64
-        quantiles = [np.sort(each.astype(sorted_as))[at].astype(np.float64) for each in (np.abs(wide), wide)]
+        values = np.sort(wide.astype(sorted_as))
+        quantiles = [each[at].astype(np.float64) for each in (_sorted_magnitudes(values), values)]
     constant = not nonfinite and bool(wide.min() == wide.max())
     return Fingerprint(
         shape, dtype, wide.size, nonfinite, moments, _projections(wide), quantiles[0], quantiles[1], mask, constant
     )
+
+
+def _sorted_magnitudes(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
+    """The magnitudes of sorted values in order."""
+    negative = int(np.searchsorted(values, 0))
+    # Both parts are in order, and a stable sort merges them in a fraction of the time of another sort.
+    return np.sort(np.concatenate([-values[:negative][::-1], values[negative:]]), kind="stable")
 
 
 def _hidden(wide: Floats) -> npt.NDArray[np.bool_] | None:
