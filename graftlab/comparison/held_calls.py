@@ -255,7 +255,7 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
         elif moved:
             said.append(
                 f"The {side}'s call of {calls[0].model} cannot be replayed: from the same state, arguments and random "
-                f"numbers it returns something else ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
+                f"numbers it returns a different result ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
                 f"State outside the model and its arguments, random numbers of another source, or memory that is read "
                 "before anything is written to it (torch.empty), may change it."
             )

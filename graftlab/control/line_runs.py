@@ -158,7 +158,7 @@ class LineSearch:
         agree = "agree" if len(vanished) > 1 else "agrees"
         return [
             *said,
-            f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: what compiles the target's code "
+            f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: compiling the target's code "
             "makes the difference, and no line of source is at fault.",
         ]
 

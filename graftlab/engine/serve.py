@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument(
         "--dump-requests-threshold", type=positive, default=1000, metavar="N", help="requests in a file"
     )
-    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders below this one alone")
+    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders only below this one")
     record.add_argument("--crash-dump-folder", metavar="D", help="where a crash writes its requests")
     record.add_argument("--log-requests", action="store_true", help="log each request")
     record.add_argument("--log-requests-level", type=int, choices=range(4), default=0, help="how much of it")

@@ -89,7 +89,7 @@ class CudaGraphBufferRegistry:
         shape, dtype and device, and for a shape that has no room for the registry's largest sizes.
         """
         if slot.name in self._slots:
-            raise slot.error("there is a slot of this name already")
+            raise slot.error("a slot of this name exists already")
         if slot.is_registered:
             slot = dataclasses.replace(slot, buffer=None)
         if slot.enabled:

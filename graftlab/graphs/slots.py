@@ -169,7 +169,9 @@ class GraphSlot:
             return buffer[:size]
         view = self.slice_fn(buffer, size)
         if not isinstance(view, Tensor) or not _begins(view, buffer):
-            raise self.error(f"slice_fn(buffer, {size}) is no view of the buffer that begins where the buffer begins")
+            raise self.error(
+                f"slice_fn(buffer, {size}) is not a view of the buffer that begins where the buffer begins"
+            )
         return view
 
     def head_and_tail(self, ctx: FillContext) -> tuple[Tensor, Tensor | None]:

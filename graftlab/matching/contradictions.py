@@ -217,7 +217,7 @@ def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
             places.setdefault((layers_of(pair.target), part.text), pair)
     return [
         f"{pair.target} is taken out of {pair.baseline} by groups of heads ({pair.layout.text!r}), which is right only "
-        f"if the baseline reads it so"
+        f"if the baseline reads it that way"
         for pair in places.values()
     ]
 
@@ -230,7 +230,7 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
     said = []
     for name, own in parts.items():
         if rows := _rows_without(own):
-            said.append((name, f"{name} is compared in part: {rows}, as padding has"))
+            said.append((name, f"{name} is compared only in part: {rows}, as padding has"))
         if name not in shapes or any(pair.whole == "baseline" or not pair.layout.leaves_out for pair in own):
             continue
         # Which rows a rule finds is known in a batch alone, and its rows count those that it does not find.
@@ -239,7 +239,7 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
             shown = ", ".join(pair.baseline for pair in own)
             left = f"{gap.double().mean():.0%}"
             said.append(
-                (name, f"{name} is compared in part: it contains {shown}; no baseline tap has the other {left}")
+                (name, f"{name} is compared only in part: it contains {shown}; no baseline tap has the other {left}")
             )
     return said
 

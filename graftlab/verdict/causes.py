@@ -305,7 +305,7 @@ def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]
     if causes.together:
         lines.append(f"{listed(sorted(causes.together), most=4)} move the output together; none of them does alone.")
     if causes.untested:
-        lines.append(f"Not swapped alone, to bound the runs: {', '.join(causes.untested)}.")
+        lines.append(f"Not swapped alone, to limit the number of runs: {', '.join(causes.untested)}.")
     if causes.cut_short:
         lines.append("Not all sets of groups that might cancel were tried.")
     return lines

@@ -66,7 +66,9 @@ class BreakableGraphRunner(TokenGraphRunner):
     def breaks(self, breaks: Mapping[str, Break]) -> None:
         known = dict(self.model.named_modules())
         if unknown := [name for name in breaks if name not in known]:
-            raise GraphError(f"breaks at {unknown}, which are no modules of the model; there are {sorted(known)[1:]}")
+            raise GraphError(
+                f"breaks at {unknown}, which are not modules of the model; the modules are {sorted(known)[1:]}"
+            )
         self._breaks = dict(breaks)
 
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -75,7 +75,7 @@ class DraftGraphRunner(GraphRunner):
         if draft.config.vocab_size != model.config.vocab_size:
             raise GraphError(
                 f"the draft has a vocabulary of {draft.config.vocab_size} tokens, and the model has "
-                f"{model.config.vocab_size}; a guess would be another token to each"
+                f"{model.config.vocab_size}; a guessed token would be a different token to the model"
             )
         if isinstance(draft, CrossAttentionTransformer):
             raise GraphError(
