@@ -162,6 +162,10 @@ def is_of_model_code(file: str) -> bool:
 @lru_cache(maxsize=4096)
 def _origin(file: str) -> int:
     """Whose code a file is. The user's, unless it is installed, or part of torch, of graftlab or of Python."""
+    if file == "<string>":
+        # All generated code without a name is called so. From Python 3.13 on, linecache has a text for it: that of
+        # python -c, with which the processes of ranks start.
+        return _INTERNAL
     if file.startswith("<"):
         # Without a text it is generated code, such as the __init__ of a dataclass.
         return _OF_THE_USER if linecache.getline(file, 1) else _INTERNAL
