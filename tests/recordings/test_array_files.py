@@ -346,7 +346,7 @@ def pickle_of(folder: Path, data: bytes) -> None:
 )
 def test_a_file_whose_refusal_takes_torch_minutes_is_refused_before_it(tmp_path: Path, data: bytes) -> None:
     pickle_of(tmp_path, data)
-    with limited(), pytest.raises(gl.RecordingError, match="words of many thousand characters"):
+    with limited(), pytest.raises(gl.RecordingError, match="names of many thousand characters"):
         gl.Recording.from_files(tmp_path)
 
 
