@@ -41,7 +41,7 @@ _MOST_ROW_PAIRS = 1 << 24
 _MOST_WEIGHTS = 4
 
 
-# A repr of its own would have the whole frame.
+# The default repr would contain the whole frame.
 @dataclass(frozen=True, repr=False)
 class Comparison(Verdict):
     """The answer of :func:`graftlab.compare`: a verdict, the session that gave it, and the match by which taps pair.

@@ -22,8 +22,8 @@ EPILOG = "exit codes: 0, the notebook is written; 64, wrong usage, and nothing i
 _HOW: dict[Kind, str] = {
     "functions": "Each function runs in a separate process, and both models get the same inputs.",
     "recording": (
-        "The baseline is a recording: nothing of it is computed again. The target's function is called in a process\n"
-        "of its own, and its model must get the inputs that were recorded."
+        "The baseline is a recording and computes nothing. The target's function runs in a separate process,\n"
+        "and its model must get the recorded inputs."
     ),
     "scripts": "Both scripts run as they are, until they call a model. There they wait, and the call is repeated.",
 }

@@ -1,4 +1,4 @@
-"""The mesh of this side's ranks, as far as this process knows it: given by the user, or from the engine's groups.
+"""The mesh of this side's ranks, if this process knows it: given by the user, or from the engine's groups.
 
 The engines' modules are read only where the job has imported them.
 """

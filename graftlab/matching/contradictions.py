@@ -223,7 +223,7 @@ def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
 
 
 def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[tuple[str, str]]:
-    """The target's taps of which the baseline's show only parts, and what those are. ``shapes`` are the target's."""
+    """The target's taps that the baseline's show only in part, and those parts. ``shapes`` are the target's."""
     parts: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         parts[pair.target].append(pair)

@@ -192,8 +192,7 @@ def doubling(largest: int, first: int = 1) -> list[int]:
 
 
 def checked_sizes(name: str, sizes: Sequence[int], largest: int) -> list[int]:
-    """The sizes sorted, without repeats. Raises :class:`GraphError` for no sizes, for one below 1 and for one above
-    `largest`."""
+    """The sizes, sorted and without repeats. Raises :class:`GraphError` for none, and for one not in 1 to `largest`."""
     if not sizes or min(sizes) < 1 or max(sizes) > largest:
         raise GraphError(f"{name}={list(sizes)}; sizes must be from 1 to {largest}, the largest that fits")
     return sorted(set(sizes))
