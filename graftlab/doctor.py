@@ -1,4 +1,4 @@
-"""``graftlab doctor``: what an installation has, what it lacks, and the command that mends it."""
+"""``graftlab doctor``: what an installation has, what it lacks, and the command that fixes it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def function_in_file(text: str) -> FunctionInFile:
 def command_of(text: str, ranks: int | None) -> ScriptCommand:
     """The command of a side; a script runs in the Python of this process. ``ranks`` is read from it if it is None.
 
-    Raises :class:`ConfigError` if the text is no command, or its script does not exist.
+    Raises :class:`ConfigError` if the text is not a command, or its script does not exist.
     """
     from graftlab.jobs.script_launcher import ScriptCommand
 

@@ -145,7 +145,7 @@ class Naming:
 
     @property
     def clears(self) -> bool:
-        """Whether no computation is named although one could be. Inputs that differ are no computation."""
+        """Whether no computation is named although one could be. Differing inputs are not a computation."""
         return not (self.not_repeated or any(group not in self.inputs for group in self.named))
 
 
@@ -228,7 +228,7 @@ class Judgement:
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
         if self._can_trace(evidence, naming):
-            # What cancels, or rounds differently, is no mistake.
+            # What cancels, or rounds differently, is not a mistake.
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)

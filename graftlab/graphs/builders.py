@@ -77,7 +77,7 @@ def build_decode_registry(
     encoder_len = encoder_len_fill_value if is_encoder_decoder else None
     slots = _slots("bs" if num_tokens_per_bs == 1 else "tokens", padding_slot, seq_len_fill_value, encoder_len)
     if attn_tp_size < 1 or not 0 <= attn_tp_rank < attn_tp_size:
-        raise GraphError(f"attn_tp_rank={attn_tp_rank} of attn_tp_size={attn_tp_size} is no rank")
+        raise GraphError(f"attn_tp_rank={attn_tp_rank} of attn_tp_size={attn_tp_size} is not a rank")
     cut = (attn_tp_rank, attn_tp_size) if require_gathered_buffer and not enable_prefill_cp else (0, 1)
     slots += _optional_slots(enable_num_token_non_padded, cut, require_gathered_buffer, enable_mamba_track)
     if require_gathered_buffer if register_global_num_tokens is None else register_global_num_tokens:

@@ -73,7 +73,7 @@ class WantedTaps:
     grafts: Grafts
     identities: set[Identity] = field(default_factory=set)
     plain_extras: dict[tuple[object, ...], Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
-    """By sizes, number and identity of a tap: what in its extras was no tensor when it was captured first."""
+    """By sizes, number and identity of a tap: the values in its extras that were not tensors at the first capture."""
 
 
 def new_slot(own: Tensor, has_rows: bool) -> Slot:

@@ -251,7 +251,7 @@ def _without_row_rules(layout: Layout) -> Layout:
 
 
 def _rows_without(pairs: Sequence[Pair]) -> str:
-    """How many of a target's rows are no row of the baseline's in any of its pairs; blank if none is."""
+    """How many of a target's rows no pair finds in the baseline; blank if none is."""
     lacking = []
     for pair in pairs:
         gathers = [step for step in pair.layout.steps if isinstance(step, Gather) and step.lacks]

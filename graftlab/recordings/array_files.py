@@ -311,7 +311,7 @@ def _read_npz(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
         raise too_large(size)
     for key in archive.files:
         value = archive[key]
-        yield key, _from_numpy(value) if isinstance(value, np.ndarray) else "it is no array"
+        yield key, _from_numpy(value) if isinstance(value, np.ndarray) else "it is not an array"
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor | str:

@@ -99,8 +99,8 @@ def find_causes(
     move it alone are *minor*, unless they move it together. If the baseline's code at all named groups does not
     restore its output, something outside the taps affects it, and all named groups count as culprits.
 
-    ``effect`` is called at most ``most`` times, for the groups of ``by_size`` first. Groups that there was no run for
-    are swapped together.
+    ``effect`` is called at most ``most`` times, for the groups of ``by_size`` first. Groups without a run are swapped
+    together.
     """
     known: dict[frozenset[str], float] = {}
 
