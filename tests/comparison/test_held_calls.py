@@ -435,7 +435,7 @@ def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:
         (["a.py:f", "a.py:g", "--pattern", "{name}"], "--pattern is for a BASELINE that is a folder"),
         (["/", "a.py:g", "--backward"], "computes no backward pass"),
         (["a.py:f", "a.py:g", "--compiled"], "leave TARGET out"),
-        (["python 'a.py", "python b.py"], "is no command"),
+        (["python 'a.py", "python b.py"], "is not a command"),
     ],
 )
 def test_a_wrong_command_ends_with_64(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
