@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
-GRADIENT = "@grad"
-"""The suffix of a gradient's group."""
 KINDS = ("input", "grad", "param_grad", "optimizer", "param")
 """The values of the tag ``kind`` that form separate groups. Any other tap shows a value of the forward pass."""
 

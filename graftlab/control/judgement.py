@@ -22,7 +22,14 @@ from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import LentWeights, Mechanisms
 from graftlab.control.partial_sums import not_compared, partial_sums
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
-from graftlab.control.unmeasured import effects_not_measured, judged_at, may_have_passed, not_in_twin, unseen_taps
+from graftlab.control.unmeasured import (
+    effects_not_measured,
+    judged_at,
+    judged_until_sketch,
+    may_have_passed,
+    not_in_twin,
+    unseen_taps,
+)
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor
@@ -67,7 +74,6 @@ from graftlab.verdict.pair_contradictions import compared_in_part, contradicting
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently
-from graftlab.verdict.sketched_taps import judged_until_sketch
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
     ReturnedValues,

@@ -24,11 +24,10 @@ from graftlab.exchange.heartbeat import Heartbeat
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
-from graftlab.jobs.end_warnings import nothing_measured, unmatched_filters
 from graftlab.jobs.handshake import RejoinState
 from graftlab.jobs.job_connection import JobConnection
 from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
-from graftlab.jobs.job_log import log_to
+from graftlab.jobs.job_log import log_to, nothing_measured, unmatched_filters
 from graftlab.jobs.peer_connector import PeerConnector, address_towards
 from graftlab.jobs.session_client import SessionClient
 from graftlab.jobs.world_setup import SetupContext, World, WorldSetup

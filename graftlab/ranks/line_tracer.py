@@ -23,6 +23,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import TapHandler, ambient, here
 from graftlab.taps.routing import handled_by
+from graftlab.taps.untraced import COMPILER
 
 _TAPS_BEFORE = 40
 
@@ -39,11 +40,22 @@ def trace_callee(
     assert grafter is not None
     request = requests[me.rank]
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
-    # Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well.
-    eager = torch.compiler.set_stance("force_eager")
-    with handled_by(tracer), eager, tracer.recorder, _lines_of_backward(request):
+    with handled_by(tracer), _eagerly(), tracer.recorder, _lines_of_backward(request):
         bind_callee(callee, args, kwargs)()
     return tracer.traces
+
+
+def _eagerly() -> contextlib.AbstractContextManager[object]:
+    """Let compiled functions run eagerly.
+
+    Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well. A verdict
+    traces what has run before, so where torch's compiler has not been imported, nothing is compiled. Its import takes
+    seconds, and a hundred megabytes of each rank.
+    """
+    if COMPILER not in sys.modules:
+        return contextlib.nullcontext()
+    eager: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def _lines_of_backward(request: TraceRequest) -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,15 @@ from graftlab.base.files import opened
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes
 from graftlab.errors import RecordingError
-from graftlab.recordings.file_format import LONGEST_GAP, MOST_RANKS, TAP_ARGUMENTS, IndexEnd, StoredTensor, TapEntry
+from graftlab.recordings.file_format import (
+    LONGEST_GAP,
+    MOST_RANKS,
+    TAP_ARGUMENTS,
+    IndexEnd,
+    StoredTensor,
+    TapEntry,
+    end_of,
+)
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.tensor_file import read_tensor, tensor_places
 
@@ -71,7 +79,7 @@ class ArrayFolder(RecordedSide):
 
     def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         entries, left_out = self._found[rank]
-        return entries, IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, left_out)
+        return entries, end_of(entries, left_out)
 
     def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         if self._newest[0] != stored.shard:

@@ -29,6 +29,7 @@ from graftlab.recordings.file_format import (
     RankHeader,
     StoredTensor,
     TapEntry,
+    end_of,
     rank_folder,
 )
 from graftlab.recordings.recorded_side import RecordedSide
@@ -181,7 +182,7 @@ class Recording(RecordedSide):
             else:
                 entries.append(line)
         if end is None and self.partial:
-            end = IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, ["the taps after its truncation"])
+            end = end_of(entries, ["the taps after its truncation"])
         if end is None:
             raise RecordingError(
                 f"{path} is truncated: {_after(entries)}. gl.Recording(folder, partial=True) uses the whole ones"

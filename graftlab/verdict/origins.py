@@ -16,13 +16,12 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import first_of, listed
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX, ModuleCall
 from graftlab.taps.watch import ROOT
 from graftlab.verdict.added import call_key
 
-_SIDES: tuple[Side, Side] = ("baseline", "target")
 ModuleCalls = Mapping[Side, Sequence[Mapping[str, ModuleCall]]]
 """By side and rank, the call of the module behind each tap."""
 
@@ -96,10 +95,10 @@ def wanted_inputs(rows: pd.DataFrame, names: Sequence[str]) -> tuple[dict[Side, 
 
     ``rows`` are measured rows of values.
     """
-    own = {side: rows[f"{side}_name"].where(rows[f"{side}_name"].notna(), rows["name"]) for side in _SIDES}
+    own = {side: rows[f"{side}_name"].where(rows[f"{side}_name"].notna(), rows["name"]) for side in SIDES}
     chosen = rows["name"].isin(list(names))
     wanted = {
-        side: WantedInputs(list(dict.fromkeys(own[side][chosen])), list(dict.fromkeys(own[side]))) for side in _SIDES
+        side: WantedInputs(list(dict.fromkeys(own[side][chosen])), list(dict.fromkeys(own[side]))) for side in SIDES
     }
     pairs = dict.fromkeys(zip(own["baseline"], own["target"], strict=True))
     return wanted, [(f"{baseline}{SUFFIX}", f"{target}{SUFFIX}") for baseline, target in pairs]

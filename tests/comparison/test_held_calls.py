@@ -546,12 +546,15 @@ def test_a_function_is_compared_with_its_compiled_form(tmp_path: Path, capsys: p
         "import torch\nx = torch.ones(2, 4)\n"
         "def load():\n    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.GELU())\n"
         "def wrong(x):\n    return x * (2.0 if torch.compiler.is_compiling() else 1.0)\n"
+        "print('a model that prints')\n"
     )
     answers = []
     for name in ("load", "wrong"):
         words = [f"{path}:{name}", "--compiled", "--backend", "eager", "--inputs", f"{path}:x"]
         code = main(["compare", *words, "--json", "--folder", str(tmp_path / name)])
-        answers.append((code, json.loads(capsys.readouterr().out)))
+        printed = capsys.readouterr()
+        assert "a model that prints" in printed.err
+        answers.append((code, json.loads(printed.out)))
     (right, found), (differs, other) = answers
     assert (right, found["answer"]) == (0, "agree")
     assert "Compiled, its result is equal to the eager one" in found["text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,21 @@ def test_the_line_is_confirmed_and_stands_below_the_sentence_that_it_explains(se
     assert said[place + 1].startswith(f"  target    {Path(__file__).name}:")
     assert said[place + 2].startswith(f"  baseline  {Path(__file__).name}:")
     assert session.plan.b2t is None
+
+
+def test_no_rank_imports_the_compiler_for_code_that_does_not_use_it() -> None:
+    def has_compiler() -> bool:
+        return "torch._dynamo" in sys.modules
+
+    with gl.launch(1, 1) as session:
+        before = session.run(has_compiler, has_compiler)
+        if before.baseline[0] or before.target[0]:
+            pytest.skip("the ranks come from a process that has imported torch's compiler")
+        assert session.verdict(run, run, args=("scale",)).lines["confirmed"].any()
+        # Unwritten memory is looked for where nothing is named.
+        assert not session.verdict(run, run, args=("",)).named
+        after = session.run(has_compiler, has_compiler)
+    assert (after.baseline, after.target) == ([False], [False])
 
 
 def test_a_fused_call_is_named_beside_the_lines_that_it_replaces(session: gl.Session) -> None:
