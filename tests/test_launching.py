@@ -26,7 +26,6 @@ def test_a_launch_leaves_the_garbage_collector_on_or_off_and_frozen_objects_froz
     for name in ("disable", "enable", "freeze", "unfreeze"):
         setattr(collector, name, lambda name=name: made.append(name))
     monkeypatch.setattr(launching, "gc", collector)
-    with pytest.raises(ModuleNotFoundError), launching._without_collector():
+    with launching._without_collector():
         assert made == ["disable"]
-        raise ModuleNotFoundError("a module is missing")
     assert made == calls
