@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Iterator
@@ -117,6 +118,21 @@ def test_no_rank_imports_the_compiler_for_code_that_does_not_use_it() -> None:
         assert not session.verdict(run, run, args=("",)).named
         after = session.run(has_compiler, has_compiler)
     assert (after.baseline, after.target) == ([False], [False])
+
+
+def recorders() -> int:
+    return sum(type(each).__name__ == "OperationRecorder" for each in gc.get_objects())
+
+
+def test_a_rank_keeps_nothing_of_the_operations_that_it_traced(session: gl.Session) -> None:
+    session.run(gc.collect, gc.collect)
+    session.run(gc.disable, gc.disable)
+    try:
+        assert len(session.verdict(run, run, args=("scale",)).lines)
+        counted = session.run(recorders, recorders)
+    finally:
+        session.run(gc.enable, gc.enable)
+    assert (counted.baseline, counted.target) == ([0], [0])
 
 
 def test_a_fused_call_is_named_beside_the_lines_that_it_replaces(session: gl.Session) -> None:
