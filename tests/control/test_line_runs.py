@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import graftlab as gl
 from graftlab.control.verdicts import Verdict
+from graftlab.grafting import active
 
 pytestmark = pytest.mark.ranks
 
@@ -118,6 +119,27 @@ def test_no_rank_imports_the_compiler_for_code_that_does_not_use_it() -> None:
         assert not session.verdict(run, run, args=("",)).named
         after = session.run(has_compiler, has_compiler)
     assert (after.baseline, after.target) == ([False], [False])
+
+
+def run_many(wrong: str) -> Tensor:
+    """Six blocks, of which the target's fourth is wrong."""
+    blocks = [Attention(wrong if on_target() and place == 3 else "") for place in range(6)]
+    model = nn.Sequential(*blocks)
+    with torch.no_grad(), gl.watch(model):
+        return model(torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)))  # type: ignore[no-any-return]
+
+
+def kept_names() -> set[str]:
+    grafter = active.grafter()
+    assert grafter is not None
+    return {str(tags["name"]) for tags in grafter.kept.tags()}
+
+
+def test_a_verdict_keeps_pairs_of_the_layer_that_it_looks_at_alone(session: gl.Session) -> None:
+    assert session.verdict(run_many, run_many, args=("scale",)).named
+    (names,) = session.run(target=kept_names).target
+    assert any(name.startswith("3") for name in names)
+    assert not {name for name in names if name[0] in "0145"}
 
 
 def recorders() -> int:
