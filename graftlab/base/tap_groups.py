@@ -77,14 +77,15 @@ def numbers_in(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in name.split(".") if _NUMBER.fullmatch(part))
 
 
-def filter_of(names: Iterable[tuple[str, str | None]]) -> str | None:
+def filter_of(names: Iterable[tuple[str, str | None]], *, whole_groups: bool = True) -> str | None:
     """Return a filter expression for all taps of these groups, each given as a tap's name and kind.
 
-    The name may be that of either side. Returns None if ``names`` is empty.
+    Without ``whole_groups`` the filter matches the taps of these names alone, not those of other layers. The name may
+    be that of either side. Returns None if ``names`` is empty.
     """
     patterns: dict[tuple[str, str | None], None] = {}
     for name, kind in names:
-        parts = [r"\d+" if _NUMBER.fullmatch(part) else re.escape(part) for part in name.split(".")]
+        parts = [r"\d+" if whole_groups and _NUMBER.fullmatch(part) else re.escape(part) for part in name.split(".")]
         patterns[r"\.".join(parts), kind] = None
     texts = []
     for kind in (None, *KINDS):

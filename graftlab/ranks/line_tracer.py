@@ -42,7 +42,9 @@ def trace_callee(
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
     with handled_by(tracer), _eagerly(), tracer.recorder, _lines_of_backward(request):
         bind_callee(callee, args, kwargs)()
-    return tracer.traces
+    traces = tracer.traces
+    tracer.let_go()
+    return traces
 
 
 def _eagerly() -> contextlib.AbstractContextManager[object]:
@@ -196,6 +198,12 @@ class _LineTracer:
     def traces(self) -> list[SliceTrace | None]:
         """The operations that lead to each wanted call, or None if it was not reached."""
         return [self.found.get(place) for place in range(len(self._request.wanted))]
+
+    def let_go(self) -> None:
+        """End the circle of references with the recorder, or what it noted stays until Python looks for circles."""
+        self.recorder.present_step = int
+        self.recorder.replaced.clear()
+        self.recorder.fed.clear()
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         if not self.is_in_force:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import graftlab as gl
 from graftlab.control.verdicts import Verdict
+from graftlab.grafting import active
 
 pytestmark = pytest.mark.ranks
 
@@ -119,6 +121,42 @@ def test_no_rank_imports_the_compiler_for_code_that_does_not_use_it() -> None:
         assert not session.verdict(run, run, args=("",)).named
         after = session.run(has_compiler, has_compiler)
     assert (after.baseline, after.target) == ([False], [False])
+
+
+def run_many(wrong: str) -> Tensor:
+    """Six blocks, of which the target's fourth is wrong."""
+    blocks = [Attention(wrong if on_target() and place == 3 else "") for place in range(6)]
+    model = nn.Sequential(*blocks)
+    with torch.no_grad(), gl.watch(model):
+        return model(torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)))  # type: ignore[no-any-return]
+
+
+def kept_names() -> set[str]:
+    grafter = active.grafter()
+    assert grafter is not None
+    return {str(tags["name"]) for tags in grafter.kept.tags()}
+
+
+def test_a_verdict_keeps_pairs_of_the_layer_that_it_looks_at_alone(session: gl.Session) -> None:
+    assert session.verdict(run_many, run_many, args=("scale",)).named
+    (names,) = session.run(target=kept_names).target
+    assert any(name.startswith("3") for name in names)
+    assert not {name for name in names if name[0] in "0145"}
+
+
+def recorders() -> int:
+    return sum(type(each).__name__ == "OperationRecorder" for each in gc.get_objects())
+
+
+def test_a_rank_keeps_nothing_of_the_operations_that_it_traced(session: gl.Session) -> None:
+    session.run(gc.collect, gc.collect)
+    session.run(gc.disable, gc.disable)
+    try:
+        assert len(session.verdict(run, run, args=("scale",)).lines)
+        counted = session.run(recorders, recorders)
+    finally:
+        session.run(gc.enable, gc.enable)
+    assert (counted.baseline, counted.target) == ([0], [0])
 
 
 def test_a_fused_call_is_named_beside_the_lines_that_it_replaces(session: gl.Session) -> None:
