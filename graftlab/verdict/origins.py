@@ -151,7 +151,7 @@ class _Search:
         self._calls = calls
         self._threshold = threshold
         left = rows[~is_measured]
-        self._not_compared = left[_are_inputs(left)]
+        self._not_compared = _dicts(left[_are_inputs(left)])
 
     def of_group(self, group: str, over: pd.DataFrame) -> tuple[list[ErrorOrigin], tuple[str, ...] | None]:
         """The origins of one group, and the arguments that were not compared; None where nothing is left out."""
@@ -277,7 +277,7 @@ class _Search:
     def _left_out_by_side(self, given: _Given) -> dict[Side, list[str]]:
         names = {f"{given.tap}{SUFFIX}", str(given.rows["baseline_name"].iloc[0])}
         of_side: dict[Side, dict[str, None]] = {"target": {}, "baseline": {}}
-        for row in _dicts(self._not_compared):
+        for row in self._not_compared:
             if names & {row["baseline_name"], row["target_name"], row["name"]}:
                 of_side[row["side"]][row["tags"]["argument"]] = None
         return {side: list(found) for side, found in of_side.items()}
