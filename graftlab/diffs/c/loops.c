@@ -217,12 +217,15 @@ INLINE double sum_of(const D *set) {
 #define FINISH_VALUES(name, found_low, found_high, low, high, vector, element, from, count)                            \
     ENDS(found_low, found_high, low, high, vector, element)
 
+/* So many bytes ahead, half a page, memory is asked for: 5 % of the time of large float16 tensors. */
+#define AHEAD 2048
 /* The same of floats of 16 bits, from the bits: integer instructions take twice as many elements. Among the bits as
  * integers without sign, those of the farthest negative number are the largest, and among those with sign, those of
  * the largest positive one. Where all have one sign, what is nearest to zero is looked for afterwards. */
 #define START_BITS(low, high, from, first) ((low) = (high) = *(const FREE_W *)(from))
 #define FOLLOW_BITS(low, high, from, first, second, MIN, MAX)                                                          \
-    ((low) = MAX_UNSIGNED_W(*(const FREE_W *)(from), low), (high) = MAX_SIGNED_W(*(const FREE_W *)(from), high))
+    (__builtin_prefetch((const char *)(from) + AHEAD), (low) = MAX_UNSIGNED_W(*(const FREE_W *)(from), low),           \
+     (high) = MAX_SIGNED_W(*(const FREE_W *)(from), high))
 #define FINISH_BITS(name, found_low, found_high, low, high, vector, element, from, count)                              \
     do {                                                                                                               \
         uint16_t ends_[2] = {0, 0};                                                                                    \
@@ -255,7 +258,7 @@ static void ends_of_bits(W low, W high, const uint16_t *from, int64_t count, uin
     } while (0)
 
 /* `narrow` is what two loads give: vectors of floats, of which each makes `halves` of doubles, or doubles already. */
-#define FLOAT_LOOPS(name, c_type, vector, element, halves, WIDER, MIN, MAX, OF, ends)                                          \
+#define FLOAT_LOOPS(name, c_type, vector, element, halves, WIDER, MIN, MAX, OF, ends)                                  \
     static void JOIN(name, _sums)(const void *from_x, const void *from_y, int64_t count, struct sums *found) {         \
         const c_type *each_x = from_x, *each_y = from_y;                                                               \
         const int64_t step = 2 * sizeof(vector) / sizeof(element);                                                     \
