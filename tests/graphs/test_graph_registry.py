@@ -518,3 +518,11 @@ def test_views_of_all_sizes_begin_where_the_buffer_begins() -> None:
     template = fill(registry, 1, x=ones(1))
     places = {extract(registry, template, size).x.data_ptr() for size in range(1, MAX_BS + 1)}
     assert places == {buffer_of(registry).data_ptr()}
+
+
+def test_a_runner_of_no_size_has_a_registry_and_one_of_less_is_refused() -> None:
+    registry = CudaGraphBufferRegistry("cpu", 0, 0)
+    assert (registry.max_bs, registry.max_num_tokens) == (0, 0)
+    for sizes in ((-1, 4), (4, -1)):
+        with pytest.raises(GraphError, match="cannot be negative"):
+            CudaGraphBufferRegistry("cpu", *sizes)

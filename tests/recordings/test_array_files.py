@@ -161,6 +161,7 @@ def test_a_folder_without_arrays_and_one_that_is_absent_are_refused(tmp_path: Pa
     with pytest.raises(gl.RecordingError, match="absent cannot be read: No such file"):
         gl.Recording.from_files(tmp_path / "absent")
     np.save(tmp_path / "b.npy", np.zeros(3, dtype="V2"))
+    np.save(tmp_path / "c.npy", np.zeros(3, dtype="V2"))
     with pytest.raises(gl.RecordingError, match="no array that can be compared: tap 'b'"):
         gl.Recording.from_files(tmp_path)
 

@@ -159,3 +159,9 @@ def test_wrong_inputs_are_one_only_if_both_the_code_and_the_arguments_are_alike(
     first = replace(one, arguments=("first",), tensors=frozenset({1}))
     assert _is_given_the_same(first, replace(first, group="b", tensors=frozenset({1, 2})))
     assert not _is_given_the_same(first, replace(first, group="b", tensors=frozenset({2})))
+
+
+def test_a_wrong_input_is_placed_after_the_last_five_taps_before_it() -> None:
+    before = [Tap(name, 0.5) for name in "abcdefg"]
+    (origin,) = origins(given("attn", 0.5), *before, given("attn.o", 9.0), Tap("attn.o", 0.5)).found
+    assert origin.before == tuple("cdefg")
