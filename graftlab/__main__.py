@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     new = commands.add_parser("new", help=summary, description=summary, epilog=new_notebook.EPILOG)
     new_notebook.add_arguments(new)
     new.set_defaults(run=new_notebook.run)
-    summary = "run the quickstart notebook, or another one, without a browser; print where its models diverge"
+    summary = "run the quickstart notebook, or a different one, without a browser; print where its models diverge"
     demo = commands.add_parser("demo", help=summary, description=summary)
     demo.add_argument("notebook", nargs="?", type=Path, help="default: the quickstart")
     demo.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the results (%(default)s)")

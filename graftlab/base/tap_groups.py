@@ -63,7 +63,8 @@ def described(group: str) -> str:
     'the gradient of layers.*.q'
     """
     kind = kind_of_group(group)
-    return _OF_KIND[kind].format(group.removesuffix(f"@{kind}") if kind else group)
+    name = group.removesuffix(f"@{kind}") if kind else group
+    return _OF_KIND[kind].format("the model's members" if kind and name == "*" else name)
 
 
 def place_in_blame(group: str) -> int:

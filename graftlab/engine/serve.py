@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
         parser.error("a token is sent in an HTTP header; use printable ASCII without spaces")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("tornado.access").setLevel(logging.ERROR)  # what is logged of requests is the settings' matter
+    logging.getLogger("tornado.access").setLevel(logging.ERROR)  # the settings decide what is logged
     if token is not None:
-        # Files of recorded requests hold the command line, and are passed on.
+        # Files of recorded requests contain the command line, and are shared with others.
         hidden = {token: "***", f"--token={token}": "--token=***"}
         sys.orig_argv[:] = [hidden.get(argument, argument) for argument in sys.orig_argv]
     elif not options.no_token:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     try:
         engine, dumper = _engine(options), _dumper(options)
-    # An AssertionError is how torch says that it was built without the device.
+    # torch raises an AssertionError if it was built without the device.
     except (GraftError, ValueError, RuntimeError, AssertionError) as error:
         return _cannot_start(error)
     root = options.dump_root or options.dump_requests_folder or home() / "dumps"
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument(
         "--dump-requests-threshold", type=positive, default=1000, metavar="N", help="requests in a file"
     )
-    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders below this one alone")
+    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders only below this one")
     record.add_argument("--crash-dump-folder", metavar="D", help="where a crash writes its requests")
     record.add_argument("--log-requests", action="store_true", help="log each request")
     record.add_argument("--log-requests-level", type=int, choices=range(4), default=0, help="how much of it")

@@ -395,8 +395,8 @@ class AttachedRank:
         if not self._settle():
             self._connection.send(
                 Output(
-                    f"this job ended after it had waited {self._config.timeout:g} s for the others: whether they asked "
-                    f"for its last tensors is not known, so those have no rows\n"
+                    f"this job ended after it had waited {self._config.timeout:g} s for the others: it is unknown "
+                    f"whether they requested its last tensors, so those have no rows\n"
                 )
             )
         self._grafter.close_run()

@@ -274,7 +274,7 @@ def _commands() -> dict[str, Command]:
         "compare",
         "Match taps by value if their names differ, name the computations that differ, and plot the errors.\n\n"
         "Both sides evaluate the expression several times, each time from the same state of the models that it calls.\n"
-        "The models need no taps: their modules are tapped meanwhile, unless the expression has taps of its own.",
+        "The models need no taps: their modules are tapped meanwhile, unless the expression has taps itself.",
         "the comparison",
     )
     compiled = expression(

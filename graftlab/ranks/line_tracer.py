@@ -82,7 +82,7 @@ class TracedSteps:
     """Traces the operations of a job in its own loop, during ``steps`` whole steps.
 
     The first is the next step that is a multiple of ``steps``. ``takes`` takes the taps, whether they are traced or
-    not. A failure of the trace is no failure of the job: it ends the trace, and is its ``obstacle``.
+    not. A failure of the trace is not a failure of the job: it ends the trace, and is its ``obstacle``.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class _LineTracer:
     ) -> None:
         self.recorder = OperationRecorder(request.only)
         self.recorder.present_step = self._present_step
-        self.recorder.takes_large = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
+        self.recorder.is_near = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
         self._request = request
         self._side = side
@@ -239,8 +239,9 @@ class _LineTracer:
             self._step, self._taps = step, 0
             self._reached.clear()
         self._taps += 1
-        # Of a large model, few tensors lead to a tap. Where one further back does, another run takes its fingerprint.
-        self.recorder.takes_large = any(
+        # Of a large model, few tensors lead to a tap. Where a large one further back does, another run takes its
+        # fingerprint.
+        self.recorder.is_near = any(
             each.step == self._step and each.order - _TAPS_BEFORE <= self._taps for each in self._request.wanted
         )
 

@@ -251,9 +251,9 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     frame = frame.drop(repeated.index)
     if len(repeated):
         said.append(
-            f"the recompute of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which only "
-            "one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of its "
-            "forward pass."
+            f"the recomputation of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which "
+            "only one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of "
+            "its forward pass."
         )
     for status, meaning in (
         ("failed", "could not be compared (the transform failed)"),

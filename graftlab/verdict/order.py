@@ -69,7 +69,7 @@ def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, no
 
 
 def require(frame: pd.DataFrame, *columns: str) -> None:
-    """Raise ValueError naming the first of ``columns`` that the frame lacks, TypeError when it is no frame."""
+    """Raise ValueError naming the first of ``columns`` that the frame lacks, TypeError if it is not a frame."""
     if not isinstance(frame, pd.DataFrame):
         raise TypeError(f"expected a pandas DataFrame of rows (session.frame, run.frame), got {type(frame).__name__}")
     for column in columns:

@@ -40,7 +40,7 @@ class ErrorOrigin:
 
     ``tap`` is the tap's name, ``rank`` the target's rank, ``step`` counts from the run's first. ``modules`` is, by
     side, the innermost module of both sides between whose equal inputs and output the error arises; empty where no
-    inputs of it were compared. ``taps`` are all taps of the group of which the same holds.
+    inputs of it were compared. ``taps`` are all taps of the group with the same origin.
 
     If ``is_itself``, the module is the one behind the tap. Otherwise that one is right, and the error is in the
     ``arguments`` that ``given_to`` is given, which is the same module or one around it. They are computed after the
@@ -151,7 +151,7 @@ class _Search:
         self._calls = calls
         self._threshold = threshold
         left = rows[~is_measured]
-        self._not_compared = left[_are_inputs(left)]
+        self._not_compared = _dicts(left[_are_inputs(left)])
 
     def of_group(self, group: str, over: pd.DataFrame) -> tuple[list[ErrorOrigin], tuple[str, ...] | None]:
         """The origins of one group, and the arguments that were not compared; None where nothing is left out."""
@@ -277,7 +277,7 @@ class _Search:
     def _left_out_by_side(self, given: _Given) -> dict[Side, list[str]]:
         names = {f"{given.tap}{SUFFIX}", str(given.rows["baseline_name"].iloc[0])}
         of_side: dict[Side, dict[str, None]] = {"target": {}, "baseline": {}}
-        for row in _dicts(self._not_compared):
+        for row in self._not_compared:
             if names & {row["baseline_name"], row["target_name"], row["name"]}:
                 of_side[row["side"]][row["tags"]["argument"]] = None
         return {side: list(found) for side, found in of_side.items()}
@@ -312,7 +312,7 @@ def _dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:
-    """One origin for all taps of a group of which the same holds: that of the tap which adds the most."""
+    """One origin for all taps of a group that share it: that of the tap that adds the most."""
     alike: dict[Any, list[ErrorOrigin]] = {}
     for each in origins:
         # The taps before it vary from layer to layer, in the first one above all: one sentence is enough.

@@ -542,7 +542,7 @@ def test_the_number_of_tokens_is_cut_to_the_attentions_tensor_parallel_rank(numb
             for _ in range(2):
                 fill(registry, 8, 8, num_token_non_padded=torch.tensor(number, dtype=torch.int32))
             assert content(registry, "num_token_non_padded") == [expected]
-    with pytest.raises(GraphError, match="attn_tp_rank=4 of attn_tp_size=4 is no rank"):
+    with pytest.raises(GraphError, match="attn_tp_rank=4 of attn_tp_size=4 is not a rank"):
         build("decode", attn_tp_rank=4, **options)
 
 

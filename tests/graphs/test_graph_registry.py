@@ -55,7 +55,7 @@ def test_what_registering_returns_is_the_slot_with_its_buffer() -> None:
 def test_a_second_slot_of_a_name_is_refused_and_the_first_stays() -> None:
     registry = registry_of(make())
     first = registry.get_slot("x")
-    with pytest.raises(GraphError, match="slot 'x': there is a slot of this name already"):
+    with pytest.raises(GraphError, match="slot 'x': a slot of this name exists already"):
         registry.register_slot(make())
     assert registry.get_slot("x") is first
 
@@ -128,7 +128,7 @@ def test_a_slot_that_is_off_has_a_name_and_nothing_else() -> None:
     # As long as it is off, its field may be anything.
     batch = fill(registry, 2, x="no tensor", y=ones(2))
     assert extract(registry, batch).x == "no tensor"
-    with pytest.raises(GraphError, match="slot 'x': there is a slot of this name already"):
+    with pytest.raises(GraphError, match="slot 'x': a slot of this name exists already"):
         registry.register_slot(make())
 
 

@@ -138,7 +138,7 @@ def test_a_slot_without_a_buffer_says_what_to_do() -> None:
 )
 def test_a_slice_function_has_to_give_a_beginning_of_the_buffer(slice_fn: Any) -> None:
     registry = CudaGraphBufferRegistry("cpu", 8, 8, False)
-    with pytest.raises(GraphError, match=r"slot 'x': slice_fn\(buffer, \d\) is no view of the buffer that begins"):
+    with pytest.raises(GraphError, match=r"slot 'x': slice_fn\(buffer, \d\) is not a view of the buffer that begins"):
         registry.register_slot(make(slice_fn=slice_fn))
     assert not registry.has_slot("x")
 
