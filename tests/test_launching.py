@@ -18,7 +18,7 @@ from graftlab import launching
         (False, 5, ["disable"]),
     ],
 )
-def test_a_launch_leaves_the_garbage_collector_on_or_off_and_frozen_objects_frozen(
+def test_a_launch_leaves_the_garbage_collector_as_it_was(
     is_on: bool, frozen: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
