@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
-GRADIENT = "@grad"
-"""The suffix of a gradient's group."""
 KINDS = ("input", "grad", "param_grad", "optimizer", "param")
 """The values of the tag ``kind`` that form separate groups. Any other tap shows a value of the forward pass."""
 
@@ -65,7 +63,8 @@ def described(group: str) -> str:
     'the gradient of layers.*.q'
     """
     kind = kind_of_group(group)
-    return _OF_KIND[kind].format(group.removesuffix(f"@{kind}") if kind else group)
+    name = group.removesuffix(f"@{kind}") if kind else group
+    return _OF_KIND[kind].format("the model's members" if kind and name == "*" else name)
 
 
 def place_in_blame(group: str) -> int:
@@ -78,14 +77,15 @@ def numbers_in(name: str) -> tuple[int, ...]:
     return tuple(int(part) for part in name.split(".") if _NUMBER.fullmatch(part))
 
 
-def filter_of(names: Iterable[tuple[str, str | None]]) -> str | None:
+def filter_of(names: Iterable[tuple[str, str | None]], *, whole_groups: bool = True) -> str | None:
     """Return a filter expression for all taps of these groups, each given as a tap's name and kind.
 
-    The name may be that of either side. Returns None if ``names`` is empty.
+    Without ``whole_groups`` the filter matches the taps of these names alone, not those of other layers. The name may
+    be that of either side. Returns None if ``names`` is empty.
     """
     patterns: dict[tuple[str, str | None], None] = {}
     for name, kind in names:
-        parts = [r"\d+" if _NUMBER.fullmatch(part) else re.escape(part) for part in name.split(".")]
+        parts = [r"\d+" if whole_groups and _NUMBER.fullmatch(part) else re.escape(part) for part in name.split(".")]
         patterns[r"\.".join(parts), kind] = None
     texts = []
     for kind in (None, *KINDS):

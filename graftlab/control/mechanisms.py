@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,7 @@ class LentWeights:
         except GraftError as error:
             if isinstance(error, VerdictAbandoned) or runs.session.closed:
                 raise
-            _log.debug("verdict: weights could not be lent", exc_info=True)
+            _log.debug("verdict: the target could not be given the baseline's weights", exc_info=True)
             return cls(failure=str(error).partition("\n")[0])
         if _distance(compared, runs.returned) > _FARTHER * distance:
             runs.return_weights()
@@ -209,7 +209,7 @@ class Mechanisms:
         hints = {group: known for group in worst if (known := self._of_inputs.get(group)) is not None}
         worst = {group: row for group, row in worst.items() if group not in self._of_inputs}
         shown = self._shown(worst, frame)
-        keep = filter_of((row["name"], kind_of(row["tags"])) for row in shown)
+        keep = _filter_of_rows(shown)
         if keep is None:
             return hints
         if not all(call_key(row) in self._pairs for row in shown):
@@ -236,11 +236,16 @@ class Mechanisms:
         return self._runs.pair(*_call_of(row)) if known is None else known
 
 
+def _filter_of_rows(rows: Iterable[Any]) -> str | None:
+    """A filter for the taps of these rows: a pair of each layer of a group would take the memory of the whole model."""
+    return filter_of(((row["name"], kind_of(row["tags"])) for row in rows), whole_groups=False)
+
+
 def _affordable(shown: Sequence[Any], rows: pd.DataFrame, budget: int) -> str | None:
     """A filter that keeps the pairs of these rows; None where they would take much of what is kept for inputs."""
     names = {row["name"] for row in shown}
     size = 2 * _WIDEST * int(rows.loc[rows["name"].isin(names), "numel"].fillna(0).sum())
-    return filter_of((row["name"], kind_of(row["tags"])) for row in shown) if size <= budget * _OUTPUTS else None
+    return _filter_of_rows(shown) if size <= budget * _OUTPUTS else None
 
 
 def _worst(frame: pd.DataFrame, named: Sequence[str]) -> dict[str, Any]:

@@ -66,15 +66,16 @@ def _has_compiled() -> bool:
 def _filled() -> Iterator[None]:
     """Fill new memory, which torch does while it prefers deterministic algorithms."""
     memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     fills = memory.fill_uninitialized_memory
     with warnings.catch_warnings():
         # Of algorithms that are not deterministic.
         warnings.simplefilter("ignore")
         try:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            # Not use_deterministic_algorithms, which imports torch's compiler: seconds, and a hundred megabytes.
+            torch.set_deterministic_debug_mode("warn")
             memory.fill_uninitialized_memory = True
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.set_deterministic_debug_mode(before)
             memory.fill_uninitialized_memory = fills

@@ -23,6 +23,7 @@ from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.spilled import SpilledTensor, SpillFile
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.taps.calls import TapHandler, ambient
 from graftlab.taps.routing import handled_by
@@ -210,11 +211,21 @@ def _run(call: Call, handler: TapHandler) -> Any:
 CallKey = tuple[str, tuple[Any, ...], str, int]
 
 
-@dataclass
 class TapRecord:
-    place: CallKey
-    tags: dict[str, Any]
-    value: torch.Tensor
+    """What a tap showed. ``value`` may be in a file, from which each use reads it anew."""
+
+    def __init__(self, place: CallKey, tags: dict[str, Any], value: torch.Tensor | SpilledTensor) -> None:
+        self.place = place
+        self.tags = tags
+        self._value = value
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self._value.read() if isinstance(self._value, SpilledTensor) else self._value
+
+    def __reduce__(self) -> tuple[type[TapRecord], tuple[CallKey, dict[str, Any], torch.Tensor]]:
+        # The file has no name under which another process could open it.
+        return TapRecord, (self.place, self.tags, self.value)
 
 
 class CountingHandler:
@@ -259,8 +270,11 @@ class CountingHandler:
 
 
 class SelfGraftRecorder(CountingHandler):
+    """Records what each tap shows, in a file, up to ``budget`` bytes."""
+
     def __init__(self, budget: int) -> None:
         super().__init__()
+        self._file: SpillFile | None = None
         self.taps: dict[CallKey, TapRecord] = {}
         self.not_recorded = 0
         self._left = budget
@@ -272,7 +286,15 @@ class SelfGraftRecorder(CountingHandler):
             self.not_recorded += 1
             return
         self._left -= size
-        self.taps[place] = TapRecord(place, tags, own.detach().clone())
+        self.taps[place] = TapRecord(place, tags, self._kept(own.detach()))
+
+    def _kept(self, value: torch.Tensor) -> torch.Tensor | SpilledTensor:
+        try:
+            self._file = self._file or SpillFile()
+            return self._file.store(value)
+        except OSError:
+            # Without room on the disk, the record takes memory.
+            return value.clone()
 
 
 class RepeatComparer(CountingHandler):
@@ -341,10 +363,10 @@ class SelfGrafter(CountingHandler):
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
         recorded = self._taps.get(place)
-        if recorded is None or recorded.value.shape != own.shape:
+        if recorded is None or (value := recorded.value).shape != own.shape:
             return None
-        self.rows.append(_added(recorded, own))
-        value = recorded.value if self._resets else own.detach()
+        self.rows.append(_added(recorded, value, own))
+        value = value if self._resets else own.detach()
         if not self._moves:
             return value
         dtype = getattr(torch, self._dtype_of(place[0]), value.dtype)
@@ -362,26 +384,35 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
     if not dtype.is_floating_point or torch.finfo(dtype).eps < torch.finfo(value.dtype).eps:
         dtype = value.dtype
     generator = torch.Generator().manual_seed(seed)
-    sign = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device) * 2 - 1
-    wide = value.to(dtype).double()
-    _, exponent = torch.frexp(wide)
-    unit = torch.ldexp(torch.full_like(wide, torch.finfo(dtype).eps), exponent - 1)
-    unit = torch.where((wide == 0) | ~wide.isfinite(), torch.zeros_like(unit), unit)
-    return (wide + sign * unit).to(dtype).to(value.dtype)
+    up = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device).view(-1)
+    result = torch.empty_like(value, memory_format=torch.contiguous_format)
+    # In blocks, because in float64 the whole would take many times the memory of the value.
+    blocks = zip(value.reshape(-1).split(_BLOCK), up.split(_BLOCK), result.view(-1).split(_BLOCK), strict=True)
+    for part, signs, into in blocks:
+        wide = part.to(dtype).double()
+        mantissa, _ = torch.frexp(wide)
+        # A number over its mantissa is a power of two, so the quotient is exact; that of zero or infinity is nan.
+        unit = (wide * (torch.finfo(dtype).eps / 2)).div_(mantissa).nan_to_num_(0.0)
+        into.copy_(torch.addcmul(wide, unit, signs * 2.0 - 1).to(dtype))
+    return result if value.is_contiguous() else torch.empty_like(value).copy_(result)
 
 
-def _added(recorded: TapRecord, own: torch.Tensor) -> AddedRounding:
-    stats = measure(recorded.value, own)
+_BLOCK = 1 << 16
+
+
+def _added(recorded: TapRecord, value: torch.Tensor, own: torch.Tensor) -> AddedRounding:
+    """What was added since the record, of which ``value`` is the value."""
+    stats = measure(value, own)
     mean_square = stats.mean_baseline**2 + stats.std_baseline**2
     rms = math.sqrt(mean_square) if mean_square > 0 else 0.0
     rel_max = stats.max_abs / rms if rms else (0.0 if stats.max_abs == 0 else math.inf)
     name, _, _, occurrence = recorded.place
-    dtype = str(recorded.value.dtype).removeprefix("torch.")
+    dtype = str(value.dtype).removeprefix("torch.")
     squares = mean_square * stats.numel if mean_square > 0 else 0.0
     tags = {tag: plain(value) for tag, value in recorded.tags.items()}
     typical = None
-    if stats.mean_abs < _CONCENTRATED * stats.rel_l2 * rms and recorded.value.dim() > 1:
-        typical = _of_median_row(recorded.value, own)
+    if stats.mean_abs < _CONCENTRATED * stats.rel_l2 * rms and value.dim() > 1:
+        typical = _of_median_row(value, own)
     return AddedRounding(name, tags, occurrence, stats.rel_l2, rel_max, squares, dtype, typical)
 
 
@@ -408,14 +439,15 @@ _LARGEST_OVER_NORM = 10.0
 
 def _repeated(recorded: TapRecord, own: torch.Tensor) -> bool:
     """Whether a repeat shows the recorded value, but for the order of its sums, which differs on some devices."""
-    if _same(recorded.value, own):
+    value = recorded.value
+    if _same(value, own):
         return True
     whole = not (own.is_floating_point() or own.is_complex())
-    if whole or recorded.value.shape != own.shape or recorded.value.dtype != own.dtype:
+    if whole or value.shape != own.shape or value.dtype != own.dtype:
         return False
-    difference = _added(recorded, own)
+    difference = _added(recorded, value, own)
     limit, _ = assumed_floor([difference.dtype])
-    finite = torch.equal(recorded.value.isfinite(), own.isfinite())
+    finite = torch.equal(value.isfinite(), own.isfinite())
     return finite and difference.rel_l2 <= limit and difference.rel_max <= _LARGEST_OVER_NORM * limit
 
 

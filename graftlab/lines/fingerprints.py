@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ class Fingerprint:
         """Whether tensors of different meaning often have this fingerprint: few numbers, or all alike."""
         return self.numel < FEWEST_NUMBERS or self.constant
 
-    @property
+    @cached_property
     def norm(self) -> float:
         """The root of the sum of squares."""
         return math.sqrt(max(float(self.moments[2]), 0.0))
@@ -111,11 +111,19 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
         # What was in single precision is sorted so, in half the time.
         is_single = plain.is_floating_point() and plain.element_size() <= _SINGLE
         sorted_as = np.float32 if is_single else np.float64
-        quantiles = [np.sort(each.astype(sorted_as))[at].astype(np.float64) for each in (np.abs(wide), wide)]
+        values = np.sort(wide.astype(sorted_as))
+        quantiles = [each[at].astype(np.float64) for each in (_sorted_magnitudes(values), values)]
     constant = not nonfinite and bool(wide.min() == wide.max())
     return Fingerprint(
         shape, dtype, wide.size, nonfinite, moments, _projections(wide), quantiles[0], quantiles[1], mask, constant
     )
+
+
+def _sorted_magnitudes(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
+    """The magnitudes of sorted values in order."""
+    negative = int(np.searchsorted(values, 0))
+    # Both parts are in order, and a stable sort merges them in a fraction of the time of another sort.
+    return np.sort(np.concatenate([-values[:negative][::-1], values[negative:]]), kind="stable")
 
 
 def _hidden(wide: Floats) -> npt.NDArray[np.bool_] | None:
@@ -189,6 +197,13 @@ def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
     return IN_ORDER if in_order else ANY_ORDER
 
 
+def agree_in_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
+    """Whether the agreement of two tensors is :data:`IN_ORDER`: most that are not are refused by their projections."""
+    if not one.mask and one.numel == other.numel and not _in_same_order(one, other, tolerance):
+        return False
+    return agreement(one, other, tolerance) == IN_ORDER
+
+
 def _in_same_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
     limit = tolerance * max(one.norm, other.norm)
     # A sum with random factors of size one is as large as the norm of what it is a sum of.
@@ -212,7 +227,7 @@ def _close(one: Floats, other: Floats, tolerance: float, rms: float) -> bool:
 
 
 def _of_masks(one: Fingerprint, other: Fingerprint) -> Level:
-    """Compare masks, one of which may be true where the other is false."""
+    """Compare masks, even if one is true where the other is false."""
     near = 1e-6 * max(one.numel, 1)
     if np.allclose(one.projections, other.projections, rtol=0, atol=near):
         return IN_ORDER

@@ -84,7 +84,7 @@ class Operation:
     step: int = 0
     """The step of the recording in which it ran, from its first."""
     arguments: tuple[str, ...] = ()
-    """In words, those that are no tensors and have not their usual value."""
+    """In words, those that are not tensors and do not have their usual value."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Those of the tensors that it reads, and last that of its first result."""
     is_collective: bool = False
@@ -149,8 +149,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of this thread while it is entered and not paused.
 
     Only fingerprints are kept, of each tensor that is read, so memory does not grow with their size. ``only`` limits
-    fingerprints to these values, by number; while ``takes_large`` is False, large tensors have none. While ``is_open``
-    is False, operations pass unrecorded. ``replaced`` are functions by the index of an operation: each receives the
+    fingerprints to these values, by number; while ``is_near`` is False, those of large tensors are not taken, and
+    others without quantiles, which take most of the time. While ``is_open`` is False, operations pass unrecorded.
+    ``replaced`` are functions by the index of an operation: each receives the
     operation's first result, and returns the one to continue with. ``passed`` are the numbers of values, by the index
     of an operation whose first result each replaces; ``fed`` the number of a value that an operation reads, by its
     index, with a function that receives the value and returns the one to read.
@@ -172,7 +173,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_open = True
         self.present_step: Callable[[], int] = int
         """Returns the step that the code has reached, from the first."""
-        self.takes_large = True
+        self.is_near = True
+        """Whether the code is near a value that is wanted."""
         self.is_cut_short = False
         """Whether there were too many operations to record them all."""
         self.fails_silently = False
@@ -305,12 +307,13 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._number(tensor, None)
         if number not in self.fingerprints and (self._only is None or number in self._only):
             size = tensor.numel()
-            left_out = size > LARGE and not self.takes_large and self._only is None
+            is_near = self.is_near or self._only is not None
+            left_out = size > LARGE and not is_near
             if size > self._numbers or left_out:
                 self.over_budget.add(number)
             elif _is_plain(tensor):
                 self._numbers -= size
-                sorts = size <= min(LARGE, self._sorts)
+                sorts = is_near and size <= min(LARGE, self._sorts)
                 self._sorts -= size if sorts else 0
                 self.fingerprints[number] = fingerprint(tensor, sorts=sorts)
         return number
@@ -496,7 +499,7 @@ _MOST_NUMBERS = 6
 def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """An operation as its call would be written, with tensors by dtype and shape: ``mul(f32[2, 4], 0.1581)``.
 
-    Also its arguments that are no tensors.
+    Also its arguments that are not tensors.
     """
     said = []
     plain = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graftlab.base.world import Side
-from graftlab.lines.fingerprints import ANY_ORDER, IN_ORDER, Fingerprint, agreement
+from graftlab.lines.fingerprints import ANY_ORDER, IN_ORDER, Fingerprint, agree_in_order, agreement
 from graftlab.lines.frames import SourceFrame
 from graftlab.lines.traces import SliceTrace, TracedOperation
 
@@ -225,7 +225,7 @@ def _equal_values(number: int, trace: SliceTrace, other: SliceTrace, tolerance: 
     return {
         each
         for each, found in other.fingerprints.items()
-        if found.shape == wanted.shape and agreement(wanted, found, tolerance) == IN_ORDER
+        if found.shape == wanted.shape and agree_in_order(wanted, found, tolerance)
     }
 
 
@@ -265,7 +265,7 @@ def _has_counterpart(
     """Whether the other side does to a value what a region does, with other arguments: then neither lacks it.
 
     ``numbers`` are that side's values that equal value ``number``. An operation that this side has elsewhere, with the
-    same arguments, is no counterpart of the region.
+    same arguments, is not a counterpart of the region.
     """
     lost = {each.index for each in other.lost}
 
@@ -280,7 +280,7 @@ def _has_counterpart(
             for left in each.inputs:
                 ours = rest(each, {left}, trace)
                 if len(ours) == len(theirs) and all(
-                    one is not None and two is not None and agreement(one, two, tolerance) == IN_ORDER
+                    one is not None and two is not None and agree_in_order(one, two, tolerance)
                     for one, two in zip(ours, theirs, strict=True)
                 ):
                     return True

@@ -119,15 +119,20 @@ class SketchRecorder:
 
 def relative_l2(expected: Values, found: Values) -> float:
     """``||expected - found|| / ||expected||`` over the finite pairs; inf where only one of a pair is finite."""
-    finite = np.isfinite(expected)
-    if not np.array_equal(finite, np.isfinite(found)):
-        return float("inf")
-    if not finite.all():
+    # Of most pairs all are finite, and so are the sums.
+    with np.errstate(invalid="ignore", over="ignore"):
+        norm, difference = _norm(expected), _norm(expected - found)
+    if not (math.isfinite(norm) and math.isfinite(difference)):
+        finite = np.isfinite(expected)
+        if not np.array_equal(finite, np.isfinite(found)):
+            return float("inf")
         expected, found = expected[finite], found[finite]
-    # Not np.linalg.norm, whose threads slow each other down on arrays as small as most of these.
-    norm = math.sqrt(float(np.einsum("i,i", expected, expected)))
-    apart = expected - found
-    difference = math.sqrt(float(np.einsum("i,i", apart, apart)))
+        norm, difference = _norm(expected), _norm(expected - found)
     if norm == 0:
         return 0.0 if difference == 0 else float("inf")
     return difference / norm
+
+
+def _norm(values: Values) -> float:
+    # Not np.linalg.norm, whose threads slow each other down on arrays as small as most of these.
+    return math.sqrt(float(np.einsum("i,i", values, values)))

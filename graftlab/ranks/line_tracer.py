@@ -23,6 +23,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import TapHandler, ambient, here
 from graftlab.taps.routing import handled_by
+from graftlab.taps.untraced import COMPILER
 
 _TAPS_BEFORE = 40
 
@@ -39,11 +40,24 @@ def trace_callee(
     assert grafter is not None
     request = requests[me.rank]
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
-    # Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well.
-    eager = torch.compiler.set_stance("force_eager")
-    with handled_by(tracer), eager, tracer.recorder, _lines_of_backward(request):
+    with handled_by(tracer), _eagerly(), tracer.recorder, _lines_of_backward(request):
         bind_callee(callee, args, kwargs)()
-    return tracer.traces
+    traces = tracer.traces
+    tracer.let_go()
+    return traces
+
+
+def _eagerly() -> contextlib.AbstractContextManager[object]:
+    """Let compiled functions run eagerly.
+
+    Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well. A verdict
+    traces what has run before, so where torch's compiler has not been imported, nothing is compiled. Its import takes
+    seconds, and a hundred megabytes of each rank.
+    """
+    if COMPILER not in sys.modules:
+        return contextlib.nullcontext()
+    eager: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def _lines_of_backward(request: TraceRequest) -> contextlib.AbstractContextManager[None]:
@@ -70,7 +84,7 @@ class TracedSteps:
     """Traces the operations of a job in its own loop, during ``steps`` whole steps.
 
     The first is the next step that is a multiple of ``steps``. ``takes`` takes the taps, whether they are traced or
-    not. A failure of the trace is no failure of the job: it ends the trace, and is its ``obstacle``.
+    not. A failure of the trace is not a failure of the job: it ends the trace, and is its ``obstacle``.
     """
 
     def __init__(
@@ -156,7 +170,7 @@ class _LineTracer:
     ) -> None:
         self.recorder = OperationRecorder(request.only)
         self.recorder.present_step = self._present_step
-        self.recorder.takes_large = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
+        self.recorder.is_near = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
         self._request = request
         self._side = side
@@ -184,6 +198,12 @@ class _LineTracer:
     def traces(self) -> list[SliceTrace | None]:
         """The operations that lead to each wanted call, or None if it was not reached."""
         return [self.found.get(place) for place in range(len(self._request.wanted))]
+
+    def let_go(self) -> None:
+        """End the circle of references with the recorder, or what it noted stays until Python looks for circles."""
+        self.recorder.present_step = int
+        self.recorder.replaced.clear()
+        self.recorder.fed.clear()
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         if not self.is_in_force:
@@ -227,8 +247,9 @@ class _LineTracer:
             self._step, self._taps = step, 0
             self._reached.clear()
         self._taps += 1
-        # Of a large model, few tensors lead to a tap. Where one further back does, another run takes its fingerprint.
-        self.recorder.takes_large = any(
+        # Of a large model, few tensors lead to a tap. Where a large one further back does, another run takes its
+        # fingerprint.
+        self.recorder.is_near = any(
             each.step == self._step and each.order - _TAPS_BEFORE <= self._taps for each in self._request.wanted
         )
 

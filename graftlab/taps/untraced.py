@@ -10,7 +10,8 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DYNAMO = "torch._dynamo"
+COMPILER = "torch._dynamo"
+"""The module that torch imports before it compiles anything."""
 
 
 def outside_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
@@ -24,7 +25,7 @@ def outside_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal disabled
         if disabled is None:
-            if _DYNAMO not in sys.modules:
+            if COMPILER not in sys.modules:
                 return function(*args, **kwargs)
             import torch
 

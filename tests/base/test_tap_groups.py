@@ -32,6 +32,13 @@ def test_filter_of_a_group_matches_only_its_taps() -> None:
     assert not matches({"name": "norm", "kind": "grad"})
 
 
+def test_a_filter_of_single_taps_leaves_out_the_other_layers() -> None:
+    text = filter_of([("layers.3.q", None)], whole_groups=False)
+    assert text is not None
+    chosen = compile_filter(text).matches
+    assert [chosen({"name": name}) for name in ("layers.3.q", "layers.4.q", "layers.33.q")] == [True, False, False]
+
+
 def test_filter_of_a_gradient_group_does_not_match_values() -> None:
     text = filter_of([("norm", "grad")])
     assert text is not None

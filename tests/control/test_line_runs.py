@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import graftlab as gl
 from graftlab.control.verdicts import Verdict
+from graftlab.grafting import active
 
 pytestmark = pytest.mark.ranks
 
@@ -96,11 +99,64 @@ def test_the_line_is_confirmed_and_stands_below_the_sentence_that_it_explains(se
     assert verdict.lines["operation"].iloc[0] == "mul(f32[2, 2, 6, 6], 0.3)"
     said = verdict.text.splitlines()
     place = next(n for n, line in enumerate(said) if line.startswith("The values first differ here"))
-    assert said[place - 1].startswith("* is computed differently in member 1 of 0-1, between q, k, v and o (o itself")
+    assert said[place - 1].startswith(
+        "The model's member 1 of 0-1 is computed differently, between q, k, v and o (o itself"
+    )
     assert said[place].endswith("with the baseline's value there, the tap agrees:")
     assert said[place + 1].startswith(f"  target    {Path(__file__).name}:")
     assert said[place + 2].startswith(f"  baseline  {Path(__file__).name}:")
     assert session.plan.b2t is None
+
+
+def test_no_rank_imports_the_compiler_for_code_that_does_not_use_it() -> None:
+    def has_compiler() -> bool:
+        return "torch._dynamo" in sys.modules
+
+    with gl.launch(1, 1) as session:
+        before = session.run(has_compiler, has_compiler)
+        if before.baseline[0] or before.target[0]:
+            pytest.skip("the ranks come from a process that has imported torch's compiler")
+        assert session.verdict(run, run, args=("scale",)).lines["confirmed"].any()
+        # Unwritten memory is looked for where nothing is named.
+        assert not session.verdict(run, run, args=("",)).named
+        after = session.run(has_compiler, has_compiler)
+    assert (after.baseline, after.target) == ([False], [False])
+
+
+def run_many(wrong: str) -> Tensor:
+    """Six blocks, of which the target's fourth is wrong."""
+    blocks = [Attention(wrong if on_target() and place == 3 else "") for place in range(6)]
+    model = nn.Sequential(*blocks)
+    with torch.no_grad(), gl.watch(model):
+        return model(torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)))  # type: ignore[no-any-return]
+
+
+def kept_names() -> set[str]:
+    grafter = active.grafter()
+    assert grafter is not None
+    return {str(tags["name"]) for tags in grafter.kept.tags()}
+
+
+def test_a_verdict_keeps_pairs_of_the_layer_that_it_looks_at_alone(session: gl.Session) -> None:
+    assert session.verdict(run_many, run_many, args=("scale",)).named
+    (names,) = session.run(target=kept_names).target
+    assert any(name.startswith("3") for name in names)
+    assert not {name for name in names if name[0] in "0145"}
+
+
+def recorders() -> int:
+    return sum(type(each).__name__ == "OperationRecorder" for each in gc.get_objects())
+
+
+def test_a_rank_keeps_nothing_of_the_operations_that_it_traced(session: gl.Session) -> None:
+    session.run(gc.collect, gc.collect)
+    session.run(gc.disable, gc.disable)
+    try:
+        assert len(session.verdict(run, run, args=("scale",)).lines)
+        counted = session.run(recorders, recorders)
+    finally:
+        session.run(gc.enable, gc.enable)
+    assert (counted.baseline, counted.target) == ([0], [0])
 
 
 def test_a_fused_call_is_named_beside_the_lines_that_it_replaces(session: gl.Session) -> None:

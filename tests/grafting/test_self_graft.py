@@ -50,6 +50,7 @@ def test_each_number_moves_by_one_unit_of_its_dtype(dtype: torch.dtype) -> None:
     x = torch.tensor([1.5, -3.25, 100.0, -0.007], dtype=dtype).repeat(64)
     other = moved(x, dtype, seed=0)
     assert other.dtype == dtype
+    assert x.equal(torch.tensor([1.5, -3.25, 100.0, -0.007], dtype=dtype).repeat(64))
     steps = (other.double() - x.double()).abs()
     unit = torch.finfo(dtype).eps * 2.0 ** x.double().abs().log2().floor()
     assert torch.equal(steps, unit)
@@ -60,6 +61,13 @@ def test_a_coarser_dtype_moves_further() -> None:
     x = torch.full((64,), 1.0)
     assert (moved(x, torch.bfloat16, seed=0) - 1).abs().max().item() == 2.0**-7
     assert (moved(x, torch.float64, seed=0) - 1).abs().max().item() == 2.0**-23
+
+
+def test_the_largest_and_smallest_numbers_of_float64_move_by_their_own_unit() -> None:
+    x = torch.tensor([1e300, -1e300, 1e-290], dtype=torch.float64).repeat(32)
+    off = (moved(x, x.dtype, 0) - x).abs() / x.abs()
+    assert (off > 2.0**-54).all()
+    assert (off < 2.0**-51).all()
 
 
 def test_zeros_infinities_and_nan_and_integers_stay() -> None:

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from graftlab.lines.fingerprints import ANY_ORDER, DIFFERENT, IN_ORDER, MAGNITUDES, agreement, fingerprint, joined
+from graftlab.lines.fingerprints import (
+    ANY_ORDER,
+    DIFFERENT,
+    IN_ORDER,
+    MAGNITUDES,
+    agree_in_order,
+    agreement,
+    fingerprint,
+    joined,
+)
 from graftlab.lines.operations import Operation, OperationRecorder
 from graftlab.lines.traces import slice_of
 
@@ -77,6 +86,7 @@ def test_fingerprints_agree_in_values_in_any_order_and_in_magnitudes() -> None:
         (x[:2], DIFFERENT),
     ):
         assert agreement(one, fingerprint(other), 1e-5) == level
+        assert agree_in_order(one, fingerprint(other), 1e-5) == (level == IN_ORDER)
         assert agreement(fingerprint(x, sorts=False), fingerprint(other), 1e-5) == level
 
 
@@ -121,7 +131,7 @@ def test_few_large_values_do_not_hide_differences_in_the_others() -> None:
 def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() -> None:
     x = drawn(300, 300)
     far = OperationRecorder()
-    far.takes_large = False
+    far.is_near = False
     with far:
         (x * 2).sum()
     assert far.over_budget == {0, 1}
@@ -129,6 +139,17 @@ def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() 
     with again:
         (x * 2).sum()
     assert set(again.fingerprints) == {1}
+
+
+def test_values_far_from_what_is_wanted_are_not_sorted() -> None:
+    x = drawn(6, 6)
+    far = OperationRecorder()
+    far.is_near = False
+    with far:
+        y = x * 2 + 1
+        far.is_near = True
+        y.sum()
+    assert [far.fingerprints[number].magnitudes is None for number in (0, 1, 2)] == [True, True, False]
 
 
 def test_operations_have_their_arguments_and_shapes_apart() -> None:

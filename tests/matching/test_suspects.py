@@ -14,7 +14,7 @@ def tap(name: str, order: int, seed: int) -> RecordedTap:
     return RecordedTap.of(name, torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)), order=order)
 
 
-def test_of_equally_likely_partners_the_one_at_the_same_distance_behind_a_pair_comes_first() -> None:
+def test_of_equally_likely_partners_the_one_at_the_same_distance_is_first() -> None:
     # Three taps of the baseline have the same values and names alike; the target has two taps that only it has first.
     baseline = [tap("start", 5, 0), tap("x.1", 4, 1), tap("x.2", 7, 1), tap("x.3", 9, 1)]
     target = [tap("begin", 10, 0), tap("y", 12, 1)]

@@ -245,7 +245,7 @@ def test_each_side_has_a_group_and_each_rank_an_actor_with_its_resources(
     assert (hosts.host, hosts.port) == ("127.0.0.1", 0)
 
 
-def test_a_cluster_by_default_is_found_by_ray_and_gives_the_environment_of_its_own(
+def test_a_cluster_by_default_is_found_by_ray_and_keeps_its_environment(
     cluster: Cluster, reserve: Callable[..., RayHosts]
 ) -> None:
     hosts = reserve(resources={"tpu": 1}, listen="tcp://10.0.0.7:29500")
