@@ -446,6 +446,17 @@ def test_a_layout_travels_with_the_tap(handler: TapHandler) -> None:
     assert found == [ExtrasWithLayout("shard(dim=0, mesh='tp')", {"n": 1})]
 
 
+def test_a_graft_of_a_gradient_leaves_autograds_own_tensor(
+    handler: TapHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another branch of the model may share it."""
+    handler.tap = lambda name, value, extras, tags, replace=False: value.fill_(7.0)  # type: ignore[method-assign]
+    monkeypatch.setitem(compiled._shown, 1 << 30, compiled._GradientOrigin({}, threading.get_ident()))
+    gradient = torch.ones(3)
+    assert compiled._show_gradient(gradient, torch.tensor(1 << 30), "h", []).tolist() == [7.0] * 3
+    assert gradient.tolist() == [1.0] * 3
+
+
 def test_value_other_than_a_tensor_is_skipped_with_one_warning(handler: TapHandler) -> None:
     function = torch.compile(lambda x: (gl.tap("h", "text"), x * 2)[1], fullgraph=True, backend="aot_eager")
     with pytest.warns(gl.GraftWarning, match=r"gl\.tap\('h'\) in compiled code: its value is str"):
