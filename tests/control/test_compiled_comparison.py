@@ -77,7 +77,7 @@ def test_a_mistake_of_the_compiler_is_named_by_the_verdict(session: gl.Session) 
     compared = session.compare_compiled(model, args=(X,), backend=faulty)
     assert compared.verdict.named == ["out"]
     # The search for lines runs the code eagerly, and leaves it compiled afterwards: `tapped` is of a later run.
-    assert "Run eagerly, operation by operation, out agrees: what compiles the target's code" in compared.verdict.text
+    assert "Run eagerly, operation by operation, out agrees: compiling the target's code" in compared.verdict.text
     assert not len(compared.verdict.lines)
     assert compared.fused is None
     assert compared.untapped > 0.1
@@ -361,7 +361,7 @@ def test_code_that_computes_something_else_while_it_is_captured_is_reported(sess
 
     compared = session.compare_compiled(asks, args=(X,), backend="eager")
     assert not len(compared.lines)
-    assert "The graphs that torch captures give a wrong result even where nothing of them is compiled" in compared.text
+    assert "The graphs that torch captures give a wrong result even when none of them is compiled" in compared.text
 
 
 def attend(x: Tensor) -> Tensor:

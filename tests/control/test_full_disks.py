@@ -219,5 +219,5 @@ def test_a_script_whose_output_no_disk_takes_is_reported_with_that(
     for side in "ab":
         (tmp_path / f"{side}.py").write_text(PRINTS)
     monkeypatch.setenv("GRAFTLAB_HOME", str(disk))
-    with pytest.raises(gl.LaunchError, match=r"(?s)ended with exit code .*the disk of .* is full, so what was printed"):
+    with pytest.raises(gl.LaunchError, match=r"(?s)ended with exit code .*the disk of .* is full, so its last output"):
         gl.compare(f"{sys.executable} {tmp_path}/a.py", f"{sys.executable} {tmp_path}/b.py")
