@@ -166,7 +166,6 @@ MUTABLE = {
     "SelfGraft",
     "SessionInternals",
     "Site",
-    "TapRecord",
     "WantedTaps",
     "_Atom",
     "_Chunk",
