@@ -22,13 +22,14 @@ from benchmarks.rows import SampleRows
 _PLANS: tuple[tuple[str, dict[str, Any]], ...] = (("compared", {"compare": "True"}), ("grafted", {"b2t": "True"}))
 _TAPS = (100, 1_000, 10_000)
 _RANKS = (2, 8, 32)
-# In a cache, and beyond all of them: a size between them would show the memory's share of the time as growth.
-_BYTES = (4 << 10, 64 << 20, 1 << 30)
+# In a cache; and beyond all of them and as large as what a sender buffers, so that the two sides take turns. Sizes
+# between these would show the memory's share of the time, and those turns, as growth.
+_BYTES = (4 << 10, 256 << 20, 1 << 30)
 # A frame of ten million rows takes more memory than a small machine has.
 _ROWS = (10_000, 100_000, 1_000_000)
 _TAPS_OF_RANKS = 100
-# Tensors of this many bytes in all are tapped at each size, but one at least and no more than the most taps.
-_BYTES_IN_ALL, _MOST_TAPS = 256 << 20, 500
+# Tensors of this many bytes in all are tapped at each size, between the least and the most taps.
+_BYTES_IN_ALL, _LEAST_TAPS, _MOST_TAPS = 256 << 20, 5, 500
 # Linear, and what the noise of the figures adds to a slope over a factor of ten.
 _LINEAR = 1.15
 
@@ -116,8 +117,12 @@ def _wrong_chain(count: int) -> torch.Tensor:
 
 
 def _by_ranks(setup: Setup) -> list[Line]:
-    """Measure runs of that many ranks on this machine's cores: all work of all ranks."""
+    """Measure runs of that many ranks on this machine's cores: all work of all ranks.
+
+    Each receiver gets the tensor of each sender, so the work is proportional to the pairs of ranks, not to the ranks.
+    """
     sizes = _RANKS[:2] if setup.quick else _RANKS
+    pairs = [(ranks // 2) ** 2 for ranks in sizes]
     lines = []
     for what, plan in _PLANS:
         costs = []
@@ -125,7 +130,7 @@ def _by_ranks(setup: Setup) -> list[Line]:
             with worlds.session(setup, ranks // 2, ranks // 2, **plan) as session:
                 call = partial(session.run, _chain, _chain, args=(_TAPS_OF_RANKS,))
                 costs.append(_least(call, setup.repeats(5, 2)))
-        lines.append(_line(f"a {what} step", "ranks", sizes, costs))
+        lines.append(_line(f"a {what} step", f"pairs of {sizes[0]} to {sizes[-1]} ranks", pairs, costs))
     return lines
 
 
@@ -144,7 +149,7 @@ def _by_bytes(setup: Setup) -> list[Line]:
 
 
 def _tap_of(session: gl.Session, size: int) -> float:
-    repeats = max(2, min(_MOST_TAPS, _BYTES_IN_ALL // size))
+    repeats = max(_LEAST_TAPS, min(_MOST_TAPS, _BYTES_IN_ALL // size))
     taken: list[float] = session.run(_tap_repeatedly, _tap_repeatedly, args=(size, repeats)).target[0]
     return min(taken)
 

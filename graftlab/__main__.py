@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     from graftlab.comparison import command as compare_command
     from graftlab.comparison import new_notebook
-    from graftlab.jobs import attach_command, status_commands
+    from graftlab.jobs import commands as job_commands
     from graftlab.jobs.attach import forget_first_tap
     from graftlab.zoo import scoring
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     new = commands.add_parser("new", help=summary, description=summary, epilog=new_notebook.EPILOG)
     new_notebook.add_arguments(new)
     new.set_defaults(run=new_notebook.run)
-    summary = "run the quickstart notebook, or another one, without a browser; print where its models diverge"
+    summary = "run the quickstart notebook, or a different one, without a browser; print where its models diverge"
     demo = commands.add_parser("demo", help=summary, description=summary)
     demo.add_argument("notebook", nargs="?", type=Path, help="default: the quickstart")
     demo.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the results (%(default)s)")
@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs.set_defaults(run=_runs)
     summary = "run a script as a job that joins a session named by environment variables; see docs/attach.md"
     attach = commands.add_parser("attach", help=summary, description=summary)
-    attach_command.add_arguments(attach)
-    attach.set_defaults(run=attach_command.run)
+    job_commands.add_attach_arguments(attach)
+    attach.set_defaults(run=job_commands.attach_script)
     for name, summary in (
         ("status", "show where each rank of a session of jobs is, and which taps differ most"),
         ("watch", "the same, updated continuously"),
         ("stacks", "show the stack of each thread of each rank"),
     ):
-        status_commands.add_arguments(commands.add_parser(name, help=summary, description=summary), name)
+        job_commands.add_status_arguments(commands.add_parser(name, help=summary, description=summary), name)
     summary = "write a token for jobs on several machines to a new file that only you can read"
     token = commands.add_parser("token", help=summary, description=summary)
     token.add_argument("file", type=Path, metavar="FILE", help="for GRAFTLAB_TOKEN_FILE; it must not exist yet")
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scoring.add_arguments(zoo)
     zoo.set_defaults(run=scoring.run)
     arguments = parser.parse_args(argv)
-    if arguments.run is not attach_command.run:
+    if arguments.run is not job_commands.attach_script:
         # The environment may ask jobs to join; this command is not one.
         forget_first_tap()
     code: int = arguments.run(arguments)

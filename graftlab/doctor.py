@@ -1,4 +1,4 @@
-"""``graftlab doctor``: what an installation has, what it lacks, and the command that mends it."""
+"""``graftlab doctor``: what an installation has, what it lacks, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from graftlab.base.world import MAX_RANKS
 from graftlab.control.run_folder import home
 from graftlab.diffs import kernel
 from graftlab.ranks.descriptors import MEMORY_FILES
@@ -141,10 +142,8 @@ def ranks_within(limit: int) -> int:
     Any two ranks have a socket pair, and each rank a segment of memory and about ten descriptors for its process.
     """
     ranks = 0
-    while (ranks + 1) * ranks + 11 * (ranks + 1) + _SPARE_DESCRIPTORS <= limit:
+    while ranks < MAX_RANKS and (ranks + 1) * ranks + 11 * (ranks + 1) + _SPARE_DESCRIPTORS <= limit:
         ranks += 1
-        if ranks == 512:  # a session has no more
-            break
     return ranks
 
 

@@ -57,7 +57,12 @@ def sources() -> list[Path]:
 
 
 def documented_nodes(tree: ast.Module) -> Iterator[ast.Constant]:
-    for node in ast.walk(tree):
+    # Statements alone: most nodes are parts of expressions.
+    found: list[ast.AST] = [tree]
+    for node in found:
+        for block in ("body", "orelse", "handlers", "finalbody"):
+            inside = getattr(node, block, ())
+            found += inside if isinstance(inside, list) else ()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
             if (

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
-GRADIENT = "@grad"
-"""The suffix of a gradient's group."""
 KINDS = ("input", "grad", "param_grad", "optimizer", "param")
 """The values of the tag ``kind`` that form separate groups. Any other tap shows a value of the forward pass."""
 
@@ -65,7 +63,8 @@ def described(group: str) -> str:
     'the gradient of layers.*.q'
     """
     kind = kind_of_group(group)
-    return _OF_KIND[kind].format(group.removesuffix(f"@{kind}") if kind else group)
+    name = group.removesuffix(f"@{kind}") if kind else group
+    return _OF_KIND[kind].format("the model's members" if kind and name == "*" else name)
 
 
 def place_in_blame(group: str) -> int:

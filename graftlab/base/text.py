@@ -1,7 +1,8 @@
-"""Counts and names in running text."""
+"""Counts and names in running text and options."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 
@@ -49,3 +50,10 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def positive(text: str) -> int:
+    """The type of a command line's option that takes a whole number of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
+    return int(text)

@@ -7,6 +7,7 @@ from typing import Literal
 
 Side = Literal["baseline", "target"]
 Direction = Literal["b2t", "t2b"]
+SIDES: tuple[Side, Side] = ("baseline", "target")
 
 MAX_RANKS = 512
 """The largest number of ranks of both sides together: a rank's status page has one bit for each rank it may await."""

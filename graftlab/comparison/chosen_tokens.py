@@ -131,6 +131,6 @@ def sentence_on(tokens: Sequence[ChosenToken], number: int, model: str) -> str:
     if not first.is_targets_largest:
         return f"{begins}, and the target's is not the largest of its logits: the code that chooses tokens differs."
     return (
-        f"{begins}, and that is no near tie: in the call before, the baseline's logits of both are {first.apart:.2g} "
-        f"apart, where rounding explains {first.limit:.2g}."
+        f"{begins}, and that is not a near tie: in the call before, the baseline's logits of both are "
+        f"{first.apart:.2g} apart, where rounding explains {first.limit:.2g}."
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from graftlab.base.progress import reported_to
 from graftlab.comparison.sides import (
@@ -123,9 +124,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print the answer, write the report; returns the exit code."""
+    if not arguments.json:
+        return _run(arguments, sys.stdout)
+    out = sys.stdout
+    # So that it has nothing but the answer, whatever the models print.
+    with contextlib.redirect_stdout(sys.stderr):
+        return _run(arguments, out)
+
+
+def _run(arguments: argparse.Namespace, out: TextIO) -> int:
     try:
         if arguments.compiled:
-            return _run_compiled(arguments)
+            return _run_compiled(arguments, out)
         with _Progress() as progress, reported_to(progress.show):
             compared = _compared(arguments, progress)
     except ConfigError as error:
@@ -134,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     except GraftError as error:
         # Nothing was concluded, and the reason is in the message.
         if arguments.json:
-            _write_json({"answer": "inconclusive", "exit_code": _INCONCLUSIVE, "text": str(error)})
+            _write_json(out, {"answer": "inconclusive", "exit_code": _INCONCLUSIVE, "text": str(error)})
         else:
             sys.stderr.write(f"graftlab compare: {error}\n")
         return _INCONCLUSIVE
@@ -144,22 +154,22 @@ def run(arguments: argparse.Namespace) -> int:
         known = known_at(interrupt) or ["Nothing was judged yet."]
         text = f"interrupted; both sides have ended. {' '.join(known)}"
         if arguments.json:
-            _write_json({"answer": "inconclusive", "exit_code": _INTERRUPTED, "text": text})
+            _write_json(out, {"answer": "inconclusive", "exit_code": _INTERRUPTED, "text": text})
         else:
             sys.stderr.write(f"graftlab compare: {text}\n")
         return _INTERRUPTED
     with compared.session:
         page = compared.report(arguments.report or compared.session.folder / "report.html")
         if arguments.json:
-            _write_json(_as_json(compared, page))
+            _write_json(out, _as_json(compared, page))
         else:
-            sys.stdout.write(f"{compared.text}\n\nThe report is {page}\n")
+            out.write(f"{compared.text}\n\nThe report is {page}\n")
         if arguments.open:
             webbrowser.open(page.resolve().as_uri())
     return _EXIT_CODES[compared.answer]
 
 
-def _run_compiled(arguments: argparse.Namespace) -> int:
+def _run_compiled(arguments: argparse.Namespace, out: TextIO) -> int:
     from graftlab.comparison.functions import compare_with_compiled
     from graftlab.control.report import write_report
 
@@ -179,9 +189,9 @@ def _run_compiled(arguments: argparse.Namespace) -> int:
         page = write_report(session, arguments.report or session.folder / "report.html", found.verdict, False)
         told = {"answer": answer, "exit_code": _EXIT_CODES[answer], "named": found.verdict.named, "text": found.text}
         if arguments.json:
-            _write_json({**told, "report": str(page), "folder": str(session.folder)})
+            _write_json(out, {**told, "report": str(page), "folder": str(session.folder)})
         else:
-            sys.stdout.write(f"{found.text}\n\nThe report is {page}\n")
+            out.write(f"{found.text}\n\nThe report is {page}\n")
         if arguments.open:
             webbrowser.open(page.resolve().as_uri())
     return _EXIT_CODES[answer]
@@ -332,5 +342,5 @@ def _as_json(compared: Comparison, page: Path) -> dict[str, Any]:
     }
 
 
-def _write_json(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer, indent=2) + "\n")
+def _write_json(out: TextIO, answer: dict[str, Any]) -> None:
+    out.write(json.dumps(answer, indent=2) + "\n")

@@ -56,7 +56,7 @@ def compare(
     timeout: float = limits.TIMEOUT,
     folder: str | Path | None = None,
 ) -> Comparison:
-    """Load two models, each in a process of its own, call both with the same inputs, and judge the target.
+    """Load two models in separate processes, call both with the same inputs, and judge the target.
 
     ``baseline`` and ``target`` are functions, each called once on its rank, that return a ``torch.nn.Module``, or a
     function of the inputs; one that takes arguments is such a function itself. ``inputs`` is a tensor, a tuple or
@@ -165,9 +165,9 @@ def compare_with_compiled(
 def record_reference(
     load: Callee, inputs: Any, folder: str | Path, *, include: str | None = None, limit: int
 ) -> list[str]:
-    """Load a model in a process of its own, call it with these inputs, and record its taps in this folder.
+    """Load a model in a separate process, call it with these inputs, and record its taps in this folder.
 
-    The recording has at most ``limit`` bytes; returns the taps of which it has sketches alone. Raises
+    The recording has at most ``limit`` bytes; returns the taps that it has only as sketches. Raises
     :class:`RecordingError` when the folder has a recording already, or the limit is too small.
     """
     with launch(baseline=1, target=1) as session, tempfile.TemporaryDirectory(dir=session.folder) as whole:

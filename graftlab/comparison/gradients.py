@@ -20,7 +20,7 @@ from graftlab.verdict.gradient_scaling import best_factor, left_over, norms_of
 _TIMES = 10.0
 # Gradients below this part of all gradients of a rank, over the unit roundoff, are what rounding leaves of zero.
 _OF_ALL = 16.0
-# What rounding leaves of zero has a direction by chance; from this cosine on a gradient is no such rest.
+# What rounding leaves of zero has a direction by chance; from this cosine on a gradient is not such a remainder.
 _ALIKE = 0.99
 # Sums of ranks and steps are compared with this tolerance at least: their parts may cancel.
 _SUM = 1e-3

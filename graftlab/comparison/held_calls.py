@@ -41,7 +41,7 @@ _MOST_ROW_PAIRS = 1 << 24
 _MOST_WEIGHTS = 4
 
 
-# A repr of its own would have the whole frame.
+# The default repr would contain the whole frame.
 @dataclass(frozen=True, repr=False)
 class Comparison(Verdict):
     """The answer of :func:`graftlab.compare`: a verdict, the session that gave it, and the match by which taps pair.
@@ -255,7 +255,7 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
         elif moved:
             said.append(
                 f"The {side}'s call of {calls[0].model} cannot be replayed: from the same state, arguments and random "
-                f"numbers it returns something else ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
+                f"numbers it returns a different result ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
                 f"State outside the model and its arguments, random numbers of another source, or memory that is read "
                 "before anything is written to it (torch.empty), may change it."
             )

@@ -119,13 +119,13 @@ def why_not_held(
                 if each.has_closure:
                     return f"{what} calls the model by a closure, and cannot be repeated in its process."
                 if each.not_repeated:
-                    return f"{what} gives something else when it is repeated."
+                    return f"{what} gives a different result when it is repeated."
                 continue
             what = f"The {side}'s call {each.number} of {each.model}"
             if each.fails_when_repeated:
                 return f"{what} fails when it is repeated ({each.fails_when_repeated})."
             if each.not_repeated:
-                return f"{what} gives something else when it is repeated ({each.not_repeated[0]})."
+                return f"{what} gives a different result when it is repeated ({each.not_repeated[0]})."
     return None
 
 
@@ -134,5 +134,5 @@ def why_not_repeated(compared: Comparison) -> str | None:
     found = compared.findings
     for side, taps in (("baseline", found.not_repeated), ("target", found.target_not_repeated)):
         if compared.answer == "inconclusive" and taps:
-            return f"The {side} gives something else when it is repeated (at {taps[0]})."
+            return f"The {side} gives a different result when it is repeated (at {taps[0]})."
     return None

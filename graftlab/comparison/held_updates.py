@@ -58,7 +58,7 @@ def judge_held_updates(
     verdict = repeats.verdict(choice, explain=False)
     moved = [
         f"The {side}'s step of {each[0].optimizer} cannot be replayed: from the same weights, gradients and state it "
-        "gives something else. Do not rely on anything below."
+        "computes a different update. Do not rely on anything below."
         for side, each in (("baseline", baseline), ("target", target))
         if any(one.not_repeated for one in each)
     ]

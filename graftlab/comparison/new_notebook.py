@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 EPILOG = "exit codes: 0, the notebook is written; 64, wrong usage, and nothing is written"
 
 _HOW: dict[Kind, str] = {
-    "functions": "Each function is called in a process of its own, and both models get the same inputs.",
+    "functions": "Each function runs in a separate process, and both models get the same inputs.",
     "recording": (
-        "The baseline is a recording: nothing of it is computed again. The target's function is called in a process\n"
-        "of its own, and its model must get the inputs that were recorded."
+        "The baseline is a recording and computes nothing. The target's function runs in a separate process,\n"
+        "and its model must get the recorded inputs."
     ),
     "scripts": "Both scripts run as they are, until they call a model. There they wait, and the call is repeated.",
 }
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help="the other side: a script, a command or FILE.py:FUNCTION")
     parser.add_argument(
-        "--inputs", metavar="FILE.py:NAME", help="of functions: the inputs of the models, or a function of them"
+        "--inputs", metavar="FILE.py:NAME", help="for functions: the models' inputs, or a function that returns them"
     )
 
 
@@ -63,7 +63,7 @@ def notebook_of(notebook: Path, baseline: str, target: str, inputs: str | None =
     baseline is a folder without a recording.
     """
     if notebook.suffix != ".ipynb":
-        raise ConfigError(f"{notebook} is no name of a notebook; give one that ends in .ipynb")
+        raise ConfigError(f"{notebook} is not the name of a notebook; give one that ends in .ipynb")
     if notebook.exists():
         raise ConfigError(f"{notebook} exists and is not overwritten; give another name, or remove it first")
     kind = kind_of_sides(baseline, target)
@@ -89,7 +89,7 @@ def _check_defined(function: FunctionInFile) -> None:
     try:
         tree = sources.parse(path.read_text(encoding="utf-8"), str(path))
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path} is no Python file: {error}; mend it first") from error
+        raise ConfigError(f"{path} is not valid Python: {error}; fix it first") from error
     known: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -127,7 +127,7 @@ def _cells(notebook: Path, kind: Kind, baseline: str, target: str, inputs: str |
         (
             "markdown",
             "## Every tap\n\nA point is the output of a module, in the order of execution. A filled point is the error "
-            "that arose at the tap itself, a\nhollow one the error in a plain run. What is above the dashed line is "
+            "that arose at the tap itself, a\nhollow one the error in a plain run. Points above the dashed line are "
             'more than rounding. `comparison.plot("NAME")` shows where the\ntensors of a named group differ.',
         ),
         ("code", "comparison.plot()"),

@@ -77,7 +77,7 @@ _REFUSED = "What cannot be repeated in its process is judged where the scripts a
 # Calls that raise, after which a script is not waited for any more.
 _MOST_RAISING = 16
 _AFTER_A_TIE = f"{NOT_CHECKED}what the scripts compute from different tokens."
-_NOTHING_TO_JUDGE = "a script ended before there was a call of both sides to judge"
+_NOTHING_TO_JUDGE = "a script ended before both sides had made a call to judge"
 _NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
 # Seconds in which the results of further calls are compared, at least.
 _LOOK_AT_RESULTS = 10.0
@@ -393,7 +393,7 @@ class _HeldInTurn:
             if self._started is not None:
                 self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
         if self._unpaired is not None:
-            unpaired = f"{NOT_CHECKED}single calls, as the sides call their models with other numbers of rows."
+            unpaired = f"{NOT_CHECKED}single calls, because the sides call their models with different numbers of rows."
             compared = replace(compared, remarks=(*compared.remarks, unpaired))
         return compared
 

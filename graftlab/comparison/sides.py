@@ -73,14 +73,14 @@ def function_in_file(text: str) -> FunctionInFile:
 def command_of(text: str, ranks: int | None) -> ScriptCommand:
     """The command of a side; a script runs in the Python of this process. ``ranks`` is read from it if it is None.
 
-    Raises :class:`ConfigError` if the text is no command, or its script does not exist.
+    Raises :class:`ConfigError` if the text is not a command, or its script does not exist.
     """
     from graftlab.jobs.script_launcher import ScriptCommand
 
     try:
         words = [text] if text.endswith(".py") and os.path.isfile(text) else shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"{text!r} is no command: {error}") from error
+        raise ConfigError(f"{text!r} is not a command: {error}") from error
     variables: dict[str, str] = {}
     if words[:1] == ["env"]:
         words.pop(0)
@@ -120,7 +120,7 @@ def ranks_of_command(words: Sequence[str]) -> int:
         if name in options:
             count = value if equals else (words[place + 1] if place + 1 < len(words) else "")
             if not count.isdecimal():
-                raise ConfigError(f"{name} {count}: how many ranks that is, is not known; give --ranks B,T")
+                raise ConfigError(f"{name} {count}: the number of ranks is not known; give --ranks B,T")
             return int(count)
     return 1
 

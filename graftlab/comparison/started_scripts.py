@@ -59,7 +59,7 @@ def units_of(side_by_side: Mapping[Side, CallDescription | UpdateDescription]) -
 
 
 class StartedScripts(Repeats):
-    """Makes each run in processes of its own, which reach the same call or update by counting.
+    """Makes each run in new processes, which reach the same call or update by counting.
 
     ``start`` starts both scripts; they wait at their first call. With ``training`` the target takes the baseline's
     weights there.

@@ -151,7 +151,7 @@ class CompiledComparison:
             return []
         if not self.pieces.is_right_uncompiled:
             return [
-                "The graphs that torch captures give a wrong result even where nothing of them is compiled: the code "
+                "The graphs that torch captures give a wrong result even when none of them is compiled: the code "
                 "computes something else while it is captured, as where it asks torch.compiler.is_compiling()."
             ]
         if not (lines := self.pieces.lines):

@@ -16,10 +16,9 @@ from graftlab.base.html import bundle
 from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.closing import close_at_exit, forget, uninterrupted
-from graftlab.control.hub import Hub
+from graftlab.control.hub import Hub, MessageRouter
 from graftlab.control.joined_jobs import JoinedJobs
 from graftlab.control.kept_pairs import PairsOnRanks, keep_advice
-from graftlab.control.message_router import MessageRouter
 from graftlab.control.plans import Action, Plans
 from graftlab.control.queries import A, Queries
 from graftlab.control.ranks_table import ranks_frame, titled_table

@@ -206,7 +206,7 @@ class StepRuns(VerdictRuns):
 
     def baseline_changed(self) -> list[str]:
         ranks = self.session.select("baseline")
-        return _differing(self._against_themselves("whether the baseline is as it was", ("repeat",), ranks))
+        return _differing(self._against_themselves("whether the baseline is unchanged", ("repeat",), ranks))
 
     def misaligned_steps(self, compared: pd.DataFrame) -> MisalignedSteps | None:
         if self._repeats or not may_be_misaligned(compared):

@@ -22,7 +22,14 @@ from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import LentWeights, Mechanisms
 from graftlab.control.partial_sums import not_compared, partial_sums
 from graftlab.control.swaps import OutputTap, Swaps, find_outputs
-from graftlab.control.unmeasured import effects_not_measured, judged_at, may_have_passed, not_in_twin, unseen_taps
+from graftlab.control.unmeasured import (
+    effects_not_measured,
+    judged_at,
+    judged_until_sketch,
+    may_have_passed,
+    not_in_twin,
+    unseen_taps,
+)
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor
@@ -67,7 +74,6 @@ from graftlab.verdict.pair_contradictions import compared_in_part, contradicting
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently
-from graftlab.verdict.sketched_taps import judged_until_sketch
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
     ReturnedValues,
@@ -139,7 +145,7 @@ class Naming:
 
     @property
     def clears(self) -> bool:
-        """Whether no computation is named although one could be. Inputs that differ are no computation."""
+        """Whether no computation is named although one could be. Differing inputs are not a computation."""
         return not (self.not_repeated or any(group not in self.inputs for group in self.named))
 
 
@@ -178,7 +184,7 @@ class Judgement:
         outdated = outdated_pairs(evidence.measured, self._before, naming.given)
         if outdated:
             nothing: list[Pair] = []
-            present = self._attempt("the search for present partners", self._runs.present_pairs, nothing)
+            present = self._attempt("the search for the partners that taps have now", self._runs.present_pairs, nothing)
             outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
             if mended := learned_from_other_code(outdated):
                 return self._without_conclusion(naming, mended)
@@ -197,7 +203,7 @@ class Judgement:
         unexplained, without_output, written = self._unexplained(evidence, naming)
         if naming.clears and not naming.target_not_repeated:
             nothing_read: list[str] = []
-            read = self._attempt("the look at unwritten memory", self._runs.unwritten_memory, nothing_read)
+            read = self._attempt("the check for unwritten memory", self._runs.unwritten_memory, nothing_read)
             without_output += reads_unwritten(read)
         mechanisms = Mechanisms(self._runs, evidence.lonely)
         origins = self._origins(evidence, naming, mechanisms)
@@ -222,7 +228,7 @@ class Judgement:
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
         if self._can_trace(evidence, naming):
-            # What cancels, or rounds differently, is no mistake.
+            # What cancels, or rounds differently, is not a mistake.
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)
@@ -303,7 +309,9 @@ class Judgement:
         evidence = self._measure()
         sums: dict[str, list[str]] = {}
         if self._runs.shows_module_inputs and not self._failed:
-            sums = self._attempt("the look for partial sums", lambda: partial_sums(self._runs, evidence.grafted), sums)
+            sums = self._attempt(
+                "the search for partial sums", lambda: partial_sums(self._runs, evidence.grafted), sums
+            )
         if sums:
             self._runs.leave_out(name for names in sums.values() for name in names)
             self._runs.return_weights()
@@ -416,7 +424,7 @@ class Judgement:
             return []
         unchanged: tuple[pd.DataFrame, list[str]] = naming.frame, []
         frame, names = self._attempt(
-            "the look at values that are not masked",
+            "the comparison of values that are not masked",
             lambda: without_masked_values(self._runs, evidence.measured, naming.frame, evidence.lonely),
             unchanged,
         )
@@ -528,7 +536,7 @@ class Judgement:
                 causes[output.group] = found.with_earlier(
                     _earlier(frame, output, naming.accumulated, found.limit) if found.agrees else ()
                 )
-        changed: list[str] = self._attempt("a last look at the baseline", self._runs.baseline_changed, [])
+        changed: list[str] = self._attempt("the last check of the baseline", self._runs.baseline_changed, [])
         if changed:
             # The swaps were measured against a baseline that has changed.
             return {}, [_changed(changed)]

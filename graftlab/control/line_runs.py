@@ -60,7 +60,7 @@ class _Traced:
     confirmed: set[int] = field(default_factory=set)
     """Indices of the target's operations."""
     appeared: set[int] = field(default_factory=set)
-    """Indices of those that were not among the first lost before another one had the baseline's value."""
+    """Indices of lines that were not among the first lost before an earlier line had the baseline's value."""
     is_to_leave_out: bool = False
     """Whether the next run is to show that the first of two operations is needed."""
     left_out: LineGraft | None = None
@@ -158,7 +158,7 @@ class LineSearch:
         agree = "agree" if len(vanished) > 1 else "agrees"
         return [
             *said,
-            f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: what compiles the target's code "
+            f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: compiling the target's code "
             "makes the difference, and no line of source is at fault.",
         ]
 

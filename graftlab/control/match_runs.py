@@ -188,7 +188,7 @@ class _Match:
             )
         values = [held[rank].value for rank in layout.layout.mesh.ranks if rank < len(held)]
         if len(values) < layout.layout.mesh.size or any(value is None for value in values):
-            return f"its parts ({layout.layout}) were not all kept, so there is no whole to match"
+            return f"its parts ({layout.layout}) were not all kept, so there is no whole tensor to match"
         try:
             whole = layout.layout.join([value for value in values if value is not None], layout.shape).whole
         except LayoutError as error:

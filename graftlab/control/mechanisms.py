@@ -78,7 +78,7 @@ class LentWeights:
         except GraftError as error:
             if isinstance(error, VerdictAbandoned) or runs.session.closed:
                 raise
-            _log.debug("verdict: weights could not be lent", exc_info=True)
+            _log.debug("verdict: the target could not be given the baseline's weights", exc_info=True)
             return cls(failure=str(error).partition("\n")[0])
         if _distance(compared, runs.returned) > _FARTHER * distance:
             runs.return_weights()

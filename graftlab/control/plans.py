@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Literal
 
@@ -21,6 +22,8 @@ class Plans:
     def __init__(self, ranks: Sequence[RankHandle]) -> None:
         self._ranks = ranks
         self._published: list[GraftPlan] = []
+        # A rank uses the plan that it receives last: the newest is read and sent without another one in between.
+        self._sending = threading.Lock()
         self._adopted: dict[int, dict[str, int]] = {}
         # Versions that a verdict, a match or a comparison published for its own runs, and to restore what was before.
         self._temporary: set[int] = set()
@@ -40,8 +43,9 @@ class Plans:
 
     def publish(self, plan: GraftPlan) -> None:
         """Make this the newest plan, and send it to every live rank."""
-        self._published.append(plan)
-        self._send()
+        with self._sending:
+            self._published.append(plan)
+            self._send()
 
     def publish_temporary(self, plan: GraftPlan) -> None:
         """Publish a plan of a verdict's own runs and the like, or the one that restores what was before them."""
@@ -86,16 +90,21 @@ class Plans:
 
     def publish_again(self) -> None:
         """Send the newest plan to ranks that have just begun, and forget which plans earlier ranks used."""
-        self._adopted.clear()
-        self._send()
+        with self._sending:
+            self._adopted.clear()
+            self._send()
 
     def _send(self) -> None:
         for rank in self._ranks:
             if rank.alive:
-                self.send_to(rank)
+                self._send_newest(rank)
 
     def send_to(self, rank: RankHandle) -> None:
         """Send the newest plan to one rank."""
+        with self._sending:
+            self._send_newest(rank)
+
+    def _send_newest(self, rank: RankHandle) -> None:
         rank.channel.send(pack(PlanUpdate(to_wire(self.newest))))
 
     def note_adopted(self, message: PlanAdopted, rank: RankHandle) -> None:

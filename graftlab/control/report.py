@@ -231,7 +231,8 @@ def _environment(session: SessionCore) -> str:
     facts = {"Python": sys.version.split()[0], "platform": platform.platform()}
     for package in _PACKAGES:
         try:
-            facts[package] = metadata.version(package)
+            # The build matters as well, which the package's metadata leave out.
+            facts[package] = torch.__version__ if package == "torch" else metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     facts["CUDA"] = str(torch.version.cuda or "not in this build of torch")

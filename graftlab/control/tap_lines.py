@@ -56,7 +56,7 @@ class TapLines:
         if not self.added > 0 or self.floor == 0:
             return f"{self.tap!r} adds no more than rounding: from equal inputs, both sides compute the same."
         far = f"{self.tap!r} adds {self.added:.2g}, {self.added / self.floor:.2g} x the rounding of its dtype."
-        return far if self.found or self.remarks else f"{far} No operation was found at which that arises."
+        return far if self.found or self.remarks else f"{far} No operation was found that causes this."
 
     def __repr__(self) -> str:
         return f"<TapLines of {self.tap}>\n{self.text}"

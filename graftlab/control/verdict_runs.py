@@ -144,7 +144,7 @@ class VerdictRuns:
         self.returned: ReturnedValues | None = None
         """What both functions returned in the newest run of both; None for jobs, which return nothing."""
         self.expected = _FEWEST_RUNS
-        """How many runs there will be, as far as it is known."""
+        """How many runs there will be, if known."""
         self._lent: str | None = None
         """A filter for the weights that are the baseline's in each run."""
         self._left_out: str | None = None

@@ -1,4 +1,4 @@
-"""Who may use a server, and how it stays up under too many who try: its token, and its listening sockets."""
+"""Who may use a server, and how it survives too many connections: its token, and its listening sockets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_token(path: Path, token: str) -> None:
 
 
 class ListeningSocket(socket.socket):
-    """Takes a client and hangs up where the process has no descriptor for it.
+    """Accepts a client and hangs up if the process has no descriptor for it.
 
     Left waiting, the client would wake the server again at once, and again, with a traceback in the log each time.
     """

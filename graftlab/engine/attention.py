@@ -1,4 +1,4 @@
-"""Attention over the cache, each request's tokens only over its own slots."""
+"""Attention over the cache: each request's tokens attend only to its own slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AttentionBackend(Protocol):
     """What a runner needs: metadata once a forward, then `attend` once a layer (`models.Attend`)."""
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
-        """Work out, on the host, what all layers of the next forward share."""
+        """Compute, on the host, what all layers of the next forward share."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v ``[T, 1, K, D]`` in the batch's slots; ``[T, 1, H, D]`` for q of that shape."""
@@ -25,7 +25,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True)
 class Segment:
-    """N requests with Q tokens each in the batch, which stand in ``rows``, and look back over S places at most.
+    """N requests with Q tokens each, in the rows ``rows`` of the batch, which look back over at most S places.
 
     ``slots`` ``[N, S]`` are the cache's; ``visible`` ``[N, Q, S]`` says what each token may see.
     """
@@ -47,7 +47,7 @@ class CacheAttention:
         self._segments: list[Segment] = []
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
-        """Look up the slots, and work out who sees what. The batch's lengths decide, not its positions."""
+        """Look up the slots, and compute which token sees which slot, from the batch's lengths, not its positions."""
         self._out_cache_loc = batch.out_cache_loc
         lens = batch.seq_lens_cpu.tolist()
         if batch.extend_lens_cpu is None:

@@ -73,7 +73,7 @@ class ForwardBatch:
 
     @property
     def extras(self) -> dict[str, Tensor]:
-        """What tells whose rows a tensor over the tokens has, as `align_by_request` takes it; empty without ids."""
+        """The extras that identify the rows of a tensor over the tokens, for `align_by_request`; empty without ids."""
         if self.rids_int is None:
             return {}
         lens = self.extend_lens_cpu

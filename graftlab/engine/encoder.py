@@ -1,4 +1,4 @@
-"""Encoder states of requests: where their keys and values lie, and attention over them."""
+"""Encoder states of requests: where their keys and values are, and attention over them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from graftlab.models import CrossAttentionTransformer, Transformer
 class EncoderAttention:
     """Attention of each token over its request's encoder states; ``encoder_lens`` is their number.
 
-    A captured graph reads what a batch changes from memory that stays where it is: with ``max_num_tokens``, the
-    metadata of that many tokens lies in static buffers; without, it is made anew for each batch.
+    A captured graph needs the metadata in memory that does not move: with ``max_num_tokens``, that of as many tokens is
+    in static buffers; without, it is made anew for each batch.
     """
 
     def __init__(self, cache: KVCache, max_num_tokens: int | None) -> None:
@@ -34,7 +34,7 @@ class EncoderAttention:
             self._visible = torch.zeros(max_num_tokens or 0, self.keys.shape[2], dtype=torch.bool, device=device)
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
-        """Work out which states each token sees; tokens that are padding see none.
+        """Compute which states each token sees; padding tokens see none.
 
         Raises :class:`GraphError` for a batch without ``encoder_lens``, and for one with too many tokens.
         """
@@ -67,7 +67,7 @@ def encoder_attention(model: Transformer, cache: KVCache, max_num_tokens: int | 
 
 
 def _request_of_each_token(batch: ForwardBatch) -> Tensor:
-    """Which of the batch's requests each token is of, for as many as are of one."""
+    """The index of each token's request in the batch, for tokens that are not padding."""
     device = batch.input_ids.device
     if batch.extend_lens_cpu is None:
         # The two axes may be padded to different sizes.

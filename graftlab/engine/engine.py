@@ -37,7 +37,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Any ids decode: what is no UTF-8 becomes U+FFFD."""
+        """Decode any ids; invalid UTF-8 becomes U+FFFD."""
         # 0xFF occurs nowhere in UTF-8, so it decodes to U+FFFD by itself and cuts no neighbour short.
         return bytes(token if token < _BYTES else 0xFF for token in ids).decode("utf-8", errors="replace")
 
@@ -49,10 +49,10 @@ class Engine:
     ``max_prefill_tokens`` at once; the rest waits. A request has ``max_context`` tokens at most, output included (by
     default the model's ``max_positions``).
 
-    ``runner`` makes what carries batches through the model. With ``request_ids``, which may be set at any time and
-    holds from the next batch on, batches carry who is in them as int64. ``on_step`` is called with each batch once its
-    forward is done; the engine itself never ends a graftlab step, so give ``on_step=lambda batch: gl.step()`` where
-    each forward shall be one.
+    ``runner`` makes the runner of batches. With ``request_ids``, which may be set at any time and applies from the next
+    batch on, batches carry their requests' ids as int64. ``on_step`` is called with each batch once its forward is
+    done; the engine itself never ends a graftlab step, so give ``on_step=lambda batch: gl.step()`` to make each forward
+    a step.
 
     Not for several threads at once. After an exception in a forward, or in ``on_step``, nothing is lost: the next
     :meth:`step` does the same forward again.
@@ -116,11 +116,11 @@ class Engine:
 
     @property
     def live(self) -> list[str]:
-        """The ids of the requests that are not over, in the order in which they came."""
+        """The ids of live requests, in order of arrival."""
         return list(self._live)
 
     def status(self) -> dict[str, Any]:
-        """How many requests run and wait, how much of the cache is free, and what the ``runner`` says of itself."""
+        """How many requests run and wait, how much of the cache is free, and the status of the ``runner``."""
         return {
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
@@ -146,7 +146,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Put a request into the queue.
 
-        Raises :class:`RequestError` where it can never be served, or another of its id is not over yet.
+        Raises :class:`RequestError` if it can never be served, or if a request with its id is still live.
         """
         self.check(request)
         if request.rid in self._live:
@@ -158,7 +158,7 @@ class Engine:
         self._scheduler.waiting.append(live)
 
     def step(self) -> list[FinishedRequest]:
-        """One forward, where there is something to do; returns the requests that it finished."""
+        """Make one forward, if there is work; returns the requests that it finished."""
         work = self._scheduler.plan()
         if work is None:
             return []
@@ -185,9 +185,8 @@ class Engine:
         return "length" if len(live.output_ids) == live.request.max_new_tokens else None
 
     def abort(self, rid: str, error: str | None = None) -> FinishedRequest | None:
-        """End a request with what it has so far; None where no such request lives.
-
-        Its finish reason is ``abort``, or ``error`` where one is given, in words, for ``meta_info``.
+        """End a request with the output so far; None if no such request is live. Its finish reason is ``abort``, or
+        ``error`` if an error is given, in words, for ``meta_info``.
         """
         live = self._live.get(rid)
         return None if live is None else self._end(live, "abort" if error is None else "error", error)
@@ -222,9 +221,9 @@ class Engine:
         """Serve a whole workload to its end; responses in the order of `prompts`.
 
         A prompt is text or token ids, and `options` are the other fields of a `Request`; or it is a `Request` or a
-        recorded request's dict, with its own options. Raises :class:`RequestError` where one can never be served, and
-        `RuntimeError` while other requests live, whose answers would be lost here. Whatever ends it early, none of the
-        requests is left behind.
+        recorded request's dict, with its own options. Raises :class:`RequestError` if one can never be served, and
+        `RuntimeError` while other requests are live, whose answers would be lost. If it ends early, for whatever
+        reason, none of its requests stays live.
         """
         if self._live:
             raise RuntimeError(

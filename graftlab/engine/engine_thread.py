@@ -1,4 +1,4 @@
-"""The thread on which a server's engine steps; everybody else hands in requests and gets futures."""
+"""The thread on which a server's engine runs; other threads submit requests and get futures."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class EngineStoppedError(RuntimeError):
 
 
 class DuplicateRequestError(RequestError):
-    """A request of this id is not over yet."""
+    """A request with this id is still live."""
 
 
 class EngineThread:
     """Owns an engine from its construction: no other code may call it. All methods are safe on any thread.
 
-    ``on_finished`` is called on the engine's thread with each request that is over, by whatever end, before its future
-    has a result. A step that raises ends the requests that were live then with finish reason ``error``; the engine
-    continues with the next.
+    ``on_finished`` is called on the engine's thread with each request that has ended, in whatever way, before its
+    future has a result. A step that raises ends all live requests with finish reason ``error``; the engine continues
+    with the next.
     """
 
     def __init__(self, engine: Engine, on_finished: Callable[[FinishedRequest], object]) -> None:
@@ -52,10 +52,9 @@ class EngineThread:
         return len(self._futures)
 
     def submit(self, request: Request) -> Future[FinishedRequest]:
-        """What will come of the request; its future cannot be cancelled, see :meth:`abort`.
-
-        Raises :class:`RequestError` where it can never be served, :class:`DuplicateRequestError` where one of its id is
-        not over yet, and :class:`EngineStoppedError`.
+        """The future of a request, which cannot be cancelled; see :meth:`abort`. Raises :class:`RequestError` if it can
+        never be served, :class:`DuplicateRequestError` if one with its id is still live, and
+        :class:`EngineStoppedError`.
         """
         self._engine.check(request)
         future: Future[FinishedRequest] = Future()
@@ -70,11 +69,11 @@ class EngineThread:
         return future
 
     def abort(self, rid: str, future: Future[FinishedRequest]) -> None:
-        """End the request that `future` is of, before the next step; it finishes with what it has. Does not wait."""
+        """End the request of this future before the next step, with the output so far. Does not wait."""
         self._orders.put(lambda: self._abort(rid, future))
 
     def stop(self, timeout: float) -> bool:
-        """End after the current step, with every live request aborted; whether that was so within `timeout` seconds."""
+        """Stop after the current step, aborting live requests; returns whether it stopped within `timeout` seconds."""
         with self._lock:
             self._stopped = True
         self._orders.put(None)
@@ -97,7 +96,7 @@ class EngineThread:
         self._end_all(None)
 
     def _obey(self) -> bool:
-        """Carry out what was ordered, waiting for orders where there is nothing else to do; False to stop."""
+        """Carry out orders, and wait for one if there is nothing else to do; False to stop."""
         wait = not self._engine.live
         while True:
             try:

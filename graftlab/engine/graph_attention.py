@@ -1,4 +1,4 @@
-"""Attention for captured graphs: what the kernels read of a batch lies in buffers that stay where they are."""
+"""Attention for captured graphs: the kernels read a batch's data from buffers that do not move."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class GraphAttention:
     """`CacheAttention` of up to ``max_num_tokens`` tokens in shapes that depend only on their number.
 
     Each token looks over the whole width of the table, ``max_context`` places, and sees its request's up to its own.
-    That is more work than `CacheAttention` does, and the same numbers but for rounding. The layers' metadata, slots
-    and what is visible of them, is written into static buffers before each replay.
+    That is more work than in `CacheAttention`; the numbers are the same except for rounding. The metadata for the
+    layers (slots, and which of them are visible) is written into static buffers before each replay.
     """
 
     def __init__(self, cache: KVCache, sliding_window: int | None, max_num_tokens: int) -> None:
@@ -46,7 +46,7 @@ class GraphAttention:
         self._slots[padding] = PADDING_SLOT
         age = places[:, None] - self._columns
         self._visible[own] = age >= 0 if self.sliding_window is None else (age >= 0) & (age < self.sliding_window)
-        # One place at least, because a softmax over none is NaN.
+        # At least one place, because a softmax over none is NaN.
         self._visible[padding] = self._columns == 0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -71,9 +71,8 @@ def token_places(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
 
 
 class UnpaddedAttention(CacheAttention):
-    """`CacheAttention` for eager calls between graphs: it leaves out of a prefill what is padding.
-
-    What it gives for tokens that are padding is undefined.
+    """`CacheAttention` for eager calls between graphs. It leaves out a prefill's padding tokens, whose results are
+    undefined.
     """
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:

@@ -79,7 +79,7 @@ class NotFound(Handler):
 
 
 class Generate(Handler):
-    """Answers with the response once the request is over; who does not wait for it aborts it."""
+    """Answers with the response once the request has ended; a client that disconnects aborts it."""
 
     _future: Future[FinishedRequest] | None = None
     _rid = ""
@@ -114,12 +114,12 @@ class ConfigureLogging(Handler):
     """See :func:`graftlab.requests.configure`."""
 
     async def post(self) -> None:
-        # It may make a folder, which a slow disk must not let every request wait for.
+        # In a thread, because it may make a folder, and a slow disk must not delay every request.
         await self.answer(*await asyncio.to_thread(configure, self.server.requests, self.request.body))
 
 
 class Health(Handler):
-    """200 while requests are taken, 503 otherwise; with how much there is to do."""
+    """200 while requests are accepted, 503 otherwise; with the current load."""
 
     async def get(self) -> None:
         state = "draining" if self.server.draining else "ok" if self.server.engine.alive else "dead"

@@ -50,8 +50,8 @@ class Reservation:
 class KVCache:
     """Keys and values by layer and slot, ``[layers, 1 + max_tokens, kv_heads, head_dim]`` each.
 
-    ``table[row, place]`` ``[max_requests, max_context]`` is the slot of a request's token at that place; past the
-    request's last token, it says nothing. Slot 0 is :data:`PADDING_SLOT`, as are all places never used.
+    ``table[row, place]`` ``[max_requests, max_context]`` is the slot of a request's token at that place, and undefined
+    past the last token. Slot 0 is :data:`PADDING_SLOT`; so are all places that were never used.
 
     With ``encoder_states``, ``encoder_keys`` and ``encoder_values`` ``[layers, max_requests, max_context, kv_heads,
     head_dim]`` hold those of each request's encoder, by the request's row of the table; else they are None.
@@ -95,9 +95,8 @@ class KVCache:
         return self._slots.available
 
     def reserve(self, tokens: int) -> Reservation | None:
-        """A row and `tokens` slots, written into the table; None, and nothing taken, where there is no room now.
-
-        Raises `ValueError` for what can never have room.
+        """Reserve a row and `tokens` slots, and write them into the table; None, without taking any, if there is no
+        room now. Raises `ValueError` for a request that can never have room.
         """
         most = min(self.max_context, self.max_tokens)
         if not 1 <= tokens <= most:
@@ -110,7 +109,7 @@ class KVCache:
         return Reservation(row[0], slots)
 
     def release(self, reservation: Reservation) -> None:
-        """Give a request's place back. Raises `ValueError` where it was given back before."""
+        """Give a request's place back. Raises `ValueError` if that was done already."""
         self._slots.free(reservation.slots)
         self._rows.free([reservation.row])
 

@@ -1,4 +1,4 @@
-"""What a batch holds beyond tokens and places, for the models that read it."""
+"""Further inputs of a batch, for models that read more than tokens and positions."""
 
 from __future__ import annotations
 

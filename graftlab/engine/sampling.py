@@ -19,7 +19,7 @@ def sample(logits: Tensor, info: SamplingBatchInfo) -> Tensor:
         return greedy
     # In float64 no temperature above 0 can make a logit overflow.
     exact = logits.double()
-    # As many as tie with the last of the top k stay in.
+    # All that tie with the last of the top k stay in.
     likely = exact.sort(dim=-1, descending=True).values
     least = likely.gather(1, (info.top_ks.clamp(max=exact.shape[1]) - 1)[:, None])
     draws = info.temperatures > 0
@@ -50,7 +50,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right with zeros from the left, where int64 would repeat its sign."""
+    """Shift right with zeros from the left, because int64 would repeat its sign."""
     shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 

@@ -12,8 +12,8 @@ from graftlab.requests.served import Request
 
 @dataclass(eq=False)
 class LiveRequest:
-    """A request that is not over: its tokens so far, and how many of them are in the cache. Times are in seconds,
-    ``created`` since the epoch, the others on the monotonic clock."""
+    """A live request: its tokens so far, and how many of them are in the cache. Times are in seconds, ``created`` since
+    the epoch, the others on the monotonic clock."""
 
     request: Request
     created: float
@@ -56,10 +56,9 @@ class Work:
 class Scheduler:
     """First come, first served, and prefill before decode.
 
-    A request is let in when a row and slots for all it may ever need are free, and keeps them until it is over. So the
-    cache is never found full in the middle of an output and no request is computed twice, at the price of room that is
-    held for tokens which may not come. A prompt that is longer than what is left of ``max_prefill_tokens`` is taken in
-    pieces.
+    A request is admitted when a row and slots for its maximum length are free, and keeps them until it ends. So the
+    cache never fills up in the middle of an output and no request is computed twice, at the price of room for tokens
+    that may never come. A prompt that is longer than what is left of ``max_prefill_tokens`` is taken in pieces.
     """
 
     def __init__(self, cache: KVCache, max_prefill_tokens: int) -> None:
@@ -70,11 +69,11 @@ class Scheduler:
 
     @staticmethod
     def tokens_needed(request: Request) -> int:
-        """Slots that a request may come to use: all its tokens but the last, which nothing follows."""
+        """The slots that a request may use: one for each token but the last."""
         return len(request.input_ids) + request.max_new_tokens - 1
 
     def plan(self) -> Work | None:
-        """Return the next work; None when no request is live. It only takes places until :meth:`done` gets it."""
+        """Return the next work; None when no request is live. It only reserves places until :meth:`done` gets it."""
         spans, left = [], self.max_prefill_tokens
         for live in self.waiting:
             if not left or not self._has_place(live):
@@ -94,7 +93,7 @@ class Scheduler:
         return live.place is not None
 
     def done(self, work: Work) -> None:
-        """What was planned is in the cache; tokens that follow are appended by the caller, afterwards."""
+        """Note that the planned tokens are in the cache; the caller appends the tokens that follow."""
         for span in work.spans:
             span.live.computed = span.stop
             if work.mode == "prefill" and span.completes:
@@ -102,7 +101,7 @@ class Scheduler:
                 self.running.append(span.live)
 
     def remove(self, live: LiveRequest) -> None:
-        """Forget a request, wherever it is, and free its place."""
+        """Remove a request, whether it waits or runs, and free its place."""
         (self.running if live in self.running else self.waiting).remove(live)
         if live.place is not None:
             self.cache.release(live.place)

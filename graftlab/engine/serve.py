@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from graftlab.base.text import positive
 from graftlab.control.run_folder import home
 from graftlab.engine.access import make_token, write_token
 from graftlab.engine.engine import Engine
@@ -33,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
         parser.error("a token is sent in an HTTP header; use printable ASCII without spaces")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("tornado.access").setLevel(logging.ERROR)  # what is logged of requests is the settings' matter
+    logging.getLogger("tornado.access").setLevel(logging.ERROR)  # the settings decide what is logged
     if token is not None:
-        # Files of recorded requests hold the command line, and are passed on.
+        # Files of recorded requests contain the command line, and are shared with others.
         hidden = {token: "***", f"--token={token}": "--token=***"}
         sys.orig_argv[:] = [hidden.get(argument, argument) for argument in sys.orig_argv]
     elif not options.no_token:
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     try:
         engine, dumper = _engine(options), _dumper(options)
-    # An AssertionError is how torch says that it was built without the device.
+    # torch raises an AssertionError if it was built without the device.
     except (GraftError, ValueError, RuntimeError, AssertionError) as error:
         return _cannot_start(error)
     root = options.dump_root or options.dump_requests_folder or home() / "dumps"
@@ -138,31 +139,27 @@ def _parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=PRESETS, default="tiny", help="its weights are random")
     model.add_argument("--seed", type=int, default=0, help="of the weights")
-    model.add_argument("--sliding-window", type=_count, metavar="N", help="tokens that attention looks back over")
+    model.add_argument("--sliding-window", type=positive, metavar="N", help="tokens that attention looks back over")
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
     model.add_argument("--device", default="cpu", help="such as cuda:0")
-    model.add_argument("--threads", type=_count, metavar="N", help="torch's CPU threads; None for torch's default")
+    model.add_argument("--threads", type=positive, metavar="N", help="torch's CPU threads; None for torch's default")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--max-requests", type=_count, default=8, metavar="N", help="requests in the cache at a time")
-    engine.add_argument("--max-tokens", type=_count, default=4096, metavar="N", help="tokens in the cache")
-    engine.add_argument("--max-prefill-tokens", type=_count, default=512, metavar="N", help="prompt tokens a forward")
-    engine.add_argument("--max-live", type=_count, default=1000, metavar="N", help="requests that wait or run")
+    engine.add_argument("--max-requests", type=positive, default=8, metavar="N", help="requests in the cache at a time")
+    engine.add_argument("--max-tokens", type=positive, default=4096, metavar="N", help="tokens in the cache")
+    engine.add_argument("--max-prefill-tokens", type=positive, default=512, metavar="N", help="prompt tokens a forward")
+    engine.add_argument("--max-live", type=positive, default=1000, metavar="N", help="requests that wait or run")
     engine.add_argument("--request-ids", action="store_true", help="put the requests' identities into batches")
     engine.add_argument("--drain-seconds", type=float, default=10.0, metavar="S", help="for live requests, at the end")
     record = parser.add_argument_group("recording", "changed later by python -m graftlab.requests.configure_logging")
     record.add_argument("--dump-requests-folder", metavar="D", help="where requests are dumped")
-    record.add_argument("--dump-requests-threshold", type=_count, default=1000, metavar="N", help="requests in a file")
-    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders below this one alone")
+    record.add_argument(
+        "--dump-requests-threshold", type=positive, default=1000, metavar="N", help="requests in a file"
+    )
+    record.add_argument("--dump-root", metavar="D", help="clients may choose dump folders only below this one")
     record.add_argument("--crash-dump-folder", metavar="D", help="where a crash writes its requests")
     record.add_argument("--log-requests", action="store_true", help="log each request")
     record.add_argument("--log-requests-level", type=int, choices=range(4), default=0, help="how much of it")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from graftlab.requests import RequestLogging
 from graftlab.requests.served import Encoder, FinishedRequest, Request
 
 _MAX_BODY = 8 * 2**20  # bytes
-# Seconds for the step that is under way, and then for the last answers to go out.
+# Seconds for the current step, and then for sending the last answers.
 _LAST_STEP, _LAST_WORDS = 5.0, 2.0
 
 
@@ -44,7 +44,7 @@ class Server:
         self.tokenizer: Encoder = engine.tokenizer
         self.status = engine.status
         self.draining = False
-        # The tasks of those who wait for an answer.
+        # The tasks that wait for an answer.
         self.answering: set[asyncio.Task[Any]] = set()
         # By the request's identity, which lives as long as it does: the dumper wants the very object at both ends.
         self._begun: dict[int, dict[str, Any]] = {}
@@ -64,13 +64,13 @@ class Server:
         )
 
     def listen(self, host: str, port: int) -> int:
-        """Take requests from now on; returns the port, a free one for port 0. Raises `OSError` where that cannot be."""
+        """Accept requests from now on; returns the port, a free one for port 0. Raises `OSError` if it cannot."""
         sockets = [ListeningSocket(each) for each in bind_sockets(port, host)]
         self._http.add_sockets(sockets)
         return int(sockets[0].getsockname()[1])
 
     def submit(self, request: Request) -> Future[FinishedRequest]:
-        """What will come of a request. Raises as :meth:`EngineThread.submit` does."""
+        """The future of a request. Raises as :meth:`EngineThread.submit` does."""
         fields = request.as_dict()
         self._begun[id(request)] = fields
         self.requests.dumper.begin(fields, time.time())

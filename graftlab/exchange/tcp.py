@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import resource
 import select
+import socket
 import struct
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from graftlab.exchange.keys import Keys
-from graftlab.exchange.strangers import Strangers
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -41,6 +44,12 @@ _LINGER = 2.0
 # transmitted, and a process that has not proved yet that it knows the token can make this one hold little more.
 _PIECE = 512 << 10
 _LARGEST_PIECE = _PIECE + (64 << 10)
+# Strangers at a time: each can make this process hold one piece, and all of them 56 MiB.
+_MOST_STRANGERS = 100
+# Those of them that are older than this, in seconds. Ranks that connect at the same time are many, but quick.
+_MOST_SLOW, _SLOW = 8, 2.0
+# Descriptors that are left to the session's own connections and files.
+_RESERVED = 64
 # One byte each; every frame of an exchange is longer. After the last comes the number of the frame's pieces.
 _HELLO, _WELCOME, _BYE, _IN_PIECES = b"h", b"w", b"b", b"p"
 _COUNT = struct.Struct("<I")
@@ -109,11 +118,71 @@ class TcpChannel:
         self._router.end(self)
 
 
+class _Strangers:
+    """Connections whose other ends have not proved yet that they know the token: few, and none for long.
+
+    ZeroMQ accepts every connection. Each takes a descriptor of this process, and up to one piece of memory. They are
+    kept by descriptor, with the time since when each is known. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, float] = {}
+        # These exist already, because there may be no descriptor left when one is needed.
+        self._nothing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._spare = os.dup(self._nothing)
+
+    def add(self, descriptor: int) -> None:
+        """Note a connection that was just accepted."""
+        self.known[descriptor] = time.monotonic()
+
+    def superfluous(self) -> list[int]:
+        """The connections to end now.
+
+        The oldest of the slow ones, and any of the others: in a flood neither the oldest nor the newest of those are
+        more often strangers.
+        """
+        if len(self.known) <= _MOST_SLOW:
+            return []
+        before = time.monotonic() - _SLOW
+        slow = sorted((each for each, since in self.known.items() if since < before), key=self.known.__getitem__)
+        chosen = slow[: max(0, len(slow) - _MOST_SLOW)]
+        rest = sorted(self.known.keys() - set(chosen))
+        most = _MOST_STRANGERS
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and rest and rest[-1] >= limit - _RESERVED:
+            # The system gives the lowest number that is free.
+            most = _MOST_SLOW
+        return chosen + random.sample(rest, max(0, len(rest) - most))
+
+    def end(self, descriptor: int, look: Callable[[], None]) -> None:
+        """End a connection, unless ``look``, which brings :attr:`known` up to date, finds that it has ended."""
+        since = self.known.get(descriptor)
+        with contextlib.suppress(OSError):
+            # Held first: once it is closed, its number may stand for something else.
+            os.dup2(descriptor, self._spare, inheritable=False)
+            try:
+                look()
+                if since is not None and self.known.get(descriptor) == since:
+                    del self.known[descriptor]
+                    connection = socket.socket(fileno=self._spare)
+                    try:
+                        connection.shutdown(socket.SHUT_RDWR)
+                    finally:
+                        connection.detach()
+            finally:
+                os.dup2(self._nothing, self._spare, inheritable=False)
+
+    def close(self) -> None:
+        """Close what is held open for :meth:`end`."""
+        os.close(self._spare)
+        os.close(self._nothing)
+
+
 class RouterSocket:
     """This process's ZeroMQ ROUTER socket for all its connections. ``name`` identifies it uniquely in the session.
 
     It listens at ``address``, if given, at the first free one of these ports; port 0 lets the system choose. What
-    connects there is a stranger until its first frame arrives, and strangers are limited (:mod:`.strangers`).
+    connects there is a stranger until its first frame arrives, and strangers are limited.
     """
 
     def __init__(self, keys: Keys, name: bytes, address: str | None = None, ports: Sequence[int] = (0,)) -> None:
@@ -126,7 +195,7 @@ class RouterSocket:
         self._by_descriptor: dict[int, TcpChannel] = {}
         self._attempts = 0
         self._to_close: set[int] = set()
-        self._strangers = Strangers()
+        self._strangers = _Strangers()
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = socket = self._context.socket(zmq.ROUTER)

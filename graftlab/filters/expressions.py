@@ -512,7 +512,7 @@ class CheckpointedStatus(str):
 
 
 def _contains(item: Any, items: Any) -> bool:
-    # A set looks up by hash, and this text equals another one.
+    # A set looks up by hash, and this text may equal a different one.
     return item in (tuple(items) if type(item) is UnrepeatedStatus and isinstance(items, set) else items)
 
 

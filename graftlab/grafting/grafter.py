@@ -41,21 +41,17 @@ from graftlab.grafting.decisions import (
 from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import OverwrittenTensors
 from graftlab.grafting.receive_pipeline import PendingRow, ReceivePipeline, TapCall, TapResult, row_of
-from graftlab.grafting.tensors import SentExtras, plain_tensor, summed_partial
-from graftlab.layouts import RankLayout, rank_layout
+from graftlab.grafting.tensors import SentExtras, plain_tensor, reduced_partial, sent_beside
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
 from graftlab.rows.schema import Row, Status
 from graftlab.taps import calls
 from graftlab.taps.backward import IN_A_HOOK, is_passed_by_autograd
 from graftlab.taps.compiled import forget_open_tags, left_out_since
-from graftlab.taps.extras import ExtrasWithLayout, resolved, unpicklable_part
+from graftlab.taps.extras import resolved, unpicklable_part
 from graftlab.taps.untraced import outside_compiled_code
 
 logger = logging.getLogger(__name__)
-
-# These have no placements; looking up a missing attribute of a tensor is slow.
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
@@ -459,7 +455,7 @@ class Grafter:
             value = shown = shown.clone()
             own = self.tensor_of(name, shown)
             assert own is not None
-        sent_extras = self._sent_extras(decision, shown, extras)
+        sent_extras = sent_beside(shown, extras, decision.own_name if self._plan.rename else None, self.place)
         extras = resolved(extras)
         self._page.pass_tap(self._step, self._plan.version, self._order, name)
         # Send first, so that the sent tensor is the one before any graft.
@@ -482,22 +478,6 @@ class Grafter:
                 if result is not None and result is not own and (own is value or replaced is not None):
                     value = shown = own = result
         return value
-
-    def _sent_extras(self, decision: Decision, shown: Any, extras: Any) -> SentExtras | LayoutError | None:
-        """Return the layout and name to send beside the extras, if any; or the error in the layout."""
-        has_layout = type(extras) is ExtrasWithLayout or (
-            type(shown) not in _PLAIN_TENSORS and hasattr(shown, "placements")
-        )
-        name = decision.own_name if self._plan.rename else None
-        if not has_layout and name is None:
-            return None
-        try:
-            given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
-            place = self.place
-            layout = rank_layout(shown, given, place.world_size, place.rank) if has_layout else None
-            return SentExtras(None, layout, name)
-        except LayoutError as error:
-            return error
 
     def _leave_alone(self, key: TapKey | None, call: TapCall, decision: Decision, began: float) -> None:
         """Report a tap without a counterpart, instead of waiting for the other side."""
@@ -592,7 +572,7 @@ class Grafter:
         layout = None if sent_extras is None else sent_extras.layout
         reduced: torch.Tensor | str | None = None
         if layout is not None and layout.is_partial:
-            reduced = self._reduced(shown, own, layout)
+            reduced = reduced_partial(shown, own, layout, self.place.world_size, self._plan.rank_dependent)
         receipt = self._exchange.receive(key, own)
         try:
             call, result = self._receive_pipeline.take_named(call, extras, receipt, replaced, layout, reduced)
@@ -602,18 +582,6 @@ class Grafter:
             result = result._replace(status="recomputed", note=result.error, error=None)
         self._emit(row_of(call, result, time.perf_counter() - began))
         return result.result
-
-    def _reduced(self, shown: Any, own: torch.Tensor, layout: RankLayout) -> torch.Tensor | str:
-        """Return the receiver's tensor with its partial sums added up; or the reason why that is impossible."""
-        if self._plan.rank_dependent:
-            return (
-                f"{layout.layout}: adding up the partial sums takes all ranks, but the plan's filters may select "
-                "this tap on some of them only; leave rank and tags that end in _rank out of the filters"
-            )
-        try:
-            return summed_partial(shown, own, layout, self.place.world_size)
-        except LayoutError as error:
-            return str(error)
 
     def tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
         """Return the plain tensor behind a tap's value; None, with one warning per tap, if there is none."""

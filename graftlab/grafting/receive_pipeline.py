@@ -466,7 +466,7 @@ def _no_matching_rows(
         rows_matched=0,
         rows_unmatched=outcome.rows_unmatched,
         note=note,
-        error="the senders have none of the rows of this batch",
+        error="no sender has any row of this batch",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from graftlab.base.tags import plain
 from graftlab.grafting.self_graft import CountingHandler
 from graftlab.layouts.on_ranks import rank_layout
 from graftlab.layouts.replicas import SKETCH, Replicas, TapSketch, replicas_of
+from graftlab.layouts.sketching import signed_sums
 from graftlab.taps.calls import here
 from graftlab.taps.extras import ExtrasWithLayout
 from graftlab.taps.routing import handled_by
@@ -67,15 +67,4 @@ def sketched(tensor: torch.Tensor) -> tuple[bytes, float, int]:
     finite = wide.isfinite()
     nonfinite = int(wide.numel() - finite.sum())
     wide = torch.where(finite, wide, 0.0)
-    rows = -(-wide.numel() // SKETCH)
-    padded = torch.zeros(rows * SKETCH, dtype=torch.float64)
-    padded[: wide.numel()] = wide * _signs(wide.numel())
-    sketch = padded.reshape(rows, SKETCH).sum(0)
-    return sketch.numpy().tobytes(), float(wide.norm()), nonfinite
-
-
-@functools.lru_cache(maxsize=8)
-def _signs(count: int) -> torch.Tensor:
-    """Return random signs that are equal on every rank."""
-    drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int8)
-    return drawn.double() * 2 - 1
+    return signed_sums(wide, SKETCH).numpy().tobytes(), float(wide.norm()), nonfinite

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from graftlab.base.world import Place
 from graftlab.errors import LayoutError
 from graftlab.grafting.batch_rows import RowsOfTaps
-from graftlab.layouts import Partial, RankLayout
+from graftlab.layouts import Partial, RankLayout, rank_layout
+from graftlab.taps.extras import ExtrasWithLayout
 
-# These never wrap another tensor; looking up a missing attribute of a tensor is slow.
+# These have no placements, and never wrap another tensor; looking up a missing attribute of a tensor is slow.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 # torch neither converts nor computes with these dtypes, in which several numbers share a byte.
@@ -65,6 +67,36 @@ class SentExtras:
     layout: RankLayout | None = None
     name: str | None = None
     rows: RowsOfTaps | None = None
+
+
+def sent_beside(shown: Any, extras: Any, name: str | None, place: Place) -> SentExtras | LayoutError | None:
+    """Return the layout and the tap's own name to send beside the extras, if any; or the error in the layout."""
+    has_layout = type(extras) is ExtrasWithLayout or (
+        type(shown) not in _PLAIN_TENSORS and hasattr(shown, "placements")
+    )
+    if not has_layout and name is None:
+        return None
+    try:
+        given = extras.layout if isinstance(extras, ExtrasWithLayout) else None
+        layout = rank_layout(shown, given, place.world_size, place.rank) if has_layout else None
+        return SentExtras(None, layout, name)
+    except LayoutError as error:
+        return error
+
+
+def reduced_partial(
+    shown: Any, own: torch.Tensor, layout: RankLayout, world_size: int, rank_dependent: bool
+) -> torch.Tensor | str:
+    """Return the receiver's tensor with its partial sums added up; or the reason why that is impossible."""
+    if rank_dependent:
+        return (
+            f"{layout.layout}: adding up the partial sums takes all ranks, but the plan's filters may select "
+            "this tap on some of them only; leave rank and tags that end in _rank out of the filters"
+        )
+    try:
+        return summed_partial(shown, own, layout, world_size)
+    except LayoutError as error:
+        return str(error)
 
 
 def summed_partial(shown: Any, own: torch.Tensor, layout: RankLayout, world_size: int) -> torch.Tensor:

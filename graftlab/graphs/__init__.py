@@ -1,4 +1,4 @@
-"""Captured graphs: the static buffers they read, and how a batch gets into those and nothing else stays in them."""
+"""Captured graphs: the static buffers that they read, and how a batch fills them without leaving stale values."""
 
 from __future__ import annotations
 

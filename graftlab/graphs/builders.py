@@ -1,4 +1,4 @@
-"""The registries of a decode and of a prefill: which fields of a batch go through static buffers, padded how."""
+"""The registries of a decode and of a prefill: which fields of a batch have static buffers, and how they are padded."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def build_decode_registry(
 ) -> CudaGraphBufferRegistry:
     """Slots for batches in which each request has ``num_tokens_per_bs`` tokens.
 
-    With one, all of them lie along the batch axis. With several, as where guesses are verified, what tokens have lies
-    along the token axis. ``max_num_tokens``, or ``max_num_token``, is for as many tokens unless told.
+    With one token, everything lies along the batch axis. With several, as when guessed tokens are verified, per-token
+    fields lie along the token axis. ``max_num_tokens``, or ``max_num_token``, is ``max_bs`` times that number by
+    default.
 
-    ``source`` has buffers to adopt: a registry, a mapping by name, or any object with them as attributes. A larger one
-    is adopted by its head, and one of another integer dtype gives its dtype to the slot. What it does not have is
-    allocated. ``dtypes`` chooses other dtypes by name, and ``cache_loc_dtype`` that of ``out_cache_loc``.
+    ``source`` has buffers to adopt: a registry, a mapping by name, or any object with them as attributes. Of a larger
+    buffer the head is adopted, and a different integer dtype becomes the slot's. Buffers that it lacks are allocated.
+    ``dtypes`` chooses other dtypes by name, and ``cache_loc_dtype`` that of ``out_cache_loc``.
 
     ``padding_slot`` is the cache's slot that belongs to no request: padding tokens write their keys and values there.
     ``seq_len_fill_value`` and ``encoder_len_fill_value`` are the lengths of padding requests. Without
@@ -76,7 +77,7 @@ def build_decode_registry(
     encoder_len = encoder_len_fill_value if is_encoder_decoder else None
     slots = _slots("bs" if num_tokens_per_bs == 1 else "tokens", padding_slot, seq_len_fill_value, encoder_len)
     if attn_tp_size < 1 or not 0 <= attn_tp_rank < attn_tp_size:
-        raise GraphError(f"attn_tp_rank={attn_tp_rank} of attn_tp_size={attn_tp_size} is no rank")
+        raise GraphError(f"attn_tp_rank={attn_tp_rank} of attn_tp_size={attn_tp_size} is not a rank")
     cut = (attn_tp_rank, attn_tp_size) if require_gathered_buffer and not enable_prefill_cp else (0, 1)
     slots += _optional_slots(enable_num_token_non_padded, cut, require_gathered_buffer, enable_mamba_track)
     if require_gathered_buffer if register_global_num_tokens is None else register_global_num_tokens:
@@ -111,11 +112,11 @@ def build_prefill_registry(
     register_input_embeds: bool = True,
     request_ids: bool | None = None,
 ) -> CudaGraphBufferRegistry:
-    """Slots for batches of whole prompts, or pieces of them: what tokens have lies along the token axis.
+    """Slots for batches of whole prompts, or pieces of them: per-token fields lie along the token axis.
 
-    The parameters, and what it raises, are those of :func:`build_decode_registry`. With ``is_multimodal`` and
-    ``register_input_embeds`` there is ``input_embeds``, ``[tokens, hidden_size]`` of ``embed_dtype``, into which the
-    model itself writes: only its tail is reset. With ``enable_mamba_track`` there is ``mamba_track_seqlens`` too.
+    Parameters and errors are those of :func:`build_decode_registry`. With ``is_multimodal`` and
+    ``register_input_embeds`` there is a slot ``input_embeds``, ``[tokens, hidden_size]`` of ``embed_dtype``, into which
+    the model itself writes: only its tail is reset. With ``enable_mamba_track`` there is ``mamba_track_seqlens`` too.
     """
     max_num_tokens = _one_of(max_num_tokens, max_num_token)
     if max_num_tokens is None:
@@ -157,19 +158,21 @@ def _chosen(dtypes: Mapping[str, torch.dtype] | None, cache_loc_dtype: torch.dty
 def _slots(
     token_axis: Axis, padding_slot: int, seq_len_fill_value: int, encoder_len_fill_value: int | None
 ) -> list[GraphSlot]:
-    # All of these are indices, lengths or identities, so none may keep a tail: what an earlier batch left there points
-    # into memory that has another owner by now. Each is reset to a value that is in range and that no request uses.
+    # All of these are indices, lengths or identities, so none may keep a tail: values of an earlier batch would point
+    # into memory that belongs to another request now. Each is reset to a value that is in range and that no request
+    # uses.
     return [
         # Token 0 is in every vocabulary.
         _slot("input_ids", token_axis, 0),
-        # Position 0 is in every table of positions, and it is that of a request with one token, as seq_lens says below.
+        # Position 0 is in every table of positions. It is the position of a request with one token, which matches
+        # seq_lens below.
         _slot("positions", token_axis, 0),
         # The worst one to be stale: a padding token would overwrite the key and value of a running request.
         _slot("out_cache_loc", token_axis, padding_slot),
         # Only read, and row 0 always exists; what padding reads there affects only output rows that are dropped.
         _slot("req_pool_indices", "bs", 0),
-        # Not 0 unless told, because a softmax over no place at all is NaN. The host's copy decides loops and sizes of
-        # kernels, where a stale length costs time too.
+        # Not 0 by default, because a softmax over no places is NaN. The host's copy decides loops and sizes of kernels,
+        # where a stale length also costs time.
         _slot("seq_lens", "bs", seq_len_fill_value),
         _slot("seq_lens_cpu", "bs", seq_len_fill_value, device="cpu"),
         # One position a token for time, height and width, so tokens lie along its second axis.
@@ -215,7 +218,7 @@ def _number(name: str, count: int = 1, **options: Any) -> GraphSlot:
 
 
 def _slots_of_source(source: Any) -> list[GraphSlot]:
-    """Slots for what a source has, and a batch has inside another object or beside it."""
+    """Slots for buffers of a source whose values a batch holds inside another object or beside it."""
     found: dict[str, tuple[Tensor, Callable[[Any, FillContext], Any]]] = {}
     ngram = getattr(source, "ngram_embedding_info", None)
     for name in () if ngram is None else ("column_starts", "req_lens"):
@@ -267,7 +270,7 @@ def _keep_own_part(place: tuple[int, int], buffer: Tensor, batch: Any, ctx: Fill
 
 
 def _write_padded_num_tokens(buffer: Tensor, batch: Any, ctx: FillContext) -> None:
-    # The others gather as many rows of this rank as its graph has, padding and all.
+    # The other ranks gather as many rows of this rank as its graph has, padding included.
     buffer.fill_(ctx.padded_num_tokens)
 
 
@@ -301,13 +304,13 @@ def _registered(
 
 
 def _with_dtype_of(slot: GraphSlot, found: Tensor) -> GraphSlot:
-    """The slot for numbers as the buffer holds them; a buffer of no integers is left for the registry to refuse."""
+    """The slot with the buffer's integer dtype; the registry refuses buffers of other dtypes."""
     is_integer = not (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool)
     return replace(slot, dtype=found.dtype) if is_integer and slot.dtype != torch.bool else slot
 
 
 def _head(found: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The beginning of a buffer that has more room than is needed; any other as it is, for the registry to judge."""
+    """The head of a buffer that is larger than needed; any other buffer unchanged, for the registry to check."""
     if found.dim() != len(shape) or found.shape == shape or any(a < b for a, b in zip(found.shape, shape, strict=True)):
         return found
     return found[tuple(slice(size) for size in shape)]

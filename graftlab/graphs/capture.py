@@ -1,7 +1,7 @@
 """What capture and replay mean: on CUDA a graph of kernels, elsewhere the function itself, run again.
 
-Both read what lies in static buffers at the time of the replay, and nothing else: what a runner forgets to put there
-is the last batch's on every device, so such a fault shows without a GPU too.
+Both read what lies in static buffers at the time of the replay, and nothing else. What a runner forgets to write there
+is left from the last batch on every device, so such a fault shows without a GPU too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
 
-# As many as torch's notes on CUDA graphs run: libraries choose their kernels, and take their workspaces, before.
+# As many as in torch's notes on CUDA graphs: during these runs, libraries choose kernels and allocate workspaces.
 _WARM_UPS = 3
 
 
@@ -24,20 +24,19 @@ class Graph(Protocol):
     """What was captured."""
 
     def replay(self) -> Outputs:
-        """Do it again, on what the buffers hold by now; each time the outputs are the same memory."""
+        """Replay it on the current content of the buffers; the outputs are always the same memory."""
 
 
 class Capturer(Protocol):
-    """Captures for one runner, which does nothing else meanwhile."""
+    """Captures for one runner, which does nothing else during a capture."""
 
     def capture(self, function: Callable[[], Outputs]) -> Graph:
-        """The graph of what `function` does. It is run here, maybe several times, so it has to be safe to repeat."""
+        """Capture `function` as a graph. It runs here, perhaps several times, so it has to be safe to repeat."""
 
     def on_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A function that breaks the graph in which it is called: it runs on the host at each replay, in between.
+        """A function that breaks the graph in which it is called: it runs on the host at each replay.
 
-        It is called with the tensors that it was first called with, and what it returns has to have one shape, dtype
-        and device.
+        It always gets the tensors of its first call, and its result must always have the same shape, dtype and device.
         """
 
 
@@ -81,7 +80,7 @@ class CpuGraph:
 
 @functools.cache
 def _memory_of(device: torch.device) -> Any:
-    """One pool of memory for all graphs of a device, which never run at once: what one leaves behind, another uses."""
+    """One pool of memory for all graphs of a device. They never run at once, so they can reuse each other's memory."""
     with torch.cuda.device(device):
         return torch.cuda.graph_pool_handle()
 
@@ -120,10 +119,10 @@ class CudaCapturer:
 
 
 class _Recording:
-    """What is being captured: graphs that are complete, and what the host does between them.
+    """A capture in progress: complete graphs, and the host's parts between them.
 
-    A capture executes nothing, so each graph is replayed once when it is complete: the host's part after it needs its
-    values.
+    A capture executes nothing, so each graph is replayed once when it is complete, because the host's part after it
+    needs its values.
     """
 
     def __init__(self, memory: Any, stream: torch.cuda.Stream) -> None:
@@ -149,12 +148,12 @@ class _Recording:
     def call(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         self._open.close()
         self.steps[-1]()
-        # The next graph reads this memory at every replay; that `again` holds it and `args` keeps both from reuse.
+        # The next graph reads this memory at every replay. `again` holds it and `args`, so that neither is reused.
         result = function(*args)
 
         def again() -> None:
             latest = function(*args)
-            # Not from itself: an inference tensor refuses that outside inference mode.
+            # Copying an inference tensor onto itself outside inference mode raises.
             if latest is not result:
                 result.copy_(latest)
 

@@ -62,26 +62,26 @@ _SILENT_TAPS = _SilentTaps()
 class CapturedFunction:
     """A captured function, its graph, and its taps in the order in which it reaches them.
 
-    ``padded`` has the sizes that it is captured for. Tensors, but for parameters, with as many rows as padded tokens,
-    or else padded requests, are taken to hold a row for each of those: taps show the batch's own, and so do tensors in
-    their extras. A tap that is wanted has two buffers as large as its value, and one for each tensor in its extras; see
-    :class:`StaticExtras`. A tensor of the host in a graph of a GPU's kernels is what it was at the capture. Outside of
-    a session a tap is nothing at all.
+    ``padded`` has the sizes that it is captured for. A tensor, unless it is a parameter, with as many rows as padded
+    tokens or padded requests is assumed to hold a row for each of them: its tap shows only the batch's own rows, and so
+    do tensors in the extras. A tap that the plan uses has two buffers as large as its value, and one for each tensor in
+    its extras; see :class:`StaticExtras`. In a graph on a GPU, a tensor on the host keeps its value from the capture.
+    Outside a session taps add nothing.
     """
 
     def __init__(self, padded: FillContext, wanted: WantedTaps, capturer: Capturer) -> None:
         self.sites: list[Site] = []
-        # By the place of the site, of those that leave kernels behind and have some.
+        # By the place of the site, only of sites with kernels that have extras.
         self._extras: dict[int, StaticExtras] = {}
         self._padded, self._wanted, self._capturer = padded, wanted, capturer
         self._graph: Graph | None = None
-        # While it is run to be captured. Of these runs the first tells which taps there are.
+        # Set during the runs for a capture. The first of these runs finds the taps.
         self._capturing = self._is_known = False
         self._runs = 0
         self._next = self._next_host_part = 0
-        # Where the host runs in between: before which site, and with which tags.
+        # Where the graph breaks for the host: before which site, and under which tags.
         self._host_parts: list[tuple[int, TagItems]] = []
-        # While it is replayed: the sites whose values this replay makes final, and up to where they were handed over.
+        # Set during a replay: the sites whose values are final after it, and how many of them the grafter has already.
         self._window: tuple[int, int] | None = None
         self._handed_over = 0
         self._outer: TagItems = ()
@@ -99,11 +99,11 @@ class CapturedFunction:
     # ---- capture ------------------------------------------------------------------------------------------------
 
     def capture(self, function: Callable[[], Outputs]) -> None:
-        """Capture it; see :meth:`Capturer.capture`. Its taps show nothing meanwhile."""
+        """Capture it; see :meth:`Capturer.capture`. Its taps show nothing during the capture."""
 
         def run_through() -> Outputs:
             self._next = self._next_host_part = 0
-            # Only the tags that are set inside belong to its taps: those around it may be others at each replay.
+            # Only tags that are set inside belong to its taps: the tags around it may differ at each replay.
             with handled_by(self), _ambient(()):
                 outputs = function()
             if self._is_known and self._next < len(self.sites):
@@ -116,7 +116,7 @@ class CapturedFunction:
         try:
             self._graph = self._capturer.capture(run_through)
             if self._runs == 1 and any(extras.plain for extras in self._extras.values()):
-                # Only a second run tells whether what is no tensor in the extras is always the same.
+                # Only a second run shows whether the extras that are not tensors are always the same.
                 run_through()
         finally:
             self._capturing = False
@@ -158,7 +158,7 @@ class CapturedFunction:
         return self._capturer.on_host(run)
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        """What a tap does inside of the function, while it is captured and wherever a replay runs it again."""
+        """What a tap inside the function does during a capture, and where a replay runs the function again."""
         index, self._next = self._next, self._next + 1
         if not self._is_known:
             self.sites.append(self._new_site(name, value, extras, tags))
@@ -184,7 +184,7 @@ class CapturedFunction:
             if not replace:
                 write_through(own, chosen)
             return chosen if chosen.stride() == own.stride() else copy_bits(torch.empty_like(own), chosen)
-        # A tensor that holds one number for several places, and cannot be replaced, keeps its own.
+        # An expanded tensor that cannot be replaced keeps its own value.
         if chosen is not own and not may_overlap(own):
             copy_bits(own, chosen)
         return value
@@ -196,7 +196,7 @@ class CapturedFunction:
         )
 
     def _tensor_in(self, name: str, value: Any) -> tuple[Any, Tensor | None]:
-        """A tap's value as it is shown, and the tensor behind it; None where there is none that can travel."""
+        """A tap's value as it is shown, and the tensor behind it; None if no tensor can be sent."""
         shown = value() if callable(value) and not isinstance(value, Tensor) else value
         return shown, _grafter().tensor_of(name, shown)
 
@@ -285,7 +285,7 @@ class CapturedFunction:
         return outputs, len(switched) + 1
 
     def _decide(self, grafter: Grafter) -> list[TapDecision]:
-        """What the plan says of all sites, asked for again only when it may have changed."""
+        """The plan's decisions for all sites, computed again only when they may have changed."""
         decision_epoch, outer = grafter.decision_epoch, taps.ambient.get()
         if (
             self._decided_in is None
@@ -307,7 +307,7 @@ class CapturedFunction:
         self._handed_over = until
 
     def _graft(self, index: int) -> None:
-        """Where nothing comes, it is the value itself, so that the number of replays depends only on the plan."""
+        """If nothing arrives, it is the value itself, so that the number of replays depends only on the plan."""
         site = self.sites[index]
         slot, action = _slot_of(site), self._decisions[index].action
         if action is not None:
@@ -333,7 +333,7 @@ class CapturedFunction:
         """Reach a tap for real, on the host."""
         site, extras = self.sites[index], self._extras.get(index)
         with handled_by(None), _ambient(self._outer):
-            # Asked for only where the plan wants the tap.
+            # Called only if the plan uses the tap.
             given = None if extras is None else partial(extras.given, self._ctx)
             return _grafter().tap(site.name, shown, given, site.tags)
 

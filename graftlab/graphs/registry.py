@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import copy
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import GraphError
-from graftlab.graphs.copies import copy_all, is_lossless
 from graftlab.graphs.slots import FillContext, GraphSlot, PaddingPolicy
 from graftlab.requests.identity import IDENTITIES
 from graftlab.taps.calls import tap
@@ -26,13 +26,13 @@ Value = TypeVar("Value")
 
 _NO_FIELD = object()
 
-# Of each kind of plan. A decode has one for each size of its batch; past this many, all are made again.
+# The most plans of each kind. A decode has one for each size of its batch; beyond this number all are made again.
 _MOST_PLANS = 256
 
 
 @dataclass(frozen=True)
 class _FillPlan:
-    """What a fill of given sizes, from sources of given shapes, dtypes and devices, writes where: checked before."""
+    """What a fill writes where, for given sizes, and sources of given shapes, dtypes and devices; already checked."""
 
     resets: list[tuple[Tensor, float | int | bool]]
     # Which sources go into which heads, by device and dtypes.
@@ -89,12 +89,12 @@ class CudaGraphBufferRegistry:
         shape, dtype and device, and for a shape that has no room for the registry's largest sizes.
         """
         if slot.name in self._slots:
-            raise slot.error("there is a slot of this name already")
+            raise slot.error("a slot of this name exists already")
         if slot.is_registered:
             slot = dataclasses.replace(slot, buffer=None)
         if slot.enabled:
             buffer = self._buffer_for(slot, slot.buffer if bind is None else bind)
-            # Where the slot cannot be cut, it is not registered.
+            # A slot that cannot be sliced is not registered.
             ends = FillContext(0, self.max_bs, 0, self.max_num_tokens)
             dataclasses.replace(slot, buffer=buffer).head_and_tail(ends)
             slot.buffer = buffer
@@ -153,8 +153,8 @@ class CudaGraphBufferRegistry:
     def share_buffers(self) -> None:
         """Move the buffers into the process's pool (:func:`share_input_buffer`), before any graph has captured them.
 
-        A buffer that is the first of its kind there becomes the memory of all; another one is left to them. Raises
-        :class:`GraphError` for a buffer that is not contiguous.
+        The first buffer of its kind there becomes the memory of all; later ones use it instead of their own.
+        Raises :class:`GraphError` for a buffer that is not contiguous.
         """
         shared = {
             slot.name: share_input_buffer(slot.name, slot.buffer) for slot in self._enabled if slot.buffer is not None
@@ -166,7 +166,7 @@ class CudaGraphBufferRegistry:
 
     @property
     def buffers(self) -> ForwardInputBuffers:
-        """The whole buffers by name, as what reads them holds on to them."""
+        """The whole buffers by name; graphs hold references to them."""
         return ForwardInputBuffers(self)
 
     def has_slot(self, name: str) -> bool:
@@ -191,12 +191,12 @@ class CudaGraphBufferRegistry:
     ) -> None:
         """Make the buffers hold `batch`: first reset tails, then copy, then call the ``post_fill`` hooks.
 
-        `batch` is any object with fields as attributes; a field that is None, or not there, is absent. The buffer of
-        an absent field is reset as a whole where its policy resets tails, since a graph that was captured with it
-        reads it all the same, and keeps what it has where not. A source may lie in the buffers themselves.
+        `batch` is any object with fields as attributes; a field that is None or missing is absent. The whole buffer of
+        an absent field is reset if its policy resets tails, since a graph that was captured with it still reads it;
+        otherwise it keeps its content. A source may lie in the buffers themselves.
 
-        Raises :class:`GraphError`, before anything was written, for sizes beyond the registry's, a source that has not
-        exactly the batch's own size in its slot, and one whose dtype would lose data.
+        Raises :class:`GraphError`, before anything is written, for sizes beyond the registry's, for a source that does
+        not have the batch's own size, and for one whose dtype would lose data.
         """
         ctx = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, pp_proxy_tensors)
         sources: list[Any] = [
@@ -223,10 +223,10 @@ class CudaGraphBufferRegistry:
     def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Batch) -> Batch:
         """A copy of the template with views of the buffers, of the padded sizes, in place of its fields.
 
-        Call it after the fill from the same batch: a field that was absent then, or is None in the template, stays
-        the template's own, however much of an earlier batch the buffer holds. Other fields of the template stay too;
-        in its ``sampling_info``, what is the batch's tensor under the batch's name for it becomes the view as well,
-        and so does an equal copy of the identities. A ``batch_size`` that can be set becomes the padded one.
+        Call it after the fill from the same batch: a field that was absent then, or is None in the template, stays the
+        template's own, however much of an earlier batch the buffer holds. Other fields of the template stay too. In its
+        ``sampling_info``, a field with a batch field's name and tensor becomes the view as well, and so does an equal
+        copy of the identities. A ``batch_size`` that can be set becomes the padded one.
 
         Raises :class:`GraphError` for sizes beyond the registry's.
         """
@@ -255,7 +255,7 @@ class CudaGraphBufferRegistry:
     # ---- taps -----------------------------------------------------------------------------------------------------
 
     def watch(self, prefix: str = "slot.", include: Chooser = None, exclude: Chooser = None) -> Watch:
-        """Tap the slots after each fill: stale padding shows as a row, and a graft mends it before the replay.
+        """Tap the slots after each fill: stale padding shows as a row, and a graft repairs it before the replay.
 
         A slot's tap has its name after ``prefix``, and the tag ``part``: ``"head"`` is what the batch filled, and
         ``"tail"`` the padding after it, where there is any. Slots whose field is absent are not shown, nor those that
@@ -335,7 +335,7 @@ class CudaGraphBufferRegistry:
     def _set_apart(self, sources: list[Any], heads: Sequence[Tensor | None]) -> None:
         """Clone, in place in the list, the sources that lie in a buffer, because it is about to be overwritten.
 
-        One that is the very place it would be copied to may stay: no reset touches it.
+        A source that is exactly its own destination may stay, since no reset touches it.
         """
         for index, source in enumerate(sources):
             if source is None:
@@ -350,8 +350,11 @@ class CudaGraphBufferRegistry:
 
 
 def _is_equal(name: str, found: Any, own: Any) -> bool:
-    """Whether the sampling info means the batch's own tensor. To compare makes the host wait, so copies of others do
-    not count: what is called alike may be another thing."""
+    """Whether the sampling info holds the batch's own tensor.
+
+    Comparing values would make the host wait, so copies of other fields do not count: an equal name may mean something
+    different.
+    """
     if found is own or name not in IDENTITIES or not isinstance(found, Tensor):
         return found is own
     same_kind = (found.shape, found.dtype, found.device) == (own.shape, own.dtype, own.device)
@@ -366,7 +369,7 @@ def _remember(plans: dict[Key, Value], key: Key, plan: Value) -> Value:
 
 
 def _kind(source: object) -> object:
-    """What a plan has to know about a source."""
+    """The properties of a source that a plan depends on."""
     if isinstance(source, Tensor):
         return source.shape, source.dtype, source.device
     return None if source is None else type(source)
@@ -411,9 +414,8 @@ def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> s
 class ForwardInputBuffers:
     """A view of a registry's whole buffers by slot name; None for a slot that is not enabled.
 
-    ``buffers.seq_lens`` is the very tensor that graphs read, in its largest size, so its content changes with every
-    batch. Slots registered or enabled later appear too. The view is read-only. ``share_buffers()`` is that of the
-    registry.
+    ``buffers.seq_lens`` is the tensor that graphs read, in its largest size, so its content changes with every batch.
+    Slots registered or enabled later appear too. The view is read-only. ``share_buffers()`` is that of the registry.
     """
 
     __slots__ = ("_registry",)
@@ -450,8 +452,8 @@ _pool: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 def share_input_buffer(name: str, buffer: Tensor) -> Tensor:
     """The process's memory for buffers of this name, number of elements, dtype and device, in the shape of `buffer`.
 
-    The first buffer of a kind becomes the memory of all; of later ones only the shape counts, and what is in the
-    memory stays. So it does not matter which of two registries comes first.
+    The first buffer of a kind becomes the memory of all. Later ones contribute only their shape, and the memory keeps
+    its content, so the order of registries does not matter.
 
     Raises :class:`GraphError` for a buffer that is not contiguous, which other shapes could not be laid over.
     """
@@ -466,5 +468,70 @@ def share_input_buffer(name: str, buffer: Tensor) -> Tensor:
 
 
 def clear_input_buffer_pool() -> None:
-    """Forget all shared memory. Registries that have some keep it; buffers shared from now on have new memory."""
+    """Forget all shared memory. Registries keep theirs; buffers that are shared from now on get new memory."""
     _pool.clear()
+
+
+# One kernel for many copies. The name is private to torch and may disappear in any release: it is looked up only here,
+# and the fallback below gives the same result.
+foreach_copy: Callable[..., object] | None = getattr(torch, "_foreach_copy_", None)
+
+
+def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its destination of the same shape.
+
+    All sources share device and dtype, and all destinations do; no source overlaps another's destination.
+    """
+    # From pageable memory the driver has copied everything when the call returns, so no wait for the device is needed.
+    # Pinned memory is read later, when the host may have written the next batch to it; and a copy to the host has to be
+    # complete before the host reads it.
+    non_blocking = (
+        destinations[0].device.type == "cuda"
+        and sources[0].device.type == "cpu"
+        and not any(source.is_pinned() for source in sources)
+    )
+    if foreach_copy is not None:
+        foreach_copy(destinations, sources, non_blocking)
+        return
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.copy_(source, non_blocking)
+
+
+@functools.cache
+def is_lossless(source: torch.dtype, destination: torch.dtype) -> bool:
+    """Whether every number that `source` can hold is the same number in `destination`.
+
+    The dtypes alone decide: whether the numbers of one batch happen to fit cannot be known without waiting for the
+    device. So int32 goes into int64, and bfloat16 into float32, but int64 into neither int32 nor float32.
+    """
+    if source == destination:
+        return True
+    if destination == torch.bool or (source.is_complex and not destination.is_complex):
+        return False
+    if destination.itemsize == 1 and destination.is_floating_point:
+        # What torch reports for some of these is wrong, such as the eps of float8_e5m2fnuz.
+        return False
+    try:
+        (lowest, highest), (into_lowest, into_highest) = _range(source), _range(destination)
+    except (NotImplementedError, TypeError):
+        # Raw bits, or quantized: torch does not know their range either.
+        return False
+    if lowest < into_lowest or highest > into_highest:
+        return False
+    if _is_integer(source):
+        # A significand of p bits holds every integer up to 2**p; eps is 2**(1 - p).
+        return _is_integer(destination) or max(-lowest, highest) <= 2 / torch.finfo(destination).eps
+    if _is_integer(destination):
+        return False
+    return torch.finfo(destination).eps <= torch.finfo(source).eps
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype == torch.bool:
+        return 0, 1
+    limits = torch.iinfo(dtype) if _is_integer(dtype) else torch.finfo(dtype)
+    return limits.min, limits.max

@@ -1,4 +1,4 @@
-"""Slots: what a static buffer of a captured graph holds, and what becomes of the part that no batch fills."""
+"""Slots: what a static buffer of a captured graph holds, and what happens to the part that a batch does not fill."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PaddingPolicy(Enum):
 
     @property
     def needs_value(self) -> bool:
-        """Whether the policy says nothing without a ``pad_value``; the others take no notice of one."""
+        """Whether the policy needs a ``pad_value``; the others ignore it."""
         return self in (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
 
 
@@ -58,23 +58,24 @@ class FillContext:
 
 @dataclass(eq=False)
 class GraphSlot:
-    """One static buffer, and how it is filled. All but ``buffer``, which a registry gives it, stays as it was made.
+    """One static buffer, and how it is filled. Only ``buffer``, which a registry sets, changes after construction.
 
     ``shape_fn(max_bs, max_num_tokens)`` gives the buffer's whole shape. ``axis`` says whether requests or tokens lie
-    along it; ``"none"`` is a buffer that is always filled whole. ``slice_fn(buffer, n)`` gives the view of its first
-    n of these, ``buffer[:n]`` unless told; it is asked once for a size. ``device`` is the registry's unless told.
+    along it; ``"none"`` is a buffer that is always filled whole. ``slice_fn(buffer, n)`` gives the view of the first n
+    of these, by default ``buffer[:n]``; it is called once for each size. ``device`` is the registry's by default.
 
-    ``source_fn(batch, ctx)`` gives what to copy, or None where the batch has no such thing; the batch's field of the
-    slot's name unless told. Without ``copy_from_batch`` nothing is copied. ``post_fill(buffer, batch, ctx)`` is
+    ``source_fn(batch, ctx)`` returns the tensor to copy, or None if the batch has none; by default it is the batch's
+    field with the slot's name. Without ``copy_from_batch`` nothing is copied. ``post_fill(buffer, batch, ctx)`` is
     called with the whole buffer after all copies of every fill, also where the field was absent.
 
-    A ``source_fn`` with axis ``"none"`` may give fewer rows than the buffer has; the others keep what they hold.
+    A ``source_fn`` with axis ``"none"`` may return fewer rows than the buffer has; the remaining rows keep their
+    content.
 
-    A slot that is not ``enabled`` keeps its name and nothing else: no memory, never filled, never shown. ``buffer`` is
-    a tensor to adopt, if it comes before the slot is registered. ``copy_from_fb`` is SGLang's name of
+    A slot that is not ``enabled`` only reserves its name: it has no memory, and is never filled or shown. ``buffer``,
+    if set before the slot is registered, is a tensor to adopt. ``copy_from_fb`` is SGLang's name of
     ``copy_from_batch``.
 
-    Raises :class:`GraphError` for what contradicts itself.
+    Raises :class:`GraphError` for settings that contradict each other.
     """
 
     name: str
@@ -145,7 +146,7 @@ class GraphSlot:
         return self.pad_value if self.padding_policy.needs_value and self.pad_value is not None else 0
 
     def size_of(self, bs: int, num_tokens: int) -> int | None:
-        """Which of the two sizes runs along the slot's axis; None where neither does."""
+        """Which of the two sizes lies along the slot's axis; None if neither does."""
         if self.axis == "none":
             return None
         return bs if self.axis == "bs" else num_tokens
@@ -153,7 +154,7 @@ class GraphSlot:
     def slice_for(self, padded_bs: int, padded_num_tokens: int) -> Tensor:
         """The part of the buffer that a graph of these sizes reads: a view that begins where the buffer begins.
 
-        Raises :class:`GraphError` where there is no buffer yet, or where it, or ``slice_fn``, has no such part.
+        Raises :class:`GraphError` if there is no buffer yet, or if the buffer or ``slice_fn`` has no such part.
         """
         buffer = self.buffer
         if buffer is None:
@@ -169,14 +170,16 @@ class GraphSlot:
             return buffer[:size]
         view = self.slice_fn(buffer, size)
         if not isinstance(view, Tensor) or not _begins(view, buffer):
-            raise self.error(f"slice_fn(buffer, {size}) is no view of the buffer that begins where the buffer begins")
+            raise self.error(
+                f"slice_fn(buffer, {size}) is not a view of the buffer that begins where the buffer begins"
+            )
         return view
 
     def head_and_tail(self, ctx: FillContext) -> tuple[Tensor, Tensor | None]:
-        """Views of what the batch fills and of the padding after it, which is None where there is none.
+        """Views of what the batch fills and of the padding after it, which is None if there is none.
 
-        Raises :class:`GraphError` as :meth:`slice_for` does, and where ``slice_fn`` makes a smaller size's view that
-        is no beginning of a larger size's along one axis.
+        Raises :class:`GraphError` as :meth:`slice_for` does, and if ``slice_fn``'s view of a smaller size is not the
+        beginning of the larger one along one axis.
         """
         head = self.slice_for(ctx.raw_bs, ctx.raw_num_tokens)
         raw, padded = self.size_of(ctx.raw_bs, ctx.raw_num_tokens), self.size_of(ctx.padded_bs, ctx.padded_num_tokens)
@@ -201,7 +204,7 @@ class GraphSlot:
 
 
 def _begins(view: Tensor, buffer: Tensor) -> bool:
-    # Not by data_ptr: a tensor without elements has none.
+    # Not by data_ptr, because a tensor without elements has none.
     return (
         view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
         and view.storage_offset() == buffer.storage_offset()

@@ -18,13 +18,13 @@ from graftlab.taps.extras import together
 Path = tuple[Any, ...]
 """How to get to a part of the extras: keys and indices, outermost first."""
 
-# Whatever the sizes of a batch are: one each request, as `align_by_request` takes them.
+# One per request, whatever the batch's sizes, as `align_by_request` takes them.
 _OF_REQUESTS = frozenset({"rids_int", "bootstrap_room_ids_int", "request_lens"})
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A tensor in the extras: the static memory that the graph copies it into, or where the host has it."""
+    """A tensor in the extras: the static memory into which the graph copies it, or the tensor on the host."""
 
     tensor: Tensor
     rows: Rows | None
@@ -36,9 +36,9 @@ class StaticExtras:
 
     Tensors on the device of the tap's value have static memory here, into which the graph copies them. Those of the
     host, in a graph of a GPU's kernels, are read where they lie. A callable is called on the host after each replay.
-    Whatever else there is must be the same each time that the function runs, since a replay could not tell of another.
+    All other values must be the same each time that the function runs, since a replay could not notice a change.
 
-    Tensors with a row a padded request, or a padded token, are given away without the rows that are padding.
+    Tensors with a row for each padded request or token are passed on without the padding rows.
     """
 
     def __init__(self, tap: str, around: Mapping[str, Any] | None, own: Any, like: Tensor, padded: FillContext) -> None:
@@ -64,9 +64,9 @@ class StaticExtras:
             return _Part(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), rows, is_copied=True)
 
     def update(self, around: Mapping[str, Any] | None, own: Any) -> None:
-        """Copy the tensors of a run of the function: a kernel each, where kernels are captured.
+        """Copy the tensors of a run of the function, with one kernel each if kernels are captured.
 
-        Raises :class:`GraphError` for what is not as it was.
+        Raises :class:`GraphError` for a value that has changed.
         """
         if callable(own) is not (self._function is not None):
             raise self._error("extras", "were a callable at one time and not at another")
@@ -84,7 +84,7 @@ class StaticExtras:
                 raise self._error(_name(path), f"is on {tensor.device} and was created again this time")
 
     def compare(self, plain: Mapping[Path, Any]) -> None:
-        """Raise :class:`GraphError` for plain objects that are not those of the first time."""
+        """Raise :class:`GraphError` for plain objects that differ from those of the first run."""
         for path, before in self.plain.items():
             if path in plain and not _are_same(before, plain[path]):
                 raise self._error(
@@ -110,7 +110,7 @@ class StaticExtras:
         return together(around, _rebuilt(own, heads))
 
     def _rows_in(self, path: Path, tensor: Tensor) -> Rows | None:
-        """Of what the host made for this replay, which may have the batch's own size already."""
+        """For extras that the host made for this replay, which may already have the batch's own size."""
         of_requests = path[-1:] and path[-1] in _OF_REQUESTS and tensor.dim() and len(tensor) == self._padded.padded_bs
         return "requests" if of_requests else rows_of(tensor, self._padded)
 
@@ -141,7 +141,7 @@ def _are_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     try:
-        # Arrays compare to no bool, NaN equals nothing, and most classes compare by identity.
+        # Comparing arrays gives no bool, NaN equals nothing, and most classes compare by identity.
         return bool(one == other) or pickle.dumps(one) == pickle.dumps(other)
     except Exception:
         try:

@@ -1,4 +1,4 @@
-"""One tap in a captured function: its static memory there, and what the plan says of it."""
+"""One tap in a captured function: its static memory, and the plan's decision for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Identity = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Static memory of a tap. ``switch`` is bool, and of one row each where rows of the value are padding."""
+    """Static memory of a tap. ``switch`` is a bool, one for each row if some of the value's rows are padding."""
 
     value: Tensor
     graft: Tensor
@@ -59,7 +59,7 @@ class Site:
 
 @dataclass(frozen=True)
 class TapDecision:
-    """What the plan in force says of a site: here, and on any rank of this side."""
+    """The decision of the plan in force for a site: on this rank, and on any rank of this side."""
 
     action: Action | None
     is_wanted: bool
@@ -68,12 +68,12 @@ class TapDecision:
 
 @dataclass
 class WantedTaps:
-    """What the graphs of one runner have in common: how they graft, and which taps were ever wanted."""
+    """What the graphs of one runner share: how they graft, and which taps any plan has used."""
 
     grafts: Grafts
     identities: set[Identity] = field(default_factory=set)
     plain_extras: dict[tuple[object, ...], Mapping[tuple[Any, ...], Any]] = field(default_factory=dict)
-    """By sizes, number and identity of a tap: what in its extras was no tensor when it was captured first."""
+    """By sizes, number and identity of a tap: the values in its extras that were not tensors at the first capture."""
 
 
 def new_slot(own: Tensor, has_rows: bool) -> Slot:
@@ -106,7 +106,7 @@ def cut(tensor: Tensor, rows: Rows | None, ctx: FillContext) -> Tensor:
 def decide(grafter: Grafter, site: Site) -> TapDecision:
     """Ask the plan about a site.
 
-    Raises :class:`GraphError` where other ranks of this side decide by what this one cannot know.
+    Raises :class:`GraphError` if other ranks of this side decide by tags that this one cannot know.
     """
     action = grafter.action(site.name, site.tags)
     if action is None:

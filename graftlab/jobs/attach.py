@@ -63,7 +63,7 @@ class FirstTapJoiner(active.FirstTap):
     def begin(self) -> calls.RankTapHandler | None:
         import torch
 
-        # A data loader's worker is no rank.
+        # A data loader's worker is not a rank.
         if torch.utils.data.get_worker_info() is not None:
             forget_first_tap()
             return None
@@ -106,7 +106,7 @@ def warn_never_joined(what: str) -> None:
 
 
 def _warn_at_exit(process: int) -> None:
-    # A data loader's worker inherits the environment too, and is no rank.
+    # A data loader's worker inherits the environment too, and is not a rank.
     if os.getpid() == process and multiprocessing.parent_process() is None:
         warn_never_joined(os.path.basename(sys.argv[0]) or "this process")
 

@@ -24,11 +24,10 @@ from graftlab.exchange.heartbeat import Heartbeat
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.kept import KeptPairs
-from graftlab.jobs.end_warnings import nothing_measured, unmatched_filters
 from graftlab.jobs.handshake import RejoinState
 from graftlab.jobs.job_connection import JobConnection
 from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
-from graftlab.jobs.job_log import log_to
+from graftlab.jobs.job_log import log_to, nothing_measured, unmatched_filters
 from graftlab.jobs.peer_connector import PeerConnector, address_towards
 from graftlab.jobs.session_client import SessionClient
 from graftlab.jobs.world_setup import SetupContext, World, WorldSetup
@@ -396,8 +395,8 @@ class AttachedRank:
         if not self._settle():
             self._connection.send(
                 Output(
-                    f"this job ended after it had waited {self._config.timeout:g} s for the others: whether they asked "
-                    f"for its last tensors is not known, so those have no rows\n"
+                    f"this job ended after it had waited {self._config.timeout:g} s for the others: it is unknown "
+                    f"whether they requested its last tensors, so those have no rows\n"
                 )
             )
         self._grafter.close_run()

@@ -67,7 +67,7 @@ all models without one."""
 
 
 def uncompared_calls(folder: Path, side: Side) -> Path:
-    """The file in a comparison's folder that exists once a process of this side calls a model that is no rank."""
+    """The file in a comparison's folder that exists once a process of this side that is not a rank calls a model."""
     return folder / f"{side}-calls-elsewhere"
 
 
@@ -145,7 +145,7 @@ class HeldScript:
             hook.remove()
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A data loader's worker is no rank, and neither is a fork of one: the connections are its parent's.
+        # A data loader's worker is not a rank, and neither is a fork of one: the connections are its parent's.
         if os.getpid() != self._process or torch.utils.data.get_worker_info() is not None:
             self._pass()
             return

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from graftlab.base.world import RunInfo, Side
+from graftlab.base.world import SIDES, RunInfo, Side
 from graftlab.control.joined_jobs import JoinedJobs
 from graftlab.errors import LaunchError, SessionError
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
@@ -33,8 +33,6 @@ from graftlab.ranks.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
 class Membership:

@@ -137,7 +137,7 @@ class ScriptProcess:
         shown = "\n".join(lines[-most:]) or "(nothing)"
         if not has_room(self.log.parent):
             # The script itself then fails where it prints, and its traceback is not there either.
-            shown += f"\n(the disk of {self.log.parent} is full, so what was printed last is not in it)"
+            shown += f"\n(the disk of {self.log.parent} is full, so its last output is missing)"
         return shown
 
     def kill(self) -> None:
@@ -366,7 +366,7 @@ class _Admission:
         """A sentence on the models that a side has called where another is asked for; blank where there are none."""
         path = other_models(self._folder, side)
         called = list(dict.fromkeys(path.read_text().split())) if path.exists() else []
-        return f" It has called {', '.join(called)} alone, and --model names another." if called else ""
+        return f" It has called {', '.join(called)} only; --model names a different model." if called else ""
 
     def _describe_wait(self, missing: Sequence[str], timeout: float) -> str:
         parts = [f"{', '.join(missing)} had not called a model within {timeout:g} s; --timeout waits longer"]
@@ -386,7 +386,7 @@ class _Admission:
                 return
             request = receive_handshake(connection)
             if not isinstance(request, HoldRequest):
-                send_handshake(connection, RequestRefused("it is no request to hold a call", settings=False))
+                send_handshake(connection, RequestRefused("it is not a request to hold a call", settings=False))
                 return
             why = self._objection(request)
             if why:

@@ -166,7 +166,7 @@ class SessionClient:
             if result is not None:
                 return result
             if self.remaining() < _ASK_AGAIN:
-                guess = "does a session listen there, and does a firewall let TCP pass?"
+                guess = "does a session listen there, and is TCP allowed through the firewall?"
                 raise SessionError(
                     f"no session with this token answered at {endpoint} within {self._config.timeout:g} s: "
                     f"{_STRANGER if self._reached_stranger else guess}"

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from graftlab.base.world import Place, Side
+from graftlab.base.world import SIDES, Place, Side
 from graftlab.config import Endpoint
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run_folder import describe_session
@@ -35,7 +35,7 @@ from graftlab.jobs.handshake import (
     send_handshake,
     unpack_handshake,
 )
-from graftlab.jobs.membership import SIDES, Membership
+from graftlab.jobs.membership import Membership
 from graftlab.jobs.proxy import Ends, TcpListener
 from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid

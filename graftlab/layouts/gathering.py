@@ -144,7 +144,7 @@ class Rows:
 
     @property
     def lacks(self) -> bool:
-        """Whether some of the places have no row of the whole, as far as that is known."""
+        """Whether some of the places are known to have no row of the whole."""
         return self.found is None or bool((self.found.index < 0).any())
 
     @property

@@ -1,4 +1,4 @@
-"""The mesh of this side's ranks, as far as this process knows it: given by the user, or from the engine's groups.
+"""The mesh of this side's ranks, if this process knows it: given by the user, or from the engine's groups.
 
 The engines' modules are read only where the job has imported them.
 """
@@ -59,7 +59,7 @@ def give_mesh(mesh: Any) -> None:
 def mesh_on(axes: Sequence[str], rank: int, world_size: int) -> Mesh | None:
     """Return the mesh of these axes that contains this rank; None if it is unknown. An axis of size 1 is left out.
 
-    Raises :class:`LayoutError` if what is known is no regular grid of this side's ranks.
+    Raises :class:`LayoutError` if the known groups are not a regular grid of this side's ranks.
     """
     groups = _groups(rank, world_size, axes)
     if groups is None:
@@ -70,7 +70,9 @@ def mesh_on(axes: Sequence[str], rank: int, world_size: int) -> Mesh | None:
     # In a regular grid the other groups along an axis are this one, shifted.
     ranks = tuple(rank + sum(each - rank for each in place) for place in product(*wide.values()))
     if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):
-        raise LayoutError(f"the groups of rank {rank} along {dict(wide)} are no grid of this side's {world_size} ranks")
+        raise LayoutError(
+            f"the groups of rank {rank} along {dict(wide)} are not a grid of this side's {world_size} ranks"
+        )
     return Mesh(tuple((axis, len(group)) for axis, group in wide.items()), ranks)
 
 

@@ -72,7 +72,7 @@ def _on(layout: Layout, rank: int, ranks: int) -> Layout:
     if layout.mesh.sizes:
         return layout
     # Groups in which one rank has everything, such as the data parallel group, do not use up ranks; and a forward pass
-    # that checkpointing repeats is a tap of its own.
+    # that checkpointing repeats is a separate tap.
     names = [name for name in layout.mesh_names if name not in _groups(layout) and name != REPEATED]
     if ranks == 1:
         return layout.on(Mesh(tuple((name, 1) for name in names) or (("rank", 1),)))

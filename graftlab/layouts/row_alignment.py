@@ -27,7 +27,7 @@ _SPREAD = 3.0
 
 @dataclass(frozen=True)
 class ShownRows:
-    """The rows of one call, by which they are told apart: ``dims`` count them, ``width`` numbers stand for each.
+    """The rows of one call, by what distinguishes them: ``dims`` count them, ``width`` numbers stand for each.
 
     A token id is its own number. ``limit`` is the largest relative distance of two rows that are the same.
     """
@@ -151,9 +151,9 @@ def aligned(
     place: int = -1,
     lengths: tuple[int, int] = (0, 0),
 ) -> tuple[Index, float]:
-    """The row of ``outer`` that each row of ``inner`` is, or -1, and how well they are told apart, from 0 to 1.
+    """The row of ``outer`` that each row of ``inner`` is, or -1, and how well the rows are distinguished, from 0 to 1.
 
-    Rows with equal values, such as those of one token, are told apart by the rows beside them: the longest stretch
+    Rows with equal values, such as those of one token, are distinguished by the rows beside them: the longest stretch
     wins, then the one after ``place``, then one that ends where the part has nothing more of the whole, and no row is
     taken twice. A single one is the row after ``place``, or the last. ``lengths`` are those of the sequences of
     ``outer`` and ``inner`` where they are padded to one; then a sequence has the rows of one sequence, in their order.

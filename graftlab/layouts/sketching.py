@@ -52,15 +52,18 @@ class SignedSums:
             )
         flat = before.detach().reshape(-1)
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
-        wide = flat.double() * _signs(flat.numel()).to(flat.device)
-        rows = -(-wide.numel() // self.size)
-        padded = torch.nn.functional.pad(wide, (0, rows * self.size - wide.numel()))
-        return (
-            padded.reshape(rows, self.size).sum(0).to(torch.float64 if before.dtype == torch.float64 else torch.float32)
-        )
+        sums = signed_sums(flat.double(), self.size)
+        return sums.to(torch.float64 if before.dtype == torch.float64 else torch.float32)
 
     def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         raise LayoutError(f"a tensor cannot be made from its sketch of {self.size} sums")
+
+
+def signed_sums(values: Tensor, size: int) -> Tensor:
+    """Return ``size`` sums of a vector's elements under random signs, which are the same in every process."""
+    signed = values * _signs(values.numel()).to(values.device)
+    rows = -(-signed.numel() // size)
+    return torch.nn.functional.pad(signed, (0, rows * size - signed.numel())).reshape(rows, size).sum(0)
 
 
 @functools.lru_cache(maxsize=8)

@@ -43,7 +43,7 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "partial": Partial,
     "one_of": OneOf,
 }
-# The last dimension of `t (a*c)`, which is no call of t.
+# The last dimension of `t (a*c)`, which is not a call of t.
 _FUSED_AT_END = re.compile(r"\(\s*[A-Za-z_]\w*(?:\s*\*\s*[A-Za-z_]\w*)+\s*\)\s*$")
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\(.*\)\s*$", re.DOTALL)
 

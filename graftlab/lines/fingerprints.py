@@ -227,7 +227,7 @@ def _close(one: Floats, other: Floats, tolerance: float, rms: float) -> bool:
 
 
 def _of_masks(one: Fingerprint, other: Fingerprint) -> Level:
-    """Compare masks, one of which may be true where the other is false."""
+    """Compare masks, even if one is true where the other is false."""
     near = 1e-6 * max(one.numel, 1)
     if np.allclose(one.projections, other.projections, rtol=0, atol=near):
         return IN_ORDER

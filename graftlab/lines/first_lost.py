@@ -516,7 +516,7 @@ class _Side:
     def _drawn_data(self) -> set[int]:
         """The operations that draw random numbers into a new tensor, and those that arrange these.
 
-        What a weight is initialised with, which is drawn in place, is no data.
+        What a weight is initialised with, which is drawn in place, is not data.
         """
         sources = self._sources()
         found: set[int] = set()

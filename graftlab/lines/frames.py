@@ -136,17 +136,6 @@ def is_of_graftlab(code: CodeType) -> bool:
     return code.co_filename.startswith(_GRAFTLAB) and _origin(code.co_filename) == _INTERNAL
 
 
-def calling_line(frame: FrameType | None = None) -> SourceFrame | None:
-    """Return the model's line that runs now, or in this frame; None if the stack has no code but torch and graftlab.
-
-    >>> from graftlab.lines.frames import calling_line
-    >>> calling_line().function
-    '<module>'
-    """
-    entry = model_entry(stack_entries(sys._getframe(1) if frame is None else frame))
-    return None if entry is None else entry.read()
-
-
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?:[ \t]+(?P<source>\S.*))?')
 
 
@@ -173,6 +162,10 @@ def is_of_model_code(file: str) -> bool:
 @lru_cache(maxsize=4096)
 def _origin(file: str) -> int:
     """Whose code a file is. The user's, unless it is installed, or part of torch, of graftlab or of Python."""
+    if file == "<string>":
+        # All generated code without a name is called so. From Python 3.13 on, linecache has a text for it: that of
+        # python -c, with which the processes of ranks start.
+        return _INTERNAL
     if file.startswith("<"):
         # Without a text it is generated code, such as the __init__ of a dataclass.
         return _OF_THE_USER if linecache.getline(file, 1) else _INTERNAL

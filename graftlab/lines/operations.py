@@ -84,7 +84,7 @@ class Operation:
     step: int = 0
     """The step of the recording in which it ran, from its first."""
     arguments: tuple[str, ...] = ()
-    """In words, those that are no tensors and have not their usual value."""
+    """In words, those that are not tensors and do not have their usual value."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Those of the tensors that it reads, and last that of its first result."""
     is_collective: bool = False
@@ -499,7 +499,7 @@ _MOST_NUMBERS = 6
 def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """An operation as its call would be written, with tensors by dtype and shape: ``mul(f32[2, 4], 0.1581)``.
 
-    Also its arguments that are no tensors.
+    Also its arguments that are not tensors.
     """
     said = []
     plain = []

@@ -265,7 +265,7 @@ def _has_counterpart(
     """Whether the other side does to a value what a region does, with other arguments: then neither lacks it.
 
     ``numbers`` are that side's values that equal value ``number``. An operation that this side has elsewhere, with the
-    same arguments, is no counterpart of the region.
+    same arguments, is not a counterpart of the region.
     """
     lost = {each.index for each in other.lost}
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 from IPython.core.error import UsageError
 
 from graftlab.base import limits
+from graftlab.base.text import positive
 from graftlab.plan.plan import FILTER_MEANINGS
 
 FILTER_OPTIONS = tuple(f"--{name}" for name in FILTER_MEANINGS)
@@ -70,16 +71,10 @@ class Command:
     choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
-    return int(text)
-
-
 def _add_keep_rows(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keep-rows",
-        type=_count,
+        type=positive,
         metavar="N",
         help="how many rows to keep in memory for the next frame; larger frames are read from disk (default all)",
     )
@@ -168,8 +163,8 @@ def _commands() -> dict[str, Command]:
         return parser
 
     up = command("up", "Start the ranks and assign the session to the variable `session`.")
-    up.add_argument("-b", "--baseline", type=_count, metavar="N", default=1, help="baseline ranks (default 1)")
-    up.add_argument("-t", "--target", type=_count, metavar="N", default=1, help="target ranks (default 1)")
+    up.add_argument("-b", "--baseline", type=positive, metavar="N", default=1, help="baseline ranks (default 1)")
+    up.add_argument("-t", "--target", type=positive, metavar="N", default=1, help="target ranks (default 1)")
     up.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPUs, or cpu without one)")
     up.add_argument("--backend", help="collective backend of each side's process group (default: nccl or gloo)")
     up.add_argument(
@@ -206,8 +201,8 @@ def _commands() -> dict[str, Command]:
     up.add_argument("--replace", action="store_true", help="close the open session and its ranks first")
 
     listen = command("listen", "Wait for jobs that another launcher starts, and show how they join.")
-    listen.add_argument("-b", "--baseline", type=_count, metavar="N", default=1, help="baseline ranks (default 1)")
-    listen.add_argument("-t", "--target", type=_count, metavar="N", default=1, help="target ranks (default 1)")
+    listen.add_argument("-b", "--baseline", type=positive, metavar="N", default=1, help="baseline ranks (default 1)")
+    listen.add_argument("-t", "--target", type=positive, metavar="N", default=1, help="target ranks (default 1)")
     listen.add_argument("--folder", help="folder for rows, in which jobs find this session (default: a new one)")
     listen.add_argument("--append", action="store_true", help="continue in a folder with rows, and take over its jobs")
     listen.add_argument(
@@ -251,7 +246,7 @@ def _commands() -> dict[str, Command]:
 
     log = command("log", "Show the end of a rank's log.")
     log.add_argument("rank", nargs="?", default="both", help="baseline, target, both (default), or such as target[1]")
-    log.add_argument("-n", "--lines", type=_count, metavar="N", default=50, help="number of lines (default 50)")
+    log.add_argument("-n", "--lines", type=positive, metavar="N", default=50, help="number of lines (default 50)")
 
     expression(
         "run",
@@ -279,7 +274,7 @@ def _commands() -> dict[str, Command]:
         "compare",
         "Match taps by value if their names differ, name the computations that differ, and plot the errors.\n\n"
         "Both sides evaluate the expression several times, each time from the same state of the models that it calls.\n"
-        "The models need no taps: their modules are tapped meanwhile, unless the expression has taps of its own.",
+        "The models need no taps: their modules are tapped meanwhile, unless the expression has taps itself.",
         "the comparison",
     )
     compiled = expression(
@@ -321,8 +316,8 @@ def _commands() -> dict[str, Command]:
         "--baseline", metavar="NAME", default="generate", help="the baseline's function (default generate)"
     )
     replay.add_argument("--target", metavar="NAME", default="generate", help="the target's function (default generate)")
-    replay.add_argument("--batch-size", type=_count, metavar="N", default=1, help="requests per step (default 1)")
-    replay.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
+    replay.add_argument("--batch-size", type=positive, metavar="N", default=1, help="requests per step (default 1)")
+    replay.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
     replay.add_argument("-o", "--out", type=_variable, metavar="NAME", help="assign the Replay to this variable")
 
     filter_ = command(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.layouts import Gather, Layout, Rearrange, Step
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
@@ -20,7 +20,6 @@ from graftlab.matching.row_rules import with_row_rules
 from graftlab.matching.wording import LETTERS
 
 Sides = tuple[Sequence[RecordedTap], Sequence[RecordedTap]]
-_SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class AlignedTaps:
             pairs=tuple(pairs),
             unmatched_baseline=left["baseline"],
             unmatched_target=left["target"],
-            unpaired_rows=unpaired_rows(self.orders, dict(zip(_SIDES, self._real, strict=True)), self.fetch),
+            unpaired_rows=unpaired_rows(self.orders, dict(zip(SIDES, self._real, strict=True)), self.fetch),
             notices=(*proposal.notices, *said[:1], *([rule] if rule else []), *said[1:]),
             order={"baseline": [tap.name for tap in self._real[0]], "target": [tap.name for tap in self._real[1]]},
         )

@@ -217,20 +217,20 @@ def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
             places.setdefault((layers_of(pair.target), part.text), pair)
     return [
         f"{pair.target} is taken out of {pair.baseline} by groups of heads ({pair.layout.text!r}), which is right only "
-        f"if the baseline reads it so"
+        f"if the baseline reads it that way"
         for pair in places.values()
     ]
 
 
 def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[tuple[str, str]]:
-    """The target's taps of which the baseline's show only parts, and what those are. ``shapes`` are the target's."""
+    """The target's taps that the baseline's show only in part, and those parts. ``shapes`` are the target's."""
     parts: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         parts[pair.target].append(pair)
     said = []
     for name, own in parts.items():
         if rows := _rows_without(own):
-            said.append((name, f"{name} is compared in part: {rows}, as padding has"))
+            said.append((name, f"{name} is compared only in part: {rows}, as padding has"))
         if name not in shapes or any(pair.whole == "baseline" or not pair.layout.leaves_out for pair in own):
             continue
         # Which rows a rule finds is known in a batch alone, and its rows count those that it does not find.
@@ -239,7 +239,7 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
             shown = ", ".join(pair.baseline for pair in own)
             left = f"{gap.double().mean():.0%}"
             said.append(
-                (name, f"{name} is compared in part: it contains {shown}; no baseline tap has the other {left}")
+                (name, f"{name} is compared only in part: it contains {shown}; no baseline tap has the other {left}")
             )
     return said
 
@@ -251,7 +251,7 @@ def _without_row_rules(layout: Layout) -> Layout:
 
 
 def _rows_without(pairs: Sequence[Pair]) -> str:
-    """How many of a target's rows are no row of the baseline's in any of its pairs; blank if none is."""
+    """How many of a target's rows no pair finds in the baseline; blank if none is."""
     lacking = []
     for pair in pairs:
         gathers = [step for step in pair.layout.steps if isinstance(step, Gather) and step.lacks]

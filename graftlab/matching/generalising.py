@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graftlab.base.tags import name_with
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Rearrange
 from graftlab.matching.names import numbers_of, pattern_of, words_of
@@ -20,7 +20,6 @@ from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import ANY, TapCallName
 
-SIDES: tuple[Side, Side] = ("baseline", "target")
 # In another layout that fits, values differ as they do in their own.
 _ROUNDING = 1e-7
 # Taps have few tags; all sets of up to this many are tried.

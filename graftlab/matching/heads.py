@@ -128,7 +128,7 @@ def _strides(order: Order) -> tuple[int, int] | None:
 
 
 def _order(pair: Pair, shape: Sequence[int], *, columns: bool) -> Order | None:
-    """The features of heads in the order in which the layout has them; None if it is no order of rows or columns."""
+    """The features of heads in the order in which the layout has them; None if it is no such order."""
     if not 1 <= len(shape) <= 2 or (columns and len(shape) == 1):
         return None
     found = None

@@ -67,7 +67,7 @@ def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[st
     for (name, groups), inner in _in_groups(pairs).items():
         said.append(
             f"{name} has {', '.join(inner)} side by side in each of {groups} groups of heads, not one after the other: "
-            "correct if the code that reads it counts them so"
+            "correct if the code that reads it counts them that way"
         )
     wholes: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -76,7 +76,7 @@ def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[st
     for name, parts in wholes.items():
         rest = _rest(name, parts, baseline)
         if rest:
-            said.append(f"{name} is used only in part: the target lacks {rest} of it")
+            said.append(f"{name} is only partly used: the target lacks {rest} of it")
     return list(dict.fromkeys(said))
 
 

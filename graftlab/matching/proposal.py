@@ -45,7 +45,7 @@ class Proposal:
     moved: int = field(default=0, kw_only=True)
     order: Mapping[Side, Sequence[str]] = field(default_factory=dict, kw_only=True)
     unpaired_rows: str = field(default="", kw_only=True)
-    """A sentence if rows of both sides that are no padding have no partner; blank if all have."""
+    """A sentence if both sides have rows, other than padding, without a partner; blank otherwise."""
     wrong_weights: tuple[str, ...] = field(default=(), kw_only=True)
     """The problems of weights that have the values of another weight, or a layout unlike their neighbours'."""
 

@@ -21,7 +21,7 @@ Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[Reco
 """Runs both sides once and records their taps, with the baseline's values grafted into the target at these pairs. For a
 grafted tap it records the target's own value."""
 
-INTERRUPTED = "the match was interrupted, and this is what was known by then: later taps may have partners too"
+INTERRUPTED = "the match was interrupted; this is what was found by then, and later taps may have partners too"
 """The notice of a proposal that is not complete."""
 
 ROUNDS = 12

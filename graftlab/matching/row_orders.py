@@ -128,7 +128,7 @@ def row_orders(
 def unpaired_rows(
     orders: Sequence[RowOrder], taps: Mapping[Side, Sequence[RecordedTap]], fetch: Mapping[Side, Fetch | None]
 ) -> str:
-    """A sentence if both sides have rows without a partner that are no padding, so that they may be the same rows.
+    """A sentence if both sides have rows without a partner that are not padding, so that they may be the same rows.
 
     Padding shows one value in all its rows at a tap such as the tokens or their embeddings.
     """
@@ -151,8 +151,8 @@ def unpaired_rows(
     if not (mine and theirs):
         return ""
     return (
-        f"{counted(theirs, 'row')} of the target and {counted(mine, 'row')} of the baseline have no partner and are no "
-        "padding: they may be the same rows, computed differently before the first tap that shows them."
+        f"{counted(theirs, 'row')} of the target and {counted(mine, 'row')} of the baseline have no partner and are "
+        "not padding: they may be the same rows, computed differently before the first tap that shows them."
     )
 
 

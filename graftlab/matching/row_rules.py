@@ -92,7 +92,7 @@ def with_row_rules(
         names = " or ".join(f"{mine} and {theirs}" for mine, theirs in used)
         said.append(f"in every batch the rows are found again by {names}")
     if left:
-        said.append(f"{left} of {len(result)} pairs hold for batches of these lengths alone")
+        said.append(f"{left} of {len(result)} pairs hold only for batches of these lengths")
     return result, "; ".join(said)
 
 

@@ -19,6 +19,7 @@ from graftlab.matching.names import place_of, similarity
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
+from graftlab.matching.row_orders import value_of
 from graftlab.matching.sketch import flat_values
 from graftlab.matching.strides import Strides
 from graftlab.matching.wording import layout_of
@@ -72,10 +73,10 @@ def suspects(
         near = sorted((other for other in left if _size(other) == _size(tap)), key=lambda other: abs(other.order - at))[
             :AROUND
         ]
-        mine = _bring(tap, fetch_target)
+        mine = value_of(tap, fetch_target)
         scored = []
         for other in near:
-            theirs = _bring(other, fetch_baseline)
+            theirs = value_of(other, fetch_baseline)
             if mine is None or theirs is None:
                 continue
             cosine, layout = max(
@@ -140,11 +141,6 @@ def _cosine(layout: Layout, outer: torch.Tensor, inner: torch.Tensor) -> float:
     one, other = one[finite], other[finite]
     norms = math.sqrt(float(one @ one)) * math.sqrt(float(other @ other))
     return float(one @ other) / norms if norms else 0.0
-
-
-def _bring(tap: RecordedTap, fetch: Fetch | None) -> torch.Tensor | None:
-    value = tap.value if tap.value is not None else None if fetch is None else fetch(tap.name)
-    return None if value is None else value.detach().cpu()
 
 
 def copies(baseline: Sequence[RecordedTap], grafted: Pair) -> Callable[[Pair], bool]:

@@ -72,7 +72,7 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     contradictions: swapped projections, a different layer's weights, a layout unlike its neighbours', a weight and a
     bias of different layouts, scaling, rounding, rows that differ, parameters left at their initial values.
 
-    A change that all layers share is no contradiction: rows permuted alike in all layers, as between two conventions
+    A change that all layers share is not a contradiction: rows permuted alike in all layers, as between two conventions
     of rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for what is
     neither a mapping of tensors nor a module.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from graftlab.base.sources import literal, parse_expression
 from graftlab.base.tags import Plain, identity, name_with
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.errors import LayoutError, PlanError
 from graftlab.layouts import Gather, Layout, Rows, parse_layout
 
@@ -330,7 +330,7 @@ class PairTable:
         """Choose the side whose name each rule's pairs get: the baseline's, unless several pairs would share it."""
         chosen = {}
         for rule in self._rules:
-            chosen[id(rule)] = next((str(side) for side in _SIDES if self._is_unique(rule, side)), "both")
+            chosen[id(rule)] = next((str(side) for side in SIDES if self._is_unique(rule, side)), "both")
         # One name, taken from the baseline for one pair and from the target for another, would stand for two taps.
         texts = Counter(_shape(rule.target) for rule in self._rules if chosen[id(rule)] == "target")
         for rule in self._rules:
@@ -356,9 +356,6 @@ class PairTable:
     @cached_property
     def _bare_counts(self) -> dict[Side, Counter[str]]:
         return {}
-
-
-_SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
 def _bare(text: str) -> str:

@@ -170,7 +170,7 @@ class GraftPlan:
 
         A transform that was given as a function is written as source text, with the modules and plain values that it
         reads. Raises :class:`TransformError` if it reads anything else. The options of a verdict, such as ``floor`` and
-        ``exact``, are no part of a plan.
+        ``exact``, are not part of a plan.
 
         >>> print(gl.GraftPlan(b2t="layer == 3").to_code())
         session.edit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from graftlab.plots.scales import EXACT, ODD, ValueAxis, color_bar, log_image, v
 from graftlab.plots.style import Array
 from graftlab.plots.themes import AS_IT_IS
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.order import numbers, require, tag_columns
+from graftlab.verdict.order import is_missing, numbers, require, tag_columns
 
 _MAX_STRIPS = 200
 _MAX_TEXTS = 72
@@ -208,7 +207,7 @@ def _select(frame: pd.DataFrame, name: str, value: str, tags: dict[str, Any]) ->
     for tag, wanted in tags.items():
         require(frame, tag)
         have = rows[tag]
-        rows = rows[[_absent(v) if wanted is None else not _absent(v) and bool(v == wanted) for v in have]]
+        rows = rows[[is_missing(v) if wanted is None else not is_missing(v) and bool(v == wanted) for v in have]]
     return rows
 
 
@@ -239,14 +238,10 @@ def _cells(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     return flat.groupby(["at", "who", "step"]).max().droplevel("at")
 
 
-def _absent(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
-
-
 def _receivers(rows: pd.DataFrame) -> list[str]:
     ranks = rows["rank"].tolist() if "rank" in rows.columns else [None] * len(rows)
     sides = rows["side"].tolist() if "side" in rows.columns else [""] * len(rows)
-    return ["all ranks" if _absent(r) else f"{s} rank {int(r)}".strip() for s, r in zip(sides, ranks, strict=True)]
+    return ["all ranks" if is_missing(r) else f"{s} rank {int(r)}".strip() for s, r in zip(sides, ranks, strict=True)]
 
 
 def _side_and_rank(receiver: str) -> tuple[str, int]:

@@ -115,7 +115,7 @@ class CompilerSearch:
 
 
 _STAGES = ("aot_eager_decomp_partition", "aot_eager", "eager")
-"""What inductor does, with ever less of it: without code of its own, without decompositions, captured alone."""
+"""What inductor does, less and less of it: without its own code, without decompositions, only captured."""
 
 
 def search_compiler(

@@ -84,7 +84,7 @@ class TracedSteps:
     """Traces the operations of a job in its own loop, during ``steps`` whole steps.
 
     The first is the next step that is a multiple of ``steps``. ``takes`` takes the taps, whether they are traced or
-    not. A failure of the trace is no failure of the job: it ends the trace, and is its ``obstacle``.
+    not. A failure of the trace is not a failure of the job: it ends the trace, and is its ``obstacle``.
     """
 
     def __init__(

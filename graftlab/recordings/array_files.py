@@ -25,7 +25,15 @@ from graftlab.base.files import opened
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes
 from graftlab.errors import RecordingError
-from graftlab.recordings.file_format import LONGEST_GAP, MOST_RANKS, TAP_ARGUMENTS, IndexEnd, StoredTensor, TapEntry
+from graftlab.recordings.file_format import (
+    LONGEST_GAP,
+    MOST_RANKS,
+    TAP_ARGUMENTS,
+    IndexEnd,
+    StoredTensor,
+    TapEntry,
+    end_of,
+)
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.recordings.tensor_file import read_tensor, tensor_places
 
@@ -71,7 +79,7 @@ class ArrayFolder(RecordedSide):
 
     def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         entries, left_out = self._found[rank]
-        return entries, IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, left_out)
+        return entries, end_of(entries, left_out)
 
     def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         if self._newest[0] != stored.shard:
@@ -105,7 +113,7 @@ def torch_content(file: io.FileIO) -> Any:
         # torch compresses nothing, and a compressed file may be much larger in memory.
         with zipfile.ZipFile(file) as archive:
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-                raise ValueError("it is compressed, which no file of torch is")
+                raise ValueError("it is compressed, and torch compresses none of its files")
             pickled: list[Any] = [archive.open(part) for part in archive.infolist() if part.filename.endswith(".pkl")]
             for each in pickled:
                 _refuse_costly(each)
@@ -141,10 +149,10 @@ def _refuse_costly(file: Any) -> None:
     for operation, argument, _ in pickletools.genops(file):
         if isinstance(argument, (str, bytes)):
             if operation.name == "GLOBAL" and str(argument).endswith(" bytearray"):
-                raise ValueError("it has a bytearray, which is no array")
+                raise ValueError("it has a bytearray, which is not an array")
             cost += sum(len(word) ** 2 for word in argument.split())
             if cost > _MOST_TEXT:
-                raise ValueError("it has words of many thousand characters, which no names of arrays have")
+                raise ValueError("it has names of many thousand characters, too long for arrays")
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -167,7 +175,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
             if field is None:
                 continue
             if not field.isidentifier() or form or conversion or field in fields:
-                raise ValueError(f"{{{field}}} is no field, or occurs twice")
+                raise ValueError(f"{{{field}}} is not a field, or occurs twice")
             if field in (RESERVED_TAGS | TAP_ARGUMENTS) - {"name", *_NUMBERS}:
                 raise ValueError(f"{field!r} cannot be a tag, because graftlab uses it")
             fields.append(field)
@@ -296,14 +304,14 @@ def _read_npy(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
 def _read_npz(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
     archive = np.load(file, allow_pickle=False)
     if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise ValueError("it is no archive of arrays")
+        raise ValueError("it is not an archive of arrays")
     # Their sizes are what zipfile reads of each at the most.
     parts = [] if archive.zip is None else archive.zip.infolist()
     if (size := sum(part.file_size for part in parts)) > most_bytes(file):
         raise too_large(size)
     for key in archive.files:
         value = archive[key]
-        yield key, _from_numpy(value) if isinstance(value, np.ndarray) else "it is no array"
+        yield key, _from_numpy(value) if isinstance(value, np.ndarray) else "it is not an array"
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor | str:
@@ -312,7 +320,7 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor | str:
         return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     except TypeError:
         return (
-            f"its dtype {array.dtype} is none that torch has (numpy stores bfloat16 as |V2; write it as .safetensors, "
+            f"its dtype {array.dtype} does not exist in torch (numpy stores bfloat16 as |V2; write it as .safetensors, "
             "or convert it to float32, which changes no value)"
         )
 
@@ -348,7 +356,7 @@ def _read_torch(file: io.FileIO) -> Iterator[tuple[str, torch.Tensor | str]]:
             named = [(f"{name}.{key}" if name else str(key), depth + 1, each) for key, each in inside]
             waiting += reversed(named)
         else:
-            yield name, f"it is {type(value).__name__}, no array"
+            yield name, f"it is {type(value).__name__}, not an array"
 
 
 def _plain_tensor(value: torch.Tensor) -> torch.Tensor | str:

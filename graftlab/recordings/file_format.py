@@ -13,6 +13,7 @@ noticed at its place.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ class IndexEnd(msgspec.Struct, frozen=True, tag="end"):
 
 
 IndexLine = TapEntry | IndexEnd
+
+
+def end_of(entries: Sequence[TapEntry], left_out: list[str]) -> IndexEnd:
+    """Return the end of an index of these taps."""
+    return IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, left_out)
+
 
 _CHECK = b',"check":'
 

@@ -48,7 +48,7 @@ class RecordedSide(ABC):
 
     @property
     def sketched(self) -> list[str]:
-        """The names of taps of which it has sketches alone, which are compared and never grafted."""
+        """The names of taps that it has only as sketches, which are compared and never grafted."""
         entries = (entry for entries, _ in self._ranks for entry in entries)
         return list(dict.fromkeys(e.name for e in entries if e.layout and e.layout.text.startswith("sketch(")))
 

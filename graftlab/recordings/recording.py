@@ -29,6 +29,7 @@ from graftlab.recordings.file_format import (
     RankHeader,
     StoredTensor,
     TapEntry,
+    end_of,
     rank_folder,
 )
 from graftlab.recordings.recorded_side import RecordedSide
@@ -181,10 +182,10 @@ class Recording(RecordedSide):
             else:
                 entries.append(line)
         if end is None and self.partial:
-            end = IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, ["the taps after its truncation"])
+            end = end_of(entries, ["the taps after its truncation"])
         if end is None:
             raise RecordingError(
-                f"{path} is truncated: {_after(entries)}. gl.Recording(folder, partial=True) uses the whole ones"
+                f"{path} is truncated: {_after(entries)}. gl.Recording(folder, partial=True) uses the complete ones"
             )
         if end.taps != len(entries):
             raise RecordingError(f"{path} should have {end.taps} taps and has {len(entries)}; it was edited")
@@ -224,9 +225,9 @@ def _impossible(entry: TapEntry, before: int) -> str:
     if not before <= entry.step <= before + LONGEST_GAP:
         return f"it is of step {entry.step}, after one of step {before}"
     if not TAP_ARGUMENTS.isdisjoint(entry.tags):
-        return "its tags have a name that no tag has"
+        return "its tags have an invalid name"
     if entry.extra_tensors and not isinstance(entry.extras, dict | None):
-        return "its extras are tensors and no dict"
+        return "its extras are tensors but not a dict"
     return ""
 
 
@@ -235,4 +236,4 @@ def _reopen(folder: str, partial: bool) -> Recording:
 
 
 def _after(entries: list[TapEntry]) -> str:
-    return f"the last whole tap is {entries[-1]}" if entries else "it has no whole tap"
+    return f"the last complete tap is {entries[-1]}" if entries else "it has no complete tap"

@@ -21,7 +21,7 @@ from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.errors import LayoutError, RecordingError
 from graftlab.layouts.dims import AXES, parse_dims
 from graftlab.recordings.array_files import most_bytes, too_large, torch_content
-from graftlab.recordings.file_format import MOST_RANKS, IndexEnd, StoredLayout, StoredTensor, TapEntry
+from graftlab.recordings.file_format import MOST_RANKS, IndexEnd, StoredLayout, StoredTensor, TapEntry, end_of
 from graftlab.recordings.recorded_side import RecordedSide
 
 _BETWEEN = "___"
@@ -51,7 +51,7 @@ class SglangDump(RecordedSide):
 
     def _read_index(self, rank: int) -> tuple[list[TapEntry], IndexEnd]:
         entries, left_out = self._found[rank]
-        return entries, IndexEnd(len(entries), entries[-1].step + 1 if entries else 1, left_out)
+        return entries, end_of(entries, left_out)
 
     def _load(self, rank: int, entry: TapEntry, stored: StoredTensor) -> torch.Tensor:
         value = _read(self.folder / stored.shard)["value"]

@@ -189,7 +189,7 @@ class RecordingWriter:
         path = self._folder / f"{self._shards:06d}.safetensors"
         if self._shard:
             try:
-                # A new file, because the library would follow a link that is there.
+                # A new file, because the library would follow an existing link.
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
                 safetensors.torch.save_file(self._shard, path)
             except safetensors.SafetensorError as error:

@@ -188,7 +188,11 @@ class _RemoteLaunch:
         place = Place(request.side, request.rank, request.world_size, request.other_world_size)
         rank = next((each for each in self.ranks if each.place == place), None)
         if rank is None or rank.has_joined:
-            far.send(pack_handshake(RequestRefused(f"{place.label} has joined, or is no rank of it", settings=False)))
+            far.send(
+                pack_handshake(
+                    RequestRefused(f"{place.label} has joined already, or is not one of its ranks", settings=False)
+                )
+            )
             return None
         notes = self._specs.devices[place.world_rank].notes
         rank.assign_process(request.pid, DeviceAssignment(request.device, request.backend, notes))

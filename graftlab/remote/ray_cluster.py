@@ -1,7 +1,7 @@
 """Ranks on a Ray cluster: an actor for each rank, which supervises its process, in one placement group a side.
 
 Ray finds the machines, gives each rank its GPUs, and ends the actors when the session is gone; with an actor its rank
-ends. Ray itself is imported in a process of its own (:mod:`graftlab.remote.ray_driver`).
+ends. Ray itself is imported in a separate process (:mod:`graftlab.remote.ray_driver`).
 """
 
 from __future__ import annotations

@@ -23,14 +23,13 @@ import ray.exceptions
 import ray.util
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.errors import LaunchError
 from graftlab.remote.rank_supervisor import RankSupervisor
 from graftlab.remote.ray_messages import RayRequest, RayReservation
 
 # Threads of an actor: one waits for the rank's end, the others answer.
 _CONCURRENCY = 4
-_SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
 def main() -> None:
@@ -100,11 +99,11 @@ class _Driver:
         _connect(request)
         deadline = time.monotonic() + request.timeout
         bundle = {name: float(amount) for name, amount in request.resources.items() if amount}
-        for side in _SIDES:
+        for side in SIDES:
             bundles = [bundle] * request.ranks[side]
             strategy = request.placement.upper()
             self._groups.append(ray.util.placement_group(bundles, strategy=strategy, name=f"graftlab {side}"))
-        for side, group in zip(_SIDES, self._groups, strict=True):
+        for side, group in zip(SIDES, self._groups, strict=True):
             if not group.wait(max(0.1, deadline - time.monotonic())):
                 raise LaunchError(_describe_lack(side, request))
         actor = ray.remote(RankSupervisor)

@@ -163,8 +163,9 @@ def _joined(spec: RemoteRankSpec) -> tuple[ControlConnection, Proxy]:
     reply = client.ask(request, spec.timeout)
     if reply is None:
         raise SessionError(
-            f"{place.label} reached no notebook at {endpoint} within {spec.timeout:g} s: does a firewall let TCP pass, "
-            f"and is that an address at which this machine reaches the notebook's? gl.Ray(listen=) gives another"
+            f"{place.label} could not reach the notebook at {endpoint} within {spec.timeout:g} s: is TCP "
+            f"allowed through the firewall, and is that an address at which this machine reaches the notebook's? "
+            f"gl.Ray(listen=) gives another"
         )
     answer, early = reply
     if isinstance(answer, RequestRefused):

@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from graftlab.base.text import positive
+
 _TIMEOUT = 10.0
 TOKEN_VARIABLE = "GRAFTLAB_ENGINE_TOKEN"
 
@@ -98,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"the token that the server printed; ${TOKEN_VARIABLE} unless given",
     )
     parser.add_argument("--dump-requests-folder", metavar="D", help='on the server; "" ends dumping')
-    parser.add_argument("--dump-requests-threshold", metavar="N", type=_count, help="requests in a file")
+    parser.add_argument("--dump-requests-threshold", metavar="N", type=positive, help="requests in a file")
     parser.add_argument(
         "--dump-requests-exclude-meta-keys",
         metavar="A,B",
@@ -125,12 +127,6 @@ def _url(text: str) -> str:
     if not usable or parts.query or parts.fragment:
         raise argparse.ArgumentTypeError(f"{text!r} is not the address of a server, such as {DEFAULT_URL}")
     return text.rstrip("/")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 def _level(text: str) -> int:

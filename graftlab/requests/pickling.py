@@ -76,7 +76,7 @@ def tensor_from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
     try:
         return from_bytes(data, kind, shape)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{len(data)} bytes are no {dtype} tensor of shape {shape}: {error}") from None
+        raise ValueError(f"{len(data)} bytes are not a {dtype} tensor of shape {shape}: {error}") from None
 
 
 def pickle_in_steps(content: dict[str, Any], file: IO[bytes]) -> tuple[list[Dropped], list[str]]:
@@ -182,7 +182,9 @@ class _Salvager:
             return self._known[id(value)]
         kind = type(value)
         if depth == _DEEPEST and kind in (dict, list, tuple):
-            self._dropped.append({"where": where, "reason": f"more than {_DEEPEST} containers deep: {describe(error)}"})
+            self._dropped.append(
+                {"where": where, "reason": f"nested more than {_DEEPEST} containers deep: {describe(error)}"}
+            )
             return reprlib.repr(value)  # its complete repr may be endless
         if kind is dict:
             new: Any = {}

@@ -28,7 +28,7 @@ _IGNORED = frozenset({"PROTO", "FRAME", "READONLY_BUFFER"})
 
 
 class PickleReadError(Exception):
-    """The bytes end too early or are no valid pickle at ``offset``; ``reader`` holds the objects read so far."""
+    """The bytes end too early or are not a valid pickle at ``offset``; ``reader`` holds the objects read so far."""
 
     def __init__(self, reason: str, offset: int, reader: PickleReader) -> None:
         super().__init__(reason, offset)

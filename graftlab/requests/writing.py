@@ -62,7 +62,7 @@ class OpenRequest:
 class QueuedRequest:
     """A finished request that waits to be written, only to a crash dump if ``for_crash``.
 
-    ``number`` is its number in the journal, ``finished_at`` when it finished by the clock that nobody sets.
+    ``number`` is its number in the journal, ``finished_at`` when it finished by the monotonic clock.
     """
 
     record: RecordedRequest

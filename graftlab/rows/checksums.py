@@ -1,4 +1,4 @@
-"""A checksum a line of the log, in a file beside it: a value that the disk has changed is no row.
+"""A checksum a line of the log, in a file beside it: a line that the disk has changed is not a row.
 
 One for each line, so that an error can name the damaged line; in a separate file, so that ``rows.jsonl`` has only rows.
 The file begins with the number of the log's first row: the log is rewritten when rows move into Parquet files, and
@@ -66,7 +66,7 @@ class Sums:
 
 
 class SumsWriter:
-    """Appends checksums. What the disk does not take waits for the next call, and is no reason to stop anything."""
+    """Appends checksums. What the disk does not take waits for the next call, and stops nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / SUMS_FILE

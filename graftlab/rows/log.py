@@ -201,7 +201,7 @@ def _pieces(file: io.FileIO, path: Path, start: int) -> Iterator[tuple[bytes, in
         elif len(data) < size:
             return  # half a line
         elif size >= _LONGEST_LINE:
-            raise SessionError(f"{path}: the line at byte {start} is longer than {size >> 20} MiB, which no row is")
+            raise SessionError(f"{path}: the line at byte {start} is longer than {size >> 20} MiB, longer than any row")
         else:
             size *= 2
 

@@ -13,7 +13,7 @@ import pandas as pd
 from graftlab.base.html import cell, number, table
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.text import counted
-from graftlab.rows.schema import COLUMNS, DIFFERENCES, TABLE, in_tables
+from graftlab.rows.schema import COLUMNS, DIFFERENCES, TABLE, UNMEASURED, in_tables
 
 _SHOWN = 20
 """Rows; of more, the worst are shown."""
@@ -29,7 +29,6 @@ _SAID = {"rel_l2": "relative difference", "max_abs": "largest difference"}
 _COUNTS = frozenset(column.name for column in TABLE if column.storage == "integer")
 # In larger frames constant columns are not searched for.
 _FOLDED_ROWS = 50_000
-_UNMEASURED = frozenset({"failed", "timeout", "missing"})
 
 
 class RowsFrame(pd.DataFrame):
@@ -108,7 +107,7 @@ def _title(name: str) -> str:
 def _badness(frame: pd.DataFrame) -> np.ndarray[Any, Any]:
     value = pd.to_numeric(frame["rel_l2"], errors="coerce").to_numpy(dtype=np.float64, na_value=math.nan)
     differ = pd.to_numeric(frame["nonfinite_differ"], errors="coerce").to_numpy(dtype=np.float64, na_value=0.0)
-    lost = frame["status"].astype(str).isin(_UNMEASURED).to_numpy()
+    lost = frame["status"].astype(str).isin(UNMEASURED).to_numpy()
     found: np.ndarray[Any, Any] = np.where(lost | (differ > 0), math.inf, np.nan_to_num(value, nan=-1.0, posinf=1e300))
     return found
 

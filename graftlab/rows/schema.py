@@ -39,6 +39,8 @@ nothing is absent."""
 
 MEASURED: tuple[Status, ...] = ("compared", "grafted")
 """The statuses of rows that have statistics."""
+UNMEASURED = frozenset({"failed", "timeout", "missing"})
+"""Those of rows that should have some."""
 
 _STATISTIC = object()
 Statistic = Annotated[T | None, _STATISTIC]

@@ -214,7 +214,7 @@ class RowStore:
                     upto = stop
                     yield self._columns.block(table)
                 if upto < wanted and not self._decode_more():
-                    raise SessionError(f"{self._log.path} was cut off by another process after row {upto - 1}")
+                    raise SessionError(f"{self._log.path} was truncated by another process after row {upto - 1}")
 
         block = self._columns.merge(block, blocks(), wanted - upto)
         # At once, because the stop button may interrupt this anywhere.

@@ -102,7 +102,7 @@ class _Batch:
     """One reading of a side's tensor, in which ``requests`` maps requests to their rows.
 
     A row is one token: an index of ``token_dim``, or of dimension 0 and ``token_dim`` if the tensor ``is_padded``.
-    ``tokens`` is the number of all requests' tokens. A reading ``is_unlikely`` if another one fits more closely.
+    ``tokens`` is the number of all requests' tokens. A reading ``is_unlikely`` if a different one fits more closely.
     """
 
     tensor: torch.Tensor
@@ -189,7 +189,7 @@ def _readings(tensor: torch.Tensor, extras: Any, whose: str) -> list[_Batch]:
 def _token_dims(
     tensor: torch.Tensor, count: int, lengths: list[int] | None, whose: str
 ) -> list[tuple[int, bool, bool]]:
-    """Return readings: the tokens' dimension, whether requests are padded, and whether another one is more likely."""
+    """Return readings: the tokens' dimension, whether requests are padded, and whether a different one is likelier."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if lengths is None:
         if rows >= count:

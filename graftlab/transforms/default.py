@@ -54,7 +54,7 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
             return _one_of(received, senders, partner, Outcome(chosen, f"sender {partner}"))
         raise TransformError(
             f"the default transform takes rank {partner}'s tensor, which was not sent (senders {senders} of {count}). "
-            f"If another rank's will do, give the plan a transform: `{SIGNATURE}`"
+            f"If another rank's tensor will do, give the plan a transform: `{SIGNATURE}`"
         )
     dim = _differing_dim(received, mine)
     if dim is not None:

@@ -19,6 +19,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
+from graftlab.verdict.order import is_missing
 
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "shape"),
@@ -130,13 +131,9 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     # As one array: to iterate over a frame of fifty columns takes as long as a run of a small model.
     columns = [str(column) for column in frame.columns]
     return [
-        {name: None if _is_absent(value) else value for name, value in zip(columns, row, strict=True)}
+        {name: None if is_missing(value) else value for name, value in zip(columns, row, strict=True)}
         for row in frame.to_numpy(dtype=object).tolist()
     ]
-
-
-def _is_absent(value: object) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
 def call_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -254,9 +251,9 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     frame = frame.drop(repeated.index)
     if len(repeated):
         said.append(
-            f"the recompute of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which only "
-            "one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of its "
-            "forward pass."
+            f"the recomputation of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which "
+            "only one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of "
+            "its forward pass."
         )
     for status, meaning in (
         ("failed", "could not be compared (the transform failed)"),

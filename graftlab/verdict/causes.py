@@ -99,8 +99,8 @@ def find_causes(
     move it alone are *minor*, unless they move it together. If the baseline's code at all named groups does not
     restore its output, something outside the taps affects it, and all named groups count as culprits.
 
-    ``effect`` is called at most ``most`` times, for the groups of ``by_size`` first. Groups that there was no run for
-    are swapped together.
+    ``effect`` is called at most ``most`` times, for the groups of ``by_size`` first. Groups without a run are swapped
+    together.
     """
     known: dict[frozenset[str], float] = {}
 
@@ -305,7 +305,7 @@ def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]
     if causes.together:
         lines.append(f"{listed(sorted(causes.together), most=4)} move the output together; none of them does alone.")
     if causes.untested:
-        lines.append(f"Not swapped alone, to bound the runs: {', '.join(causes.untested)}.")
+        lines.append(f"Not swapped alone, to limit the number of runs: {', '.join(causes.untested)}.")
     if causes.cut_short:
         lines.append("Not all sets of groups that might cancel were tried.")
     return lines

@@ -13,12 +13,10 @@ import pandas as pd
 
 from graftlab.base.tags import TapIdentity, identity
 from graftlab.rows.newest import LiveTaps
-from graftlab.rows.schema import COLUMNS, MEASURED, TABLE, Column, Row, converted
+from graftlab.rows.schema import COLUMNS, MEASURED, TABLE, UNMEASURED, Column, Row, converted
 from graftlab.verdict.facts import GRAFTED, Facts
-from graftlab.verdict.order import tap_codes
+from graftlab.verdict.order import is_missing, tap_codes
 from graftlab.verdict.summary import differences, divergent_rows, first_divergent_of, floor_in_words, sentence_of_first
-
-UNMEASURED = frozenset({"failed", "timeout", "missing"})
 
 # Computing the history of a running run takes at most this share of the time.
 _SHARE = 0.1
@@ -256,7 +254,7 @@ def _rows(frame: pd.DataFrame) -> list[Row]:
 
 
 def _cell(column: Column, value: Any) -> Any:
-    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+    if is_missing(value):
         return None
     return int(value) if column.storage == "integer" else value
 

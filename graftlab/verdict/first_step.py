@@ -26,8 +26,8 @@ NOT_JUDGED_SINCE = (
 class FirstDifference:
     """The first step in which jobs differ. ``sentence`` describes it.
 
-    If ``is_update``, everything agrees up to an optimizer's update, whose results differ: weights that have parted
-    since then are no reason to blame the code that uses them.
+    If ``is_update``, everything agrees up to an optimizer's update, whose results differ: weights that have diverged
+    since then do not incriminate the code that uses them.
     """
 
     step: int

@@ -19,7 +19,7 @@ _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6
 _NO_INPUTS = "whether both {} have the same inputs, which no tap shows (gl.watch(inputs=True))."
 _NO_WEIGHTS = "whether both {} have the same weights, which no tap shows (gl.watch(params=True))"
-_NO_LINES_OF_ROWS = "No line of source is named: that takes steps of the jobs in a session (gl.listen)."
+_NO_LINES_OF_ROWS = "No line of source is named: this needs steps of the jobs in a session (gl.listen)."
 _LET_ROWS_GRAFT_THEM = "GRAFTLAB_B2T_FILTER=True"
 
 

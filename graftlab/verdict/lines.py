@@ -23,8 +23,8 @@ class DifferingLine:
 
     ``group`` is the named group that it explains, ``tap`` the tap's call that was traced, with its ``step``,
     ``occurrence`` and the side's ``rank``. ``operation`` is torch's operation with its arguments, tensors by dtype and
-    shape; ``arguments`` are those that are no tensors, and ``shapes`` those of the tensors that it reads, and last that
-    of its result. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone;
+    shape; ``arguments`` are those that are not tensors, and ``shapes`` those of the tensors that it reads, and last
+    that of its result. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone;
     ``is_suspect`` that a value has another order, other signs or another place from here on, which may be meant;
     ``lacks_sum`` that the results of the ranks are summands of the baseline's value, and are not summed;
     ``is_only_here`` that the sides agree without what this line does, so that only this side does it. ``state`` are the

@@ -69,7 +69,7 @@ def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, no
 
 
 def require(frame: pd.DataFrame, *columns: str) -> None:
-    """Raise ValueError naming the first of ``columns`` that the frame lacks, TypeError when it is no frame."""
+    """Raise ValueError naming the first of ``columns`` that the frame lacks, TypeError if it is not a frame."""
     if not isinstance(frame, pd.DataFrame):
         raise TypeError(f"expected a pandas DataFrame of rows (session.frame, run.frame), got {type(frame).__name__}")
     for column in columns:
@@ -104,9 +104,14 @@ def tag_columns(frame: pd.DataFrame) -> list[str]:
     return [column for column in columns if column in frame.columns]
 
 
+def is_missing(value: object) -> bool:
+    """Whether a cell has no value."""
+    return value is None or value is pd.NA or (isinstance(value, (float, np.floating)) and math.isnan(value))
+
+
 def _plain(value: Any) -> Hashable:
     """A cell's value as :func:`graftlab.base.tags.identity` has it: NaN is None, 3.0 is 3, a list its text."""
-    if value is None or (isinstance(value, (float, np.floating)) and math.isnan(value)) or value is pd.NA:
+    if is_missing(value):
         return None
     if isinstance(value, np.generic):
         value = value.item()

@@ -16,13 +16,12 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import first_of, listed
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX, ModuleCall
 from graftlab.taps.watch import ROOT
 from graftlab.verdict.added import call_key
 
-_SIDES: tuple[Side, Side] = ("baseline", "target")
 ModuleCalls = Mapping[Side, Sequence[Mapping[str, ModuleCall]]]
 """By side and rank, the call of the module behind each tap."""
 
@@ -41,7 +40,7 @@ class ErrorOrigin:
 
     ``tap`` is the tap's name, ``rank`` the target's rank, ``step`` counts from the run's first. ``modules`` is, by
     side, the innermost module of both sides between whose equal inputs and output the error arises; empty where no
-    inputs of it were compared. ``taps`` are all taps of the group of which the same holds.
+    inputs of it were compared. ``taps`` are all taps of the group with the same origin.
 
     If ``is_itself``, the module is the one behind the tap. Otherwise that one is right, and the error is in the
     ``arguments`` that ``given_to`` is given, which is the same module or one around it. They are computed after the
@@ -96,10 +95,10 @@ def wanted_inputs(rows: pd.DataFrame, names: Sequence[str]) -> tuple[dict[Side, 
 
     ``rows`` are measured rows of values.
     """
-    own = {side: rows[f"{side}_name"].where(rows[f"{side}_name"].notna(), rows["name"]) for side in _SIDES}
+    own = {side: rows[f"{side}_name"].where(rows[f"{side}_name"].notna(), rows["name"]) for side in SIDES}
     chosen = rows["name"].isin(list(names))
     wanted = {
-        side: WantedInputs(list(dict.fromkeys(own[side][chosen])), list(dict.fromkeys(own[side]))) for side in _SIDES
+        side: WantedInputs(list(dict.fromkeys(own[side][chosen])), list(dict.fromkeys(own[side]))) for side in SIDES
     }
     pairs = dict.fromkeys(zip(own["baseline"], own["target"], strict=True))
     return wanted, [(f"{baseline}{SUFFIX}", f"{target}{SUFFIX}") for baseline, target in pairs]
@@ -313,7 +312,7 @@ def _dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:
-    """One origin for all taps of a group of which the same holds: that of the tap which adds the most."""
+    """One origin for all taps of a group that share it: that of the tap that adds the most."""
     alike: dict[Any, list[ErrorOrigin]] = {}
     for each in origins:
         # The taps before it vary from layer to layer, in the first one above all: one sentence is enough.

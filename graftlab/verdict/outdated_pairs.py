@@ -73,7 +73,7 @@ def with_present_partners(
             values = (
                 f"takes it in the layout {now[0].layout.text!r}" if same else f"has the values of {now[0].baseline}"
             )
-            # A tap that a mistake gives another tap's values keeps its name; one that was mended has its own again.
+            # A tap that gets another tap's values by mistake keeps its name; after the fix it has its own values again.
             fits = similarity(now[0].baseline, pair.target) > similarity(pair.baseline, pair.target) or (
                 pair.target in other_before and pair.target not in other_now
             )
@@ -97,7 +97,7 @@ def learned_from_other_code(outdated: Sequence[OutdatedPair]) -> str:
 
 
 def no_longer_equal(outdated: Sequence[OutdatedPair]) -> str:
-    """A remark on outdated pairs which a mistake explains as well as a mended target."""
+    """A remark on outdated pairs, which either a mistake or a fixed target explains."""
     pair = next((pair for pair in outdated if pair.present), outdated[0])
     more = f" and {len(outdated) - 1} more" if len(outdated) > 1 else ""
     now = f"now {pair.present}" if pair.present else f"differs by {pair.now:.2g} now"

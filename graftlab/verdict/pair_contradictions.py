@@ -59,7 +59,7 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
 
 
 def compared_in_part(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
-    """A sentence on the target's taps of which the plan pairs, and so compares, only parts; one for all layers."""
+    """A sentence on the target's taps that the plan pairs, and so compares, only in part; one for all layers."""
     groups: dict[str, list[str]] = {}
     for name, text in in_part(pairs_of(rows, plan), _shapes(rows)):
         groups.setdefault(layers_of(name), []).append(text)

@@ -236,7 +236,7 @@ def _sentence_on(findings: Findings, groups: Sequence[str]) -> str:
         words = origin_in_words(alike)
         worst = _worst_of(findings, groups)
         details = "; ".join([words.right, _details(findings, worst)])
-        what = f"{words.subject} is computed differently{_where(findings, worst)}{words.between} ({details})"
+        what = f"{_clause(findings, words.subject, worst)}{words.between} ({details})"
         unsure = words.unsure
     elif len(groups) == 1:
         what = _one_group(findings, groups[0])
@@ -442,8 +442,21 @@ def _one_group(findings: Findings, group: str) -> str:
     # A tap's name keeps its case.
     what = what[0].upper() + what[1:] if kind_of_group(group) else what
     is_right = findings.origins is not None and findings.origins.are_right(group)
-    how = "differs" if is_right else "is computed differently"
-    return f"{what} {how}{_where(findings, group)} ({_details(findings, group)})"
+    return f"{_clause(findings, what, group, is_right)} ({_details(findings, group)})"
+
+
+def _clause(findings: Findings, subject: str, group: str, is_right: bool = False) -> str:
+    """That the subject is wrong, and where the group is."""
+    where, verb, copula = _where(findings, group), "differs", "is"
+    if subject == "*":
+        # The members of a model that is an nn.Sequential; a star alone is no name.
+        members = _layers(*_over(findings, group))
+        subject = f"The model's{members.removeprefix(' in')}"
+        where = where.removeprefix(members)
+        where = f" in{where.removeprefix(' and')}" if where.startswith(" and") else where
+        if members.startswith(" in members"):
+            verb, copula = "differ", "are"
+    return f"{subject} {verb if is_right else f'{copula} computed differently'}{where}"
 
 
 def _where(findings: Findings, group: str) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Collection, Sequence, Set
 
 import ipywidgets as widgets
 
+from graftlab.base.tags import PLACE_TAGS
 from graftlab.filters.check import TAP_LIMIT, FilterCheck, Tags, unknown_tags, unknown_values
 from graftlab.plan.plan import GraftPlan
 from graftlab.widgets import filter_view as view
 from graftlab.widgets.code_editor import code_editor
 from graftlab.widgets.panel import update
 
-# Tags whose values are known only from the first time a tap was seen.
-_MOMENT_TAGS = frozenset({"step", "side", "rank"})
 # Shorter than the plan's own descriptions, to fit beside a line.
 _CAPTIONS = {
     "b2t": "baseline → target",
@@ -117,7 +116,8 @@ def _remarks(check: FilterCheck, taps: Sequence[Tags], tags_seen: Set[str]) -> l
     remarks = [view.unknown_tag(name, meant) for name, meant in unknown_tags(check.filter, tags_seen).items()]
     if not check.hits:
         remarks += [view.value_hint(text, value) for text, value in unknown_values(check.filter, taps).items()]
-    moment = sorted(check.filter.names & _MOMENT_TAGS)
+    # Their values are known only from the first time a tap was seen.
+    moment = sorted(check.filter.names & PLACE_TAGS)
     if moment:
         remarks.append(view.quiet(f"matched by the {' and '.join(moment)} at which each tap was first seen"))
     return remarks

@@ -25,9 +25,9 @@ from graftlab.plots import explorer
 from graftlab.plots.style import to_html
 from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows.rendering import written
-from graftlab.rows.schema import in_tables
+from graftlab.rows.schema import UNMEASURED, in_tables
 from graftlab.rows.store import to_frame
-from graftlab.verdict.conclusion import UNMEASURED, Conclusion, LiveConclusion, TapSummary, conclude_from
+from graftlab.verdict.conclusion import Conclusion, LiveConclusion, TapSummary, conclude_from
 from graftlab.widgets.kept_taps import filter_to_keep, kept_options, other_options
 from graftlab.widgets.panel import Panel, update
 from graftlab.widgets.scripts import Script, ScriptedWidget, shared

@@ -98,7 +98,7 @@ def alibi(slopes: Tensor, draw_seed: int, masked: float) -> object:
 
 @fault("alibi", "scores")
 def alibi_slopes_of_six_heads(wrong: bool) -> object:
-    """Six is no power of two: two slopes come from between those of four heads, not from a series of six."""
+    """Six is not a power of two: two slopes come from between those of four heads, not from a series of six."""
     four = [2.0**-i for i in (2, 4, 6, 8)]
     slopes = [2.0 ** (-8 * i / 6) for i in range(1, 7)] if wrong else [*four, 2.0**-1, 2.0**-3]
     return alibi(torch.tensor(slopes), 25, -math.inf)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import linecache
-import subprocess
-import sys
 import threading
 import traceback
 import warnings
@@ -16,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import warm
 from kit.support import run_cell
 
 import graftlab as gl
@@ -161,7 +160,7 @@ try:
 except ZeroDivisionError:
     print(traceback.format_exc())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_root(), timeout=100)
+    done = warm.run("-c", code, cwd=_root())
     assert done.stdout.startswith("6\n"), done.stderr
     assert "return x / 0  # the planted line" in done.stdout
 

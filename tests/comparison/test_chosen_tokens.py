@@ -55,7 +55,7 @@ def test_a_token_that_one_wrong_logit_has_turned_is_no_near_tie() -> None:
     theirs[1, -1, 700] += 4e-5
     (token,) = found(ours, theirs)
     assert not token.is_tie
-    assert "no near tie: in the call before, the baseline's logits of both are 2e-05 apart" in sentence_on(
+    assert "not a near tie: in the call before, the baseline's logits of both are 2e-05 apart" in sentence_on(
         [token], 4, "Model"
     )
 

@@ -181,10 +181,11 @@ def test_a_call_that_raises_is_left_to_its_script_and_the_next_one_is_compared(
     answer = compared(capsys, tmp_path / "run", str(script), f"{script} tries")
     text = str(answer["text"])
     assert (answer["answer"], text.partition("\n")[0]) == ("agree", "1 call of Linear agrees.")
-    assert "Not checked: the target's call 1 of Linear, which raises RuntimeError: mat1 and mat2 shapes" in text
+    assert "Not checked: the target's call 1 of Linear, which raises RuntimeError: " in text
+    assert "mat1 and mat2 shapes" in text
     assert main(["compare", str(script), f"{script} fails", "--folder", str(tmp_path / "fails")]) == 2
     error = capsys.readouterr().err
-    assert f"The target `{sys.executable} {script} fails` raised RuntimeError: mat1 and mat2" in error
+    assert f"The target `{sys.executable} {script} fails` raised RuntimeError: " in error
     assert f'File "{script}", line 10, in <module>' in error
 
 

@@ -214,7 +214,7 @@ NEEDS_A_COMPILER = [
         (in_small_steps, HALF, rounds_once),
         (cancelling, FULL, sums_in_another_order),
         pytest.param(in_small_steps, HALF, "inductor", marks=[*NEEDS_A_COMPILER, pytest.mark.soak]),
-        pytest.param(cancelling, FULL, "inductor", marks=NEEDS_A_COMPILER),
+        pytest.param(cancelling, FULL, "inductor", marks=[*NEEDS_A_COMPILER, pytest.mark.soak]),
     ],
 )
 def test_a_difference_of_rounding_is_reported_as_rounding(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,7 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.base import shipping
 from graftlab.base.world import Place
+from graftlab.control import plans as plans_module
 from graftlab.control import queries as queries_module
 from graftlab.control.core import SessionCore
 from graftlab.control.kept_pairs import PairsOnRanks
@@ -55,6 +57,7 @@ from graftlab.ranks.messages import (
     Shutdown,
     Stacks,
     TapSeen,
+    pack,
 )
 from graftlab.ranks.options import LaunchOptions
 from graftlab.rows.store import RowStore
@@ -132,6 +135,29 @@ def test_a_published_plan_is_the_newest_and_reaches_every_rank(ranks: list[Talki
     assert plans.all() == [first, second]
     for each in ranks:
         assert [each.hear(), each.hear()] == [PlanUpdate(to_wire(first)), PlanUpdate(to_wire(second))]
+
+
+def test_a_rank_that_has_just_joined_receives_the_newest_plan_last(
+    ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Plans(processes(ranks))
+    first = GraftPlan()
+    second = first.edit(b2t="layer < 3")
+    made.publish(first)
+    ranks[0].hear()
+    # The session server sends the first plan to a rank while the notebook publishes the second.
+    publisher = threading.Thread(target=made.publish, args=(second,))
+
+    def published_meanwhile(message: PlanUpdate) -> bytes:
+        if not publisher.ident:
+            publisher.start()
+            publisher.join(timeout=0.3)
+        return pack(message)
+
+    monkeypatch.setattr(plans_module, "pack", published_meanwhile)
+    made.send_to(processes(ranks)[0])
+    publisher.join()
+    assert [ranks[0].hear(), ranks[0].hear()] == [PlanUpdate(to_wire(first)), PlanUpdate(to_wire(second))]
 
 
 def test_adopted_has_the_step_from_which_each_rank_uses_a_plan(ranks: list[TalkingRank]) -> None:

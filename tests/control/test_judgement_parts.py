@@ -10,7 +10,9 @@ import pytest
 
 from graftlab.control.job_steps import JobStepsAbandoned
 from graftlab.control.judgement import Judgement
+from graftlab.control.unmeasured import effects_not_measured
 from graftlab.errors import SessionError
+from graftlab.verdict.causes import Causes
 
 
 @pytest.fixture
@@ -56,3 +58,14 @@ def test_after_an_abandoned_stage_no_other_is_begun(judgement: Judgement, error:
     judgement._attempt("the search", raising(error), None)
     assert judgement._attempt("the swap", lambda: pytest.fail("it was begun"), 5) == 5
     assert len(judgement._failed) == 1
+
+
+def test_an_effect_is_missing_only_if_no_output_was_measured_for_it() -> None:
+    swaps: Any = SimpleNamespace(not_swapped={}, unlike_ranks={})
+    causes = {"loss": Causes({"a": "a"}), "logits": Causes({"b": "b"})}
+    assert effects_not_measured(["a", "b"], causes, swaps) == []
+    assert effects_not_measured(["a", "c"], causes, swaps) == ["The effect of c on the output was not measured."]
+    swaps = SimpleNamespace(not_swapped=dict.fromkeys("vwxyz"), unlike_ranks=dict.fromkeys(["u"]))
+    said = effects_not_measured([], {}, swaps)
+    assert said[0] == "Code could not be swapped at v, w, x, y, where each side waited for the other."
+    assert said[1].startswith("How far the target's u is off could not be measured in every swap")

@@ -99,7 +99,9 @@ def test_the_line_is_confirmed_and_stands_below_the_sentence_that_it_explains(se
     assert verdict.lines["operation"].iloc[0] == "mul(f32[2, 2, 6, 6], 0.3)"
     said = verdict.text.splitlines()
     place = next(n for n, line in enumerate(said) if line.startswith("The values first differ here"))
-    assert said[place - 1].startswith("* is computed differently in member 1 of 0-1, between q, k, v and o (o itself")
+    assert said[place - 1].startswith(
+        "The model's member 1 of 0-1 is computed differently, between q, k, v and o (o itself"
+    )
     assert said[place].endswith("with the baseline's value there, the tap agrees:")
     assert said[place + 1].startswith(f"  target    {Path(__file__).name}:")
     assert said[place + 2].startswith(f"  baseline  {Path(__file__).name}:")

@@ -12,7 +12,7 @@ from kit.build_hook import ROOT, hook
 
 from graftlab.diffs import fallback, kernel
 
-SMALL = ("PIECE=16", "BLOCK=32", "STRIPE=64")
+SMALL = ("PIECE=64", "BLOCK=128", "STRIPE=256")
 
 
 def levels() -> list[str]:

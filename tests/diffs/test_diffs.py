@@ -197,6 +197,22 @@ def test_nonfinite_elements_do_not_count_as_zero(dtype: torch.dtype, sign: int) 
     assert same.max_abs_index == (70,)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("values", [[3.0], [-3.0], [-3.0, 3.0], [-0.0, 3.0], [0.0, -3.0], [0.0, -0.0], [6e-8, -6e-8]])
+def test_extremes_of_small_floats_are_found_whatever_their_signs(dtype: torch.dtype, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=dtype).repeat(700)
+    y = x * torch.linspace(0.5, 2.0, x.numel()).to(dtype)
+    for baseline, target in ((x, y), (y, x), (x, x[:1].expand(x.shape).contiguous())):
+        assert_right(baseline, target)
+
+
+def test_a_bool_counts_as_one_whatever_its_byte() -> None:
+    x = torch.arange(1000).remainder(7).to(torch.uint8).view(torch.bool)
+    found = measure(x, torch.zeros_like(x))
+    assert (found.max_baseline, found.max_abs, found.max_abs_index) == (1, 1, (1,))
+    assert found.mean_abs == found.mean_baseline == pytest.approx(float((torch.arange(1000) % 7 > 0).double().mean()))
+
+
 def test_a_spread_and_a_product_are_measured_past_gaps() -> None:
     x, y = random((300,), torch.float32, 0) + 1e4, random((300,), torch.bfloat16, 1)
     x[::7], y[::5] = INF, NAN

@@ -97,3 +97,12 @@ def test_a_difference_whose_square_is_below_float64_is_measured_beside_large_val
     for stats in (fallback.measure(x, y), measure(x, y)):
         assert stats.rel_l2 == pytest.approx(1e-200, rel=1e-12, abs=0)
         assert stats.max_abs == 1e-200
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_whose_squares_overflow_are_measured_whatever_their_sign(sign: int) -> None:
+    x = torch.tensor([sign * 1e200, 1e-3], dtype=torch.float64)
+    y = torch.tensor([sign * 1.5e200, 1e-3], dtype=torch.float64)
+    stats = fallback.measure(x, y)
+    assert stats.rel_l2 == pytest.approx(0.5, rel=1e-12)
+    assert stats.cosine == pytest.approx(1.0, rel=1e-12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import warm
 from kit.build_hook import ROOT, hook
 from kit.deadline import DEADLINE
 from kit.exact_diffs import assert_nearly_right, assert_right, random
@@ -36,7 +36,7 @@ def unloaded() -> Iterator[None]:
 
 def run_python(code: str) -> str:
     """The output of a new process, so that a crash or a deadlock does not affect this one."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = warm.run("-c", code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -55,3 +55,8 @@ def test_the_largest_of_64_bits_without_a_sign() -> None:
     # Their upper halves differ by one, and in a signed number by nearly all that there is.
     around = torch.tensor([2**63 - 1]), torch.tensor([-(2**63)])
     assert measure(*(each.view(torch.uint64) for each in around)).max_abs == 1
+
+
+def test_one_unit_is_seen_beside_negative_numbers_alone() -> None:
+    stats = measure(torch.tensor([-(2**60), 0]), torch.tensor([-(2**60) + 1, 0]))
+    assert (stats.max_abs, stats.max_abs_index) == (1.0, (0,))

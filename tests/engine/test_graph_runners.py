@@ -662,7 +662,7 @@ def test_a_break_that_cannot_be_leaves_the_engine_and_the_model_as_they_were() -
     engine = Engine(model(), runner=BreakableGraphRunner)
     runner = engine.runner
     assert isinstance(runner, BreakableGraphRunner)
-    with pytest.raises(GraphError, match=r"breaks at \['blocks.7'\], which are no modules of the model; .*'blocks.1'"):
+    with pytest.raises(GraphError, match=r"breaks at \['blocks.7'\], which are not modules of the model; .*'blocks.1'"):
         runner.breaks = {"blocks.7": halved}
     runner.breaks = {"blocks.0": lambda value: value[0]}
     request = workload(1)[0]

@@ -24,7 +24,7 @@ from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, mak
 from kit.support import wait_until
 
 from graftlab.errors import MessageError
-from graftlab.exchange import strangers, tcp
+from graftlab.exchange import tcp
 from graftlab.exchange.channel import frames_in
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, decode, encode
 from graftlab.exchange.keys import derive_keys, new_token
@@ -440,9 +440,9 @@ def still_open(strangers: list[socket.socket]) -> int:
 @pytest.mark.parametrize(
     ("settings", "most"),
     [
-        ({"MOST": 20}, 20),
+        ({"_MOST_STRANGERS": 20}, 20),
         # All are slow.
-        ({"SLOW": 0.0}, 8),
+        ({"_SLOW": 0.0}, 8),
         # All have descriptors that are kept for the session.
         ({"_RESERVED": 1 << 40}, 8),
     ],
@@ -453,8 +453,8 @@ def test_strangers_are_limited_and_keep_no_rank_out(
 ) -> None:
     # Here ZeroMQ ends no handshake, and a busy machine makes none slow.
     monkeypatch.setattr(tcp, "_CONNECT_LIMIT", 600.0)
-    for setting, value in {"SLOW": 1e9, **settings}.items():
-        monkeypatch.setattr(strangers, setting, value)
+    for setting, value in {"_SLOW": 1e9, **settings}.items():
+        monkeypatch.setattr(tcp, setting, value)
     posts = first, second, third = make_post(0), make_post(1), make_post(2)
     made = []
     try:

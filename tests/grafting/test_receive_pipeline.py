@@ -205,7 +205,7 @@ def test_tap_is_missing_if_senders_have_none_of_its_rows() -> None:
     made = call(torch.zeros(3), GRAFT_AND_KEEP)
     row = row_of(made, handler.take(made, receipt(torch.ones(3))), 0.0)
     assert (row.status, row.rows_matched, row.rows_unmatched) == ("missing", 0, 3)
-    assert row.error == "the senders have none of the rows of this batch"
+    assert row.error == "no sender has any row of this batch"
     assert unmeasured(row), "a difference of zero would read as agreement"
     assert not handler.kept.tags(failed=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import warm
 from kit.kernels import kernel
 from kit.processes import family, still_there, watch
 from kit.support import own_value, reset, run_cell, wait_for_file, wait_until
@@ -390,12 +390,6 @@ print(repr(trial.printed), trial.ok)
 
 
 def test_graftlabs_own_messages_are_not_in_the_drafts_output() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_A_KERNEL],
-        env={**os.environ, "GRAFTLAB_KERNEL": "fallback"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = warm.run("-c", WITHOUT_A_KERNEL, env={**os.environ, "GRAFTLAB_KERNEL": "fallback"})
     assert done.stdout == "'mine\\n' True\n"
     assert "tensors are measured by torch operations" in done.stderr

@@ -28,7 +28,6 @@ from graftlab.graphs import (
     clear_input_buffer_pool,
     share_input_buffer,
 )
-from graftlab.graphs import copies as graph_copies
 from graftlab.graphs import registry as graph_registry
 from graftlab.requests.identity import NO_ROOM, PADDING_ID
 
@@ -101,7 +100,7 @@ def test_any_sequence_of_fills_does_what_filling_number_by_number_does(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_registry, "_MOST_PLANS", most_plans)
         if not at_once:
-            patch.setattr(graph_copies, "foreach_copy", None)
+            patch.setattr(graph_registry, "foreach_copy", None)
         number = 0
         for step, present, small in steps:
             batch = SimpleNamespace()
@@ -543,7 +542,7 @@ def test_the_number_of_tokens_is_cut_to_the_attentions_tensor_parallel_rank(numb
             for _ in range(2):
                 fill(registry, 8, 8, num_token_non_padded=torch.tensor(number, dtype=torch.int32))
             assert content(registry, "num_token_non_padded") == [expected]
-    with pytest.raises(GraphError, match="attn_tp_rank=4 of attn_tp_size=4 is no rank"):
+    with pytest.raises(GraphError, match="attn_tp_rank=4 of attn_tp_size=4 is not a rank"):
         build("decode", attn_tp_rank=4, **options)
 
 

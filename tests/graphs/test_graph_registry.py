@@ -26,7 +26,6 @@ from torch import Tensor
 from graftlab.engine import ForwardBatch, SamplingBatchInfo
 from graftlab.errors import GraphError
 from graftlab.graphs import CudaGraphBufferRegistry, FillContext, PaddingPolicy
-from graftlab.graphs import copies as graph_copies
 from graftlab.graphs import registry as graph_registry
 
 # ---- registering ----------------------------------------------------------------------------------------------------
@@ -56,7 +55,7 @@ def test_what_registering_returns_is_the_slot_with_its_buffer() -> None:
 def test_a_second_slot_of_a_name_is_refused_and_the_first_stays() -> None:
     registry = registry_of(make())
     first = registry.get_slot("x")
-    with pytest.raises(GraphError, match="slot 'x': there is a slot of this name already"):
+    with pytest.raises(GraphError, match="slot 'x': a slot of this name exists already"):
         registry.register_slot(make())
     assert registry.get_slot("x") is first
 
@@ -129,7 +128,7 @@ def test_a_slot_that_is_off_has_a_name_and_nothing_else() -> None:
     # As long as it is off, its field may be anything.
     batch = fill(registry, 2, x="no tensor", y=ones(2))
     assert extract(registry, batch).x == "no tensor"
-    with pytest.raises(GraphError, match="slot 'x': there is a slot of this name already"):
+    with pytest.raises(GraphError, match="slot 'x': a slot of this name exists already"):
         registry.register_slot(make())
 
 
@@ -206,13 +205,14 @@ def test_a_slot_that_is_not_copied_belongs_to_its_hook() -> None:
 
 def test_tails_come_first_then_copies_then_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[tuple[str, list[int], list[int]]] = []
+    real_copy_all = graph_registry.copy_all
 
     def look(what: str) -> None:
         happened.append((what, content(registry, "a")[:3], content(registry, "b")[:3]))
 
     def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
         look("copies")
-        graph_copies.copy_all(destinations, sources)
+        real_copy_all(destinations, sources)
 
     policy: dict[str, Any] = {"padding_policy": PaddingPolicy.FILL_SENTINEL, "pad_value": -1}
     registry = registry_of(
@@ -241,7 +241,7 @@ def test_a_hook_gets_the_whole_buffer_the_batch_and_the_sizes_also_without_the_f
         assert ctx == FillContext(2, PADDED, 2, PADDED)
 
 
-@pytest.mark.skipif(graph_copies.foreach_copy is None, reason="this release of torch has no foreach copy")
+@pytest.mark.skipif(graph_registry.foreach_copy is None, reason="this release of torch has no foreach copy")
 def test_copies_go_together_by_device_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -249,7 +249,7 @@ def test_copies_go_together_by_device_and_dtypes(monkeypatch: pytest.MonkeyPatch
         calls.append(sorted((str(into.dtype), str(own.dtype)) for into, own in zip(destinations, sources, strict=True)))
         torch._foreach_copy_(destinations, sources, non_blocking)
 
-    monkeypatch.setattr(graph_copies, "foreach_copy", foreach_copy)
+    monkeypatch.setattr(graph_registry, "foreach_copy", foreach_copy)
     wide = {name: make(name) for name in "abcd"}
     registry = registry_of(*wide.values(), make("e", dtype=torch.float32), make("f"))
     small = torch.int32
@@ -361,7 +361,7 @@ def test_impossible_sizes_are_not_extracted(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_source_may_lie_in_the_buffers(at_once: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not at_once:
-        monkeypatch.setattr(graph_copies, "foreach_copy", None)
+        monkeypatch.setattr(graph_registry, "foreach_copy", None)
     registry = registry_of(*(make(name, padding_policy=PaddingPolicy.ZERO) for name in "abc"), device=device)
     a, b = buffer_of(registry, "a"), buffer_of(registry, "b")
     start = {name: torch.arange(1, 7, device=device) + 10 * place for place, name in enumerate("abc")}
@@ -518,3 +518,11 @@ def test_views_of_all_sizes_begin_where_the_buffer_begins() -> None:
     template = fill(registry, 1, x=ones(1))
     places = {extract(registry, template, size).x.data_ptr() for size in range(1, MAX_BS + 1)}
     assert places == {buffer_of(registry).data_ptr()}
+
+
+def test_a_runner_of_no_size_has_a_registry_and_one_of_less_is_refused() -> None:
+    registry = CudaGraphBufferRegistry("cpu", 0, 0)
+    assert (registry.max_bs, registry.max_num_tokens) == (0, 0)
+    for sizes in ((-1, 4), (4, -1)):
+        with pytest.raises(GraphError, match="cannot be negative"):
+            CudaGraphBufferRegistry("cpu", *sizes)

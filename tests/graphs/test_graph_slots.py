@@ -14,8 +14,8 @@ from torch import Tensor
 
 from graftlab.errors import GraphError
 from graftlab.graphs import CudaGraphBufferRegistry, FillContext, GraphSlot, PaddingPolicy
-from graftlab.graphs import copies as graph_copies
-from graftlab.graphs.copies import copy_all, is_lossless
+from graftlab.graphs import registry as graph_registry
+from graftlab.graphs.registry import copy_all, is_lossless
 from graftlab.graphs.tap_sites import cut, rows_of
 
 NEEDS_VALUE = [PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE]
@@ -138,7 +138,7 @@ def test_a_slot_without_a_buffer_says_what_to_do() -> None:
 )
 def test_a_slice_function_has_to_give_a_beginning_of_the_buffer(slice_fn: Any) -> None:
     registry = CudaGraphBufferRegistry("cpu", 8, 8, False)
-    with pytest.raises(GraphError, match=r"slot 'x': slice_fn\(buffer, \d\) is no view of the buffer that begins"):
+    with pytest.raises(GraphError, match=r"slot 'x': slice_fn\(buffer, \d\) is not a view of the buffer that begins"):
         registry.register_slot(make(slice_fn=slice_fn))
     assert not registry.has_slot("x")
 
@@ -326,7 +326,7 @@ def test_what_is_called_lossless_is_the_same_number_afterwards() -> None:
             assert copied.tolist() == numbers.tolist(), (source, destination)
 
 
-@pytest.mark.skipif(graph_copies.foreach_copy is None, reason="this release of torch has no foreach copy")
+@pytest.mark.skipif(graph_registry.foreach_copy is None, reason="this release of torch has no foreach copy")
 @pytest.mark.parametrize(("source", "destination"), [*LOSSLESS, (torch.int64, torch.int64)])
 def test_many_at_once_and_one_by_one_give_the_same(
     source: torch.dtype, destination: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -342,7 +342,7 @@ def test_many_at_once_and_one_by_one_give_the_same(
         return destinations
 
     at_once = copied()
-    monkeypatch.setattr(graph_copies, "foreach_copy", None)
+    monkeypatch.setattr(graph_registry, "foreach_copy", None)
     for one, other, given in zip(at_once, copied(), sources, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(one, given.to(destination), rtol=0, atol=0, equal_nan=True)

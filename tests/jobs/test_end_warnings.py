@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graftlab.config import GraftConfig
-from graftlab.jobs.end_warnings import nothing_measured, unmatched_filters
+from graftlab.jobs.job_log import nothing_measured, unmatched_filters
 
 TAPS = [
     {"name": name, "layer": 0, "step": 0, "side": "target", "rank": 0, "recompute_status": "normal"}

@@ -177,6 +177,17 @@ def start(arguments: Sequence[object], env: Mapping[str, str], **how: Any) -> Ru
     return subprocess.Popen([sys.executable, *map(str, arguments)], env=dict(env), text=True, **pipes)
 
 
+def run(*arguments: object, timeout: float = 100.0, **how: Any) -> subprocess.CompletedProcess[str]:
+    """What ``python ARGUMENTS`` comes to. ``env`` and ``cwd`` are those of this process unless they are given."""
+    with start(arguments, **{"env": os.environ, **how}) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.wait(), out, err)
+
+
 # ---- the process that is forked -------------------------------------------------------------------------------------
 
 
@@ -298,8 +309,15 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         else:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
-            main.__dict__.update(__file__=what, __builtins__=__builtins__)
-            exec(compile(Path(what).read_bytes(), what, "exec"), main.__dict__)
+            main.__dict__["__builtins__"] = __builtins__
+            if what == "-c":
+                code: str | bytes = rest[0]
+                sys.argv[:] = ["-c", *rest[1:]]
+                sys.path[0] = ""
+            else:
+                code = Path(what).read_bytes()
+                main.__dict__["__file__"] = what
+            exec(compile(code, "<string>" if what == "-c" else what, "exec"), main.__dict__)
     except Exception as error:
         # Without the lines of this file, which come first.
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)

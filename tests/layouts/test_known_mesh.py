@@ -125,7 +125,7 @@ def test_vllms_groups_are_the_axes_and_an_irregular_grid_is_refused(monkeypatch:
     assert mesh_on(("dp", "tp"), 0, 4) == Mesh((("dp", 2), ("tp", 2)))
     imported(monkeypatch, "vllm.distributed.parallel_state", get_tp_group=group(0, 1), get_dp_group=group(0, 1))
     give_mesh(None)
-    with pytest.raises(LayoutError, match="no grid of this side's 4 ranks"):
+    with pytest.raises(LayoutError, match="not a grid of this side's 4 ranks"):
         mesh_on(("dp", "tp"), 0, 4)
 
 

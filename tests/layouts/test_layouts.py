@@ -482,3 +482,41 @@ def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
 def test_a_gather_that_fits_no_batch_is_refused(text: str, why: str) -> None:
     with pytest.raises(LayoutError, match=why):
         parse_layout(text)
+
+
+def test_ranks_that_do_not_divide_into_each_blocks_replicas_are_refused() -> None:
+    layout = Layout((Shard(0, "tp", blocks=(4, 1, 1), replicas=(1, 2, 2)),)).on(3)
+    with pytest.raises(LayoutError, match=r"3 ranks do not divide into \[1, 2, 2\] replicas"):
+        layout.join([tensor((6,))] * 3)
+
+
+def test_a_scaled_whole_leaves_the_mask_of_known_elements_as_it_is() -> None:
+    held = tensor((3,))
+    own = torch.full((6,), -7.0)
+    relaid = relayout([(Layout((Scale(2.0, 1.0), Part(0, (1, 1)))), [held])], Layout(), own=own)
+    assert relaid.known is not None
+    assert relaid.known.dtype == torch.bool
+    assert relaid.known.tolist() == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "shape"),
+    [
+        ("a b -> b a", {}, (2, 3)),
+        ("a b c -> c a b", {}, (2, 3, 4)),
+        ("a b -> a n b", {"n": 2}, (3, 4)),
+        ("a b -> n b a m", {"n": 2, "m": 5}, (3, 4)),
+        ("b (h d) -> b n h d", {"h": 2, "n": 3}, (3, 4)),
+        ("b (g d) -> b (g n d)", {"g": 2, "n": 3}, (3, 4)),
+        ("a b -> (a b)", {}, (2, 3)),
+    ],
+)
+def test_the_torch_code_of_a_rearrangement_computes_what_it_does(
+    pattern: str, sizes: dict[str, int], shape: tuple[int, ...]
+) -> None:
+    step = Rearrange(pattern, tuple(sizes.items()))
+    x = tensor(shape)
+    expected = Layout((step,)).local(x)
+    found = eval(f"x{step.torch_code(shape)}", {"x": x})
+    assert found.shape == expected.shape
+    assert torch.equal(found, expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from graftlab.lines.fingerprints import (
@@ -179,3 +181,12 @@ def test_a_tap_does_not_set_another_part_of_the_same_memory() -> None:
         recorder.set_by_tap(first, "h", changed=False)
         result = recorder.read(second.tanh())
     assert "mm" in [each.name for each in slice_of(recorder, result).operations]
+
+
+def test_a_mask_and_its_opposite_agree_up_to_the_rounding_of_their_projections() -> None:
+    mask = torch.rand(200, 300, generator=torch.Generator().manual_seed(0)) > 0.5
+    one, other = fingerprint(mask), fingerprint(~mask)
+    assert one.projections is not None
+    rounded = replace(other, projections=other.projections + 1e-3)
+    assert agreement(one, rounded, 1e-5) == MAGNITUDES
+    assert agreement(one, replace(one, projections=one.projections + 1e-3), 1e-5) == IN_ORDER

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 
 from graftlab.base.sources import install_source
-from graftlab.lines.frames import SourceFrame, StackEntry, calling_line, model_entry, stack_entries
+from graftlab.lines.frames import SourceFrame, StackEntry, model_entry, stack_entries
 from graftlab.zoo.model import Config, Math, Model, make_weights
+
+
+def calling_line(frame: FrameType) -> SourceFrame | None:
+    entry = model_entry(stack_entries(frame))
+    return None if entry is None else entry.read()
+
 
 MODEL = """
 import torch
@@ -112,6 +120,14 @@ def test_generated_code_without_source_is_passed_over() -> None:
     found = generated["run"]()  # type: ignore[operator]
     assert found.file == __file__
     assert "generated" in found.source
+
+
+def test_text_after_python_c_is_not_taken_for_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Python 3.13 does in a process that starts with python -c.
+    monkeypatch.setitem(linecache.cache, "<string>", (12, None, ["import rank\n"], "<string>"))
+    found = eval("line()", {"line": lambda: calling_line(sys._getframe(1))})
+    assert found.file == __file__
+    assert "eval" in found.source
 
 
 def test_a_stack_without_user_code_has_no_line() -> None:

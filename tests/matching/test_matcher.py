@@ -332,7 +332,7 @@ def test_a_fused_tap_that_is_covered_in_part_is_a_problem() -> None:
     whole = match_taps(baseline, [tap("fused", torch.cat([q, k, v], 1), 0)])
     assert whole.problems == ()
     (problem,) = match_taps(baseline, [tap("fused", torch.cat([q, k, values(4, 8, seed=9)], 1), 0)]).problems
-    assert problem == "fused is compared in part: it contains h.q, h.k; no baseline tap has the other 33%"
+    assert problem == "fused is compared only in part: it contains h.q, h.k; no baseline tap has the other 33%"
     # The last token of a sequence is no fused tensor.
     assert match_taps([tap("last", q[3:].clone(), 0)], [tap("all", q, 0)]).problems == ()
 
@@ -458,7 +458,7 @@ def test_an_interrupted_match_keeps_what_is_known(llama: Port) -> None:
     proposal = match_in_rounds(stopped)
     assert proposal.pairs == match_taps(*record(())).pairs
     (notice,) = proposal.notices
-    assert notice.startswith("the match was interrupted, and this is what was known by then")
+    assert notice.startswith("the match was interrupted; this is what was found by then")
     assert notice in repr(proposal)
 
 

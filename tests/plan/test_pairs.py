@@ -133,3 +133,10 @@ def test_pairs_that_are_none_are_refused(pairs: Any, says: str) -> None:
 
 def test_rule_shows_its_parsed_layout() -> None:
     assert PairRule("a", "b", "a  b ->  b a").layout == "a b -> b a"
+
+
+def test_a_plan_shows_its_pairs_with_the_layout_in_which_they_are_one() -> None:
+    shown = GraftPlan(pairs=[("a.{n}", "b.{n}"), ("x", "y", THIRD.format(1))])._repr_mimebundle_()["text/html"]
+    assert "a.{n} = b.{n}" in shown
+    assert "x = y" in shown
+    assert "given, part(index=1, of=[1, 1, 1], dim=0) of the baseline" in shown

@@ -64,7 +64,7 @@ def test_nested_values_of_a_torch_file_are_named_by_the_way_to_them(tmp_path: Pa
     torch.save({"layers": [{"out": VALUES}, {"out": VALUES + 1}], "text": "a prompt"}, tmp_path / "dump.pt")
     recording = gl.Recording.from_files(tmp_path)
     assert recording.frame["name"].tolist() == ["layers.0.out", "layers.1.out"]
-    assert recording.left_out == ["tap 'text' of dump.pt: it is str, no array"]
+    assert recording.left_out == ["tap 'text' of dump.pt: it is str, not an array"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_dtype_that_torch_lacks_is_left_out_with_the_remedy(tmp_path: Path) ->
     write(tmp_path / "a.npy", {"": VALUES})
     np.save(tmp_path / "b.npy", np.zeros(3, dtype="V2"))
     (said,) = gl.Recording.from_files(tmp_path).left_out
-    assert said.startswith("tap 'b' of b.npy: its dtype |V2 is none that torch has")
+    assert said.startswith("tap 'b' of b.npy: its dtype |V2 does not exist in torch")
 
 
 def test_the_pattern_gives_steps_calls_ranks_order_and_tags(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_numbers_in_names_are_ordered_as_numbers(tmp_path: Path) -> None:
         (["a"], "step{step}", r"a\.npy does not fit pattern='step\{step\}'"),
         (["a"], "{name", "expected '}' before end of string"),
         (["a"], "{name}{name}", "occurs twice"),
-        (["a"], "{name:3}", "is no field"),
+        (["a"], "{name:3}", "is not a field"),
         (["a"], "{side}_{name}", "'side' cannot be a tag"),
         (["a"], "{grad}_{name}", "'grad' cannot be a tag"),
         (["a"], "a", "it has no field"),
@@ -161,6 +161,7 @@ def test_a_folder_without_arrays_and_one_that_is_absent_are_refused(tmp_path: Pa
     with pytest.raises(gl.RecordingError, match="absent cannot be read: No such file"):
         gl.Recording.from_files(tmp_path / "absent")
     np.save(tmp_path / "b.npy", np.zeros(3, dtype="V2"))
+    np.save(tmp_path / "c.npy", np.zeros(3, dtype="V2"))
     with pytest.raises(gl.RecordingError, match="no array that can be compared: tap 'b'"):
         gl.Recording.from_files(tmp_path)
 
@@ -346,7 +347,7 @@ def pickle_of(folder: Path, data: bytes) -> None:
 )
 def test_a_file_whose_refusal_takes_torch_minutes_is_refused_before_it(tmp_path: Path, data: bytes) -> None:
     pickle_of(tmp_path, data)
-    with limited(), pytest.raises(gl.RecordingError, match="words of many thousand characters"):
+    with limited(), pytest.raises(gl.RecordingError, match="names of many thousand characters"):
         gl.Recording.from_files(tmp_path)
 
 

@@ -192,7 +192,7 @@ def test_parts_of_a_tensor_are_read_and_checked_side_by_side(
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda lines: lines[:-1], r"is truncated: the last whole tap is tap 'hidden', layer=1 of step 1"),
+        (lambda lines: lines[:-1], r"is truncated: the last complete tap is tap 'hidden', layer=1 of step 1"),
         (lambda lines: [*lines[:1], *lines[2:]], r"line 2: tap 'hidden', layer=0 of step 1 is not what was recorded"),
         (lambda lines: [lines[1], lines[0], *lines[2:]], r"line 1: tap 'hidden', layer=1 of step 0 is not what was"),
         (lambda lines: [lines[0].replace('"layer":0', '"layer":1'), *lines[1:]], r"line 1: tap 'hidden', layer=1 of"),
@@ -308,7 +308,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path: Path, monkeypa
     with pytest.warns(gl.GraftWarning, match="the recording ended: .*No space left on device") as said:
         job()
     assert sum("ended" in str(each.message) for each in said) == 1
-    with pytest.raises(gl.RecordingError, match="is truncated: it has no whole tap"):
+    with pytest.raises(gl.RecordingError, match="is truncated: it has no complete tap"):
         gl.Recording(tmp_path)
 
 

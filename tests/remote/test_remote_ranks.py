@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.processes import still_there, watch
-from kit.remote_hosts import LocalHosts
+from kit.remote_hosts import LocalHosts, LocalProcess
 from kit.support import run_cell, wait_until
 
 import graftlab as gl
-from graftlab.remote.rank_supervisor import RankSupervisor
+from graftlab.remote.rank_supervisor import RankEnd, RankSupervisor
 from graftlab.remote.remote_rank import _interface_of
 
 MODEL = """
@@ -146,3 +147,21 @@ def test_a_port_that_is_taken_is_an_error_and_frees_the_machines() -> None:
 def test_the_interface_of_an_address_is_found() -> None:
     assert _interface_of("127.0.0.1") == "lo"
     assert _interface_of("203.0.113.7") is None
+
+
+def test_ranks_that_never_start_are_named_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(process: LocalProcess, number: int) -> None:
+        process.ended.set_result(RankEnd(-number, b""))
+
+    hosts = LocalHosts()
+    monkeypatch.setattr(LocalProcess, "start", lambda self, spec: None)
+    monkeypatch.setattr(LocalProcess, "signal", end)
+    with pytest.raises(gl.LaunchError) as raised:
+        gl.launch(1, 2, on=hosts, timeout=0.05)
+    text = str(raised.value)
+    everyone = r"baseline\[0\], target\[0\], target\[1\]"
+    assert re.match(
+        rf"{everyone} not ready within 0\.05 s; {everyone} had not connected to the notebook at tcp://", text
+    )
+    assert "The log of baseline[0] ends:\n(nothing, or its machine cannot be reached)" in text
+    assert hosts.released == 1

@@ -798,7 +798,7 @@ def test_long_messages_and_reprs_are_cut_visibly() -> None:
     (told,), _ = dropped(deep)
     assert told == {"where": f"requests[0].request{'[0]' * 32}", "reason": "ValueError: x"}
     (told,), _ = dropped([deep])
-    assert told["reason"] == "more than 32 containers deep: ValueError: x"
+    assert told["reason"] == "nested more than 32 containers deep: ValueError: x"
     assert told["where"] == f"requests[0].request{'[0]' * 32}"
 
 

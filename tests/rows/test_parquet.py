@@ -8,8 +8,6 @@ import itertools
 import math
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
+from kit import warm
 from kit.examples import examples
 from kit.limits import limited
 from kit.support import wait_until
@@ -311,10 +310,9 @@ def test_a_killed_writer_loses_no_row(tmp_path: Path) -> None:
     for round_ in range(2):
         folder = tmp_path / str(round_)
         folder.mkdir()
-        command = [sys.executable, "-c", _KILLED, str(folder)]
         tests = str(Path(__file__).parents[1])
         paths = os.pathsep.join([tests, str(Path(gl.__file__).parents[1])])
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as writer:
+        with warm.start(["-c", _KILLED, folder], {**os.environ, "PYTHONPATH": paths}) as writer:
             assert writer.stdout is not None
             printed = -1
             while len(list(folder.glob("*.parquet"))) <= 2 * round_ or printed % 61:

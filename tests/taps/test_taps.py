@@ -447,3 +447,19 @@ def test_taps_of_several_threads_of_one_rank_all_pair(session: gl.Session) -> No
     run = session.run(in_threads, in_threads)
     assert run.target == run.baseline == [[50 * (10.0 + number) + 122500.0 for number in range(8)]]
     assert run.frame["status"].value_counts().to_dict() == {"grafted": 400}
+
+
+def test_a_trace_leaves_the_calls_as_they_were_before_it() -> None:
+    traced: Any = object()
+    before = taps._grafter, taps._handler, taps._traced, taps._is_tracing, taps._are_wanted
+    seen: list[Any] = []
+
+    def fail() -> None:
+        with taps.tracing(traced, lambda: True):
+            seen.extend([taps._traced, taps._are_wanted])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == [traced, True]
+    assert (taps._grafter, taps._handler, taps._traced, taps._is_tracing, taps._are_wanted) == before

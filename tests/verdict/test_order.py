@@ -190,3 +190,8 @@ def test_a_one_sided_tap_keeps_its_place_between_shared_taps() -> None:
         one("only", 2, "baseline", "unmatched"),
     ]
     assert [key[0] for key in group(to_frame(rows), "rel_l2").keys] == ["t", "a", "only", "b"]
+
+
+def test_tags_without_a_column_of_their_own_are_left_out() -> None:
+    frame = pd.DataFrame({"name": ["q", "q"], "tags": [{"name": "q", "layer": 0, "head": 1}] * 2, "layer": [0, 0]})
+    assert tag_columns(frame) == ["layer"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pandas as pd
 import pytest
 
 from graftlab.taps.module_inputs import KIND, ModuleCall
-from graftlab.verdict.origins import ErrorOrigins, find_origins
+from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, _is_given_the_same, find_origins
 
 THRESHOLD = 2.0
 FLOOR = 0.01
@@ -147,3 +148,20 @@ def test_each_call_is_judged_by_the_inputs_before_it() -> None:
     assert (origin.occurrence, origin.input_occurrence) == (1, 1)
     # What a module is given later has no part in it.
     assert origins(given("attn.o", 0.0), Tap("attn.o", 0.5), given("attn.o", 9.0, occurrence=1)).found == ()
+
+
+def test_wrong_inputs_are_one_only_if_both_the_code_and_the_arguments_are_alike() -> None:
+    at = {"target": "m"}
+    one = ErrorOrigin("a", "a", 0, 0, 0, False, at, ("a",), given_to="m", arguments=("second",))
+    assert _is_given_the_same(one, replace(one, group="b", tap="b", taps=("b",)))
+    assert not _is_given_the_same(one, replace(one, arguments=("third",)))
+    assert not _is_given_the_same(one, replace(one, modules={"target": "other"}, given_to="other"))
+    first = replace(one, arguments=("first",), tensors=frozenset({1}))
+    assert _is_given_the_same(first, replace(first, group="b", tensors=frozenset({1, 2})))
+    assert not _is_given_the_same(first, replace(first, group="b", tensors=frozenset({2})))
+
+
+def test_a_wrong_input_is_placed_after_the_last_five_taps_before_it() -> None:
+    before = [Tap(name, 0.5) for name in "abcdefg"]
+    (origin,) = origins(given("attn", 0.5), *before, given("attn.o", 9.0), Tap("attn.o", 0.5)).found
+    assert origin.before == tuple("cdefg")

@@ -95,8 +95,8 @@ def test_what_the_pairs_leave_out_of_a_tap_is_named_once_for_all_layers() -> Non
     ]
     rows = rows_of(pairs, [12, 4])
     assert compared_in_part(rows, GraftPlan(pairs=rules_from(pairs))) == [
-        "l.0.qkv is compared in part: it contains h.0.0, h.0.1; no baseline tap has the other 33%, and so in 2 other "
-        "layers."
+        "l.0.qkv is compared only in part: it contains h.0.0, h.0.1; no baseline tap has the other 33%, and so in 2 "
+        "other layers."
     ]
     pairs += [{**pairs[2 * n], "baseline": f"h.{n}.2", "layout": "part(index=2, of=[1, 1, 1])"} for n in range(3)]
     assert compared_in_part(rows, GraftPlan(pairs=rules_from(pairs))) == []
@@ -109,7 +109,7 @@ def test_rows_that_no_batch_of_the_baseline_has_are_reported() -> None:
     ]
     pairs = [{"baseline": f"x#{n}", "target": "y", "layout": layout} for n, layout in enumerate(parts)]
     said = compared_in_part(rows_of(pairs, [8, 4]), GraftPlan(pairs=rules_from(pairs)))
-    assert said == ["y is compared in part: 3 of its 8 rows have no row of the baseline's, as padding has."]
+    assert said == ["y is compared only in part: 3 of its 8 rows have no row of the baseline's, as padding has."]
 
 
 def test_a_single_reordered_tensor_of_equal_shapes_is_reported() -> None:

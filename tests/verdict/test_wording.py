@@ -111,6 +111,18 @@ def test_the_first_wrong_gradient_in_backward_order_leads() -> None:
     assert "agree" not in said(inherits, *others)
 
 
+def test_members_of_a_model_that_is_a_list_are_named_without_a_star() -> None:
+    one, two = ([tap(str(n), 900.0 if n in wrong else 1.0) for n in range(4)] for wrong in ([1], [1, 2]))
+    assert said(*one).startswith("The model's member 1 of 0-3 is computed differently (")
+    assert said(*two).startswith("The model's members 1-2 of 0-3 are computed differently (")
+    later = [tap(str(n), 900.0 if (n, s) == (1, 2) else 1.0, step=s) for s in range(3) for n in range(2)]
+    assert said(*later).startswith("The model's member 1 of 0-1 is computed differently in step 2 of 0-2 (")
+    gradient = [tap(str(n), 900.0 if n == 1 else 1.0, kind="grad") for n in range(3)]
+    assert said(*gradient).startswith(
+        "The gradient of the model's members is computed differently in member 1 of 0-2 ("
+    )
+
+
 def test_members_of_a_list_are_no_layers() -> None:
     taps = [tap(f"net.{n}", 900.0 if n in (1, 4) else 1.0) for n in range(6)]
     assert said(*taps).startswith("net.* is computed differently in members 1, 4 of 0-5 (")

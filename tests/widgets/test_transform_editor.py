@@ -11,8 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets as widgets
 import pytest
 import torch
 from hypothesis import given
@@ -26,12 +28,13 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.grafting.trial import PRINTED_LIMIT
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import SIGNATURE
-from graftlab.widgets.drafts import FIELDS, TEMPLATE, functions_in, likely_transforms
+from graftlab.widgets.drafts import FIELDS, TEMPLATE, Draft, functions_in, likely_transforms
 from graftlab.widgets.kept_taps import filter_to_keep, kept_options
 from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.tap_chooser import LISTED
 from graftlab.widgets.transform_editor import TransformEditor
 from graftlab.widgets.trial_view import summary
+from graftlab.widgets.version_list import VersionList
 
 # Only bounds how long a draft that ought to end at once may take on a busy machine.
 PLENTY = 60.0
@@ -1101,3 +1104,14 @@ def test_an_error_in_a_callback_is_shown(session: gl.Session, show: Show, monkey
 )
 def test_a_traceback_is_summarised_by_its_exception(error: str, line: str) -> None:
     assert summary(error) == line
+
+
+def test_a_draft_that_was_not_applied_is_listed_once_with_its_filter() -> None:
+    panel: Any = SimpleNamespace(button=lambda *_: widgets.Button(), submit=print)
+    versions = VersionList(panel)
+    versions.follow([GraftPlan()])
+    for draft in (Draft("text", DOUBLES, "name == 'x'"), Draft("text", "  \n"), Draft("name", "math.sin")):
+        versions.save_draft(draft)
+        versions.save_draft(draft)
+    (only,) = [version for label, version in versions.menu.options if label.startswith("not applied")]
+    assert (only.spec.text, only.spec.where) == (DOUBLES, "name == 'x'")

@@ -173,7 +173,7 @@ static void measure_side(struct side *side, const struct loops *loops, enum type
     side->spread = (squares * count - total * total) / count;
     if (loops->of[type].spread && side->spread * LARGEST_RATIO < squares) {
         double rest = 0, around = 0, each[PIECE];
-        int64_t whole = count / loops->step * loops->step;
+        int64_t whole = count / loops->of[type].step * loops->of[type].step;
         side->center = total / count;
         if (whole) loops->of[type].spread(x, whole, side->center, &rest, &around);
         load(loops, type, x + whole * SIZES[type], count - whole, each);
@@ -190,7 +190,7 @@ static void measure_side(struct side *side, const struct loops *loops, enum type
 static int measure_elements(struct part *part, const struct loops *loops, enum type type, const char *x, const char *y,
                             int64_t count) {
     struct sums found = {.low_x = INFINITY, .high_x = -INFINITY, .low_y = INFINITY, .high_y = -INFINITY};
-    int64_t whole = count / loops->step * loops->step;
+    int64_t whole = count / loops->of[type].step * loops->of[type].step;
     if (whole) loops->of[type].sums(x, y, whole, &found);
     if (whole < count) {
         finish_sums(&found, loops, type, x + whole * SIZES[type], y + whole * SIZES[type], count - whole);
@@ -286,7 +286,8 @@ static int64_t find_distance(const struct job *job, int64_t block, double larges
     size_t size_x = SIZES[job->type_x], size_y = SIZES[job->type_y];
     int64_t end = job->count - block < BLOCK ? job->count : block + BLOCK;
     if (job->type_x == job->type_y && loops->of[job->type_x].find && !job->scaled) {
-        int64_t whole = (end - block) / loops->step * loops->step;
+        int step = loops->of[job->type_x].step;
+        int64_t whole = (end - block) / step * step;
         block += loops->of[job->type_x].find(job->x + block * size_x, job->y + block * size_y, whole, largest);
         end = end - block < LOOKED_AT ? end : block + LOOKED_AT;
     }

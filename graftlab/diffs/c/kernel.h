@@ -25,8 +25,8 @@ struct sums {
 #define LOOKED_AT 64
 
 struct loops {
-    int step; /* `sums`, `spread` and `find` take multiples of so many elements */
     struct {
+        int step; /* `sums`, `spread` and `find` take multiples of so many elements */
         /* Of arrays of this type; NULL: load both first. */
         void (*sums)(const void *x, const void *y, int64_t count, struct sums *found);
         /* Of x - center, and of its squares; NULL: the sums are exact. */

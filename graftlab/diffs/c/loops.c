@@ -4,56 +4,71 @@
 
 #include "kernel.h"
 
-#include <stdlib.h>
-
 /* ==== The loops over elements, for one level ======================================================================== */
 
-/* F and D are the registers' vectors of floats and doubles; an F makes HALVES of D. Several accumulators of one sum
- * (SETS) hide the time that an addition takes, where there are registers for them. */
+/* F and D are the registers' vectors of floats and doubles; an F makes HALVES of D, and W has as many bytes as F. B is
+ * the largest vector of bytes. Several accumulators of one sum (SETS) hide the time that an addition takes, where there
+ * are registers for them. */
 #if defined(__aarch64__)
 #include <arm_neon.h>
 typedef float32x4_t F;
 typedef float64x2_t D;
+typedef int16x8_t W;
+typedef uint8x16_t B;
 #define SETS 2
 #define MIN_F vminq_f32
 #define MAX_F vmaxq_f32
 #define MIN_D vminq_f64
 #define MAX_D vmaxq_f64
+#define MAX_SIGNED_W vmaxq_s16
+#define MAX_UNSIGNED_W(one, other) ((W)vmaxq_u16((uint16x8_t)(one), (uint16x8_t)(other)))
+#define MIN_B vminq_u8
+#define MAX_B vmaxq_u8
 #define WIDEN(f, half) ((half) ? vcvt_high_f64_f32(f) : vcvt_f64_f32(vget_low_f32(f)))
+#define ADD_BYTES(sum, bytes) ((B)vpadalq_u16((uint32x4_t)(sum), vpaddlq_u8(bytes)))
+#define ADD_SQUARES(sum, words)                                                                                        \
+    ((B)vmlal_high_s16(vmlal_s16((int32x4_t)(sum), vget_low_s16(words), vget_low_s16(words)), words, words))
 #define ANY "w"
-#elif defined(__AVX512F__)
+#else
 #include <immintrin.h>
+#if defined(__AVX512F__)
 typedef __m256 F;
 typedef __m512d D;
-#define SETS 1
-#define MIN_F _mm256_min_ps
-#define MAX_F _mm256_max_ps
-#define MIN_D _mm512_min_pd
-#define MAX_D _mm512_max_pd
+typedef __m512i B;
+#define ON_F(operation) _mm256_##operation
+#define ON_D(operation) _mm512_##operation
 #define WIDEN(f, half) _mm512_cvtps_pd(f)
 #define ANY "v"
 #elif defined(__AVX2__)
-#include <immintrin.h>
 typedef __m256 F;
 typedef __m256d D;
-#define SETS 1
-#define MIN_F _mm256_min_ps
-#define MAX_F _mm256_max_ps
-#define MIN_D _mm256_min_pd
-#define MAX_D _mm256_max_pd
+typedef __m256i B;
+#define ON_F(operation) _mm256_##operation
+#define ON_D(operation) _mm256_##operation
 #define WIDEN(f, half) _mm256_cvtps_pd((half) ? _mm256_extractf128_ps(f, 1) : _mm256_castps256_ps128(f))
 #define ANY "x"
 #else
-#include <emmintrin.h>
 typedef __m128 F;
 typedef __m128d D;
-#define SETS 1
-#define MIN_F _mm_min_ps
-#define MAX_F _mm_max_ps
-#define MIN_D _mm_min_pd
-#define MAX_D _mm_max_pd
+typedef __m128i B;
+#define ON_F(operation) _mm_##operation
+#define ON_D(operation) _mm_##operation
 #define WIDEN(f, half) _mm_cvtps_pd((half) ? _mm_movehl_ps(f, f) : f)
 #define ANY "x"
+#endif
+typedef long long INTEGERS __attribute__((vector_size(sizeof(F)))); /* what instructions on integers take */
+typedef int16_t W __attribute__((vector_size(sizeof(F))));
+#define SETS 1
+#define MIN_F ON_F(min_ps)
+#define MAX_F ON_F(max_ps)
+#define MIN_D ON_D(min_pd)
+#define MAX_D ON_D(max_pd)
+#define MIN_B ON_D(min_epu8)
+#define MAX_B ON_D(max_epu8)
+#define MAX_SIGNED_W(one, other) ((W)ON_F(max_epi16)((INTEGERS)(one), (INTEGERS)(other)))
+#define MAX_UNSIGNED_W(one, other) ((W)ON_F(max_epu16)((INTEGERS)(one), (INTEGERS)(other)))
+#define ADD_BYTES(sum, bytes) ON_D(add_epi64)(sum, ON_D(sad_epu8)(bytes, (B){0}))
+#define ADD_SQUARES(sum, words) ON_D(add_epi32)(sum, ON_D(madd_epi16)((B)(words), (B)(words)))
 #endif
 
 #define FLOATS ((int)(sizeof(F) / sizeof(float)))
@@ -68,6 +83,11 @@ typedef uint64_t BITS_D __attribute__((vector_size(sizeof(D))));
 typedef F FREE_F __attribute__((aligned(1), may_alias));
 typedef D FREE_D __attribute__((aligned(1), may_alias));
 typedef BITS_F FREE_BITS __attribute__((aligned(1), may_alias));
+typedef W FREE_W __attribute__((aligned(1), may_alias));
+typedef B FREE_B __attribute__((aligned(1), may_alias));
+typedef uint8_t BYTES __attribute__((vector_size(sizeof(B))));
+typedef int16_t SIGNED __attribute__((vector_size(sizeof(B))));
+typedef uint16_t UNSIGNED __attribute__((vector_size(sizeof(B))));
 
 #define INLINE static inline __attribute__((always_inline))
 #define EQUAL(one, other) ((BITS_D)((one) == (other)))
@@ -190,6 +210,45 @@ INLINE double sum_of(const D *set) {
         (low) = ends_[0][0], (high) = ends_[1][0];                                                                     \
     } while (0)
 
+/* The least and greatest of vectors of values. */
+#define START_VALUES(low, high, from, first) ((low) = (high) = (first))
+#define FOLLOW_VALUES(low, high, from, first, second, MIN, MAX)                                                        \
+    ((low) = MIN(MIN(first, second), low), (high) = MAX(MAX(first, second), high))
+#define FINISH_VALUES(name, found_low, found_high, low, high, vector, element, from, count)                            \
+    ENDS(found_low, found_high, low, high, vector, element)
+
+/* So many bytes ahead, half a page, memory is asked for: 5 % of the time of large float16 tensors. */
+#define AHEAD 2048
+/* The same of floats of 16 bits, from the bits: integer instructions take twice as many elements. Among the bits as
+ * integers without sign, those of the farthest negative number are the largest, and among those with sign, those of
+ * the largest positive one. Where all have one sign, what is nearest to zero is looked for afterwards. */
+#define START_BITS(low, high, from, first) ((low) = (high) = *(const FREE_W *)(from))
+#define FOLLOW_BITS(low, high, from, first, second, MIN, MAX)                                                          \
+    (__builtin_prefetch((const char *)(from) + AHEAD), (low) = MAX_UNSIGNED_W(*(const FREE_W *)(from), low),           \
+     (high) = MAX_SIGNED_W(*(const FREE_W *)(from), high))
+#define FINISH_BITS(name, found_low, found_high, low, high, vector, element, from, count)                              \
+    do {                                                                                                               \
+        uint16_t ends_[2] = {0, 0};                                                                                    \
+        ends_of_bits(low, high, from, count, ends_);                                                                   \
+        float values_[2];                                                                                              \
+        JOIN(name, _load)(ends_, 2, values_);                                                                          \
+        (found_low) = values_[0], (found_high) = values_[1];                                                           \
+    } while (0)
+
+static void ends_of_bits(W low, W high, const uint16_t *from, int64_t count, uint16_t ends[2]) {
+    uint16_t lows[sizeof(W) / 2], least = 0, nearest = 0xffff;
+    int16_t highs[sizeof(W) / 2], greatest = INT16_MIN;
+    memcpy(lows, &low, sizeof lows), memcpy(highs, &high, sizeof highs);
+    for (unsigned i = 0; i < sizeof(W) / 2; i++) {
+        least = lows[i] > least ? lows[i] : least, greatest = highs[i] > greatest ? highs[i] : greatest;
+    }
+    int some_negative = least >= 0x8000, some_positive = greatest >= 0;
+    if (!(some_negative && some_positive)) {
+        for (int64_t i = 0; i < count; i++) nearest = from[i] < nearest ? from[i] : nearest;
+    }
+    ends[0] = some_negative ? least : nearest, ends[1] = some_positive ? (uint16_t)greatest : nearest;
+}
+
 #define ADD(set, a, b)                                                                                                 \
     do {                                                                                                               \
         D d_ = (b) - (a), m_ = ABS(d_);                                                                                \
@@ -199,23 +258,24 @@ INLINE double sum_of(const D *set) {
     } while (0)
 
 /* `narrow` is what two loads give: vectors of floats, of which each makes `halves` of doubles, or doubles already. */
-#define FLOAT_LOOPS(name, c_type, vector, element, halves, WIDER, MIN, MAX)                                            \
+#define FLOAT_LOOPS(name, c_type, vector, element, halves, WIDER, MIN, MAX, OF, ends)                                  \
     static void JOIN(name, _sums)(const void *from_x, const void *from_y, int64_t count, struct sums *found) {         \
         const c_type *each_x = from_x, *each_y = from_y;                                                               \
         const int64_t step = 2 * sizeof(vector) / sizeof(element);                                                     \
         D totals[6][SETS] = {{{0}}}, most = {0};                                                                       \
-        vector x0, x1, y0, y1, low_x, high_x, low_y, high_y;                                                           \
+        vector x0, x1, y0, y1;                                                                                         \
+        ends low_x, high_x, low_y, high_y;                                                                             \
         ONE(one);                                                                                                      \
         JOIN(name, _two)(&x0, &x1, each_x), JOIN(name, _two)(&y0, &y1, each_y);                                        \
-        low_x = high_x = x0, low_y = high_y = y0;                                                                      \
+        JOIN(START_, OF)(low_x, high_x, each_x, x0), JOIN(START_, OF)(low_y, high_y, each_y, y0);                      \
         for (int64_t at = 0; at < count;) {                                                                            \
             int64_t end = count - at < RUN ? count : at + RUN;                                                         \
             D x[SETS] = {{0}}, y[SETS] = {{0}}, xx[SETS] = {{0}}, yy[SETS] = {{0}}, dd[SETS] = {{0}};                  \
             D abs_d[SETS] = {{0}};                                                                                     \
             for (; at < end; at += step) {                                                                             \
                 JOIN(name, _two)(&x0, &x1, each_x + at), JOIN(name, _two)(&y0, &y1, each_y + at);                      \
-                low_x = MIN(MIN(x0, x1), low_x), high_x = MAX(MAX(x0, x1), high_x);                                    \
-                low_y = MIN(MIN(y0, y1), low_y), high_y = MAX(MAX(y0, y1), high_y);                                    \
+                JOIN(FOLLOW_, OF)(low_x, high_x, each_x + at, x0, x1, MIN, MAX);                                       \
+                JOIN(FOLLOW_, OF)(low_y, high_y, each_y + at, y0, y1, MIN, MAX);                                       \
                 ADD(0, WIDER(x0, 0), WIDER(y0, 0));                                                                    \
                 if (halves == 2) ADD(1 % SETS, WIDER(x0, 1), WIDER(y0, 1));                                            \
                 ADD((halves == 1) % SETS, WIDER(x1, 0), WIDER(y1, 0));                                                 \
@@ -228,8 +288,8 @@ INLINE double sum_of(const D *set) {
         }                                                                                                              \
         found->x = sum_of(totals[0]), found->y = sum_of(totals[1]), found->xx = sum_of(totals[2]);                     \
         found->yy = sum_of(totals[3]), found->dd = sum_of(totals[4]), found->abs_d = sum_of(totals[5]);                \
-        ENDS(found->low_x, found->high_x, low_x, high_x, vector, element);                                             \
-        ENDS(found->low_y, found->high_y, low_y, high_y, vector, element);                                             \
+        JOIN(FINISH_, OF)(name, found->low_x, found->high_x, low_x, high_x, vector, element, each_x, count);           \
+        JOIN(FINISH_, OF)(name, found->low_y, found->high_y, low_y, high_y, vector, element, each_y, count);           \
         double ignored;                                                                                                \
         ENDS(ignored, found->max_abs, most, most, D, double);                                                          \
         (void)ignored;                                                                                                 \
@@ -281,48 +341,55 @@ INLINE double sum_of(const D *set) {
     }
 
 #define AS_IT_IS(vector, half) (vector)
-FLOAT_LOOPS(F32, float, F, float, HALVES, WIDEN, MIN_F, MAX_F)
-FLOAT_LOOPS(BF16, uint16_t, F, float, HALVES, WIDEN, MIN_F, MAX_F)
-FLOAT_LOOPS(F16, uint16_t, F, float, HALVES, WIDEN, MIN_F, MAX_F)
-FLOAT_LOOPS(F64, double, D, double, 1, AS_IT_IS, MIN_D, MAX_D)
+FLOAT_LOOPS(F32, float, F, float, HALVES, WIDEN, MIN_F, MAX_F, VALUES, F)
+FLOAT_LOOPS(BF16, uint16_t, F, float, HALVES, WIDEN, MIN_F, MAX_F, BITS, W)
+FLOAT_LOOPS(F16, uint16_t, F, float, HALVES, WIDEN, MIN_F, MAX_F, BITS, W)
+FLOAT_LOOPS(F64, double, D, double, 1, AS_IT_IS, MIN_D, MAX_D, VALUES, D)
 
-/* Integers of one byte: exact in 32 bits for a block of up to 2**15 elements, and left to the compiler to vectorise.
- * FLIP makes them unsigned and keeps their order and distances: processors add up absolute differences of unsigned bytes
- * in one instruction, and a plain sum is that of the differences from zero, which the compiler is not to know. Products
- * are made of 16 bits in an array, because the compiler would narrow those that it sees come from bytes. */
-#define BYTES_AT_ONCE 2048
-#define BYTE_LOOPS(name, c_type, VALUE, FLIP, offset)                                                                  \
+/* Lanes of 64 bits can be read as two of 32, because no sum of a block is larger. */
+static int64_t lanes_of(B sums) {
+    uint32_t lanes[sizeof(B) / 4];
+    int64_t total = 0;
+    memcpy(lanes, &sums, sizeof lanes);
+    for (unsigned i = 0; i < sizeof(B) / 4; i++) total += lanes[i];
+    return total;
+}
+
+static void ends_of_bytes(B low, B high, double offset, double *found_low, double *found_high) {
+    uint8_t lows[sizeof(B)], highs[sizeof(B)], least = 255, greatest = 0;
+    memcpy(lows, &low, sizeof lows), memcpy(highs, &high, sizeof highs);
+    for (unsigned i = 0; i < sizeof(B); i++) {
+        least = lows[i] < least ? lows[i] : least, greatest = highs[i] > greatest ? highs[i] : greatest;
+    }
+    *found_low = least - offset, *found_high = greatest - offset;
+}
+
+/* Integers of one byte: all sums are exact in 32 bits for a block of up to 2**15 elements. FLIP makes the bytes
+ * unsigned and keeps their order and distances, because the instructions for bytes take them without sign. `pairs` are
+ * the words that two bytes make: of the even bytes and of the odd ones, both as 16 bits, for squares. */
+#define BYTE_LOOPS(name, c_type, pairs, VALUE, VALUES, FLIP, offset)                                                   \
     static void JOIN(name, _sums)(const void *from_x, const void *from_y, int64_t count, struct sums *found) {         \
         const c_type *each_x = from_x, *each_y = from_y;                                                               \
-        uint32_t x = 0, y = 0, abs_d = 0;                                                                              \
-        int32_t xx = 0, yy = 0, xy = 0;                                                                                \
-        uint8_t low_x = 255, high_x = 0, low_y = 255, high_y = 0, most = 0, zero = 0;                                  \
-        __asm__("" : "+r"(zero));                                                                                      \
-        for (int64_t at = 0; at < count; at += BYTES_AT_ONCE) {                                                        \
-            int some = (int)(count - at < BYTES_AT_ONCE ? count - at : BYTES_AT_ONCE);                                 \
-            for (int i = 0; i < some; i++) {                                                                           \
-                uint8_t a = FLIP(each_x[at + i]), b = FLIP(each_y[at + i]);                                            \
-                uint8_t larger = a > b ? a : b, smaller = a > b ? b : a, distance = (uint8_t)(larger - smaller);       \
-                low_x = a < low_x ? a : low_x, high_x = a > high_x ? a : high_x;                                       \
-                low_y = b < low_y ? b : low_y, high_y = b > high_y ? b : high_y;                                       \
-                most = distance > most ? distance : most;                                                              \
-            }                                                                                                          \
-            for (int i = 0; i < some; i++) {                                                                           \
-                uint8_t a = FLIP(each_x[at + i]), b = FLIP(each_y[at + i]);                                            \
-                x += (uint32_t)abs((int)a - (int)zero), y += (uint32_t)abs((int)b - (int)zero);                        \
-                abs_d += (uint32_t)abs((int)a - (int)b);                                                               \
-            }                                                                                                          \
-            int16_t wide_x[BYTES_AT_ONCE], wide_y[BYTES_AT_ONCE];                                                      \
-            for (int i = 0; i < some; i++) wide_x[i] = VALUE(each_x[at + i]), wide_y[i] = VALUE(each_y[at + i]);       \
-            for (int i = 0; i < some; i++) {                                                                           \
-                xx += wide_x[i] * wide_x[i], yy += wide_y[i] * wide_y[i], xy += wide_x[i] * wide_y[i];                 \
-            }                                                                                                          \
+        B x = {0}, y = {0}, xx = {0}, yy = {0}, dd = {0}, abs_d = {0}, most = {0};                                     \
+        B high_x = {0}, high_y = {0}, low_x = ~high_x, low_y = ~high_y;                                                \
+        for (int64_t at = 0; at < count; at += (int64_t)sizeof(B)) {                                                   \
+            B signed_x = VALUES(*(const FREE_B *)(each_x + at)), signed_y = VALUES(*(const FREE_B *)(each_y + at));    \
+            B a = FLIP(signed_x), b = FLIP(signed_y), d = (B)((BYTES)MAX_B(a, b) - (BYTES)MIN_B(a, b));                \
+            low_x = MIN_B(a, low_x), high_x = MAX_B(a, high_x);                                                        \
+            low_y = MIN_B(b, low_y), high_y = MAX_B(b, high_y), most = MAX_B(d, most);                                 \
+            x = ADD_BYTES(x, a), y = ADD_BYTES(y, b), abs_d = ADD_BYTES(abs_d, d);                                     \
+            SIGNED even_x = (SIGNED)((pairs)signed_x << 8 >> 8), odd_x = (SIGNED)((pairs)signed_x >> 8);               \
+            SIGNED even_y = (SIGNED)((pairs)signed_y << 8 >> 8), odd_y = (SIGNED)((pairs)signed_y >> 8);               \
+            xx = ADD_SQUARES(xx, even_x), xx = ADD_SQUARES(xx, odd_x);                                                 \
+            yy = ADD_SQUARES(yy, even_y), yy = ADD_SQUARES(yy, odd_y);                                                 \
+            dd = ADD_SQUARES(dd, even_x - even_y), dd = ADD_SQUARES(dd, odd_x - odd_y);                                \
         }                                                                                                              \
-        double shift = (double)(offset) * count;                                                                       \
-        *found = (struct sums){.x = x - shift, .y = y - shift, .abs_d = abs_d, .max_abs = most};                       \
-        found->xx = xx, found->yy = yy, found->dd = (double)xx + yy - 2.0 * xy;                                        \
-        found->low_x = low_x - (offset), found->high_x = high_x - (offset);                                            \
-        found->low_y = low_y - (offset), found->high_y = high_y - (offset);                                            \
+        double shift = (double)(offset) * count, unused;                                                               \
+        *found = (struct sums){.x = lanes_of(x) - shift, .y = lanes_of(y) - shift, .abs_d = lanes_of(abs_d)};          \
+        found->xx = lanes_of(xx), found->yy = lanes_of(yy), found->dd = lanes_of(dd);                                  \
+        ends_of_bytes(low_x, high_x, offset, &found->low_x, &found->high_x);                                           \
+        ends_of_bytes(low_y, high_y, offset, &found->low_y, &found->high_y);                                           \
+        ends_of_bytes(most, most, 0, &unused, &found->max_abs);                                                        \
     }                                                                                                                  \
     static int64_t JOIN(name, _find)(const void *from_x, const void *from_y, int64_t count, double distance) {         \
         const c_type *each_x = from_x, *each_y = from_y;                                                               \
@@ -340,17 +407,17 @@ FLOAT_LOOPS(F64, double, D, double, 1, AS_IT_IS, MIN_D, MAX_D)
     }
 
 #define TRUTH(b) ((b) != 0)
-#define FLIPPED(b) ((uint8_t)((b) ^ 0x80))
-BYTE_LOOPS(BOOL, uint8_t, TRUTH, TRUTH, 0)
-BYTE_LOOPS(U8, uint8_t, , , 0)
-BYTE_LOOPS(I8, int8_t, , FLIPPED, 128)
+#define TRUTHS(v) MIN_B(v, (B)((BYTES){0} + 1))
+#define FLIPPED(v) ((B)((BYTES)(v) ^ 0x80))
+BYTE_LOOPS(BOOL, uint8_t, UNSIGNED, TRUTH, TRUTHS, , 0)
+BYTE_LOOPS(U8, uint8_t, UNSIGNED, , , , 0)
+BYTE_LOOPS(I8, int8_t, SIGNED, , , FLIPPED, 128)
 
-#define WITH_SUMS(name) [name] = {JOIN(name, _sums), JOIN(name, _spread), JOIN(name, _find), JOIN(name, _load)}
-#define EXACT(name) [name] = {JOIN(name, _sums), 0, JOIN(name, _find), JOIN(name, _load)}
-#define LOADED(name) [name] = {0, 0, 0, JOIN(name, _load)}
+#define WITH_SUMS(name) [name] = {STEP, JOIN(name, _sums), JOIN(name, _spread), JOIN(name, _find), JOIN(name, _load)}
+#define EXACT(name) [name] = {sizeof(B), JOIN(name, _sums), 0, JOIN(name, _find), JOIN(name, _load)}
+#define LOADED(name) [name] = {1, 0, 0, 0, JOIN(name, _load)}
 
 const struct loops JOIN(graftlab_loops_, LEVEL) __attribute__((visibility("hidden"))) = {
-    STEP,
     {WITH_SUMS(F32), WITH_SUMS(F64), WITH_SUMS(BF16), WITH_SUMS(F16), LOADED(E4M3FN), LOADED(E5M2), LOADED(E4M3FNUZ),
      LOADED(E5M2FNUZ), EXACT(BOOL), EXACT(U8), EXACT(I8), LOADED(U16), LOADED(I16), LOADED(U32), LOADED(I32),
      LOADED(U64), LOADED(I64)},

@@ -1,4 +1,4 @@
-"""The ways to carry a batch through the model: as it is, or through captured graphs of several kinds.
+"""Runners of a batch: eager, or through captured graphs of several kinds.
 
 Internal: it may change without notice; docs/api says what is public.
 """

@@ -34,9 +34,9 @@ class BreakableGraphRunner(TokenGraphRunner):
     switches needs no capture, but one more replay for each grafted tap.
 
     ``breaks`` says what runs after which, by the names of ``model.named_modules()``. It may be set at any time, and
-    holds from the next batch on: other functions at the same modules run between the graphs that there are, and a
-    new choice of modules is captured, once. The others are those of `TokenGraphRunner`; a ``registry`` is usually
-    that of a `PrefillGraphRunner`. ``attention`` has to read from static memory on CUDA, as `GraphAttention` does.
+    applies from the next batch on: other functions at the same modules run between the existing graphs, and a new
+    choice of modules is captured, once. The others are those of `TokenGraphRunner`; a ``registry`` is usually that of a
+    `PrefillGraphRunner`. ``attention`` has to read from static memory on CUDA, as `GraphAttention` does.
     """
 
     grafts = "breaks"
@@ -59,14 +59,16 @@ class BreakableGraphRunner(TokenGraphRunner):
 
     @property
     def breaks(self) -> Mapping[str, Break]:
-        """What runs after which module. Raises :class:`GraphError`, when it is set, for a module that is not there."""
+        """What runs after which module. Setting it raises :class:`GraphError` for a module that does not exist."""
         return self._breaks
 
     @breaks.setter
     def breaks(self, breaks: Mapping[str, Break]) -> None:
         known = dict(self.model.named_modules())
         if unknown := [name for name in breaks if name not in known]:
-            raise GraphError(f"breaks at {unknown}, which are no modules of the model; there are {sorted(known)[1:]}")
+            raise GraphError(
+                f"breaks at {unknown}, which are not modules of the model; the modules are {sorted(known)[1:]}"
+            )
         self._breaks = dict(breaks)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -76,7 +78,7 @@ class BreakableGraphRunner(TokenGraphRunner):
         return frozenset(self._breaks)
 
     def _call_model(self, mode: Mode, input_ids: Tensor, positions: Tensor, attend: Attend, on_host: OnHost) -> Tensor:
-        # Only for this call: the model may be another runner's too.
+        # Only for this call, because another runner may share the model.
         with contextlib.ExitStack() as hooks:
             for name in self._breaks:
                 broken = on_host(partial(self._break, name))

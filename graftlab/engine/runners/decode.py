@@ -1,4 +1,4 @@
-"""Decode under one graph: the whole forward of a batch of tokens, one of each request."""
+"""Decode in one graph: the whole forward of a batch with one token per request."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from graftlab.models import Transformer
 class DecodeGraphRunner(GraphRunner):
     """A runner with one graph, attention and all, for each padded size of a decode's batch.
 
-    ``batch_sizes`` are the sizes to pad to; unless told, 1, 2, 4 and so on to all requests that the cache can have.
-    What is no decode, or larger, goes to the runner that ``prefill`` makes. ``registry`` is one to share; unless told,
-    it is made here, on the process's pool with ``share_pool``. ``attention`` has to read from static memory on CUDA,
-    as `GraphAttention` does.
+    ``batch_sizes`` are the sizes to pad to, by default 1, 2, 4 and so on up to all requests that fit into the cache.
+    Larger batches, and those that are not decodes, go to the runner that ``prefill`` makes. ``registry`` may be shared;
+    by default it is made here, on the process's pool with ``share_pool``. ``attention`` has to read from static memory
+    on CUDA, as `GraphAttention` does.
 
     Raises :class:`GraphError` for sizes that the cache, or the registry, has no room for.
     """

@@ -1,8 +1,8 @@
 """Speculative decoding: a smaller model guesses some tokens ahead, and one forward of the model verifies them.
 
-The engine still asks for one token of each request at a time. What the verification found out beyond that is kept, and
-answers the next steps without a forward for as long as the tokens that the engine chose are those that were guessed.
-So a guess never changes an output, greedy or drawn, however bad it is: where it differs, it is only forgotten.
+The engine still asks for one token of each request at a time. The other verified logits are kept, and answer the next
+steps without a forward as long as the engine chooses the guessed tokens. So a guess never changes an output, greedy or
+drawn, however bad it is: a wrong guess is just dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VerifiedTokens:
     logits: Tensor
 
     def depth_of(self, place: int, token: int) -> int | None:
-        """Which of the tokens this one is; None where it is another, or beyond them."""
+        """The index of this token among those verified; None if it differs, or lies beyond them."""
         depth = place - self.place
         return depth if 0 <= depth < len(self.tokens) and self.tokens[depth] == token else None
 
@@ -57,8 +57,8 @@ class DraftGraphRunner(GraphRunner):
     are those of the requests that needed one; None where all had been guessed. Taps of the draft have the tag
     ``model="draft"``; those of the model show all tokens that are verified, so they compare with another such runner's.
 
-    Raises :class:`GraphError` for another vocabulary, and for less than one token ahead; also for a draft
-    that reads what batches of the model do not have for it: encoder states, or multimodal positions.
+    Raises :class:`GraphError` for a different vocabulary, for less than one token ahead, and for a draft that needs
+    inputs that the model's batches lack: encoder states, or multimodal positions.
     """
 
     attention: VerifyAttention
@@ -75,7 +75,7 @@ class DraftGraphRunner(GraphRunner):
         if draft.config.vocab_size != model.config.vocab_size:
             raise GraphError(
                 f"the draft has a vocabulary of {draft.config.vocab_size} tokens, and the model has "
-                f"{model.config.vocab_size}; a guess would be another token to each"
+                f"{model.config.vocab_size}; a guessed token would be a different token to the model"
             )
         if isinstance(draft, CrossAttentionTransformer):
             raise GraphError(
@@ -145,9 +145,9 @@ class DraftGraphRunner(GraphRunner):
     def _guess(self, batch: ForwardBatch) -> Tensor:
         """``[B, ahead + 1]``: each request's token, and what the draft would choose after it."""
         cache, tokens = self.draft.cache, [batch.input_ids]
-        # Once more than there are guesses, so that the draft's cache has the last one too if all of them come true.
+        # Once more than guesses are made, so that the draft's cache has the last one too if all are right.
         for step in range(self.attention.depth):
-            # No token that is ever fed stands at the last place, so that guesses past the end may lie there.
+            # No token is ever fed from the last place, so guesses past the end may be written there.
             seq_lens = (batch.seq_lens + step).clamp(max=cache.max_context)
             following = dataclasses.replace(
                 batch,
@@ -231,7 +231,7 @@ class VerifyAttention:
         requests, width, device = cache.max_requests, cache.max_context, cache.table.device
         layers, _, *per_token = cache.keys.shape
         with torch.inference_mode(False):
-            # One row more than the table's: where padding leaves its own.
+            # One row more than the table has: padding writes there.
             shape = (layers, requests + 1, depth, *per_token)
             self._keys = torch.zeros(shape, dtype=cache.keys.dtype, device=device)
             self._values = torch.zeros(shape, dtype=cache.values.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Runners: the ways to carry a batch through the model."""
+"""Runners: how a batch goes through the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Runner(Protocol):
         """Logits ``[B, V]`` after each request's last token in the batch; its keys and values are then in the cache."""
 
     def status(self) -> dict[str, Any]:
-        """What there is to know of it, as JSON has it; its class under ``"runner"``."""
+        """The runner's status as JSON; its class is under ``"runner"``."""
 
 
 RunnerFactory = Callable[[Transformer, KVCache], Runner]
@@ -58,6 +58,7 @@ class EagerRunner:
             self.encoder.prepare_metadata(batch)
         input_ids, positions = batch.input_ids[:, None], positions_of(self.model, batch)
         with tags(phase=batch.mode), carrying(batch.extras):
-            # Rows, not one row of T: a model limits the length of a row, and a batch may be longer than any context.
+            # T rows of one token, not one row of T: a model limits the length of a row, and a batch may be longer than
+            # any context.
             logits = call_model(self.model, input_ids, positions, self.attention.attend, self.encoder)
         return logits.squeeze(1)

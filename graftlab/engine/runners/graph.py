@@ -1,4 +1,4 @@
-"""What all runners of captured graphs have in common: one way of a batch into static buffers, and through a graph."""
+"""The base of all runners of captured graphs: how a batch gets into static buffers, and through a graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from graftlab.taps.watch import latest_change
 OnHost = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 """Makes a function that the host runs in the middle of a captured one; see `CapturedFunction.on_host`."""
 
-# Of one size, with other taps or breaks in them: what a person tries out and comes back to.
+# Graphs of one size with different taps or breaks: variants that a user tries and returns to.
 _MOST_VARIANTS = 8
 
 
@@ -44,8 +44,8 @@ class GraphRunner:
     Taps inside show the values of each replay, without the rows that are padding, as :mod:`captured_function` says;
     ``grafts`` says how a graft gets in. ``captures`` and ``replays`` count both. Not for several threads at once.
 
-    With ``eager``, which may be set at any time, static buffers are filled as ever, and the model is called on the
-    batch itself: what is right then and wrong otherwise is wrong because of the padding or the capture.
+    With ``eager``, which may be set at any time, static buffers are still filled, and the model is called on the batch
+    itself: a fault that disappears then is due to the padding or the capture.
     """
 
     grafts: ClassVar[Grafts] = "switches"
@@ -103,7 +103,7 @@ class GraphRunner:
             return EagerRunner(self.model, self.cache, self.attention).forward_tokens(batch)
         view = self.registry.extract_buffer(forward_batch_template=batch, **padded)
         function = self._function_for(view, **padded)
-        # Before every replay: what the layers share is this batch's, and that of the capture is another's by now.
+        # Before every replay: the metadata that layers share must be this batch's, not that of the capture.
         prepare = partial(self._prepare_metadata, view)
         sizes = FillContext(batch.batch_size, padded_bs, batch.num_tokens, padded_num_tokens)
         (logits, *row_ids), replays = function.replay(prepare, sizes)
@@ -112,7 +112,7 @@ class GraphRunner:
         return logits
 
     def _function_for(self, view: ForwardBatch, padded_bs: int, padded_num_tokens: int) -> CapturedFunction:
-        # A graph that was captured without the identities cannot have them, nor the other way round, and likewise taps.
+        # A graph captured without identities cannot serve a batch with them, nor the reverse; the same holds for taps.
         key = (view.mode, padded_bs, padded_num_tokens, len(_identities(view)), self._variant(), grafter() is None)
         if self._hooks != latest_change():
             # A graph keeps the hooks that the model had when it was captured.
@@ -131,7 +131,7 @@ class GraphRunner:
         self._prepare_metadata(view)
         function.capture(self._forward_of(view, function.on_host))
         self.captures += 1
-        # What was captured with fewer taps, and otherwise alike, will never be asked for again.
+        # A graph with fewer taps that is otherwise the same will never be used again.
         others = [other for other in variants if other.broken_at != function.broken_at]
         self._captured[key] = kept = [function, *others][:_MOST_VARIANTS]
         self._drop([other for other in variants if other not in kept])
@@ -192,13 +192,13 @@ def doubling(largest: int, first: int = 1) -> list[int]:
 
 
 def checked_sizes(name: str, sizes: Sequence[int], largest: int) -> list[int]:
-    """Sorted, each once. Raises :class:`GraphError` for none, for one below 1 and for one beyond `largest`."""
+    """The sizes, sorted and without repeats. Raises :class:`GraphError` for none, and for one not in 1 to `largest`."""
     if not sizes or min(sizes) < 1 or max(sizes) > largest:
         raise GraphError(f"{name}={list(sizes)}; sizes must be from 1 to {largest}, the largest that fits")
     return sorted(set(sizes))
 
 
 def padded_size(sizes: Sequence[int], size: int) -> int | None:
-    """The least of the sorted `sizes` that has room for `size`; None where none has."""
+    """The smallest of the sorted `sizes` that has room for `size`; None if none has."""
     place = bisect.bisect_left(sizes, size)
     return sizes[place] if place < len(sizes) else None

@@ -26,9 +26,9 @@ DEFAULT_MAX_NUM_TOKENS = 512
 class TokenGraphRunner(GraphRunner):
     """Batches whose tokens are padded, to the least of ``token_sizes`` that has room for them.
 
-    The sizes are 8, 16, 32 and so on unless told, to ``max_num_tokens`` of the ``registry``, or to 512 where it is made
-    here. Requests are always padded to all that the registry has room for, so that sizes of one axis alone need graphs.
-    What has no room goes through ``for_larger``, which is eager.
+    By default the sizes are 8, 16, 32 and so on, up to ``max_num_tokens`` of the ``registry``, or to 512 if it is made
+    here. Requests are always padded to the registry's maximum, so that only the number of tokens needs several graphs.
+    Larger batches go through ``for_larger``, which is eager.
 
     Raises :class:`GraphError` for sizes that the registry has no room for.
     """
@@ -101,7 +101,7 @@ def token_registry(cache: KVCache, token_sizes: Sequence[int] | None, share_pool
 
 
 def with_extend_lens(registry: CudaGraphBufferRegistry) -> CudaGraphBufferRegistry:
-    """The registry, with a slot for how many tokens of each request are in the batch: of what is padding, none."""
+    """The registry, with a slot for the number of tokens of each request in the batch: 0 for padding requests."""
     if not registry.has_slot("extend_lens_cpu"):
         registry.register_slot(
             GraphSlot(

@@ -1,0 +1,172 @@
+"""Two functions on ranks: models, or what needs none, judged, matched and compared to the line.
+
+The ranks import this module, so it imports little.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graftlab as gl
+from graftlab.__main__ import main
+
+pytestmark = pytest.mark.ranks
+
+
+def reference() -> nn.Module:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+
+
+def port() -> nn.Module:
+    class Port(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = nn.ModuleList(reference().layers)
+            self.steps[1].norm2.eps = 0.05
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            for step in self.steps:
+                batch = step(batch)
+            return batch
+
+    return Port()
+
+
+def test_models_without_a_name_in_common_are_matched_and_judged() -> None:
+    comparison = gl.compare(reference, port, torch.randn(2, 5, 16))
+    with comparison.session:
+        assert comparison.answer == "differ"
+        assert comparison.match is not None
+        assert "in layer 1 of 0-2" in comparison.text
+        assert len(comparison.named) == 1
+
+
+def gated(x: torch.Tensor, gate: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"mixed": torch.tanh(x) * gate.sigmoid()}
+
+
+def ungated(x: torch.Tensor, gate: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"mixed": torch.tanh(x) * gate.tanh()}
+
+
+def test_functions_without_a_model_are_compared_to_the_line() -> None:
+    inputs = {"x": torch.randn(4, 8), "gate": torch.randn(8)}
+    comparison = gl.compare(gated, ungated, inputs)
+    with comparison.session:
+        assert (comparison.answer, comparison.named) == ("differ", ["output.mixed"])
+        lines = comparison.lines.set_index("side")["source"]
+        assert lines["target"] == 'return {"mixed": torch.tanh(x) * gate.tanh()}'
+        assert gl.compare(gated, gated, inputs, folder=None).answer == "agree"
+    with pytest.raises(gl.errors.RunError, match="compare: gated needs x, gate; give inputs"):
+        gl.compare(gated, gated)
+
+
+def test_a_function_is_compared_with_its_compiled_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "compiled_in_test.py"
+    path.write_text(
+        "import torch\nx = torch.ones(2, 4)\n"
+        "def load():\n    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.GELU())\n"
+        "def wrong(x):\n    return x * (2.0 if torch.compiler.is_compiling() else 1.0)\n"
+        "print('a model that prints')\n"
+    )
+    answers = []
+    for name in ("load", "wrong"):
+        words = [f"{path}:{name}", "--compiled", "--backend", "eager", "--inputs", f"{path}:x"]
+        code = main(["compare", *words, "--json", "--folder", str(tmp_path / name)])
+        printed = capsys.readouterr()
+        assert "a model that prints" in printed.err
+        answers.append((code, json.loads(printed.out)))
+    (right, found), (differs, other) = answers
+    assert (right, found["answer"]) == (0, "agree")
+    assert "Compiled, its result is equal to the eager one" in found["text"]
+    assert (differs, other["answer"]) == (1, "differ")
+
+
+def fused() -> nn.Module:
+    """A model whose mistake is in a path that is taken only while no module has a hook."""
+
+    class Fused(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return out if self[0]._forward_hooks else 1.5 * out
+
+    torch.manual_seed(1)
+    return Fused(nn.Linear(4, 4), nn.ReLU())
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+class WrongGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (ctx.saved_tensors[0] > 0.2)
+
+
+class Gated(nn.Module):
+    def __init__(self, is_right: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 2)
+        self.gate = torch.relu if is_right else WrongGate.apply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.gate(self.first(x)))
+
+
+def test_a_mistake_of_the_backward_pass_is_named() -> None:
+    right, wrong = lambda: Gated(True), lambda: Gated(False)
+    comparison = gl.compare(right, wrong, torch.randn(8, 4), backward=True)
+    with comparison.session:
+        assert comparison.named == ["first@grad"]
+        assert comparison.answer == "differ"
+        assert "Not checked: the loss and the optimizer's step" in comparison.text
+
+
+def test_a_mistake_that_taps_switch_off_is_not_cleared() -> None:
+    comparison = gl.compare(plain, fused, torch.randn(3, 4))
+    with comparison.session:
+        assert comparison.named == []
+        assert comparison.answer == "differ"
+        assert (
+            "Without taps the results differ by 0.5, and with taps by 0: the difference arises in code"
+            in comparison.text
+        )
+
+
+def decoder(late: bool) -> nn.Module:
+    """Reads its tokens one by one, or each one call late."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.out = nn.Embedding(64, 16), nn.Linear(16, 8)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            tokens = torch.roll(tokens, 1) if late else tokens
+            return torch.cat([self.out(self.embed(tokens[t : t + 1])) for t in range(10)])
+
+    return Decoder().eval()
+
+
+def test_sides_in_different_calls_of_one_model_do_not_agree() -> None:
+    comparison = gl.compare(lambda: decoder(late=False), lambda: decoder(late=True), torch.arange(10) * 3)
+    with comparison.session:
+        assert "no computation is judged" in comparison.text
+        assert comparison.answer == "differ"
+        assert "The results of the two calls differ by 1" in comparison.text
