@@ -19,7 +19,6 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.order import is_missing
 
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "shape"),
@@ -130,10 +129,8 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows as dicts, with None for missing values."""
     # As one array: to iterate over a frame of fifty columns takes as long as a run of a small model.
     columns = [str(column) for column in frame.columns]
-    return [
-        {name: None if is_missing(value) else value for name, value in zip(columns, row, strict=True)}
-        for row in frame.to_numpy(dtype=object).tolist()
-    ]
+    cells = np.where(frame.isna().to_numpy(), None, frame.to_numpy(dtype=object))
+    return [dict(zip(columns, row, strict=True)) for row in cells.tolist()]
 
 
 def call_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
