@@ -25,6 +25,9 @@ COUNTS = frozenset({"int64", "int32", "bool"})
 _FREQUENCIES = np.array([0.7390851332, 2.2360679775, 5.1961524227, 9.4247779608])
 # The value that stands for "may not look here" in an additive mask is at least this large.
 _MASKED = 1e4
+_MOMENTS = 5
+_SUMS = _MOMENTS + len(_FREQUENCIES)
+"""A fingerprint's moments and projections."""
 _FEW_LARGE = 10
 """A root mean square this many times the median is that of few large values."""
 FEWEST_NUMBERS = 3
@@ -65,6 +68,30 @@ class Fingerprint:
         """The root of the sum of squares."""
         return math.sqrt(max(float(self.moments[2]), 0.0))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A trace has thousands, and to pickle four arrays takes as long as to compute their sums.
+        quantiles = [] if self.magnitudes is None or self.values is None else [self.magnitudes, self.values]
+        numbers = b"".join([each.tobytes() for each in (self.moments, self.projections, *quantiles)])
+        plain = self.shape, self.dtype, self.numel, self.nonfinite, self.mask, self.constant
+        return _unpickled, (*plain, bool(quantiles), numbers)
+
+
+def _unpickled(
+    shape: tuple[int, ...],
+    dtype: str,
+    numel: int,
+    nonfinite: int,
+    mask: bool,
+    constant: bool,
+    has_quantiles: bool,
+    packed: bytes,
+) -> Fingerprint:
+    numbers: Floats = np.frombuffer(packed)
+    moments, projections, rest = numbers[:_MOMENTS], numbers[_MOMENTS:_SUMS], numbers[_SUMS:]
+    half = rest.size // 2
+    quantiles = (rest[:half], rest[half:]) if has_quantiles else (None, None)
+    return Fingerprint(shape, dtype, numel, nonfinite, moments, projections, *quantiles, mask, constant)
+
 
 def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     """Return the fingerprint of a tensor; without ``sorts`` it has no quantiles, which take the most time."""
@@ -80,8 +107,10 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     wide: Floats = plain.to("cpu", torch.float64).reshape(-1).numpy()
     if not wide.size:
         nothing = np.zeros(0)
-        return Fingerprint(shape, dtype, 0, 0, np.zeros(5), np.zeros(len(_FREQUENCIES)), nothing, nothing, False, True)
-    lowest, highest = float(wide.min()), float(wide.max())
+        sums = np.zeros(_MOMENTS), np.zeros(len(_FREQUENCIES))
+        return Fingerprint(shape, dtype, 0, 0, *sums, nothing, nothing, False, True)
+    lowest, highest = float(np.minimum.reduce(wide)), float(np.maximum.reduce(wide))
+    given = wide
     # A number that is not finite is the lowest, the highest, or makes both of them nan.
     is_finite = math.isfinite(lowest) and math.isfinite(highest)
     finite = None if is_finite else np.isfinite(wide)
@@ -107,16 +136,22 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     moments = _moments(wide)
     quantiles: list[Floats | None] = [None, None]
     if sorts:
-        at = np.linspace(0, wide.size - 1, QUANTILES).astype(np.int64)
+        at = _places(wide.size)
         # What was in single precision is sorted so, in half the time.
         is_single = plain.is_floating_point() and plain.element_size() <= _SINGLE
         sorted_as = np.float32 if is_single else np.float64
         values = np.sort(wide.astype(sorted_as))
         quantiles = [each[at].astype(np.float64) for each in (_sorted_magnitudes(values), values)]
-    constant = not nonfinite and bool(wide.min() == wide.max())
+    constant = not nonfinite and (lowest == highest if wide is given else bool(wide.min() == wide.max()))
     return Fingerprint(
         shape, dtype, wide.size, nonfinite, moments, _projections(wide), quantiles[0], quantiles[1], mask, constant
     )
+
+
+@lru_cache(maxsize=64)
+def _places(size: int) -> npt.NDArray[np.int64]:
+    """Where the quantiles are among as many sorted values."""
+    return np.linspace(0, size - 1, QUANTILES).astype(np.int64)
 
 
 def _sorted_magnitudes(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
@@ -142,13 +177,15 @@ _BLOCK = 1 << 14
 
 def _moments(wide: Floats) -> Floats:
     """Sums of the values, their magnitudes, squares, third powers and the roots of their magnitudes."""
-    whole = np.zeros(5)
+    whole = np.zeros(_MOMENTS)
+    total = np.add.reduce
     # In blocks that stay in the processor's cache, and without products of vectors, for which numpy starts threads.
     for begin in range(0, wide.size, _BLOCK):
         part = wide[begin : begin + _BLOCK]
         sizes = np.abs(part)
         squares = part * part
-        whole += [part.sum(), sizes.sum(), squares.sum(), (squares * part).sum(), np.sqrt(sizes).sum()]
+        sums = total(part), total(sizes), total(squares)
+        whole += (*sums, total(np.multiply(squares, part, out=squares)), total(np.sqrt(sizes, out=sizes)))
     return whole
 
 
@@ -158,8 +195,14 @@ def _projections(wide: Floats) -> Floats:
     for block, begin in enumerate(range(0, wide.size, _BLOCK)):
         part = wide[begin : begin + _BLOCK]
         # The blocks share their factors, so the sum of a block gets another factor by the block's place.
-        whole += (_factors()[:, : part.size] @ part) * (1 + np.cos(block * _FREQUENCIES[::-1]) / 2)
+        whole += (_factors()[:, : part.size] @ part) * _factors_of_block(block)
     return whole
+
+
+@lru_cache(maxsize=256)
+def _factors_of_block(block: int) -> Floats:
+    factors: Floats = 1 + np.cos(block * _FREQUENCIES[::-1]) / 2
+    return factors
 
 
 @lru_cache(maxsize=1)
