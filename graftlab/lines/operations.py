@@ -251,9 +251,10 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written += found
             if not (changes and (argument.kwarg_only or name in _OVERWRITING)):
                 read += found
-        inputs = tuple(dict.fromkeys(self.read(each) for each in read))
-        for each in read:
-            self._name_state(each)
+        numbers = [self.read(each) for each in read]
+        inputs = tuple(dict.fromkeys(numbers))
+        for each, number in zip(read, numbers, strict=True):
+            self._name_state(each, number)
         self._keep(read)
         node = _autograd_node()
         # Without this method and the one that the operation calls.
@@ -351,7 +352,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def without_quantiles(self, number: int) -> Fingerprint:
         """Return the fingerprint of a value in its smaller form."""
         if number not in self._small:
-            self._small[number] = replace(self.fingerprints[number], magnitudes=None, values=None)
+            own = self.fingerprints[number]
+            self._small[number] = own if own.values is None else replace(own, magnitudes=None, values=None)
         return self._small[number]
 
     def set_by_tap(self, tensor: torch.Tensor, tap: str, *, changed: bool) -> int:
@@ -406,10 +408,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values[number] = replace(value, is_parameter=True, path=path_of(tensor, sys._getframe(1)))
         return number
 
-    def _name_state(self, tensor: torch.Tensor) -> None:
+    def _name_state(self, tensor: torch.Tensor, number: int) -> None:
         """Note under which attribute code has a tensor that operations wrote to in place, such as a cache."""
         memory = self._memory(tensor)
-        number = self._number(tensor, None)
         value = self.values[number]
         if not memory.is_written_in_place or value.path is not None or value.tap is not None:
             return

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
+import numpy as np
+import pytest
 import torch
 
 from graftlab.lines.fingerprints import (
@@ -88,6 +91,16 @@ def test_fingerprints_agree_in_values_in_any_order_and_in_magnitudes() -> None:
         assert agreement(one, fingerprint(other), 1e-5) == level
         assert agree_in_order(one, fingerprint(other), 1e-5) == (level == IN_ORDER)
         assert agreement(fingerprint(x, sorts=False), fingerprint(other), 1e-5) == level
+
+
+@pytest.mark.parametrize("sorts", [True, False])
+def test_a_fingerprint_arrives_with_the_numbers_that_it_was_sent_with(sorts: bool) -> None:
+    for sent in (fingerprint(drawn(4, 6, 8), sorts=sorts), fingerprint(torch.empty(0), sorts=sorts)):
+        arrived = pickle.loads(pickle.dumps(sent))
+        assert (arrived.shape, arrived.dtype, arrived.numel) == (sent.shape, sent.dtype, sent.numel)
+        assert (arrived.nonfinite, arrived.mask, arrived.constant) == (sent.nonfinite, sent.mask, sent.constant)
+        for name in ("moments", "projections", "magnitudes", "values"):
+            assert np.array_equal(getattr(arrived, name), getattr(sent, name)), name
 
 
 def test_an_additive_mask_agrees_with_its_boolean_and_with_other_large_numbers() -> None:
