@@ -89,8 +89,8 @@ def _unpickled(
     numbers: Floats = np.frombuffer(packed)
     moments, projections, rest = numbers[:_MOMENTS], numbers[_MOMENTS:_SUMS], numbers[_SUMS:]
     half = rest.size // 2
-    quantiles = (rest[:half], rest[half:]) if has_quantiles else (None, None)
-    return Fingerprint(shape, dtype, numel, nonfinite, moments, projections, *quantiles, mask, constant)
+    magnitudes, values = (rest[:half], rest[half:]) if has_quantiles else (None, None)
+    return Fingerprint(shape, dtype, numel, nonfinite, moments, projections, magnitudes, values, mask, constant)
 
 
 def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:

@@ -129,7 +129,8 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows as dicts, with None for missing values."""
     # As one array: to iterate over a frame of fifty columns takes as long as a run of a small model.
     columns = [str(column) for column in frame.columns]
-    cells = np.where(frame.isna().to_numpy(), None, frame.to_numpy(dtype=object))
+    cells = frame.to_numpy(dtype=object, copy=True)
+    cells[frame.isna().to_numpy()] = None
     return [dict(zip(columns, row, strict=True)) for row in cells.tolist()]
 
 
