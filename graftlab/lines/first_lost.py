@@ -159,7 +159,7 @@ class _Known:
         best: Level = DIFFERENT
         shaped: Level = DIFFERENT
         for each in found[begin:]:
-            if _total(each) > _total(wanted) + reach and not wanted.mask:
+            if (_total(each) > _total(wanted) + reach and not wanted.mask) or best == shaped == IN_ORDER:
                 break
             level = DIFFERENT if each is without else agreement(wanted, each, self._tolerance)
             if plain_shape(each) == plain_shape(wanted):
