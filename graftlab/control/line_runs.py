@@ -18,7 +18,8 @@ from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.remedies import Remedy
 from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, WantedCall
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import records
+from graftlab.verdict.added import ratio, records
+from graftlab.verdict.floor import Floor
 from graftlab.verdict.lines import MOST_LINES, DifferingLine
 from graftlab.verdict.order import numbers
 
@@ -378,10 +379,8 @@ class LineSearch:
             which = identity({**own_tags(row["tags"]), "name": row["name"]})
             is_here = row["rank"] == call.row["rank"]
             if is_here and call.wanted.is_at(which, row["step"] - first, row["occurrence"]):
-                apart = row["rel_l2"]
                 # Without a number that is finite on both sides, the graft made it worse.
-                finite = apart is not None and not row["nonfinite_differ"]
-                return bool(finite and apart <= self._threshold * call.row["floor"])
+                return ratio(row, Floor(call.row["floor"], call.row["floor_max"])) <= self._threshold
         return None
 
     # ---- the report -------------------------------------------------------------------------------------------------

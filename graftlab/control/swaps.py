@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,8 +19,18 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.transforms.default import NO_REPLICAS
-from graftlab.verdict.added import coarser_dtype, records, times
-from graftlab.verdict.causes import MOST_SWAPS, Causes, Order, OutputFloor, deadlocking_taps, distance, find_causes
+from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.causes import (
+    MOST_SWAPS,
+    UNKNOWN,
+    Causes,
+    Distance,
+    Order,
+    OutputFloor,
+    deadlocking_taps,
+    distance,
+    find_causes,
+)
 
 
 @dataclass(frozen=True)
@@ -129,23 +138,24 @@ class Swaps:
         by_size: Sequence[str] = (),
     ) -> Causes:
         """Find what each of the groups does to the output. All ``settled`` groups have the baseline's code."""
-        floor = self._floors.of_output(output.group).at_least(roundoff(output.dtype)).rel_l2
+        floor = self._floors.of_output(output.group).at_least(roundoff(output.dtype))
         distance_with = self._distances(groups, settled, output)
 
         def effect(kept: frozenset[str]) -> float:
-            return times(distance_with(kept), floor)
+            found = distance_with(kept)
+            return floor.ratio(found.rel_l2, found.rel_max)
 
-        limits = OutputFloor(floor, roundoff(output.dtype), threshold)
+        limits = OutputFloor(floor.rel_l2, roundoff(output.dtype), threshold)
         return find_causes(groups, effect, limits, most=max(2, self._left), by_size=by_size)
 
     def with_and_without(self, groups: Sequence[str], output: OutputTap) -> tuple[float, float]:
         """The rel_l2 of the output with the baseline's code at these groups, and with the target's."""
         distance_with = self._distances(groups, (), output)
-        return distance_with(frozenset()), distance_with(frozenset(groups))
+        return distance_with(frozenset()).rel_l2, distance_with(frozenset(groups)).rel_l2
 
     def _distances(
         self, groups: Sequence[str], settled: Sequence[str], output: OutputTap
-    ) -> Callable[[frozenset[str]], float]:
+    ) -> Callable[[frozenset[str]], Distance]:
         """A function of the groups that keep the target's code, to how far the output is then. Each call is a run."""
         recorded = [each.last.get(output.group) for each in self._selves]
         name = self._kept_name(output)
@@ -153,7 +163,7 @@ class Swaps:
         later = f"kind in {_computed_after(output.group)!r}"
         orders, known = self._orders(), set(self._rows["name"])
 
-        def distance_with(kept: frozenset[str]) -> float:
+        def distance_with(kept: frozenset[str]) -> Distance:
             self._left -= 1
             taken = {name for group in (*settled, *groups) if group not in kept for name in self._names[group]}
             # What is computed after the output is for the next step, which begins from the baseline's state.
@@ -169,13 +179,13 @@ class Swaps:
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
                 self.not_swapped.update(dict.fromkeys(waited["name"]))
-                return math.nan
+                return UNKNOWN
             refused = frame[
                 (frame["status"] == "failed") & frame["name"].isin({each for each, _ in self._names[output.group]})
             ]
             if refused["error"].astype(str).str.contains(NO_REPLICAS, regex=False).any():
                 self.unlike_ranks.update(dict.fromkeys(refused["name"]))
-                return math.nan
+                return UNKNOWN
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
             side = 0 if output.group in groups and output.group not in kept else 1
             return self._distance(recorded, name, output, side)
@@ -249,8 +259,8 @@ class Swaps:
             theirs[name, kind_of(tags)] = min(theirs.get((name, kind_of(tags)), place), place)
         return ours, theirs
 
-    def _distance(self, recorded: Sequence[torch.Tensor | None], name: str, output: OutputTap, side: int) -> float:
-        """How far the newest kept pair's value of this side is from the baseline's record, over that record's norm."""
+    def _distance(self, recorded: Sequence[torch.Tensor | None], name: str, output: OutputTap, side: int) -> Distance:
+        """How far the newest kept pair's value of this side is from the baseline's record."""
         kind = kind_of_group(output.group)
         tags = {"kind": kind} if kind else {}
         step, _ = output.place

@@ -336,7 +336,7 @@ class _Side:
         return LostPart(self.trace, self._lost_here(level), first[:3], self._is_known_to_agree)
 
     def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
-        """What outlives a call, that this reads, also arranged, and that the other side lacks."""
+        """What this reads that outlives a call, also arranged, and whose values the other side does not read."""
         sources = self._sources()
         by_index = {each.index: each for each in self.trace.operations}
         found: dict[str, StateRead] = {}

@@ -23,7 +23,7 @@ from graftlab.verdict.floor import Floor
 COLUMNS = (
     *("name", "tags", "occurrence", "rank", "step", "order", "group", "target_name", "shape"),
     *("dtype", "cast", "aligned_by"),
-    *("added", "floor", "ratio", "error", "error_ratio", "alone", "label"),
+    *("added", "floor", "floor_max", "ratio", "error", "error_ratio", "alone", "label"),
 )
 LABELS = ("culprit", "minor", "cancels", "rounds differently", "inherited", "clean", "unmeasured")
 """The most serious first."""
@@ -78,6 +78,7 @@ def added_frame(
                 "aligned_by": row["aligned_by"],
                 "added": row["rel_l2"],
                 "floor": floor.rel_l2,
+                "floor_max": floor.rel_max,
                 "ratio": over_floor,
                 "error": math.nan if before is None else before["rel_l2"],
                 "error_ratio": math.nan if before is None else ratio(before, floor),
@@ -162,14 +163,7 @@ def ratio(row: Mapping[str, Any], floor: Floor) -> float:
         return 0.0
     rms = math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
     largest = row["max_abs"] / rms if rms else math.inf
-    return max(times(row["rel_l2"], floor.rel_l2), times(largest, floor.rel_max))
-
-
-def times(distance: float, floor: float) -> float:
-    """A distance as a multiple of its floor; infinite over a floor of 0, which whole numbers have."""
-    if floor or math.isnan(distance):
-        return distance / (floor or 1.0)
-    return math.inf if distance else 0.0
+    return floor.ratio(row["rel_l2"], largest)
 
 
 def coarser_dtype(row: Mapping[str, Any]) -> str:

@@ -173,28 +173,43 @@ def _unlike(effects: Sequence[float]) -> float:
     return abs(math.log((largest + 1.0) / (sum(effects) - largest + 1.0))) if math.isfinite(sum(effects)) else math.inf
 
 
-def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> float:
-    """An output's distance from its record, over the record's norm; each shard is a record and a value.
+@dataclass(frozen=True)
+class Distance:
+    """From an output to its record: ``rel_l2``, and the largest difference over the record's root mean square."""
+
+    rel_l2: float
+    rel_max: float
+
+
+def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> Distance:
+    """How far an output is from its record; each shard is a record and a value.
 
     Infinite where only one of them is finite, NaN if a shard has no record of its shape. Numbers that are infinite or
     NaN in both, such as the logits of forbidden tokens, are left out; NaN if no others remain.
     """
-    off = whole = 0.0
+    off = whole = largest = 0.0
     numbers = finite_ones = 0
     for recorded, value in shards:
         if recorded is None or value.shape != recorded.shape:
-            return math.nan
+            return UNKNOWN
         one, other = recorded.double(), value.double()
         finite = one.isfinite() & other.isfinite()
         if not (finite | (one == other) | (one.isnan() & other.isnan())).all():
-            return math.inf
+            return Distance(math.inf, math.inf)
         numbers += finite.numel()
         finite_ones += int(finite.count_nonzero())
-        off += float((one - other)[finite].square().sum())
+        apart = (one - other)[finite].abs()
+        off += float(apart.square().sum())
+        largest = max(largest, float(apart.max()) if apart.numel() else 0.0)
         whole += float(one[finite].square().sum())
     if numbers and not finite_ones:
-        return math.nan
-    return math.sqrt(off / whole) if whole else (0.0 if off == 0 else math.inf)
+        return UNKNOWN
+    if not whole:
+        return Distance(*([0.0 if off == 0 else math.inf] * 2))
+    return Distance(math.sqrt(off / whole), largest / math.sqrt(whole / finite_ones))
+
+
+UNKNOWN = Distance(math.nan, math.nan)
 
 
 def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: Mapping[Tap, int]) -> set[Tap]:

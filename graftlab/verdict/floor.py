@@ -19,6 +19,10 @@ class Floor:
     rel_max: float
     typical: float | None = None
 
+    def ratio(self, rel_l2: float, rel_max: float) -> float:
+        """The larger of both distances, each as a multiple of its floor. A wrong row among many shows in the second."""
+        return max(times(rel_l2, self.rel_l2), times(rel_max, self.rel_max))
+
     def at_least(self, roundoff: float) -> Floor:
         """This floor, but at least one rounding of the value itself.
 
@@ -35,6 +39,13 @@ class Floor:
     def of_spread(self) -> Floor:
         """The floor of a difference that is in most rows, which a choice in a few does not explain."""
         return self if self.typical is None else Floor(min(self.typical, self.rel_l2), self.rel_max)
+
+
+def times(distance: float, floor: float) -> float:
+    """A distance as a multiple of its floor; infinite over a floor of 0, which whole numbers have."""
+    if floor or math.isnan(distance):
+        return distance / (floor or 1.0)
+    return math.inf if distance else 0.0
 
 
 Key = TypeVar("Key", bound=Hashable)

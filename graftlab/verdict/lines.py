@@ -28,9 +28,9 @@ class DifferingLine:
     ``is_suspect`` that a value has another order, other signs or another place from here on, which may be meant;
     ``lacks_sum`` that the results of the ranks are summands of the baseline's value, and are not summed;
     ``is_only_here`` that the sides agree without what this line does, so that only this side does it. ``state`` are the
-    names of tensors that the line reads, that outlive a call, and that the other side does not have: a weight, a
-    buffer, a cache; ``written`` is for each of them the step and the line that wrote it last, blank where that was not
-    seen. ``stack`` are the line itself and then all lines that led to it, innermost first.
+    names of tensors that the line reads, that outlive a call, and whose values the other side does not read: a weight,
+    a buffer, a cache; ``written`` is for each of them the step and the line that wrote it last, blank where that was
+    not seen. ``stack`` are the line itself and then all lines that led to it, innermost first.
     """
 
     group: str
@@ -136,10 +136,11 @@ def _in_words(line: DifferingLine, place: str) -> str:
 
 
 def state_in_words(line: DifferingLine) -> str:
-    """What a line reads that outlives a call and that the other side lacks, with the lines that wrote it last."""
+    """What a line reads that outlives a call, with values that the other side does not read, and what wrote it last."""
     other = "target" if line.side == "baseline" else "baseline"
     last = dict.fromkeys(filter(None, line.written))
-    return f"{', '.join(line.state)}, which the {other} lacks" + (f"; last written {'; '.join(last)}" if last else "")
+    said = f"{', '.join(line.state)}, whose values the {other} does not read"
+    return said + (f"; last written {'; '.join(last)}" if last else "")
 
 
 def only_here_in_words(line: DifferingLine) -> str:

@@ -14,8 +14,8 @@ from graftlab.diffs.results import ResultDifference, compare_results, is_written
 from graftlab.diffs.rounding import roundoff
 from graftlab.plan.pairs import PairRule, outputs_move_rows
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, is_spread, measured_rows, ratio, times
-from graftlab.verdict.floor import Floor
+from graftlab.verdict.added import coarser_dtype, is_spread, measured_rows, ratio
+from graftlab.verdict.floor import Floor, times
 
 
 @dataclass(frozen=True)

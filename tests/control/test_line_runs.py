@@ -365,3 +365,26 @@ def test_a_call_that_the_target_makes_once_more_is_part_of_what_differs(session:
     verdict = session.verdict(stages, stages, args=("twice",))
     assert verdict.named == ["out"]
     assert lines(verdict)[0] == ('second = gl.tap("norm", second.exp())', True)
+
+
+# ---- a few numbers of many, in low precision ------------------------------------------------------------------------
+
+
+def one_wrong_logit() -> Tensor:
+    h = gl.tap("h", torch.linspace(-1, 1, 32 * 64).sin().view(32, 64).bfloat16())
+    logits = h @ torch.linspace(-1, 1, 64 * 256).cos().view(64, 256).bfloat16()
+    if gl.here().side == "target":
+        logits[3, 100] += logits.abs().max()
+    return gl.tap("logits", logits * 1)
+
+
+def test_one_wrong_number_in_low_precision_changes_the_output_and_has_a_line(session: gl.Session) -> None:
+    """Over the whole tensor it is less than rounding adds."""
+    verdict = session.verdict(one_wrong_logit, one_wrong_logit)
+    row = verdict.frame[verdict.frame["name"] == "logits"].iloc[0]
+    assert row["added"] < 5 * row["floor"]
+    assert verdict.labels["logits"] == "culprit"
+    assert "without changing the output" not in verdict.text
+    assert "still agrees" not in verdict.text
+    assert "Run eagerly" not in verdict.text
+    assert len(verdict.lines)

@@ -11,7 +11,7 @@ import torch
 from kit.grafters import GrafterWorld
 
 import graftlab as gl
-from graftlab.grafting.self_graft import SelfGraft, graft_self, moved
+from graftlab.grafting.self_graft import SelfGraft, graft_self, moved, without_dependents
 from graftlab.taps import calls
 from graftlab.taps.watch import watch
 
@@ -245,3 +245,15 @@ def test_the_typical_difference_leaves_out_rows_whose_choice_rounding_turned() -
     assert added["out"].typical is not None
     assert added["out"].typical < 1e-6
     assert added["x"].typical is None
+
+
+# ---- what depends on a group ----------------------------------------------------------------------------------------
+
+
+def test_a_tap_that_moves_by_less_than_a_rounding_depends_on_the_group() -> None:
+    def call() -> None:
+        small = gl.tap("small", torch.full((64,), 2.0**-8, dtype=torch.bfloat16))
+        gl.tap("unread", torch.ones(64, dtype=torch.bfloat16))
+        gl.tap("sum", torch.linspace(0.02, 1, 64, dtype=torch.bfloat16) + small)
+
+    assert without_dependents(call, ["small", "unread", "sum"], budget=BUDGET) == ["unread", "sum"]

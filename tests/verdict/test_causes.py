@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from graftlab.verdict.causes import MOST_SWAPS, OutputFloor, distance, find_causes
+from graftlab.verdict.floor import Floor
 
 T = OutputFloor(1e-7, 6e-8, 5.0)
 
@@ -118,18 +119,27 @@ INF, NAN = float("inf"), float("nan")
 def test_values_not_finite_on_both_sides_are_left_out_of_the_distance(
     record: list[float], value: list[float], expected: float
 ) -> None:
-    assert distance([(torch.tensor(record), torch.tensor(value))]) == pytest.approx(expected)
+    assert distance([(torch.tensor(record), torch.tensor(value))]).rel_l2 == pytest.approx(expected)
 
 
 def test_an_output_with_no_finite_number_has_no_distance() -> None:
     """Nothing is known of it: it must not be said to agree."""
     lost, one = torch.tensor([NAN, -INF]), torch.ones(2)
-    assert math.isnan(distance([(lost, lost)]))
-    assert distance([(lost, lost), (one, 2 * one)]) == 1
-    assert distance([(one[:0], one[:0])]) == 0
+    assert math.isnan(distance([(lost, lost)]).rel_l2)
+    assert distance([(lost, lost), (one, 2 * one)]).rel_l2 == 1
+    assert distance([(one[:0], one[:0])]).rel_l2 == 0
 
 
 def test_an_output_without_a_record_of_its_shape_has_no_distance() -> None:
     one = torch.ones(2)
-    assert math.isnan(distance([(one, one), (None, one)]))
-    assert math.isnan(distance([(one, one[:1])]))
+    assert math.isnan(distance([(one, one), (None, one)]).rel_l2)
+    assert math.isnan(distance([(one, one[:1])]).rel_l2)
+
+
+def test_one_wrong_number_of_many_shows_in_the_largest_difference() -> None:
+    record = torch.ones(10_000)
+    value = record.clone()
+    value[7] = 2.0
+    found = distance([(record[:5000], value[:5000]), (record[5000:], value[5000:])])
+    assert (found.rel_l2, found.rel_max) == pytest.approx((0.01, 1.0))
+    assert Floor(0.005, 0.02).ratio(found.rel_l2, found.rel_max) == pytest.approx(50)

@@ -82,7 +82,7 @@ def test_a_file_that_is_not_the_one_that_ran_shows_no_lines_around(model: Path) 
     page = text_of(source_view([line(model, source="scale = 0.4", state=("store.k",))], link=lambda file, text: text))
     assert "scale = 0.4" in page
     assert "attend" not in page
-    assert "reads store.k, which the baseline lacks" in page
+    assert "reads store.k, whose values the baseline does not read" in page
     lost = text_of(source_view([line(model.with_name("lost.py"))], link=lambda file, text: text))
     assert "scale = 0.3" in lost
 
