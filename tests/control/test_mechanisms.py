@@ -196,3 +196,19 @@ def test_weights_that_cannot_be_lent_are_told_and_a_verdict_that_is_given_up_end
     closed.closed = True
     with pytest.raises(SessionError, match="the session ended"):
         lent(closed)
+
+
+def test_weights_that_bring_the_results_little_farther_apart_stay_lent(lent: Any) -> None:
+    runs = LendingRuns(1.5e-3)
+    assert lent(runs)
+    assert not runs.was_returned
+
+
+def test_the_pairs_of_one_look_are_all_of_one_run() -> None:
+    runs = Runs({"h": (X, 2 * X)}, {"h": (X, 3 * X), "k": (X, X + 1)})
+    runs.both("earlier", RunFilters())
+    found, frame = mechanisms(runs), frame_of(line("h", 1, 9.0), line("k", 2, 9.0))
+    found._note_pairs([frame.iloc[0]], frame)
+    hints = found.hints(frame, ["h", "k"])
+    assert "3" in hints["h"]
+    assert set(hints) == {"h", "k"}

@@ -155,3 +155,28 @@ def test_ranks_without_a_finite_number_are_not_reported_to_agree() -> None:
     text = text_of_check(check([lost, fine], [lost, fine]), [])
     assert text.endswith("The 2 ranks agree where they hold copies (1 group of taps).")
     assert text_of_check(check([], []), []).startswith("Nothing was compared: no tap was reached on every rank.")
+
+
+def test_values_as_large_as_a_copy_are_no_parts_even_where_a_larger_copy_exists() -> None:
+    known = [sketch("whole", NUMBERS[0], (8, 8)), sketch("small", NUMBERS[1], (4, 8))]
+    ranks = [[*known, sketch("part", NUMBERS[2] + 0.05 * NUMBERS[3 + rank], (4, 8))] for rank in range(2)]
+    assert relations(check(*ranks))["part"] == "disagrees"
+
+
+def test_a_copy_that_passes_its_difference_on_is_no_partial_sum() -> None:
+    ranks = [[sketch("h", NUMBERS[0] + off), sketch("out", NUMBERS[1] + off)] for off in (0.0, 0.1 * NUMBERS[2])]
+    assert relations(check(*ranks)) == {"h": "disagrees", "out": "disagrees"}
+    assert "partial sum" not in text_of_check(check(*ranks), [])
+
+
+def test_of_two_partial_sums_the_last_before_the_copy_is_named() -> None:
+    parts = [[sketch(name, NUMBERS[1 + rank]) for name in ("early", "late")] for rank in range(2)]
+    ranks = [[sketch("x", NUMBERS[0]), *each, sketch("sum", NUMBERS[0] + each[0].values)] for each in parts]
+    assert "All of that difference is in late, " in text_of_check(check(*ranks), [])
+
+
+def test_own_data_by_a_stated_layout_is_not_looked_at_again() -> None:
+    ranks = [[sketch("h.0.x", NUMBERS[0]), sketch("h.1.x", NUMBERS[1 + rank])] for rank in range(2)]
+    alone = Replicas("shard", ((0,), (1,)))
+    checked = check(*ranks, declared=lambda name: alone if name == "h.1.x" else None)
+    assert relations(checked) == {"h.0.x": "agrees", "h.1.x": "own data"}

@@ -218,3 +218,12 @@ def test_an_output_without_a_partner_is_reported_as_not_compared() -> None:
     assert unexplained(tap("x", 1)).without_partner("x") == []
     # The target goes on to a tap that has a partner.
     assert unexplained(tap("out", 1, None, status="missing"), tap("x", 2)).without_partner("x") == []
+
+
+def test_the_last_tap_of_the_target_is_the_last_of_its_last_step_in_any_order_of_rows() -> None:
+    alone = tap("out", 1, None, step=1, status="unmatched")
+    assert unexplained(alone, tap("x", 2), tap("x", 9)).without_partner("x")
+    assert unexplained(tap("out", 1, None, status="unmatched"), tap("x", 2)).without_partner("x") == []
+    # One of the baseline, which has the number of a later tap, is none of the target's.
+    baseline = tap("b", 5, None, step=2, status="missing", side="baseline")
+    assert unexplained(alone, tap("x", 2), baseline).without_partner("x")
