@@ -226,4 +226,5 @@ def test_the_last_tap_of_the_target_is_the_last_of_its_last_step_in_any_order_of
     assert unexplained(tap("out", 1, None, status="unmatched"), tap("x", 2)).without_partner("x") == []
     # One of the baseline, which has the number of a later tap, is none of the target's.
     baseline = tap("b", 5, None, step=2, status="missing", side="baseline")
-    assert unexplained(alone, tap("x", 2), baseline).without_partner("x")
+    (said,) = unexplained(alone, tap("x", 2), baseline).without_partner("x")
+    assert "the target's last tap, out, has no partner" in said
