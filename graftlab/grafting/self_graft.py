@@ -387,8 +387,9 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
     up = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device).view(-1)
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
     # In blocks, because in float64 the whole would take many times the memory of the value.
-    blocks = zip(value.reshape(-1).split(_BLOCK), up.split(_BLOCK), result.view(-1).split(_BLOCK), strict=True)
-    for part, signs, into in blocks:
+    flat, written = value.reshape(-1), result.view(-1)
+    for begin in range(0, len(flat), _BLOCK):
+        part, signs, into = (each[begin : begin + _BLOCK] for each in (flat, up, written))
         wide = part.to(dtype).double()
         mantissa, _ = torch.frexp(wide)
         # A number over its mantissa is a power of two, so the quotient is exact; that of zero or infinity is nan.

@@ -28,7 +28,7 @@ class SpillFile:
         strides = torch.empty_like(plain, device="meta").stride()
         order = tuple(sorted(range(plain.dim()), key=lambda dim: -strides[dim]))
         arranged = plain.permute(order)
-        left, begin = memoryview(buffer_of(arranged)), self._end
+        left, begin = buffer_of(arranged).data, self._end
         while left:
             written = os.pwrite(self.descriptor, left, self._end)
             self._end += written
