@@ -21,6 +21,8 @@ from kit.examples import factor, scaled
 # threads of torch would spend their time waiting for each other. Tests of threads set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Older releases of torch start processes to compile with, whatever the backend.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
 unhurried: Any = {"max_examples": scaled(100), "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -17,6 +17,7 @@ from graftlab.control.core import SessionCore
 from graftlab.control.judge import judge
 from graftlab.control.run import state_of
 from graftlab.control.verdict_request import VerdictRequest
+from graftlab.control.verdict_runs import NotTraced, RunFilters, VerdictAbandoned
 from graftlab.errors import RunError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
@@ -24,6 +25,7 @@ from graftlab.ranks.messages import (
     Acknowledgement,
     FallbackPlan,
     JobCode,
+    LineTraces,
     PlanUpdate,
     RunDone,
     RunRequest,
@@ -209,3 +211,27 @@ def test_a_job_that_did_not_run_against_itself_ends_the_verdict_and_is_named() -
         made._against_themselves("the floor", ("rest",), ranks[1:])
     # The other rank skips its taps meanwhile.
     assert asked == [("baseline[0]", "RunSelfGraft"), ("target[0]", "RunSelfGraft"), ("target[0]", "AskSelfGraft")]
+
+
+def test_a_job_that_did_not_trace_its_step_ends_the_verdict_and_an_obstacle_is_told(
+    session: SessionCore, ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way(session, ranks)
+    answers = {"baseline": LineTraces(None, ""), "target": LineTraces(None, "no room")}
+
+    class Jobs:
+        def ask(self, rank: Any, question: Any, expected: type[Any]) -> Any:
+            return answers[rank.place.side] if expected is LineTraces else Acknowledgement()
+
+    runs = job_verdict_runs.StepRuns(session, VerdictRequest())
+    monkeypatch.setattr(runs, "_jobs", Jobs())
+    monkeypatch.setattr(runs, "_publish", lambda wanted: session.plan.version + 1)
+    monkeypatch.setattr(runs, "_after_steps", lambda why, version, count: 0)
+    given: Any = ("lines", RunFilters(), (), frozenset(), {"baseline": [[]], "target": [[]]})
+    with pytest.raises(SessionError, match=r"verdict: baseline\[0\] did not trace its step \(lines\); its log has"):
+        runs.traced(*given)
+    answers["baseline"] = answers["target"]
+    assert runs.traced(*given) == NotTraced("on baseline[0], no room")
+    monkeypatch.setattr(runs, "_publish", lambda wanted: session.plan.version + 2)
+    with pytest.raises(VerdictAbandoned):
+        runs.traced(*given)

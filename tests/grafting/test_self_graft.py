@@ -11,7 +11,8 @@ import torch
 from kit.grafters import GrafterWorld
 
 import graftlab as gl
-from graftlab.grafting.self_graft import SelfGraft, graft_self, moved, without_dependents
+from graftlab.diffs.results import named_tensors
+from graftlab.grafting.self_graft import SelfGraft, changed_results, graft_self, moved, without_dependents
 from graftlab.taps import calls
 from graftlab.taps.watch import watch
 
@@ -215,6 +216,15 @@ def test_taps_without_a_tensor_are_listed() -> None:
         gl.tap("x", torch.ones(2))
 
     assert graft(mixed).skipped == ["number"]
+
+
+def test_a_returned_value_may_repeat_up_to_rounding_and_whole_numbers_repeat_exactly() -> None:
+    whole = torch.full((64,), 10_000_000)
+    first = named_tensors({"x": torch.ones(64), "ids": whole})
+    again = {"x": torch.ones(64) + 2e-7, "ids": whole + (torch.arange(64) == 3)}
+    assert changed_results(first, again) == ["['ids']"]
+    assert changed_results(first, {"x": torch.ones(64) + 1e-3, "ids": whole}) == ["['x']"]
+    assert changed_results(first, {"x": torch.full((64,), math.nan), "ids": whole}) == ["['x']"]
 
 
 # ---- a twin, and what is kept ---------------------------------------------------------------------------------------

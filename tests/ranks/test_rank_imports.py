@@ -73,7 +73,7 @@ def test_no_rank_imports_pandas_or_notebook_modules(session: gl.Session) -> None
     judged = session.verdict(right, wrong)
     assert judged.named
     assert len(judged.lines)
-    # A second of each rank's time, for code that nobody compiles.
+    # A second of each rank's time, for code that is not compiled.
     run = session.run(compiler_modules, compiler_modules)
     assert [*run.baseline, *run.target] == [[], [], [], []]
     assert session.match(right, wrong).pairs

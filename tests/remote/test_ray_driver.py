@@ -272,7 +272,7 @@ def test_a_rank_is_started_signalled_and_read_through_its_own_actor(
     assert process.end(0) is None
     process.start(b"spec")
     process.signal(9)
-    # Requests are handled in their order, and nobody waits for the answer to a signal.
+    # Requests are handled in their order, and the caller does not wait for the answer to a signal.
     assert process.log_tail(DEADLINE) == b"log of 2"
     assert process.end(0) is None
     cluster.actors[2].ended.set_result(RankEnd(-9, b"tail"))

@@ -39,7 +39,7 @@ def test_after_a_failed_stage_nothing_is_said_to_be_clean() -> None:
     assert said(clean).startswith("No tap adds more than rounding (")
     text = text_of(Findings(pd.DataFrame([clean], columns=list(COLUMNS)), 5.0, 1, failed=failed))
     assert text.startswith(f"{failed[0]}\nNothing that was checked adds more than rounding (")
-    # A named group stands first: the stage could have named no more than others beside it.
+    # A named group stands first: the stage could only have named others beside it.
     text = text_of(Findings(pd.DataFrame([clean, wrong], columns=list(COLUMNS)), 5.0, 1, failed=failed))
     assert text.startswith("h.*.out is computed differently in layer 1 of 0-1 (")
     assert text.endswith(failed[0])

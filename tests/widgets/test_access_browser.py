@@ -88,7 +88,7 @@ TABS = [
     TRANSFORM,
     ["combobox Rank"],
 ]
-# A part in a cell of its own.
+# A part in a separate cell.
 ALONE = {
     ".graftlab-canvas": [*FIGURE, "button Table", "textbox Noise floor"],
     ".graftlab-match": ["button Apply", "button Undo"],

@@ -92,7 +92,7 @@ def test_after_a_verdict_the_figure_and_the_frame_show_its_plain_run(screen: Scr
 def test_the_stop_button_ends_a_verdict_and_restores_the_plan(screen: Screen) -> None:
     session = screen.panel.session
     runs, before = len(session.runs), session.plan
-    # The page's messages are read once nothing is busy, so the view is told directly.
+    # The page's messages are read once nothing is busy, so the view is called directly.
     screen.panel._judged._judge("endless()")
     wait_until(lambda: len(session.runs) > runs and session.runs[-1].steps > 0, "its first run")
     screen.click("stop")

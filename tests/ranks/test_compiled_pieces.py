@@ -1,0 +1,73 @@
+"""The parts of captured graphs that a search for miscompiled lines compiles."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from graftlab.ranks.compiled_pieces import _CompiledPart, _cuts, _lines_of
+
+
+def graph_of(*lines: tuple[str, Any, tuple[str, ...]]) -> list[fx.Node]:
+    """The operations of a graph, each given by its name, its example value and the names of what it reads."""
+    graph = fx.Graph()
+    made = {"x": graph.placeholder("x")}
+    for name, value, reads in lines:
+        made[name] = graph.call_function(operator.neg, tuple(made[each] for each in reads), name=name)
+        made[name].meta["example_value"] = value
+    graph.output(made[lines[-1][0]])
+    return [made[name] for name, _, _ in lines]
+
+
+def test_no_part_ends_between_a_tuple_or_a_context_and_its_last_user() -> None:
+    x = torch.ones(1)
+    nodes = graph_of(("a", x, ("x",)), ("pair", (x, x), ("a",)), ("b", x, ("pair",)), ("c", x, ("b",)))
+    assert _cuts(nodes, {node: at for at, node in enumerate(nodes)}) == [1, 3, 4]
+    nodes = graph_of(("open", None, ("x",)), ("a", x, ("x",)), ("close", None, ("open",)), ("b", 3, ("a",)))
+    assert _cuts(nodes, {node: at for at, node in enumerate(nodes)}) == [3, 4]
+
+
+def test_a_tuple_that_the_graph_returns_lets_a_part_end_after_it() -> None:
+    nodes = graph_of(("a", torch.ones(1), ("x",)), ("pair", (1, 2), ("a",)))
+    # Its user, the graph's output, is no operation.
+    assert _cuts(nodes, {node: at for at, node in enumerate(nodes)}) == [1, 2]
+
+
+def test_operations_of_one_line_are_one_line_and_taking_an_item_is_none() -> None:
+    nodes = graph_of(("a", 1, ("x",)), ("b", 1, ("a",)), ("c", 1, ("b",)), ("d", 1, ("c",)))
+    for node, line in zip(nodes, (3, 4, 3, 5), strict=True):
+        node.meta["stack_trace"] = f'  File "/model.py", line {line}, in forward\n    return number_{line}\n'
+    nodes[3].target = operator.getitem
+    found = _lines_of(nodes)
+    assert [(each.line, each.operations) for each in found] == [(3, ("neg", "neg")), (4, ("neg",))]
+    nodes[0].meta.clear()
+    assert [each.line for each in _lines_of(nodes)] == [4, 3]
+
+
+@pytest.mark.parametrize(("begin", "end", "compiled"), [(0, 0, []), (1, 2, ["cos"]), (0, 3, ["sin", "cos", "exp"])])
+def test_only_the_operations_between_the_cuts_are_compiled(
+    begin: int, end: int, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    given: dict[str, Any] = {}
+
+    def compile_(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        seen.extend(node.name for node in module.graph.nodes if node.op == "call_function")  # type: ignore[union-attr]
+        given.update(options)
+        return module
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    module = fx.symbolic_trace(lambda x: torch.exp(torch.cos(torch.sin(x))))
+    for node in module.graph.nodes:
+        node.meta["example_value"] = torch.ones(2)
+    part = _CompiledPart({"fullgraph": True, "dynamic": False}, begin, end)
+    x = torch.linspace(0, 1, 2)
+    assert torch.equal(part(module, [x])(x), x.sin().cos().exp())
+    assert seen == compiled
+    # A part that is compiled need not be one graph.
+    assert given == ({"dynamic": False} if compiled else {})
+    assert part.cuts == [0, 1, 2, 3]

@@ -1,0 +1,186 @@
+"""The check of one side's ranks: which taps are copies, which copies differ, and which sum was not reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graftlab.layouts.replicas import Replicas, TapSketch
+from graftlab.verdict.replicas import (
+    FROM_GROUP,
+    FROM_WEIGHT,
+    ReplicaComparison,
+    TapAcrossRanks,
+    check_replicas,
+    unreduced,
+)
+from graftlab.verdict.replicas_wording import judged, text_of_check
+
+BOTH = Replicas("replicate", ((0, 1),))
+NUMBERS = np.random.default_rng(0).standard_normal((8, 256))
+
+
+def sketch(name: str, values: Any, shape: tuple[int, ...] = (4, 8), step: int = 0, **given: Any) -> TapSketch:
+    tags = given.pop("tags", {})
+    fields = {"dtype": "float32", "norm": float(np.linalg.norm(values)), "nonfinite": 0, **given}
+    return TapSketch(
+        name, tags, (name, str(tags), step), shape, sketch=np.asarray(values, np.float64).tobytes(), **fields
+    )
+
+
+def check(*ranks: Sequence[TapSketch], **options: Any) -> ReplicaComparison:
+    return check_replicas(ranks, options.pop("declared", lambda name: None), **options)
+
+
+def relations(checked: ReplicaComparison) -> dict[str, str]:
+    return {each.name: each.relation for each in checked.taps}
+
+
+def only(checked: ReplicaComparison) -> TapAcrossRanks:
+    (found,) = checked.taps
+    return found
+
+
+@pytest.mark.parametrize(
+    ("off", "relation"), [(0.0, "agrees"), (1e-6, "agrees"), (1e-4, "disagrees"), (0.1, "disagrees"), (3.0, "own data")]
+)
+def test_near_values_are_copies_that_agree_up_to_rounding_and_far_ones_are_own_data(off: float, relation: str) -> None:
+    found = only(check([sketch("x", NUMBERS[0])], [sketch("x", NUMBERS[0] + off * NUMBERS[1])]))
+    assert found.relation == relation
+    assert found.ranks == ((1,) if relation == "disagrees" else ())
+
+
+def test_a_coarser_dtype_rounds_more() -> None:
+    pair = [sketch("x", NUMBERS[0])], [sketch("x", NUMBERS[0] * (1 + 1e-2))]
+    assert only(check(*pair)).relation == "disagrees"
+    coarse = [[each._replace(dtype="bfloat16") for each in shown] for shown in pair]
+    assert only(check(*coarse)).relation == "agrees"
+
+
+@pytest.mark.parametrize("change", [{"nonfinite": 3}, {"shape": (8, 4)}])
+def test_declared_copies_of_another_shape_or_with_nan_on_one_rank_never_agree(change: dict[str, Any]) -> None:
+    ours = sketch("x", NUMBERS[0])
+    found = only(check([ours], [ours._replace(**change)], declared=lambda name: BOTH))
+    assert (found.relation, found.apart) == ("disagrees", np.inf)
+    assert "shapes differ, or some ranks are not finite" in text_of_check(ReplicaComparison(2, [found]), [])
+
+
+def test_a_declared_copy_that_is_far_off_is_no_own_data() -> None:
+    far = [sketch("x", NUMBERS[0])], [sketch("x", NUMBERS[1])]
+    assert only(check(*far)).relation == "own data"
+    assert only(check(*far, declared=lambda name: BOTH if name == "x" else None)).relation == "disagrees"
+    said = [[each._replace(declared=BOTH) for each in shown] for shown in far]
+    assert only(check(*said)).relation == "disagrees"
+
+
+def test_a_tap_that_a_rank_lacks_is_named_with_the_ranks_that_have_it() -> None:
+    both, alone = sketch("x", NUMBERS[0]), sketch("y", NUMBERS[1])
+    checked = check([both, alone], [both], [both, alone])
+    assert checked.missing == ["y (on ranks 0, 2 only)"]
+    assert relations(checked) == {"x": "agrees"}
+    assert text_of_check(checked, []).startswith("Not checked, because some ranks do not reach them: y (on ranks")
+
+
+def test_copies_along_one_dimension_of_a_mesh_are_no_failed_copies_along_another() -> None:
+    ranks = [[sketch("x", NUMBERS[rank % 2] * 0.05 + NUMBERS[7])] for rank in range(4)]
+    mesh = {"data": [(0, 2), (1, 3)], "tensor": [(0, 1), (2, 3)]}
+    found = only(check(*ranks, mesh=mesh))
+    assert (found.relation, found.layout) == ("agrees", "inferred from near values along data")
+    assert only(check(*ranks)).relation == "disagrees"
+    ranks[2] = [sketch("x", NUMBERS[0] * 0.05 + NUMBERS[7] + 0.01 * NUMBERS[3])]
+    wrong = only(check(*ranks, declared=lambda name: Replicas("by hand", ((0, 2), (1, 3)))))
+    assert (wrong.ranks, wrong.first_of(3), wrong.first_of(2)) == ((2,), 1, 0)
+
+
+def test_parts_of_a_sequence_that_share_a_bias_are_no_copies_that_differ() -> None:
+    whole = sketch("whole", NUMBERS[0], (8, 8))
+    parts = [sketch("part", NUMBERS[1] + 0.05 * NUMBERS[2 + rank], (4, 8)) for rank in range(2)]
+    assert relations(check(*[[whole, part] for part in parts]))["part"] == "own data"
+    assert relations(check(*[[part] for part in parts]))["part"] == "disagrees"
+
+
+def test_a_tap_whose_group_is_equal_on_all_ranks_in_other_layers_should_be_equal() -> None:
+    ranks = [[sketch("h.0.x", NUMBERS[0]), sketch("h.1.x", NUMBERS[1 + rank])] for rank in range(2)]
+    checked = check(*ranks)
+    assert relations(checked) == {"h.0.x": "agrees", "h.1.x": "disagrees"}
+    (found,) = checked.disagreeing
+    assert found.layout == FROM_GROUP
+    assert "It looks like a partial sum that was not reduced here." in text_of_check(checked, [])
+
+
+def test_the_gradient_of_a_replicated_weight_is_a_copy_too() -> None:
+    weight = sketch("w", NUMBERS[0], tags={"kind": "param"})
+    ranks = [[weight, sketch("w", NUMBERS[1 + rank], tags={"kind": "param_grad"})] for rank in range(2)]
+    gradient = check(*ranks).taps[1]
+    assert (gradient.relation, gradient.layout) == ("disagrees", FROM_WEIGHT)
+    assert "Gradients of replicated weights must be reduced over the ranks" in text_of_check(check(*ranks), [])
+    own = [[sketch("w", NUMBERS[3 + at], tags={"kind": "param"}), shown[1]] for at, shown in enumerate(ranks)]
+    assert check(*own).taps[1].relation == "own data"
+
+
+def test_a_sum_that_was_not_reduced_is_found_where_it_is_added_to_a_copy() -> None:
+    ranks = [
+        [sketch("x", NUMBERS[0]), sketch("part", NUMBERS[1 + rank]), sketch("sum", NUMBERS[0] + NUMBERS[1 + rank])]
+        for rank in range(2)
+    ]
+    checked = check(*ranks)
+    assert relations(checked) == {"x": "agrees", "part": "own data", "sum": "disagrees"}
+    assert "All of that difference is in part, whose values differ on each rank" in text_of_check(checked, [])
+    ranks[1][2] = sketch("sum", NUMBERS[0] + NUMBERS[2] + 0.1 * NUMBERS[5])
+    assert relations(check(*ranks))["sum"] == "own data"
+
+
+def test_what_ranks_compute_from_other_inputs_is_not_judged() -> None:
+    ranks = [[sketch("ids", NUMBERS[rank]), sketch("h", NUMBERS[2] + 0.05 * NUMBERS[3 + rank])] for rank in range(2)]
+    checked = check(*ranks)
+    assert [each.name for each in judged(checked, [])] == ["h"]
+    assert judged(checked, ["ids"]) == []
+    assert text_of_check(checked, ["ids"]).startswith("The ranks' inputs differ: ids.")
+
+
+def test_weights_are_blamed_before_values_and_values_before_their_gradients() -> None:
+    kinds: list[dict[str, Any]] = [{"kind": "grad"}, {}, {"kind": "param"}]
+    ranks = [[sketch("x", NUMBERS[0] + rank * 0.1 * NUMBERS[1], tags=tags) for tags in kinds] for rank in range(2)]
+    assert [each.kind for each in check(*ranks).disagreeing] == ["param", None, "grad"]
+
+
+def test_ranks_without_a_finite_number_are_not_reported_to_agree() -> None:
+    lost = sketch("x", np.zeros(256), nonfinite=32)
+    assert text_of_check(check([lost], [lost]), []) == (
+        "Not checked: x has no finite number on any rank.\nNothing was compared: no tap has a finite number."
+    )
+    fine = sketch("y", NUMBERS[0])
+    text = text_of_check(check([lost, fine], [lost, fine]), [])
+    assert text.endswith("The 2 ranks agree where they hold copies (1 group of taps).")
+    assert text_of_check(check([], []), []).startswith("Nothing was compared: no tap was reached on every rank.")
+
+
+def test_values_as_large_as_a_copy_are_no_parts_even_where_a_larger_copy_exists() -> None:
+    known = [sketch("whole", NUMBERS[0], (8, 8)), sketch("small", NUMBERS[1], (4, 8))]
+    ranks = [[*known, sketch("part", NUMBERS[2] + 0.05 * NUMBERS[3 + rank], (4, 8))] for rank in range(2)]
+    assert relations(check(*ranks))["part"] == "disagrees"
+
+
+def test_a_copy_that_passes_its_difference_on_is_no_partial_sum() -> None:
+    ranks = [[sketch("h", NUMBERS[0] + off), sketch("out", NUMBERS[1] + off)] for off in (0.0, 0.1 * NUMBERS[2])]
+    assert relations(check(*ranks)) == {"h": "disagrees", "out": "disagrees"}
+    copy, out = check(*ranks).taps
+    assert unreduced([copy], out) is None
+    assert unreduced([replace(copy, relation="own data")], out) is not None
+
+
+def test_of_two_partial_sums_the_last_before_the_copy_is_named() -> None:
+    parts = [[sketch(name, NUMBERS[1 + rank]) for name in ("early", "late")] for rank in range(2)]
+    ranks = [[sketch("x", NUMBERS[0]), *each, sketch("sum", NUMBERS[0] + each[0].values)] for each in parts]
+    assert "All of that difference is in late, " in text_of_check(check(*ranks), [])
+
+
+def test_own_data_by_a_stated_layout_is_not_looked_at_again() -> None:
+    ranks = [[sketch("h.0.x", NUMBERS[0]), sketch("h.1.x", NUMBERS[1 + rank])] for rank in range(2)]
+    alone = Replicas("shard", ((0,), (1,)))
+    checked = check(*ranks, declared=lambda name: alone if name == "h.1.x" else None)
+    assert relations(checked) == {"h.0.x": "agrees", "h.1.x": "own data"}

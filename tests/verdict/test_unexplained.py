@@ -1,0 +1,230 @@
+"""Differences that no named group explains: what is measured, against which floor, and the sentence that leads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from kit.rows import row
+
+from graftlab.diffs.results import ResultDifference, written_path
+from graftlab.plan.pairs import PairRule
+from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
+from graftlab.verdict.floor import Floor
+from graftlab.verdict.unexplained import (
+    AccumulatedFloors,
+    ReturnedValues,
+    UnexplainedDifferences,
+    ValueDifference,
+    compare_returned,
+    differing_taps,
+)
+
+FLOORS = AccumulatedFloors({("x", None): Floor(1e-5, 1e-4), ("y", None): Floor(1e-6, 1e-5)}, {"": 1e-5})
+PAIR = ("float32", "float32")
+
+
+def tap(name: str, order: int, rel_l2: float | None = 0.0, **more: Any) -> Row:
+    size = rel_l2 or 0.0
+    usual = {"mean_baseline": 0.0, "std_baseline": 1.0, "max_abs": size, "mean_abs": 0.8 * size}
+    return row(name, order, **{"rel_l2": rel_l2, **usual, **more})
+
+
+def frame_of(*rows: Row) -> pd.DataFrame:
+    return to_frame(list(rows))
+
+
+def returned(*differences: tuple[str, float, tuple[str, str]], left: tuple[str, ...] = ()) -> ReturnedValues:
+    return ReturnedValues(tuple(ResultDifference(*each) for each in differences), left)
+
+
+def unexplained(*rows: Row, **more: Any) -> UnexplainedDifferences:
+    frame = frame_of(*rows)
+    given = {"returned": None, "returned_grafted": None, "floors": FLOORS, "threshold": 10.0, **more}
+    taps = differing_taps(frame, given["floors"], given["threshold"], given.get("names_left", ()))
+    return UnexplainedDifferences(frame, taps, **given)
+
+
+# ---- floors ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tap_without_a_record_takes_the_largest_floor_and_each_is_at_least_one_rounding() -> None:
+    assert FLOORS.of_tap("y", None, "float32").rel_l2 == 1e-6
+    assert FLOORS.of_tap("unknown", None, "float32") == Floor(1e-5, 1e-4)
+    assert FLOORS.of_tap("y", "grad", "float32") == Floor(1e-5, 1e-4)
+    assert FLOORS.of_tap("y", None, "bfloat16").rel_l2 == 2.0**-8
+    assert FLOORS.of_returned("", PAIR) == 1e-5
+    assert FLOORS.of_returned("[1]", ("float32", "bfloat16")) == 2.0**-8
+    assert FLOORS.of_returned("[1]", ("int64", "int64")) == 0.0
+
+
+def test_a_constant_floor_replaces_all() -> None:
+    floors = AccumulatedFloors(FLOORS.taps, FLOORS.returned, constant=1e-2)
+    assert floors.of_tap("x", None, "float32") == Floor(1e-2, pytest.approx(3e-2))
+    assert floors.of_returned("", ("bfloat16", "bfloat16")) == 1e-2
+
+
+# ---- what the functions returned ------------------------------------------------------------------------------------
+
+
+def test_each_rank_is_compared_with_its_own_or_with_the_only_one_of_the_baseline() -> None:
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    assert [each.rel_l2 for each in compare_returned([one, two], [one, two]).differences] == [0.0, 0.0]
+    assert [each.rel_l2 for each in compare_returned([one], [one, two]).differences] == [0.0, 1.0]
+    assert compare_returned([], [one]) == compare_returned([one], []) == ReturnedValues()
+
+
+def test_values_of_ranks_that_cannot_be_paired_are_reported_as_not_compared() -> None:
+    found = compare_returned([1.0, 1.0], [1.0, 1.0, 1.0])
+    assert (found.differences, found.compared) == ((), False)
+    assert unexplained(returned=found).not_compared() == [
+        "2 baseline ranks and 3 target ranks return values, which cannot be paired."
+    ]
+    moved = compare_returned([1.0], [1.0], [PairRule("x", "y", "rows(of='a', into='b')")])
+    assert moved.left == ("the returned values have their rows in a different order on each side",)
+
+
+def test_the_farthest_rank_of_a_returned_value_is_told_and_what_is_not_finite_on_either_side_is_not() -> None:
+    values = returned(("", 2e-4, PAIR), ("", 5e-4, PAIR), ("", 3e-4, PAIR), ("[1]", math.nan, PAIR))
+    (found,) = values.beyond(FLOORS, 10.0)
+    assert (found.what, found.rel_l2, found.times) == ("the returned value", 5e-4, pytest.approx(50))
+    assert values.beyond(FLOORS, 100.0) == []
+    assert values.beyond(FLOORS, 10.0, ["the returned value"]) == []
+
+
+def test_only_returned_numbers_that_were_measured_count_as_compared() -> None:
+    assert returned(("", 0.0, PAIR)).compared
+    assert not returned(("", math.nan, PAIR)).compared
+    assert not returned((written_path("cache"), 0.0, PAIR)).compared
+
+
+# ---- taps -----------------------------------------------------------------------------------------------------------
+
+
+def test_taps_that_differ_are_in_execution_order_over_all_steps_without_data() -> None:
+    rows = [
+        tap("late", 1, 1e-2, step=1),
+        tap("y", 5, 1e-3),
+        tap("x", 2, 1e-3),
+        tap("below", 3, 5e-5),
+        tap("left", 1, 1.0),
+        tap("w", 0, 1.0, own={"kind": "param"}),
+        tap("alone", 1, None, status="missing"),
+    ]
+    assert [each.what for each in differing_taps(frame_of(*rows), FLOORS, 10.0, ["left"])] == ["x", "y", "late"]
+
+
+def test_a_tap_that_is_not_finite_on_one_side_differs_without_bound() -> None:
+    rows = [tap("x", 1, 1e-3), tap("x", 2, 1e-6, nonfinite_differ=2), tap("x", 3, 2e-3)]
+    (found,) = differing_taps(frame_of(*rows), FLOORS, 10.0)
+    assert (found.rel_l2, found.times) == (math.inf, math.inf)
+    assert found.size == "in which numbers are finite"
+
+
+def test_a_difference_without_a_floor_is_beyond_rounding() -> None:
+    assert ValueDifference("x", 0.5, math.inf).size == "by 0.5 (beyond rounding)"
+    assert ValueDifference("x", 0.5, 12.0).size == "by 0.5 (12 x what rounding adds up to)"
+
+
+# ---- sentences ------------------------------------------------------------------------------------------------------
+
+
+def test_what_differs_after_the_last_tap_is_told_with_the_last_tap() -> None:
+    found = unexplained(
+        tap("x", 1), tap("y", 2), tap("x", 3, own={"kind": "grad"}), returned_grafted=returned(("", 0.5, PAIR))
+    )
+    assert found.after_last_tap() == [
+        "Something after the last tap, y, is computed differently: with the baseline's value at every tap, the "
+        "returned value still differs by 0.5 (5e+04 x what rounding adds up to)."
+    ]
+    assert unexplained(tap("y", 2), returned_grafted=returned(("", 5e-5, PAIR))).after_last_tap() == []
+    assert unexplained(returned_grafted=returned(("", 0.5, PAIR))).after_last_tap() == [
+        "The returned value differs by 0.5 (5e+04 x what rounding adds up to), and no tap was measured on both sides."
+    ]
+
+
+def test_grafts_that_change_nothing_beside_a_wrong_last_tap_show_no_later_mistake() -> None:
+    wrong, same = returned(("", 0.5, PAIR)), returned(("", 0.5, PAIR))
+    assert unexplained(tap("y", 2, 0.5), returned=wrong, returned_grafted=same).after_last_tap() == []
+    other = returned(("", 0.4, PAIR))
+    assert unexplained(tap("y", 2, 0.5), returned=wrong, returned_grafted=other).after_last_tap()
+    assert unexplained(tap("y", 2), returned=wrong, returned_grafted=same).after_last_tap()
+
+
+def test_state_that_a_call_writes_is_no_returned_value() -> None:
+    path = written_path("cache")
+    found = unexplained(tap("y", 2), returned_grafted=returned((path, 0.5, PAIR)), returned=returned((path, 0.7, PAIR)))
+    assert found.after_last_tap() == found.no_tap_explains() == []
+    assert found.written() == [
+        "What the call writes to cache differs by 0.5 (8.4e+06 x what rounding adds up to), with the baseline's value "
+        "at every tap."
+    ]
+    # A graft may put another tensor in the place of the one that the model writes into.
+    (said,) = unexplained(tap("y", 2), returned=returned((path, 0.7, PAIR))).written()
+    assert "baseline's value" not in said
+    assert (
+        unexplained(returned=returned((path, 0.7, PAIR)), returned_grafted=returned((path, 0.0, PAIR))).written() == []
+    )
+
+
+def test_whole_numbers_that_rounding_turns_are_told_and_those_beyond_it_are_not() -> None:
+    floors = AccumulatedFloors({}, {"": 0.2})
+    (said,) = unexplained(returned=returned(("", 0.3, ("int64", "int64"))), floors=floors).turned()
+    assert said.startswith("The returned value differs in whole numbers, by 0.3. Rounding alone would turn some")
+    for value in (("", 3.0, ("int64", "int64")), ("", 0.3, PAIR), ("", 0.0, ("int64", "int64"))):
+        assert unexplained(returned=returned(value), floors=floors).turned() == []
+
+
+def test_without_a_named_group_the_returned_value_leads_then_the_output_then_other_taps() -> None:
+    rows = tap("x", 1, 1e-3), tap("z", 2, 2e-3), tap("y", 3)
+    (said,) = unexplained(*rows, returned=returned(("", 0.5, PAIR))).no_tap_explains()
+    assert said.startswith("The returned value differs by 0.5 ")
+    assert "The first tap that differs is x by" in said
+    (said,) = unexplained(*rows[:2], tap("y", 3, 0.5)).no_tap_explains()
+    assert said.startswith("The output y differs by 0.5 ")
+    assert "The first tap that differs is x by" in said
+    (said,) = unexplained(*rows).no_tap_explains()
+    assert said.startswith("x (and 1 more) differs by 0.001 ")
+    assert said.endswith("; the output agrees.")
+    assert unexplained(tap("x", 1), tap("y", 3)).no_tap_explains() == []
+
+
+def test_an_inner_tap_with_few_wrong_rows_is_not_told_where_the_output_agrees() -> None:
+    assert unexplained(tap("x", 1, 1e-2, mean_abs=1e-4), tap("y", 3)).no_tap_explains() == []
+
+
+def test_a_target_that_differs_in_another_run_at_other_taps_does_not_repeat_itself() -> None:
+    found = unexplained(tap("x", 1, 1e-2), tap("y", 3))
+    assert found.only_sometimes(frame_of(tap("x", 1, 2e-2), tap("y", 3)), None, 4) == []
+    (said,) = found.only_sometimes(frame_of(tap("x", 1), tap("y", 3)), None, 4)
+    assert said.startswith("The target does not repeat itself: it differed in the first run and agrees in run 4.")
+    (said,) = found.only_sometimes(frame_of(tap("x", 1, 1e-2), tap("y", 3, 1e-2)), None, 4)
+    assert said.startswith("The target does not repeat itself: run 4 differs at other taps than the first.")
+
+
+def test_an_output_without_a_partner_is_reported_as_not_compared() -> None:
+    rows = tap("x", 1), tap("out", 2, None, status="unmatched")
+    (said,) = unexplained(*rows).without_partner("logits")
+    assert said.startswith(
+        "The output was not compared: the baseline's last tap, logits, and the target's last tap, out, have no partner."
+        " The last tap that was compared is x."
+    )
+    assert unexplained(*rows, returned=returned(("", 0.0, PAIR))).without_partner("logits") == []
+    assert unexplained(*rows, returned=returned(("", math.nan, PAIR))).without_partner("x") != []
+    assert unexplained(tap("x", 1)).without_partner("x") == []
+    # The target goes on to a tap that has a partner.
+    assert unexplained(tap("out", 1, None, status="missing"), tap("x", 2)).without_partner("x") == []
+
+
+def test_the_last_tap_of_the_target_is_the_last_of_its_last_step_in_any_order_of_rows() -> None:
+    alone = tap("out", 1, None, step=1, status="unmatched")
+    assert unexplained(alone, tap("x", 2), tap("x", 9)).without_partner("x")
+    assert unexplained(tap("out", 1, None, status="unmatched"), tap("x", 2)).without_partner("x") == []
+    # One of the baseline, which has the number of a later tap, is none of the target's.
+    baseline = tap("b", 5, None, step=2, status="missing", side="baseline")
+    (said,) = unexplained(alone, tap("x", 2), baseline).without_partner("x")
+    assert "the target's last tap, out, has no partner" in said
