@@ -261,9 +261,8 @@ def as_text(name: str, tags: Mapping[str, Any]) -> list[str]:
 
 def _fixed(value: Any) -> Any:
     """Return the value; a number becomes a constant of the graph, where torch would have made it an input."""
-    if isinstance(value, bool):
-        return value
-    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else value
+    # A key of a dict has to be known while torch traces; releases differ in what else fixes a number.
+    return list({value: None})[0]  # noqa: RUF015
 
 
 def _taken_apart(name: str, extras: Any) -> tuple[list[torch.Tensor], list[str]]:
