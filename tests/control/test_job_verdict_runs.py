@@ -213,7 +213,7 @@ def test_a_job_that_did_not_run_against_itself_ends_the_verdict_and_is_named() -
     assert asked == [("baseline[0]", "RunSelfGraft"), ("target[0]", "RunSelfGraft"), ("target[0]", "AskSelfGraft")]
 
 
-def test_a_job_that_did_not_trace_its_step_ends_the_verdict_and_an_obstacle_is_told(
+def test_a_job_that_did_not_trace_its_step_ends_the_verdict(
     session: SessionCore, ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way(session, ranks)

@@ -102,7 +102,7 @@ def test_a_group_that_is_named_without_a_culprit_is_not_looked_at() -> None:
     assert runs.asked == []
 
 
-def test_a_pair_that_was_not_kept_is_told_in_place_of_a_hint_and_others_are_looked_at() -> None:
+def test_a_pair_that_was_not_kept_is_named_in_place_of_a_hint() -> None:
     runs = Runs({"k": (X, 2 * X)})
     found = mechanisms(runs)
     # The second group is a gradient, which nothing before it feeds.
@@ -187,7 +187,7 @@ def test_no_weight_is_lent_where_both_sides_compute_the_same_with_their_own(lent
     assert not lent(LendingRuns(AssertionError("lent"), own=1e-7))
 
 
-def test_weights_that_cannot_be_lent_are_told_and_a_verdict_that_is_given_up_ends(lent: Any) -> None:
+def test_weights_that_cannot_be_lent_are_named(lent: Any) -> None:
     found = lent(LendingRuns(SessionError("w cannot be grafted\nmore")))
     assert (bool(found), found.failure) == (False, "w cannot be grafted")
     with pytest.raises(VerdictAbandoned):

@@ -52,7 +52,7 @@ def unexplained(*rows: Row, **more: Any) -> UnexplainedDifferences:
 # ---- floors ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_tap_without_a_record_takes_the_largest_floor_and_each_is_at_least_one_rounding() -> None:
+def test_a_tap_without_a_record_takes_the_largest_floor() -> None:
     assert FLOORS.of_tap("y", None, "float32").rel_l2 == 1e-6
     assert FLOORS.of_tap("unknown", None, "float32") == Floor(1e-5, 1e-4)
     assert FLOORS.of_tap("y", "grad", "float32") == Floor(1e-5, 1e-4)
@@ -88,7 +88,7 @@ def test_values_of_ranks_that_cannot_be_paired_are_reported_as_not_compared() ->
     assert moved.left == ("the returned values have their rows in a different order on each side",)
 
 
-def test_the_farthest_rank_of_a_returned_value_is_told_and_what_is_not_finite_on_either_side_is_not() -> None:
+def test_the_farthest_rank_of_a_returned_value_is_named() -> None:
     values = returned(("", 2e-4, PAIR), ("", 5e-4, PAIR), ("", 3e-4, PAIR), ("[1]", math.nan, PAIR))
     (found,) = values.beyond(FLOORS, 10.0)
     assert (found.what, found.rel_l2, found.times) == ("the returned value", 5e-4, pytest.approx(50))
@@ -133,7 +133,7 @@ def test_a_difference_without_a_floor_is_beyond_rounding() -> None:
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 
-def test_what_differs_after_the_last_tap_is_told_with_the_last_tap() -> None:
+def test_what_differs_after_the_last_tap_is_named_with_it() -> None:
     found = unexplained(
         tap("x", 1), tap("y", 2), tap("x", 3, own={"kind": "grad"}), returned_grafted=returned(("", 0.5, PAIR))
     )
@@ -171,7 +171,7 @@ def test_state_that_a_call_writes_is_no_returned_value() -> None:
     )
 
 
-def test_whole_numbers_that_rounding_turns_are_told_and_those_beyond_it_are_not() -> None:
+def test_whole_numbers_that_rounding_turns_are_named() -> None:
     floors = AccumulatedFloors({}, {"": 0.2})
     (said,) = unexplained(returned=returned(("", 0.3, ("int64", "int64"))), floors=floors).turned()
     assert said.startswith("The returned value differs in whole numbers, by 0.3. Rounding alone would turn some")
@@ -179,7 +179,7 @@ def test_whole_numbers_that_rounding_turns_are_told_and_those_beyond_it_are_not(
         assert unexplained(returned=returned(value), floors=floors).turned() == []
 
 
-def test_without_a_named_group_the_returned_value_leads_then_the_output_then_other_taps() -> None:
+def test_the_returned_value_leads_without_a_named_group() -> None:
     rows = tap("x", 1, 1e-3), tap("z", 2, 2e-3), tap("y", 3)
     (said,) = unexplained(*rows, returned=returned(("", 0.5, PAIR))).no_tap_explains()
     assert said.startswith("The returned value differs by 0.5 ")
@@ -220,7 +220,7 @@ def test_an_output_without_a_partner_is_reported_as_not_compared() -> None:
     assert unexplained(tap("out", 1, None, status="missing"), tap("x", 2)).without_partner("x") == []
 
 
-def test_the_last_tap_of_the_target_is_the_last_of_its_last_step_in_any_order_of_rows() -> None:
+def test_the_last_tap_of_the_target_is_that_of_its_last_step() -> None:
     alone = tap("out", 1, None, step=1, status="unmatched")
     assert unexplained(alone, tap("x", 2), tap("x", 9)).without_partner("x")
     assert unexplained(tap("out", 1, None, status="unmatched"), tap("x", 2)).without_partner("x") == []
