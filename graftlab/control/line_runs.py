@@ -150,7 +150,7 @@ class LineSearch:
         if self._not_traced:
             return [f"No line of source is named: {self._not_traced}."]
         said = []
-        if self._not_confirmed:
+        if self._not_confirmed and not any(call.cure is not None for call in self._found_calls):
             said.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
         said += dict.fromkeys(filter(None, map(_of_summands, self._found_calls)))
         vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)

@@ -17,6 +17,7 @@ from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group
 from graftlab.base.text import first_of
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
+from graftlab.taps.watch import ROOT
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor
 
@@ -273,9 +274,9 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
         & measured["rel_l2"].notna()
     ]
     if len(both):
-        said.append(
-            f"{_taps(both['name'])} {_be(both, 'is')} not finite in the same places on both sides; these were left out."
-        )
+        left_out = "these were" if both["name"].nunique() > 1 else "it was"
+        where = f"{_be(both, 'is')} not finite in the same places on both sides"
+        said.append(f"{_taps(both['name'])} {where}; {left_out} left out.")
     partial = measured[measured["rows_unmatched"].fillna(0) > 0]
     if len(partial):
         said.append(f"{_taps(partial['name'])} {_be(partial, 'has')} rows without a partner on the other side.")
@@ -327,6 +328,9 @@ def _taps(names: Iterable[str]) -> str:
 _SAME_ERROR = 1e-6
 
 
+_RESULT = re.compile(rf"{ROOT}(?:[.\[].*)?$")
+
+
 def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
     """The groups whose graft changed no later tap, although a later tap is named.
 
@@ -345,7 +349,10 @@ def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
         changed = ~known | (np.abs(apart) > _SAME_ERROR * error)
         last = int(np.flatnonzero(changed).max(initial=-1))
         groups = rows["group"].tolist()
-        first = {group: place for place, group in reversed(list(enumerate(groups))) if differed[place]}
+        # Nothing reads the parts of a result, which come last.
+        results = [bool(_RESULT.match(name)) for name in rows["name"]]
+        end = len(groups) - next((n for n, each in enumerate(reversed(results)) if not each), len(results))
+        first = {group: place for place, group in reversed(list(enumerate(groups))) if differed[place] and place < end}
         for group, place in first.items():
             after = differed[place + 1 :] & (rows["ratio"].to_numpy(dtype=float)[place + 1 :] > threshold)
             if place >= last and after.any():

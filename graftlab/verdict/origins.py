@@ -251,7 +251,8 @@ class _Search:
             given_to=given.call.module,
             arguments=tuple(dict.fromkeys(tags["argument"] for tags in wrong["tags"])),
             before=self._taps_before(given, around),
-            function=given.call.function,
+            # A comprehension is a function of its own until Python 3.11.
+            function=None if (given.call.function or "").startswith("<") else given.call.function,
             is_method=around is not None and given.call.is_method and given.call.within[0] == around.call.module,
             not_compared=() if around is None else self._left_out(around),
             not_compared_of="target" if around is None else self._side_left_out(around),

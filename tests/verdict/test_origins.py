@@ -71,6 +71,12 @@ def test_a_module_that_agrees_from_equal_inputs_is_right() -> None:
     assert not found.not_compared
 
 
+def test_a_comprehension_that_calls_a_module_is_not_named_as_a_function() -> None:
+    calls = {**CALLS, "attn.o": replace(CALLS["attn.o"], function="<listcomp>")}
+    (origin,) = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5), calls=calls).found
+    assert origin.function is None
+
+
 def test_a_module_that_differs_from_equal_inputs_is_wrong_itself() -> None:
     found = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 5.0))
     (origin,) = found.found

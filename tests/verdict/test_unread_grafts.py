@@ -31,6 +31,9 @@ def frame(*taps: tuple[str, float, float], rank: int = 0) -> pd.DataFrame:
         ([("l.0", 0.1, 0.1), ("l.1", 0.2, 0.15), ("out", 0.3, 0.3)], []),
         # Two branches: what the first is read by comes later.
         ([("q", 0.1, 0.1), ("k", 0.2, 0.2), ("attn", 0.3, 0)], []),
+        # Nothing reads a result, so its parts are as they were in any case.
+        ([("l.0", 0, 0), ("output[0]", 0.1, 0.1), ("output[1]", 0.3, 0.3)], []),
+        ([("output[0]", 0.1, 0.1), ("l.1", 0.2, 0.2)], ["output[0]"]),
         # Nothing after it is named, so nothing can be inherited.
         ([("l.0", 0.1, 0.1), ("aside", 0, 0)], []),
         # What cannot be measured tells nothing.
