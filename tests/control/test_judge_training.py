@@ -162,4 +162,4 @@ def test_the_backward_of_differing_code_is_no_second_culprit(session: gl.Session
 def test_a_recomputed_forward_is_reported_and_names_no_group(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("checkpointed",))
     assert verdict.named == [], verdict.text
-    assert "recompute" in verdict.text
+    assert "the recomputation of " in verdict.text

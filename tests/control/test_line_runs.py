@@ -127,7 +127,7 @@ def run_many(wrong: str) -> Tensor:
     """Six blocks, of which the target's fourth is wrong."""
     blocks = [Attention(wrong if on_target() and place == 3 else "") for place in range(6)]
     model = nn.Sequential(*blocks)
-    with torch.no_grad(), gl.watch(model):
+    with torch.no_grad(), gl.watch(model, prefix="many."):
         return model(torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)))  # type: ignore[no-any-return]
 
 
@@ -140,8 +140,8 @@ def kept_names() -> set[str]:
 def test_a_verdict_keeps_pairs_of_the_layer_that_it_looks_at_alone(session: gl.Session) -> None:
     assert session.verdict(run_many, run_many, args=("scale",)).named
     (names,) = session.run(target=kept_names).target
-    assert any(name.startswith("3") for name in names)
-    assert not {name for name in names if name[0] in "0145"}
+    assert any(name.startswith("many.3") for name in names)
+    assert not {name for name in names if name.startswith(tuple(f"many.{place}" for place in (0, 1, 4, 5)))}
 
 
 def recorders() -> int:

@@ -298,7 +298,7 @@ def test_data_parallel_sides_are_paired_across_ranks() -> None:
         batches["target[0]"] = ["nobody's"]
         row = session.run(shuffled_batch, shuffled_batch, args=(batches, 10.0)).frame.iloc[0]
         assert (row["status"], row["rows_matched"], row["rows_unmatched"]) == ("missing", 0, 1)
-        assert "have none of the rows" in row["error"]
+        assert "no sender has any row of this batch" in row["error"]
 
 
 def test_an_input_that_names_no_senders_has_them_in_order() -> None:
