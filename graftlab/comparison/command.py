@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         return _run(arguments, sys.stdout)
     out = sys.stdout
-    # So that it has nothing but the answer, whatever the models print.
+    # What the models print goes to stderr, so that stdout has only the answer.
     with contextlib.redirect_stdout(sys.stderr):
         return _run(arguments, out)
 

@@ -22,7 +22,8 @@ class Plans:
     def __init__(self, ranks: Sequence[RankHandle]) -> None:
         self._ranks = ranks
         self._published: list[GraftPlan] = []
-        # A rank uses the plan that it receives last: the newest is read and sent without another one in between.
+        # A rank uses the plan that it receives last, so no other plan may be sent between reading the newest and
+        # sending it.
         self._sending = threading.Lock()
         self._adopted: dict[int, dict[str, int]] = {}
         # Versions that a verdict, a match or a comparison published for its own runs, and to restore what was before.

@@ -409,7 +409,7 @@ _BLOCK = 1 << 16
 
 
 def _added(recorded: TapRecord, value: torch.Tensor, own: torch.Tensor) -> AddedRounding:
-    """What was added since the record, of which ``value`` is the value."""
+    """What was added since the record; ``value`` is the record's value."""
     stats = measure(value, own)
     mean_square = stats.mean_baseline**2 + stats.std_baseline**2
     rms = math.sqrt(mean_square) if mean_square > 0 else 0.0

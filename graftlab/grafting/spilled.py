@@ -1,4 +1,4 @@
-"""Tensors in a temporary file instead of memory: the record of a whole run, of which one tensor is needed at a time."""
+"""Tensors in a temporary file instead of memory: the record of a whole run, read one tensor at a time."""
 
 from __future__ import annotations
 

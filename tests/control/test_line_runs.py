@@ -124,7 +124,7 @@ def test_no_rank_imports_the_compiler_for_code_that_does_not_use_it() -> None:
 
 
 def run_many(wrong: str) -> Tensor:
-    """Six blocks, of which the target's fourth is wrong."""
+    """Six blocks; the target's fourth is wrong."""
     blocks = [Attention(wrong if on_target() and place == 3 else "") for place in range(6)]
     model = nn.Sequential(*blocks)
     with torch.no_grad(), gl.watch(model, prefix="many."):

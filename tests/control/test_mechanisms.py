@@ -22,7 +22,7 @@ X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Runs:
-    """The runs of a verdict, each of which keeps the pairs of one dict more."""
+    """The runs of a verdict; each keeps the pairs of one more dict."""
 
     def __init__(self, *kept: Mapping[str, Pair]) -> None:
         self._later = list(kept)

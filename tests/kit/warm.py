@@ -178,7 +178,7 @@ def start(arguments: Sequence[object], env: Mapping[str, str], **how: Any) -> Ru
 
 
 def run(*arguments: object, timeout: float = 100.0, **how: Any) -> subprocess.CompletedProcess[str]:
-    """What ``python ARGUMENTS`` comes to. ``env`` and ``cwd`` are those of this process unless they are given."""
+    """The result of ``python ARGUMENTS``. ``env`` and ``cwd`` are those of this process unless they are given."""
     with start(arguments, **{"env": os.environ, **how}) as process:
         try:
             out, err = process.communicate(timeout=timeout)

@@ -216,7 +216,7 @@ def test_an_output_without_a_partner_is_reported_as_not_compared() -> None:
     assert unexplained(*rows, returned=returned(("", 0.0, PAIR))).without_partner("logits") == []
     assert unexplained(*rows, returned=returned(("", math.nan, PAIR))).without_partner("x") != []
     assert unexplained(tap("x", 1)).without_partner("x") == []
-    # The target goes on to a tap that has a partner.
+    # A later tap of the target has a partner.
     assert unexplained(tap("out", 1, None, status="missing"), tap("x", 2)).without_partner("x") == []
 
 
