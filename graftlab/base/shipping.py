@@ -48,7 +48,14 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
             source = source_of(filename)
             if source is not None:
                 self.sources[filename] = source
+        if isinstance(obj, types.CodeType):
+            # cloudpickle 3.1.3 and later replace the file's name, by which tracebacks find the source.
+            return _code_of_file, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
         return super().reducer_override(obj)
+
+
+def _code_of_file(filename: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
+    return make(*args).replace(co_filename=filename)
 
 
 class _ResultPacker(_Packer):
