@@ -155,3 +155,26 @@ def test_a_failure_in_a_self_graft_ends_graftlab_and_not_the_job(
     value = torch.ones(4)
     assert job.tap("x", value, None, {}) is value
     assert [type(failure) for failure in failures] == [ZeroDivisionError]
+
+
+def test_an_order_has_its_own_steps_groups_dtypes_and_budget(job: JobGrafter, post: Post) -> None:
+    job.offer_plan(GraftPlan(version=2))
+    job.step()
+    order = RunSelfGraft(2, ("record", "graft"), steps=2, dtypes={"x": "bfloat16"}, keep=("x",), budget=1 << 20)
+    job.run_self_graft(order)
+    shown = []
+    for value in (1.0, 2.0, 3.0, 2.0, 3.0):
+        shown.append(job.tap("x", torch.full((4,), value), None, {}))
+        job.step()
+    found = job.self_graft_result()
+    assert found is not None
+    assert found.last["x"].tolist() == [3.0] * 4
+    # As far off as bfloat16 rounds, and only where the record is grafted.
+    off = [float((each - value).abs().max()) for each, value in zip(shown, (1.0, 2.0, 3.0, 2.0, 3.0), strict=True)]
+    assert [1e-3 < each < 2e-2 for each in off] == [False, False, False, True, True]
+    job.run_self_graft(RunSelfGraft(2, ("record", "rest"), keep=("x",), budget=15))
+    for _ in range(4):
+        step(job)
+    found = job.self_graft_result()
+    assert found is not None
+    assert (found.last, found.not_recorded) == ({}, 1)
