@@ -17,13 +17,13 @@ class _Parsed(Exception):
 
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Parsed) as raised:
+    def caught(parser: argparse.ArgumentParser, argv: object) -> None:
+        raise _Parsed(parser)
 
-        def caught(parser: argparse.ArgumentParser, argv: object) -> None:
-            raise _Parsed(parser)
-
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", caught)
-        main([])
+        with pytest.raises(_Parsed) as raised:
+            main([])
     (action,) = (each for each in raised.value.args[0]._actions if isinstance(each, argparse._SubParsersAction))
     assert {each.dest for each in action._choices_actions if each.help} == {*action.choices}
     yield from action.choices.values()
