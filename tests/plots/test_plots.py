@@ -153,6 +153,8 @@ def test_runs_are_ordered_by_their_steps_not_by_where_the_frame_has_them() -> No
 def test_divergence_has_units_and_a_log_axis() -> None:
     ax = axes(plots.divergence(frame(row())))
     assert ax.get_yscale() == "log"
+    # Ticks between those that are labelled would suggest values that the axis does not have, such as zero's neighbours.
+    assert not len(ax.yaxis.get_minorticklocs())
     assert ax.get_ylabel() == "rel_l2 = ‖x-y‖ / ‖baseline‖  (ratio)"
     assert "execution order" in ax.get_xlabel()
     assert "tensor's units" in axes(plots.divergence(frame(row(max_abs=1.0)), value="max_abs")).get_ylabel()

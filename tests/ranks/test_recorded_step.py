@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,11 @@ class Step:
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
+def step(monkeypatch: pytest.MonkeyPatch) -> Step:
     become_rank(monkeypatch, "baseline")
     made: Any = Step()
     monkeypatch.setattr(held_call, "_held_here", lambda: made)
-    yield made
+    return made
 
 
 def test_a_record_summarises_what_the_step_shows_and_returns(step: Step, tmp_path: Path) -> None:
