@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 import pytest
 from IPython.core.completer import CompletionContext
 from IPython.core.error import UsageError
@@ -213,7 +212,7 @@ def test_without_an_open_session_the_way_to_one_and_to_the_rows_is_named(noteboo
     ):
         notebook.run("status")
     notebook.magics.session = None
-    with pytest.raises(UsageError, match="starts one$"):
+    with pytest.raises(UsageError, match=r"starts one$"):
         notebook.run("status")
 
 
