@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import stat
@@ -196,3 +197,13 @@ def test_a_job_with_a_different_token_is_refused(tmp_path: Path, capsys: pytest.
         assert err.index("This job keeps trying") < err.index("no session with this token answered")
         assert told["token"] not in err
         assert session.status()["state"].tolist() == ["not joined yet"] * 2
+
+
+def test_a_run_folder_whose_jobs_have_no_rendezvous_has_no_status(tmp_path: Path) -> None:
+    for text, said in (("{", "cannot be read"), ("[" * 100_000, "cannot be read")):
+        (tmp_path / "session.json").write_text(text)
+        with pytest.raises(gl.SessionError, match=said):
+            query_status(tmp_path)
+    for described in ({}, [], {"rendezvous": None}, {"rendezvous": 5}, {"rendezvous": str(tmp_path / "gone")}):
+        (tmp_path / "session.json").write_text(json.dumps(described))
+        assert query_status(tmp_path) is None

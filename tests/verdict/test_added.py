@@ -11,7 +11,7 @@ import pytest
 from graftlab.filters.expressions import compile_filter
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.added import added_frame, coarser_dtype, lonely_filter, named_groups, records, unseen_of
+from graftlab.verdict.added import _taps, added_frame, coarser_dtype, lonely_filter, named_groups, records, unseen_of
 from graftlab.verdict.floor import Floor, pool
 
 EPS = 2.0**-24
@@ -180,3 +180,9 @@ def test_rows_as_dicts_have_plain_numbers_and_none_for_what_is_missing() -> None
     assert last == {"name": None, "tags": {}, "step": 4, "rel_l2": None, "numel": None, "cast": "float16 -> float32"}
     assert [type(value) for value in first.values()] == [str, dict, int, float, int, type(None)]
     assert records(frame[:0]) == []
+
+
+def test_of_many_taps_the_first_four_are_named_and_all_are_counted() -> None:
+    assert _taps(["a", "b", "a", "c", "d"]) == "4 taps (a, b, c, d)"
+    assert _taps("abcdef") == "6 taps (a, b, c, d, ...)"
+    assert _taps(["a", "a"]) == "1 tap (a)"
