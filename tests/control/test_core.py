@@ -583,3 +583,18 @@ def test_the_end_of_a_rank_ends_the_wait_for_its_answers_and_no_other(ranks: lis
     ended.append(waiting[1].result(60).text)
     assert (ended, left) == (["here"], [ranks[1].rank])
     runs.note_death.assert_called_once_with(ranks[1].rank)
+
+
+def test_a_run_after_a_death_begins_behind_the_step_in_which_the_rank_was(runs: Runs, ranks: list[TalkingRank]) -> None:
+    runs.begin({0: WORK, 1: WORK}, PLAN)
+    ranks[1].is_at("running", step=5)
+    runs.note_death(ranks[1].rank)
+    settle(runs, ranks[:1], 0, next_step=2)
+    ranks[0].hear()
+    runs.begin({0: WORK}, PLAN)
+    assert ranks[0].hear_a(RunRequest).info.first_step == 6
+
+
+def test_participants_are_in_rank_order_however_they_are_given(runs: Runs, ranks: list[TalkingRank]) -> None:
+    runs.begin({2: WORK, 0: WORK}, PLAN)
+    assert ranks[2].hear_a(RunRequest).info.participants == (0, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import select
 import socket
@@ -15,6 +17,7 @@ from kit.deadline import DEADLINE
 import graftlab as gl
 from graftlab.base.world import Place
 from graftlab.config import GraftConfig
+from graftlab.exchange.keys import new_token
 from graftlab.jobs import refusals, rendezvous
 from graftlab.jobs.handshake import StatusQuery, StatusReply, receive_handshake, send_handshake
 from graftlab.jobs.rendezvous import Rendezvous
@@ -161,3 +164,20 @@ def test_a_waiting_rank_learns_which_process_was_refused(tmp_path: Path) -> None
         entry.channel.close()
         entry.wake.close()
         assert session.row_count == 0
+
+
+def test_a_rendezvous_leaves_no_descriptor_and_another_process_out_while_it_is_locked(tmp_path: Path) -> None:
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    with Rendezvous(tmp_path) as place:
+        with place.locked():
+            other = os.open(tmp_path / rendezvous._FOLDER / rendezvous._LOCK, os.O_RDWR)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+        token = place.session_token()
+        assert place.session_token() == token
+        given = new_token()
+        assert place.session_token(given) == place.session_token() == given
+    assert os.listdir("/proc/self/fd") == before

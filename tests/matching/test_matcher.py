@@ -17,7 +17,7 @@ from graftlab.matching.contradictions import other_roles
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.mistakes import _where
 from graftlab.matching.pair import Pair
-from graftlab.matching.proposal import Proposal, pairs_of
+from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import Record, _keep, match_in_rounds
 from graftlab.matching.rules import rules_of
@@ -701,3 +701,16 @@ def test_where_weights_differ_is_only_said_of_tensors_of_one_shape() -> None:
     assert _where(pair, one, other) == ""
     near = RecordedTap.of("b", torch.tensor([[1.0], [1.0], [2.0], [3.0]]))
     assert _where(pair, one, near) == " in 2 of 4 elements: 2 rows, 2 to 3"
+
+
+def test_a_guess_is_the_name_most_alike_of_the_same_shape_and_nearest_in_order() -> None:
+    constant = torch.ones(4)
+    taps = [RecordedTap.of(name, constant, order=n) for n, name in enumerate(("mlp.down", "attn.proj", "attn.norm"))]
+    (pair,) = match_taps(taps, [RecordedTap.of("block.attn.proj", constant, order=1)]).pairs
+    assert (pair.baseline, pair.sureness) == ("attn.proj", "guess")
+    assert match_taps(taps, [RecordedTap.of("block.attn.proj", torch.ones(5), order=1)]).pairs == ()
+
+
+def test_the_frame_of_an_empty_proposal_has_all_columns() -> None:
+    assert list(Proposal(()).frame.columns) == list(COLUMNS)
+    assert Proposal(()).frame["match_rel"].dtype == "float64"

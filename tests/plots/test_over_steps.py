@@ -100,3 +100,11 @@ def test_cells_of_more_steps_or_taps_than_fit_share_one_with_their_maximum() -> 
     assert rings(gl.plots.over_steps(frame(values), noise_floor=1e-3)) == [(1.0, 1.0), (160.0, 2.0)]
     assert cells(gl.plots.over_steps(frame(values.T.repeat(100, axis=0)), noise_floor=1e-3)).shape == (161, 150)
     assert cells(gl.plots.over_steps(frame(np.full((240, 2), 1.0)))).shape == (2, 240)
+
+
+def test_blank_cells_at_the_edge_stay_blank_when_neighbours_share_a_cell() -> None:
+    shown = frame(np.full((481, 2), 1e-6))
+    shown = shown[(shown["name"] != "t1") | (shown["step"] < 478)].reset_index(drop=True)
+    drawn = np.ma.filled(cells(gl.plots.over_steps(shown)), np.nan)
+    assert np.isfinite(drawn[0]).all()
+    assert not np.isfinite(drawn[1, -2:]).any() or drawn[1, -1] != drawn[0, -1]

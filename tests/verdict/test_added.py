@@ -186,3 +186,13 @@ def test_of_many_taps_the_first_four_are_named_and_all_are_counted() -> None:
     assert _taps(["a", "b", "a", "c", "d"]) == "4 taps (a, b, c, d)"
     assert _taps("abcdef") == "6 taps (a, b, c, d, ...)"
     assert _taps(["a", "a"]) == "1 tap (a)"
+
+
+def test_the_recomputation_of_one_side_alone_is_a_remark_of_its_own() -> None:
+    again = {"name": "x", "recompute_status": "recompute"}
+    rows = [row("x", status=status, tags=again) for status in ("missing", "unmatched", "recomputed")]
+    (said,) = unseen_of(to_frame([*rows, row("y")]))
+    assert said.startswith("the recomputation of 1 tap (x) in the backward pass (activation checkpointing), which only")
+    # One that both sides have is compared as any other.
+    (said,) = unseen_of(to_frame([row("x", status="failed", tags=again, error="bad")]))
+    assert said == "1 tap (x) could not be compared (the transform failed): bad."
