@@ -456,7 +456,7 @@ class Judgement:
         )
         naming.unseen += differences.not_compared()
         said = differences.after_last_tap()
-        written = differences.written()
+        written = differences.written() + differences.lost_gradients()
         if naming.clears:
             said += written
             found = differences.no_tap_explains()
