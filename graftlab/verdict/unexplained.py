@@ -232,15 +232,17 @@ class UnexplainedDifferences:
         rows = self.compared
         kinds = pd.Series([kind_of(tags) for tags in rows["tags"]], index=rows.index, dtype=object)
         of_both = set(rows.loc[(kinds == "param") & rows["status"].isin(MEASURED), "name"])
-        alone = rows[(kinds == "param_grad") & rows["status"].isin(("missing", "unmatched")) & rows["name"].isin(of_both)]
+        alone = rows[
+            (kinds == "param_grad") & rows["status"].isin(("missing", "unmatched")) & rows["name"].isin(of_both)
+        ]
         said = []
         for side, other in (("baseline", "target"), ("target", "baseline")):
             names = list(dict.fromkeys(alone.loc[alone["side"] == side, "name"]))
             if names:
-                have = "has a gradient" if len(names) == 1 else "have gradients"
+                have, them = ("has a gradient", "it") if len(names) == 1 else ("have gradients", "them")
                 said.append(
-                    f"{first_of(names)} {have} on the {side} only: the {other}'s result does not depend on "
-                    f"{'it' if len(names) == 1 else 'them'}, or its graph is cut (detach, no_grad, requires_grad=False)."
+                    f"{first_of(names)} {have} on the {side} only: the {other}'s result does not depend on {them}, or "
+                    "its graph is cut (detach, no_grad, requires_grad=False)."
                 )
         return said
 
