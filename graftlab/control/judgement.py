@@ -336,7 +336,7 @@ class Judgement:
         )
         returned_grafted = None if self._failed else self._runs.returned
         measured = grafted[grafted["status"].isin(MEASURED)]
-        outputs = [] if self._failed else find_outputs(measured, self._runs.request.output)
+        outputs = [] if self._failed else self._outputs(measured, returned)
         selves: list[SelfGraft] = self._attempt(
             "the baseline against itself",
             lambda: self._runs.baseline_against_itself(
@@ -356,6 +356,10 @@ class Judgement:
             lonely_filter(pd.concat([compared, grafted])),
             settings,
         )
+
+    def _outputs(self, measured: pd.DataFrame, returned: ReturnedValues | None) -> list[OutputTap]:
+        paths = [each.path for each in returned.differences] if returned is not None else []
+        return find_outputs(measured, self._runs.request.output, paths)
 
     # ---- what is computed differently ---------------------------------------------------------------------------
 
@@ -456,7 +460,7 @@ class Judgement:
         )
         naming.unseen += differences.not_compared()
         said = differences.after_last_tap()
-        written = differences.written()
+        written = differences.written() + differences.lost_gradients()
         if naming.clears:
             said += written
             found = differences.no_tap_explains()
@@ -542,7 +546,7 @@ class Judgement:
             return {}, [_changed(changed)]
         alone = self._without_dependents(causes)
         causes = {group: each.with_unknown(alone) for group, each in causes.items()}
-        return causes, effects_not_measured(named, causes, swaps) + _outputs_themselves(alone)
+        return causes, effects_not_measured(named, causes, swaps, evidence.outputs) + _outputs_themselves(alone)
 
     def _without_dependents(self, causes: Mapping[str, Causes]) -> list[str]:
         """The minor groups of values that nothing else depends on: they are outputs themselves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from graftlab.verdict.causes import (
 class OutputTap:
     """The tap at which effects are measured, with the tags that both sides give it. ``place`` is its step, from the
     run's first, and its order in it.
+    ``whole`` is the name of a result of several parts of which this is the main one; blank for a value that is whole.
     """
 
     name: str
@@ -44,10 +45,17 @@ class OutputTap:
     dtype: str
     tags: dict[str, Any]
     place: tuple[int, int]
+    whole: str = ""
+
+    def is_beside(self, group: str) -> bool:
+        """Whether a group is of other parts of the same result, which does not affect this one."""
+        return bool(self.whole) and group.startswith((f"{self.whole}[", f"{self.whole}."))
 
 
-def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
+def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str] = ()) -> list[OutputTap]:
     """The last value and the last gradient among the measured rows of one run; ``name`` chooses the value's tap.
+
+    ``returned`` are the paths of what the functions return.
 
     Raises :class:`SessionError` where no tap of that name was measured.
     """
@@ -68,7 +76,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
             rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
             chosen = rounded if len(rounded) else chosen
         if len(chosen):
-            row = _main_part(records(chosen.sort_values(["step", "order"])))
+            row, whole = _main_part(records(chosen.sort_values(["step", "order"])), set(map(_as_in_taps, returned)))
             found.append(
                 OutputTap(
                     row["name"],
@@ -76,6 +84,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
                     coarser_dtype(row),
                     display_tags(row["tags"]),
                     (int(row["step"]) - zero, int(row["order"])),
+                    whole,
                 )
             )
     return found
@@ -83,24 +92,34 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
 
 _OF_A_CACHE = re.compile(r"((?:.*\.)?output)\..*\[.*")
 """A part of a part of the model's output, as of a cache beside ``output.logits``."""
+_OF_A_RESULT = re.compile(r"((?:.*\.)?output)([.\[].*)")
 
 
-def _main_part(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last tap of these rows in execution order; of a result with several parts the first one.
+def _as_in_taps(path: str) -> str:
+    """A path in what a function returns as the names of taps have it: ``['scores']`` is ``.scores``."""
+    return re.sub(r"\['(\w+)'\]", r".\1", path)
 
-    Models return what they are called for first, and caches after it.
+
+def _main_part(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> tuple[dict[str, Any], str]:
+    """The last tap of these rows in execution order; of a result with several parts the first one, and the result.
+
+    Models return what they are called for first, and caches after it. A module may be called ``output``, so parts of
+    a result without a number are known by what the functions return.
     """
     last = rows[-1]
     name = str(last["name"])
     of_cache = _OF_A_CACHE.fullmatch(name)
     whole, has_parts, _ = name.partition("[") if of_cache is None else (of_cache[1], True, "")
     beginnings = (f"{whole}[",) if of_cache is None else (f"{whole}[", f"{whole}.")
+    of_result = _OF_A_RESULT.fullmatch(name)
+    if of_result is not None and _as_in_taps(of_result[2]) in returned:
+        whole, has_parts, beginnings = of_result[1], True, (f"{of_result[1]}[", f"{of_result[1]}.")
     main = last
     for row in reversed(rows) if has_parts else ():
         if row["step"] != last["step"] or not str(row["name"]).startswith(beginnings):
             break
         main = row
-    return main
+    return main, whole if has_parts else ""
 
 
 class Swaps:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, place_in_blame
 from graftlab.base.text import first_of
-from graftlab.control.swaps import Swaps
+from graftlab.control.swaps import OutputTap, Swaps
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.by_layout import SKETCHED
@@ -108,10 +108,13 @@ def judged_at(group: str) -> int:
     return max(place_in_blame(group), place_in_blame(""))
 
 
-def effects_not_measured(named: Sequence[str], causes: Mapping[str, Causes], swaps: Swaps) -> list[str]:
+def effects_not_measured(
+    named: Sequence[str], causes: Mapping[str, Causes], swaps: Swaps, outputs: Sequence[OutputTap] = ()
+) -> list[str]:
     """Remarks on groups whose effect is unknown."""
     # An optimizer's update does not affect the output of this step.
     left = [g for g in named if judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
+    left = [g for g in left if not any(each.is_beside(g) for each in outputs)]
     said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
     if swaps.not_swapped:
         taps = ", ".join(list(swaps.not_swapped)[:4])

@@ -10,6 +10,7 @@ from functools import cached_property
 import pandas as pd
 
 from graftlab.base.tap_groups import is_data, kind_of
+from graftlab.base.text import first_of
 from graftlab.diffs.results import ResultDifference, compare_results, is_written, value_in_words
 from graftlab.diffs.rounding import roundoff
 from graftlab.plan.pairs import PairRule, outputs_move_rows
@@ -225,6 +226,25 @@ class UnexplainedDifferences:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         grafts = ", with the baseline's value at every tap" if worst.what in seen else ""
         return [f"{_capital(worst.what)}{more} differs {worst.size}{grafts}."]
+
+    def lost_gradients(self) -> list[str]:
+        """A sentence for each side on the weights of both sides whose gradients it alone computes."""
+        rows = self.compared
+        kinds = pd.Series([kind_of(tags) for tags in rows["tags"]], index=rows.index, dtype=object)
+        of_both = set(rows.loc[(kinds == "param") & rows["status"].isin(MEASURED), "name"])
+        alone = rows[
+            (kinds == "param_grad") & rows["status"].isin(("missing", "unmatched")) & rows["name"].isin(of_both)
+        ]
+        said = []
+        for side, other in (("baseline", "target"), ("target", "baseline")):
+            names = list(dict.fromkeys(alone.loc[alone["side"] == side, "name"]))
+            if names:
+                have, them = ("has a gradient", "it") if len(names) == 1 else ("have gradients", "them")
+                said.append(
+                    f"{first_of(names)} {have} on the {side} only: the {other}'s result does not depend on {them}, or "
+                    "its graph is cut (detach, no_grad, requires_grad=False)."
+                )
+        return said
 
     def turned(self) -> list[str]:
         """A sentence where whole numbers are returned that differ, and rounding alone would turn some of them.

@@ -105,6 +105,8 @@ class Findings:
     """Sentences on stages of the verdict that failed."""
     rounding: RoundingGroups = field(default_factory=RoundingGroups)
     """The groups that round differently. They are among the named ones."""
+    in_float32: float | None = None
+    """The largest ratio of the same runs in float32, if that names nothing either; set for a call of 16 bits."""
     maps: Mapping[str, ShownMap] = field(default_factory=dict)
     """Where the tensors of a culprit differ, by group."""
     origins: ErrorOrigins | None = None
@@ -200,7 +202,7 @@ def _conclusion(findings: Findings) -> list[str]:
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
     computed = _computed(findings)
     if not computed:
-        lines = [*findings.rounding.sentences, _nothing_named(findings)]
+        lines = [*findings.rounding.sentences(findings.in_float32), _nothing_named(findings)]
     else:
         lines = []
         sentences = _with_shared_origins(findings, _sentence_groups(frame, computed))
@@ -216,7 +218,7 @@ def _conclusion(findings: Findings) -> list[str]:
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
     if computed:
-        lines += findings.rounding.sentences
+        lines += findings.rounding.sentences()
     if findings.following:
         lines.append(_following(findings.following))
     for output, causes in findings.causes.items():
@@ -303,15 +305,14 @@ def _nothing_named(findings: Findings) -> str:
         f"{_number(findings)}"
     )
     if coarse:
+        if findings.in_float32 is not None:
+            measured += f"; in float32 {findings.in_float32:.2g} x"
         if findings.rounding.groups:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
-        return " ".join(
-            [
-                f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer "
-                "look.",
-                *_casts(frame),
-            ]
-        )
+        if findings.in_float32 is not None:
+            return f"Nothing above {' and '.join(coarse)} rounding, nor above float32's in float32 ({measured})."
+        look = "; run the target in float32 for a closer look" if top else ", and all are bit-equal"
+        return " ".join([f"Nothing above {' and '.join(coarse)} rounding ({measured}){look}.", *_casts(frame)])
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Nothing that was checked adds more than {most} ({measured})."

@@ -39,5 +39,16 @@ def test_the_output_is_the_first_part_of_the_last_result(
     assert [each.name for each in find_outputs(rows(*names, dtypes=dtypes), None)] == [output]
 
 
+@pytest.mark.parametrize("path", [".{}", "['{}']"])
+def test_parts_of_a_result_are_known_by_what_the_functions_return(path: str) -> None:
+    returned = [path.format(name) for name in ("scores", "boxes")]
+    (found,) = find_outputs(rows("head", "output.scores", "output.boxes"), None, returned)
+    assert (found.name, found.whole) == ("output.scores", "output")
+    assert found.is_beside("output.boxes")
+    assert not found.is_beside("head")
+    (found,) = find_outputs(rows("embed", "output.dense", "output.norm"), None, returned)
+    assert (found.name, found.whole) == ("output.norm", "")
+
+
 def test_a_chosen_output_is_taken_as_it_is() -> None:
     assert [each.name for each in find_outputs(rows("a", "output[0]", "output[1]"), "output[1]")] == ["output[1]"]
