@@ -13,7 +13,7 @@ from graftlab.control.swaps import OutputTap, Swaps
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.by_layout import SKETCHED
-from graftlab.transforms.default import DOES_NOT_FIT
+from graftlab.transforms.default import unfit_shapes
 from graftlab.verdict.added import unseen_of
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.model_data import data_rows
@@ -57,18 +57,23 @@ def not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
     return [f"{first_of(left, 4)} with exact=, which does not reach them; their floor is the same as without it."]
 
 
-def may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
-    """Taps that could not be grafted, before a named one: a difference there is inherited by later taps."""
+def not_grafted(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
+    """A sentence on taps that could not be grafted, before a named one: later taps inherit a difference there."""
     over = frame.loc[frame["ratio"] > threshold, "order"]
     failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
     if not len(failed):
         return []
     groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    first = failed.iloc[0]
-    unfit = DOES_NOT_FIT in str(first["error"])
-    why = f" because the baseline's value does not fit the target's shape, {list(first['shape'])}" if unfit else ""
+    first, *others = groups
     inherited = "later taps may have inherited their named error from there"
-    return [f"{NOT_CHECKED}{first_of(groups)}, where nothing could be grafted{why}: {inherited}."]
+    shapes = unfit_shapes(str(failed.iloc[0]["error"]))
+    if shapes is None:
+        return [f"{NOT_CHECKED}{first_of(groups)}, where nothing could be grafted: {inherited}."]
+    also = f", and at {first_of(others)}" if others else ""
+    return [
+        f"{first} has the shape {shapes[1]} on the baseline and {shapes[0]} on the target. Nothing could be grafted "
+        f"there{also}, so {inherited}."
+    ]
 
 
 def judged_until_sketch(

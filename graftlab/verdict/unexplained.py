@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +38,9 @@ class ValueDifference:
             return "in which numbers are finite"
         times = "beyond rounding" if math.isinf(self.times) else f"{self.times:.2g} x what rounding adds up to"
         return f"by {self.rel_l2:.2g} ({times})"
+
+
+_OF_A_RESULT = re.compile(r"(.*\.)?output[.\[].*")
 
 
 # ---- floors ---------------------------------------------------------------------------------------------------------
@@ -198,16 +202,23 @@ class UnexplainedDifferences:
         said = [f"{what}, which the baseline does not repeat." for what in self.values_left]
         return said + [f"{what}." for what in (self.returned.left if self.returned else ())]
 
-    def after_last_tap(self) -> list[str]:
-        """A sentence where something is computed differently after the last tap."""
+    def after_last_tap(self, *, all_grafted: bool = True) -> list[str]:
+        """A sentence where something is computed differently after the last tap, or beside all of them.
+
+        Unless ``all_grafted``, a tap that has no baseline's value may be the reason.
+        """
         if not self._after_last_tap:
             return []
         worst = max(self._after_last_tap, key=_times)
         if self._last is None:
             return [f"{_capital(worst.what)} differs {worst.size}, and no tap was measured on both sides."]
+        if not all_grafted:
+            return [f"With the baseline's value at every tap that could be grafted, {worst.what} differs {worst.size}."]
+        # The parts of a result have taps, and nothing comes after them: a cache is written before.
+        where = "that no tap shows" if _OF_A_RESULT.fullmatch(self._last) else f"after the last tap, {self._last},"
         return [
-            f"Something after the last tap, {self._last}, is computed differently: with the baseline's value at every "
-            f"tap, {worst.what} still differs {worst.size}."
+            f"Something {where} is computed differently: with the baseline's value at every tap, {worst.what} still "
+            f"differs {worst.size}."
         ]
 
     def written(self) -> list[str]:

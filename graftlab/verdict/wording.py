@@ -80,7 +80,7 @@ class Findings:
     """Sentences on what may make named groups innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
-    """By the group of the output at which they were measured."""
+    """By the title of the output at which they were measured: its group, or the name of a result of several parts."""
     hints: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     data: Sequence[str] = ()
@@ -99,6 +99,8 @@ class Findings:
     """Set for jobs, which a verdict cannot call again."""
     unexplained: Sequence[str] = ()
     """Sentences on differences that no named group explains."""
+    not_grafted: Sequence[str] = ()
+    """A sentence on taps before named ones whose difference the grafts could not take out."""
     without_output: Sequence[str] = ()
     """A sentence where nothing is named and the output was not compared."""
     failed: Sequence[str] = ()
@@ -132,7 +134,8 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.inconclusive, *findings.unexplained, *findings.without_output, *findings.extra_calls]
+    before = [*findings.inconclusive, *findings.not_grafted, *findings.unexplained, *findings.without_output]
+    before += findings.extra_calls
     after = [*_hints(findings.hints), *findings.remarks]
     # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
     (after if findings.named else before).extend(findings.failed)
