@@ -598,3 +598,13 @@ def test_a_run_after_a_death_begins_behind_the_step_in_which_the_rank_was(runs: 
 def test_participants_are_in_rank_order_however_they_are_given(runs: Runs, ranks: list[TalkingRank]) -> None:
     runs.begin({2: WORK, 0: WORK}, PLAN)
     assert ranks[2].hear_a(RunRequest).info.participants == (0, 2)
+
+
+def test_the_plans_that_were_published_are_a_list_of_the_callers_own() -> None:
+    plans = Plans([])
+    plans.publish(PLAN)
+    seen = plans.all()
+    plans.publish(PLAN.edit(b2t="False"))
+    assert [len(seen), len(plans.all())] == [1, 2]
+    seen.clear()
+    assert plans.newest.b2t == "False"

@@ -180,3 +180,16 @@ def test_where_each_unfinished_rank_is_follows_what_has_failed() -> None:
     state.note_done(ranks[2], failed())
     state.note_settled(ranks[0])
     assert state.where() == "target[1]: failed: ValueError: no; target[0]: about to begin"
+
+
+def test_a_result_is_opened_once_and_is_the_same_object_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, ranks = state_of()
+    opened: list[object] = []
+    monkeypatch.setattr("graftlab.control.run_state.open_value", lambda rank, packed: opened.append(rank) or [rank])
+    packed: Any = object()
+    state.note_done(ranks[2], RunDone(3, packed, None))
+    first = state.results_of("target")
+    assert first == [None, [ranks[2]]]
+    assert state.results_of("target")[1] is first[1]
+    assert state.results_of("baseline") == [None]
+    assert len(opened) == 1

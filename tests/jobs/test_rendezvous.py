@@ -10,6 +10,7 @@ import socket
 import stat
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kit.deadline import DEADLINE
@@ -181,3 +182,21 @@ def test_a_rendezvous_leaves_no_descriptor_and_another_process_out_while_it_is_l
         given = new_token()
         assert place.session_token(given) == place.session_token() == given
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_refusals_are_counted_for_ten_seconds_from_the_first(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = SimpleNamespace(value=3.0)
+    monkeypatch.setattr(refusals, "time", SimpleNamespace(monotonic=lambda: now.value))
+    log = refusals.RefusalLog()
+    for second in (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.9, 13.0):
+        now.value = second
+        log.warn(f"at {second:g}")
+    log.close()
+    log.close()
+    assert caplog.messages == [
+        *(f"at {second}" for second in (3, 4, 5, 6, 7)),
+        "2 more processes were refused; the last: at 12.9",
+        "at 13",
+    ]

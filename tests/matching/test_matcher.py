@@ -572,6 +572,9 @@ def test_a_large_proposal_is_shown_in_tables_of_at_most_20_lines() -> None:
     rich = proposal._repr_mimebundle_()["text/html"]
     assert rich.count("<tr>") <= 2 * 20 + 4
     assert "and 280 lines more" in rich
+    texts = tuple(f"sentence {name}" for name in names)
+    rich = Proposal((), problems=texts, notices=texts)._repr_mimebundle_()["text/html"]
+    assert rich.count("<p>sentence") == 2 * 20
 
 
 def test_unmatched_taps_of_all_layers_share_a_line_with_their_reason() -> None:
