@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from kit.rows import row
 
-from graftlab.control.unmeasured import judged_until_sketch, may_have_passed, not_in_twin, unseen_taps
+from graftlab.control.unmeasured import judged_until_sketch, not_grafted, not_in_twin, unseen_taps
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
@@ -61,23 +61,25 @@ def test_taps_that_the_request_of_higher_precision_does_not_reach_are_named() ->
     ]
 
 
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [("bad", ""), (f"{DOES_NOT_FIT} of", " because the baseline's value does not fit the target's shape, [2, 3]")],
-)
-def test_a_tap_that_could_not_be_grafted_before_a_named_one_is_a_remark(error: str, why: str) -> None:
+def test_a_tap_that_could_not_be_grafted_before_a_named_one_is_a_remark() -> None:
     judged = pd.DataFrame({"order": [3, 5], "ratio": [20.0, 9.5]})
-    grafted = frame_of(
-        *(row("h.0.a", 4, status="failed", error=error, shape=[2, 3]), row("h.1.a", 4, status="failed", error="later")),
-        *(row("fine", 1), row("after", 6, status="failed", error="x")),
-    )
-    assert may_have_passed(grafted, judged, 10.0) == []
-    (said,) = may_have_passed(grafted, judged, 9.0)
-    assert said == (
-        f"Not checked: h.*.a, where nothing could be grafted{why}: later taps may have inherited their named error "
-        "from there."
-    )
-    assert may_have_passed(frame_of(row("fine", 1)), judged, 9.0) == []
+    rows = [row("fine", 1), row("after", 6, status="failed", error="x")]
+    rows += [row(f"h.{n}.a", 4, status="failed", error="bad") for n in range(2)]
+    assert not_grafted(frame_of(*rows), judged, 10.0) == []
+    assert not_grafted(frame_of(*rows), judged, 9.0) == [
+        "Not checked: h.*.a, where nothing could be grafted: later taps may have inherited their named error from "
+        "there."
+    ]
+    assert not_grafted(frame_of(*rows[:2]), judged, 9.0) == []
+
+
+def test_shapes_that_do_not_fit_are_named_where_nothing_could_be_grafted() -> None:
+    judged = pd.DataFrame({"order": [5], "ratio": [20.0]})
+    unfit = f"{DOES_NOT_FIT} of shape [2, 3] (rank 0) from [2, 4] (senders 0)"
+    rows = [row("a", 1, status="failed", error=unfit), row("b", 2, status="failed", error="bad")]
+    start = "a has the shape [2, 4] on the baseline and [2, 3] on the target. Nothing could be grafted there"
+    assert not_grafted(frame_of(rows[0]), judged, 9.0)[0].startswith(f"{start}, so later taps may have inherited")
+    assert not_grafted(frame_of(*rows), judged, 9.0)[0].startswith(f"{start}, and at b, so later taps may have")
 
 
 def judged(**changes: Any) -> pd.DataFrame:

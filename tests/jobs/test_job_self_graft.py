@@ -13,6 +13,7 @@ from kit.grafters import OneThreadExchange, Post
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import SessionError
 from graftlab.exchange.status_page import StatusPage
+from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.job_grafter import JobGrafter
 from graftlab.plan.plan import GraftPlan
@@ -178,3 +179,32 @@ def test_an_order_has_its_own_steps_groups_dtypes_and_budget(job: JobGrafter, po
     found = job.self_graft_result()
     assert found is not None
     assert (found.last, found.not_recorded) == ({}, 1)
+
+
+@pytest.mark.parametrize("where", ["_handle", "step"])
+def test_defects_end_graftlab_and_mistakes_of_the_user_are_raised(
+    where: str, job: JobGrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[Exception] = []
+    job.on_failure = failures.append
+
+    def use() -> None:
+        value = torch.ones(4)
+        if where == "_handle":
+            assert job.tap("x", value, None, {}) is value
+        else:
+            job.step()
+
+    def raising(error: Exception) -> Any:
+        def method(*args: Any, **given: Any) -> None:
+            raise error
+
+        return method
+
+    monkeypatch.setattr(Grafter, where, raising(ZeroDivisionError()))
+    use()
+    assert [type(failure) for failure in failures] == [ZeroDivisionError]
+    monkeypatch.setattr(Grafter, where, raising(SessionError("a tap that matches both directions")))
+    with pytest.raises(SessionError):
+        use()
+    assert len(failures) == 1

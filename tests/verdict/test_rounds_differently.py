@@ -60,21 +60,25 @@ def test_rows_that_cannot_be_bit_equal_are_left_out() -> None:
 
 
 def test_sentences_agree_in_number_and_name_what_the_groups_explain() -> None:
-    assert RoundingGroups().sentences == []
+    assert RoundingGroups().sentences() == []
     one = RoundingGroups(("x",), 3, ("float16", "bfloat16"))
-    assert one.sentences[0].startswith(
+    assert one.sentences()[0].startswith(
         "x rounds differently: from equal inputs it is never bit-equal, and the other 3 groups of float16 and bfloat16 "
         "taps always are. So it computes in"
     )
+    assert one.sentences(1.0)[0].endswith("a different order or precision, and rounding is all of it.")
+    assert "In float32 they agree" in one.sentences(1.0)[0]
+        "In float32 they agree, so it computes in a different order or precision, and rounding is all of it."
+    )
     many = RoundingGroups(tuple("abcdefgh"), 9, ("bfloat16",))
-    assert many.sentences[0].startswith("a, b, c, d, e, f and 2 more round differently: from equal inputs they are")
-    assert len(many.sentences) == 1
+    assert many.sentences()[0].startswith("a, b, c, d, e, f and 2 more round differently: from equal inputs they are")
+    assert len(many.sentences()) == 1
     assert many.explains_output
     restored = one.with_effect("logits", 0.0, 0.01)
-    assert restored.sentences[1] == (
+    assert restored.sentences()[1] == (
         "With the baseline's x the output logits is bit-equal; with the target's it is off by 0.01."
     )
-    assert "is off by 0.004;" in one.with_effect("logits", 0.004, 0.01).sentences[1]
+    assert "is off by 0.004;" in one.with_effect("logits", 0.004, 0.01).sentences()[1]
     assert restored.explains_output
     assert one.with_effect("y", 0.005, 0.01).explains_output
     assert not one.with_effect("y", 0.006, 0.01).explains_output
