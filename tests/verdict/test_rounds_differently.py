@@ -68,8 +68,6 @@ def test_sentences_agree_in_number_and_name_what_the_groups_explain() -> None:
     )
     assert one.sentences(1.0)[0].endswith("a different order or precision, and rounding is all of it.")
     assert "In float32 they agree" in one.sentences(1.0)[0]
-        "In float32 they agree, so it computes in a different order or precision, and rounding is all of it."
-    )
     many = RoundingGroups(tuple("abcdefgh"), 9, ("bfloat16",))
     assert many.sentences()[0].startswith("a, b, c, d, e, f and 2 more round differently: from equal inputs they are")
     assert len(many.sentences()) == 1
