@@ -80,7 +80,7 @@ class StartedScripts(Repeats):
         """Let the target continue with the baseline's values after this update, in each later start too."""
         self._kept.append(units)
 
-    def in_float32(self, choice: JudgingChoice) -> Verdict | None:
+    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
         """None: each run starts the scripts anew, with their own dtypes."""
         return None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pandas as pd
 import torch
 
+from graftlab.base.tap_groups import kind_of_group
 from graftlab.base.text import first_of
 
 LABEL = "rounds differently"
@@ -59,9 +60,10 @@ class RoundingGroups:
             why = f"In float32 they agree, so {compute} in a different order or precision, and rounding is all of it."
         said = [f"{found} {why}"]
         if not math.isnan(self.total):
+            output = "" if self.output == "output" else f" {self.output}"
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
             said.append(
-                f"With the baseline's {shown} the output {self.output} is {now}; with the target's it is off by "
+                f"With the baseline's {shown} the output{output} is {now}; with the target's it is off by "
                 f"{self.total:.2g}."
             )
         return said
@@ -75,7 +77,9 @@ def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGro
     """
     comparable = frame[frame["added"].notna() & frame["cast"].isna()]
     rows = comparable[comparable["dtype"].map(_is_coarse).astype(bool)]
-    rows = rows[~rows["group"].isin(list(named))]
+    # What the model is given was not computed from equal inputs.
+    given = rows["group"].map(lambda group: kind_of_group(group) in ("input", "param"))
+    rows = rows[~(rows["group"].isin(list(named)) | given.astype(bool))]
     if not len(rows):
         return RoundingGroups()
     differs = (rows["added"] > 0).groupby(rows["group"], sort=False)
