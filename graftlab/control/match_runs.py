@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 SENT = 1 << 28
-"""Bytes of values that each rank sends at once; of the rest it sends sketches, and values on request."""
+"""Bytes of values that each rank sends at once. Of all others it sends sketches, and the values on request."""
 
 
 def match(
@@ -114,7 +114,7 @@ class _Match:
     def _progress(self, grafts: Sequence[Pair] = ()) -> str:
         """The number of the run, how many of the target's taps have a partner, and the seconds so far.
 
-        How many runs there will be depends on what each finds.
+        The total is unknown: each run decides whether another follows.
         """
         if not self._runs:
             return "run 1"
@@ -202,7 +202,7 @@ class _Match:
 
 
 class _MatchedRuns(_Match):
-    """Calls both sides' functions: the baseline once, as its record does not change, and the target once a round."""
+    """Calls both sides' functions: the baseline once, since its record does not change, and the target once a round."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class _MatchedRuns(_Match):
         return self._in_order(self._baseline, target)
 
     def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
-        """The grafts that are new since the last run, and the target's taps that are no longer grafted."""
+        """The grafts to add for the next run, and the target's taps to graft no longer."""
         wanted: dict[str, list[Pair]] = {}
         for pair in grafts:
             wanted.setdefault(pair.target, []).append(pair)
@@ -288,7 +288,7 @@ class _MatchedRuns(_Match):
 class _MatchedSteps(_Match):
     """Records steps that jobs make anyway, both sides in each. Pairs are grafted by a plan, as the jobs' own are.
 
-    So data may differ from step to step, and the target continues with what was grafted.
+    The data may differ from step to step, and grafted state stays in the target.
     """
 
     varies = True
@@ -359,12 +359,12 @@ class _MatchedSteps(_Match):
         return None if packed is None else open_value(rank, packed)
 
 
-# Weights and the state of optimizers are not grafted, because that could not be undone.
+# Weights and optimizer state are not grafted, because that could not be undone.
 _GRAFTED = "not (kind == 'param' or kind == 'optimizer')"
 
 
 def _call(name: str) -> str:
-    """The name of a call as a pair has it: without an occurrence it would stand for all calls."""
+    """The name of one call in a pair. Without its occurrence it would stand for all calls."""
     return name if "#" in name else f"{name}#0"
 
 

@@ -35,8 +35,9 @@ from graftlab.verdict.causes import (
 
 @dataclass(frozen=True)
 class OutputTap:
-    """The tap at which effects are measured, with the tags that both sides give it. ``place`` is its step, from the
-    run's first, and its order in it.
+    """The tap at which effects are measured, with the tags of both sides.
+
+    ``place`` is its step, counted from the run's first, and its position in that step.
     """
 
     name: str
@@ -64,7 +65,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
                     f"are {known}"
                 )
         elif len(chosen):
-            # A token hides the logits that it was chosen by: most mistakes in them leave it.
+            # A token hides the logits that chose it: most mistakes in the logits do not change it.
             rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
             chosen = rounded if len(rounded) else chosen
         if len(chosen):
@@ -82,13 +83,13 @@ def find_outputs(rows: pd.DataFrame, name: str | None) -> list[OutputTap]:
 
 
 _OF_A_CACHE = re.compile(r"((?:.*\.)?output)\..*\[.*")
-"""A part of a part of the model's output, as of a cache beside ``output.logits``."""
+"""A nested part of the model's output, such as a cache beside ``output.logits``."""
 
 
 def _main_part(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The last tap of these rows in execution order; of a result with several parts the first one.
 
-    Models return what they are called for first, and caches after it.
+    Models return the main result first, and caches after it.
     """
     last = rows[-1]
     name = str(last["name"])
@@ -104,8 +105,9 @@ def _main_part(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Swaps:
-    """Measures what groups do to an output. ``rows`` are those measured with every tap grafted, ``lonely`` a filter for
-    the taps that one side alone has.
+    """Measures the effect of groups on an output.
+
+    ``rows`` are those measured with every tap grafted, ``lonely`` is a filter for the taps that only one side has.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Swaps:
         self.not_swapped: dict[str, None] = {}
         """The taps at which each side waited for the other."""
         self.unlike_ranks: dict[str, None] = {}
-        """The taps at which the target's ranks have different values, so that no single value is the output."""
+        """The taps at which the target's ranks have different values, so that none of them is the output."""
 
     def causes(
         self,
@@ -137,7 +139,7 @@ class Swaps:
         *,
         by_size: Sequence[str] = (),
     ) -> Causes:
-        """Find what each of the groups does to the output. All ``settled`` groups have the baseline's code."""
+        """Find the effect of each group on the output. All ``settled`` groups have the baseline's code."""
         floor = self._floors.of_output(output.group).at_least(roundoff(output.dtype))
         distance_with = self._distances(groups, settled, output)
 
@@ -156,7 +158,7 @@ class Swaps:
     def _distances(
         self, groups: Sequence[str], settled: Sequence[str], output: OutputTap
     ) -> Callable[[frozenset[str]], Distance]:
-        """A function of the groups that keep the target's code, to how far the output is then. Each call is a run."""
+        """A function from groups that keep the target's code to the output's distance then. Each call is a run."""
         recorded = [each.last.get(output.group) for each in self._selves]
         name = self._kept_name(output)
         at_output = self._filter_at(output)
@@ -193,7 +195,7 @@ class Swaps:
         return distance_with
 
     def can_measure(self, groups: Sequence[str], output: OutputTap) -> bool:
-        """Whether the effect of these groups on the output shows: not if they contain earlier calls of its own tap."""
+        """Whether these groups' effect on the output shows: not if they contain earlier calls of the output's tap."""
         if output.group not in groups:
             return True
         rows = zip(self._rows["name"], self._rows["tags"], self._rows["rank"], self._rows["step"], strict=True)
@@ -211,7 +213,7 @@ class Swaps:
         return not (self._runs.before.pairs or self._runs.before.rename)
 
     def _filter_at(self, output: OutputTap) -> str:
-        """A filter for the output's tap alone where that is possible, otherwise for its group."""
+        """A filter for only the output's tap, if possible, otherwise for its group."""
         if not self._is_exact:
             group = filter_of(sorted(self._names[output.group], key=str))
             assert group is not None
@@ -222,7 +224,7 @@ class Swaps:
         return " and ".join(parts + [f"{tag} == {value!r}" for tag, value in tags.items()])
 
     def _kept_name(self, output: OutputTap) -> str:
-        """The name under which the output's newest pair is kept: that of the pair, where its tap is in several."""
+        """The name under which the output's newest pair is kept: the pair's, where its tap is in several."""
         names = next(
             (
                 names
@@ -239,7 +241,7 @@ class Swaps:
         return output.name if output.name in names else names[-1]
 
     def _names_by_group(self) -> dict[str, set[TapName]]:
-        """The names of each group's taps on either side, as filters know them."""
+        """The names of each group's taps on either side, as filters see them."""
         names: dict[str, set[TapName]] = {}
         for name, tags in zip(self._rows["name"], self._rows["tags"], strict=True):
             names.setdefault(group_of(name, tags), set()).add((name, kind_of(tags)))
@@ -269,5 +271,5 @@ class Swaps:
 
 
 def _computed_after(group: str) -> tuple[str, ...]:
-    """The kinds of taps that a step reaches when it has computed values, or gradients, like those of this group."""
+    """The kinds of taps that a step reaches after the values, or gradients, of this group."""
     return tuple(kind for kind in KINDS if place_in_blame(f"@{kind}") > place_in_blame(group))
