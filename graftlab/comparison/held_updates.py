@@ -15,7 +15,7 @@ from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, a
 from graftlab.control.core import lend_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.plan.plan import FILTERS
-from graftlab.ranks.held_call import show_given, take_given
+from graftlab.ranks.held_call import show_inputs, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
@@ -46,10 +46,10 @@ def judge_held_updates(
     before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
         lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
-        given = session.run(show_given, show_given).frame
+        given = session.run(show_inputs, show_inputs).frame
     finally:
         lend_plan(session, **before)
-    taken = take_given_values(session)
+    taken = take_equal_inputs(session)
     rows = records(given[given["status"].isin(MEASURED)])
     # A closure computes the gradients within the step, from values that are tapped there.
     has_closure = any(each.has_closure for each in (*baseline, *target))
@@ -92,12 +92,12 @@ def judge_held_updates(
     return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
-def take_given_values(session: Session) -> pd.DataFrame:
+def take_equal_inputs(session: Session) -> pd.DataFrame:
     """Begin repetitions of the target's held update with the baseline's values; returns the rows of the grafts."""
     before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
         lend_plan(session, b2t="True", t2b=None, compare="True", keep=None)
-        return session.run(take_given, take_given).frame
+        return session.run(take_inputs, take_inputs).frame
     finally:
         lend_plan(session, **before)
 

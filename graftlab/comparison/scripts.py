@@ -56,7 +56,7 @@ from graftlab.ranks.held_call import (
     CallDescription,
     describe_call,
     describe_result,
-    keep_given,
+    keep_inputs,
     release_call,
 )
 from graftlab.ranks.held_update import UpdateDescription
@@ -389,7 +389,7 @@ class _HeldInTurn:
             compared = self._refused(compared)
         if compared.answer == "agree":
             # Optimizers may make much of rounding, and it would add up from update to update.
-            self._session.run(keep_given, keep_given)
+            self._session.run(keep_inputs, keep_inputs)
             if self._started is not None:
                 self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
         if self._unpaired is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_held_calls, why_no_backward
-from graftlab.comparison.held_updates import judge_held_updates, take_given_values
+from graftlab.comparison.held_updates import judge_held_updates, take_equal_inputs
 from graftlab.control.core import lend_plan, replace_ranks
 from graftlab.control.judge import judge_runs
 from graftlab.control.match_runs import match
@@ -25,7 +25,7 @@ from graftlab.ranks.held_call import (
     ScriptEnd,
     UnitKind,
     held_unit,
-    keep_given,
+    keep_inputs,
     prepare_once,
     repeat_call,
     take_weights,
@@ -119,7 +119,7 @@ class StartedScripts(Repeats):
         self._backward, self._no_backward = False, None
         if (moved := self._record(f"update {baseline[0].number} of the weights")) is not None:
             return self._not_comparable(moved, choice)
-        self._reach(takes_given=False)
+        self._reach(takes_inputs=False)
         ours, theirs = ([replace(each, not_repeated=False) for each in side] for side in (baseline, target))
         return self._back(judge_held_updates(self, ours, theirs, choice, proposal, known))
 
@@ -184,7 +184,7 @@ class StartedScripts(Repeats):
 
     # ---- starts -------------------------------------------------------------------------------------------------
 
-    def _reach(self, *, takes_given: bool = True) -> None:
+    def _reach(self, *, takes_inputs: bool = True) -> None:
         """Start both scripts, and let them continue to where they are judged."""
         if self.starts >= MOST_STARTS:
             raise VerdictAbandoned(f"the scripts were started {MOST_STARTS} times, which is the limit")
@@ -194,12 +194,12 @@ class StartedScripts(Repeats):
             take_baseline_weights(self.session)
         for units in self._kept:
             self._skip_to(units)
-            take_given_values(self.session)
-            self.session.run(keep_given, keep_given)
+            take_equal_inputs(self.session)
+            self.session.run(keep_inputs, keep_inputs)
         self._skip_to(self._units)
         self.session.run(prepare_once, prepare_once, args=(self._backward,))
-        if takes_given and self._units["baseline"][0] == "update":
-            take_given_values(self.session)
+        if takes_inputs and self._units["baseline"][0] == "update":
+            take_equal_inputs(self.session)
 
     def _skip_to(self, units: Units) -> None:
         self.session.run(partial(skip_to, *units["baseline"]), partial(skip_to, *units["target"]))
