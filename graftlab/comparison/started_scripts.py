@@ -1,4 +1,4 @@
-"""The judgement of a call or an update that cannot be repeated: the scripts are started again for each run."""
+"""Judges a call or an update that cannot be repeated: starts the scripts again for each run."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
     from graftlab.session import Session
 
-# A record and its repetition, without grafts, with every tap grafted, two of the baseline against itself, and one from
-# which the scripts continue.
+# Starts for a record and its repetition, for runs without grafts and with every tap grafted, for two of the baseline
+# against itself, and for one from which the scripts continue.
 EXPECTED_STARTS = 7
-# No comparison starts its scripts more often.
+# The most starts of one comparison.
 MOST_STARTS = 100
 
 Units = Mapping[Side, tuple[UnitKind, int]]
-"""What each side is held in, with its number among the side's calls or updates."""
+"""What each side is held in, a call or an update, and its number on that side."""
 
 
 def units_of(side_by_side: Mapping[Side, CallDescription | UpdateDescription]) -> Units:
-    """The units that these descriptions are of."""
+    """The units of these descriptions."""
     return {
         side: ("update" if isinstance(each, UpdateDescription) else "call", each.number)
         for side, each in side_by_side.items()
@@ -59,7 +59,7 @@ def units_of(side_by_side: Mapping[Side, CallDescription | UpdateDescription]) -
 
 
 class StartedScripts(Repeats):
-    """Makes each run in new processes, which reach the same call or update by counting.
+    """Makes each run in new processes, which find the same call or update by its number.
 
     ``start`` starts both scripts; they wait at their first call. With ``training`` the target takes the baseline's
     weights there.
@@ -69,7 +69,7 @@ class StartedScripts(Repeats):
         super().__init__(session)
         self.starts = 0
         self._start, self._training = start, training
-        # The updates after which the target continued with the baseline's values.
+        # The updates from which the target continued with the baseline's values.
         self._kept: list[Units] = []
         self._units: Units = {}
         self._backward = False
@@ -77,7 +77,7 @@ class StartedScripts(Repeats):
         self._recorded: RecordedSteps
 
     def keep(self, units: Units) -> None:
-        """Let the target continue with the baseline's values after this update, in each later start too."""
+        """Let the target continue with the baseline's values after this update, now and in each later start."""
         self._kept.append(units)
 
     # ---- one judgement ------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class StartedScripts(Repeats):
         return replace(compared, starts=self.starts)
 
     def _record(self, where: str) -> str | None:
-        """Record what two starts show; a sentence if a side does not show the same in both."""
+        """Record two starts; returns a sentence if a side does not show the same values in both."""
         folder = self.session.folder / "started"
         folder.mkdir(exist_ok=True)
         record = partial(record_step, str(folder), self.session.options.keep_budget)
@@ -163,7 +163,7 @@ class StartedScripts(Repeats):
     # ---- runs ---------------------------------------------------------------------------------------------------
 
     def match(self) -> Proposal:
-        # Each round of confirmation would be a start.
+        # Each further round would be a start.
         self._reach()
         return match(self.session, repeat_call, repeat_call, rounds=0)
 
@@ -185,7 +185,7 @@ class StartedScripts(Repeats):
     # ---- starts -------------------------------------------------------------------------------------------------
 
     def _reach(self, *, takes_inputs: bool = True) -> None:
-        """Start both scripts, and let them continue to where they are judged."""
+        """Start both scripts, and let them continue to the units to be judged."""
         if self.starts >= MOST_STARTS:
             raise VerdictAbandoned(f"the scripts were started {MOST_STARTS} times, which is the limit")
         self.starts += 1
@@ -227,7 +227,7 @@ def take_baseline_weights(session: Session) -> None:
 
 
 def announcement(why: str) -> str:
-    """What is repeated, and how often, if the scripts are started again for this reason."""
+    """Sentences on starting the scripts again for this reason: how often, and what that repeats."""
     return (
         f"{why} The scripts will be started again for each of about {EXPECTED_STARTS} runs, and about twice as many if "
         "they differ: checkpoints, uploads and prints are repeated; --no-restart refuses this."
@@ -235,7 +235,7 @@ def announcement(why: str) -> str:
 
 
 def how_started(starts: int) -> str:
-    """How the runs were made, in a sentence."""
+    """A sentence on how the runs were made."""
     return (
         f"The scripts were started again {counted(starts, 'time')}, because a call or an update could not be repeated "
         "in its process: each run began anew, and reached it by the count of calls and updates."
