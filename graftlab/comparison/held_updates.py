@@ -12,9 +12,8 @@ from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import first_of
 from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, answer_of
-from graftlab.control.core import lend_plan
+from graftlab.control.core import lend_plan, restore_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
-from graftlab.plan.plan import FILTERS
 from graftlab.ranks.held_call import show_inputs, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
@@ -43,12 +42,11 @@ def judge_held_updates(
     ``known`` has, by weight, the distance of its gradients in a call that agrees.
     """
     session = repeats.session
-    before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
         lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
         given = session.run(show_inputs, show_inputs).frame
     finally:
-        lend_plan(session, **before)
+        restore_plan(session)
     taken = take_equal_inputs(session)
     rows = records(given[given["status"].isin(MEASURED)])
     # A closure computes the gradients within the step, from values tapped there.
@@ -94,12 +92,11 @@ def judge_held_updates(
 
 def take_equal_inputs(session: Session) -> pd.DataFrame:
     """Let repetitions of the target's held update begin with the baseline's values; returns the rows of the grafts."""
-    before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
         lend_plan(session, b2t="True", t2b=None, compare="True", keep=None)
         return session.run(take_inputs, take_inputs).frame
     finally:
-        lend_plan(session, **before)
+        restore_plan(session)
 
 
 def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_held_calls, why_no_backward
 from graftlab.comparison.held_updates import judge_held_updates, take_equal_inputs
-from graftlab.control.core import lend_plan, replace_ranks
+from graftlab.control.core import lend_plan, replace_ranks, restore_plan
 from graftlab.control.judge import judge_runs
 from graftlab.control.match_runs import match
 from graftlab.control.started_runs import RecordedSteps, StartedRuns
@@ -220,10 +220,9 @@ class StartedScripts(Repeats):
 
 def take_baseline_weights(session: Session) -> None:
     """Give the target's models of the held calls the baseline's weights."""
-    before = session.plan.b2t
     lend_plan(session, b2t="kind == 'param'")
     session.run(take_weights, take_weights)
-    lend_plan(session, b2t=before)
+    restore_plan(session)
 
 
 def announcement(why: str) -> str:

@@ -15,7 +15,7 @@ from graftlab.base import shipping
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
-from graftlab.control.core import lend_plan, start_under
+from graftlab.control.core import restore_plan, start_under
 from graftlab.control.judge import judge
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
@@ -393,20 +393,18 @@ class _CompiledRuns:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Run:
-        rows, before = self._session.row_count, self._session.plan
+        rows = self._session.row_count
         # A graft of the plan in force would repair the difference.
         nothing: PlanEdit = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
         callees: dict[Side, Callee | None] = {"baseline": baseline, "target": target}
-        run, plan = start_under(self._session, nothing, callees, args, kwargs)
+        run, _ = start_under(self._session, nothing, callees, args, kwargs)
         try:
             return run.wait(bar=LongWait(title, "rows", lambda: self._session.row_count - rows))
         except KeyboardInterrupt:
             self._session.interrupt()
             raise
         finally:
-            # If the user has published a newer plan, it stays.
-            if self._session.plan.version == plan.version:
-                lend_plan(self._session, b2t=before.b2t, t2b=before.t2b, compare=before.compare, keep=before.keep)
+            restore_plan(self._session)
 
 
 def _results(ranks: Sequence[Any]) -> Results:

@@ -665,5 +665,12 @@ def start_under(
 
 
 def lend_plan(session: SessionCore, **changes: Any) -> GraftPlan:
-    """Publish a plan for runs that the package makes, or restore the one before them. Undo skips these plans."""
+    """Publish a plan for runs that the package makes, until :func:`restore_plan`. Undo skips these plans."""
     return session._lend_plan(cast("PlanEdit", changes))
+
+
+def restore_plan(session: SessionCore) -> None:
+    """Put the plan from before :func:`lend_plan` and :func:`start_under` in force again."""
+    with session._lock:
+        if not session.closed:
+            session._plans.restore()

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from graftlab.base.progress import LongWait
-from graftlab.control.core import internals_of
+from graftlab.control.core import internals_of, restore_plan
 from graftlab.control.queries import A
 from graftlab.control.run import Run, state_of
 from graftlab.errors import SessionClosedError, SessionError
+from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import FallbackPlan, Question
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from graftlab.control.core import SessionCore
 
 # Seconds between two looks at who has joined.
@@ -52,8 +55,17 @@ class JobSteps:
         """The number of the jobs' run."""
         return self._state.number
 
-    def tell(self, message: FallbackPlan) -> None:
-        """Send a message to every rank that is alive."""
+    def __enter__(self) -> Self:
+        """Begin temporary plans, from which the jobs return to the present one if this process goes away."""
+        self._tell(FallbackPlan(to_wire(self._session.plan)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore_plan(self._session)
+        if not self._session.closed:
+            self._tell(FallbackPlan(None, self._session.plan.version))
+
+    def _tell(self, message: FallbackPlan) -> None:
         for rank in self._session.ranks:
             if rank.alive:
                 self._jobs.send(rank, message)

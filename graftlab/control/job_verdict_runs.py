@@ -29,14 +29,12 @@ from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
-from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
     Acknowledgement,
     AskKeptTags,
     AskLineTraces,
     AskSelfGraft,
-    FallbackPlan,
     KeptTags,
     LineTraces,
     RunSelfGraft,
@@ -86,15 +84,14 @@ class StepRuns(VerdictRuns):
         self._target_moved: list[str] = []
 
     def __enter__(self) -> Self:
-        self._jobs.tell(FallbackPlan(to_wire(self.before)))
+        self._jobs.__enter__()
         return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        if not self.session.closed:
-            self._jobs.tell(FallbackPlan(None, self.session.plan.version))
+        self._jobs.__exit__(kind, error, trace)
 
     # ---- both sides ---------------------------------------------------------------------------------------------
 
@@ -156,11 +153,7 @@ class StepRuns(VerdictRuns):
 
     def _publish(self, wanted: RunFilters) -> int:
         """Publish the plan of a run of the verdict; returns its version."""
-        # Before the edit too, because an interrupt may come between the edit and its result.
-        self.expect()
-        plan = lend_plan(self.session, **self.changes(wanted))
-        self.expect(plan.version)
-        return plan.version
+        return lend_plan(self.session, **self.changes(wanted)).version
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         try:

@@ -25,11 +25,9 @@ from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import BUDGET, RecordedTap
 from graftlab.matching.rounds import ROUNDS, match_in_rounds, match_once
 from graftlab.plan.pairs import PairRule, TapCallName
-from graftlab.plan.plan import FILTERS
-from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.match_recorder import MatchGraft, MatchRecord, forget_match, record_taps, recorded_value
-from graftlab.ranks.messages import Acknowledgement, AskMatch, FallbackPlan, MatchResult, RecordStep
+from graftlab.ranks.messages import Acknowledgement, AskMatch, MatchResult, RecordStep
 from graftlab.ranks.remote_functions import Callee
 
 if TYPE_CHECKING:
@@ -296,21 +294,13 @@ class _MatchedSteps(_Match):
     def __init__(self, session: SessionCore, budget: int, sent: int) -> None:
         super().__init__(session, budget, sent)
         self._jobs = JobSteps(session, "matching", "A match takes two steps of the jobs for each of its rounds")
-        self._before = session.plan
-        self._ours: set[int] = set()
 
     def __enter__(self) -> Self:
-        self._jobs.tell(FallbackPlan(to_wire(self._before)))
+        self._jobs.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._session.closed:
-            return
-        # A newer plan was published by the user, and stays.
-        if self._session.plan.version in self._ours:
-            before = {name: getattr(self._before, name) for name in FILTERS}
-            lend_plan(self._session, **before, pairs=self._before.pairs, transform=self._before.transform)
-        self._jobs.tell(FallbackPlan(None, self._session.plan.version))
+    def __exit__(self, *error: object) -> None:
+        self._jobs.__exit__(*error)
 
     def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
         version = self._session.plan.version + 1
@@ -322,8 +312,6 @@ class _MatchedSteps(_Match):
             names = {TapCallName.of(rule.name(rank.place.side)).name for rule in rules}
             order = RecordStep(version, tuple(sorted(names)), self._budget, self._sent)
             self._jobs.ask(rank, order, Acknowledgement)
-        # Before the edit too, because an interrupt may come between the edit and its result.
-        self._ours.add(version)
         plan = lend_plan(
             self._session,
             pairs=rules,
@@ -333,7 +321,6 @@ class _MatchedSteps(_Match):
             keep=None,
             transform=None,
         )
-        self._ours.add(plan.version)
         why = self._progress(grafts)
         if plan.version != version or self._jobs.after(why, version, 1) is None:
             raise SessionError("match: the plan was edited during the match. Do not edit it until the match is done")

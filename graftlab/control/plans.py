@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from graftlab.errors import SessionError
@@ -52,6 +53,12 @@ class Plans:
         """Publish a plan for runs of a verdict, a match or a comparison, or one that restores the plan before them."""
         self._temporary.add(plan.version)
         self.publish(plan)
+
+    def restore(self) -> None:
+        """Put the plan from before temporary ones in force again. A plan that the user has published since stays."""
+        lasting = self.lasting()[-1]
+        if PlanChange(lasting, self.newest).parts:
+            self.publish_temporary(replace(lasting, version=self.newest.version + 1))
 
     def publish_edit(self, plan: GraftPlan) -> None:
         """Publish a plan that a person has edited; :meth:`revert` undoes it."""

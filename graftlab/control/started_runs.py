@@ -62,8 +62,6 @@ class StartedRuns(CalledRuns):
         except LaunchError as error:
             # All further runs would end like this one.
             raise VerdictAbandoned(str(error)) from error
-        # A start edits the plan, to give the target the baseline's weights.
-        self.expect(self.session.plan.version)
         return super()._run(why, callees, args, kwargs, changes)
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:

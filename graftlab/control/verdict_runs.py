@@ -16,7 +16,7 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tags import TapIdentity
 from graftlab.base.tap_groups import DATA, filter_of
 from graftlab.base.world import Side
-from graftlab.control.core import internals_of, lend_plan, start_under
+from graftlab.control.core import internals_of, restore_plan, start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.match_runs import match
 from graftlab.control.run import Run
@@ -28,7 +28,7 @@ from graftlab.grafting.self_graft import SelfGraft
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
 from graftlab.plan.pairs import PairRule
-from graftlab.plan.plan import FILTERS, PlanEdit
+from graftlab.plan.plan import PlanEdit
 from graftlab.ranks.line_tracer import trace_callee
 from graftlab.ranks.remote_functions import (
     Callee,
@@ -149,7 +149,6 @@ class VerdictRuns:
         """A filter for the weights that the target has from the baseline in each run."""
         self._left_out: str | None = None
         """A filter for the taps that are left out of each run."""
-        self._ours: set[int] = set()
         self._began = time.monotonic()
 
     def progress(self) -> str:
@@ -167,10 +166,7 @@ class VerdictRuns:
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             self.request.say(f"the verdict was stopped in run {self.count}; the plan from before is in force again\n")
-        # If the user has published a newer plan, it stays.
-        if not self.session.closed and self.session.plan.version in self._ours:
-            before = {name: getattr(self.before, name) for name in FILTERS}
-            lend_plan(self.session, **before, transform=self.before.transform, pairs=self.before.pairs)
+        restore_plan(self.session)
 
     def changes(self, wanted: RunFilters) -> PlanEdit:
         """The edit that turns the earlier plan into the plan of a run with these filters."""
@@ -191,10 +187,6 @@ class VerdictRuns:
             "transform": transforms,
             "pairs": (*self.before.pairs, *wanted.pairs),
         }
-
-    def expect(self, version: int | None = None) -> None:
-        """Note that this plan version, or the next one if None, belongs to the verdict."""
-        self._ours.add(self.session.plan.version + 1 if version is None else version)
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         """The rows of both sides under these filters."""
@@ -387,9 +379,6 @@ class CalledRuns(VerdictRuns):
         """Make one run to its end; returns it with the version of the plan that it began under."""
         self.count += 1
         before = self.session.row_count
-        if changes:
-            # Before the edit too, because an interrupt may come between the edit and its result.
-            self.expect()
         # All runs but the first are set aside, so that displays show the plain one again.
         number, set_aside = self._next_number(), internals_of(self.session).set_aside
         if self.count > 1:
@@ -399,8 +388,6 @@ class CalledRuns(VerdictRuns):
         except BaseException:
             set_aside.discard(number)
             raise
-        if changes:
-            self.expect(plan.version)
         title = f"verdict, {self.progress()}: {why}"
         bar = LongWait(title, "rows", lambda: self.session.row_count - before, stop=self.request.stop)
         try:
