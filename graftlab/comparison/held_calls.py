@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +22,14 @@ from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import MatchError, SessionError, WaitInterrupted
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
-from graftlab.ranks.held_call import CallDescription, drop_backward, repeat_call, try_backward
+from graftlab.ranks.held_call import (
+    CallDescription,
+    drop_backward,
+    narrow_call,
+    repeat_call,
+    try_backward,
+    widen_call,
+)
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
 
@@ -37,6 +44,7 @@ Answer = Literal["agree", "differ", "inconclusive"]
 _ENOUGH = 0.8
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
+_NARROW = ("bfloat16", "float16")
 # The words in a match's problems about weights that have another weight's values.
 _MOST_WEIGHTS = 4
 
@@ -110,6 +118,20 @@ class Repeats:
             explain=explain,
         )
 
+    def in_float32(self, choice: JudgingChoice) -> Verdict | None:
+        """Judge these runs in float32; None where the calls are not of 16 bits or cannot run so."""
+        if len(self.session.ranks) > 2:
+            # A rank that cannot run so would let the others wait.
+            return None
+        run = self.session.run(widen_call, widen_call)
+        try:
+            if any(each is not None for each in (*run.baseline, *run.target)):
+                return None
+            return self.verdict(choice)
+        finally:
+            if not self.session.closed:
+                self.session.run(narrow_call, narrow_call)
+
 
 @dataclass(frozen=True)
 class JudgingChoice:
@@ -149,6 +171,11 @@ def judge_held_calls(
     backward = _add_backward(repeats, baseline, target)
     verdict = repeats.verdict(choice)
     trusted = not remarks
+    if trusted and (wide := _closer_look(repeats, verdict, choice)) is not None:
+        if wide.findings.in_float32 is None:
+            dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
+            remarks.append(f"In {dtypes} the calls agree to rounding. In float32, from the same numbers, they differ:")
+        verdict = wide
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
     pairs = session.plan.pairs
@@ -190,6 +217,26 @@ def judge_held_calls(
     remarks += without_taps
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) -> Verdict | None:
+    """The verdict after the same runs in float32, where rounding to 16 bits may hide a mistake; None elsewhere.
+
+    That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
+    """
+    found, frame = verdict.findings, verdict.frame
+    if answer_of(replace(found, in_float32=0.0), True, True) != "agree":
+        return None
+    # Bit-equal calls are right. Of different dtypes, one side's weights are rounded.
+    if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() or frame["cast"].notna().any():
+        return None
+    wide = repeats.in_float32(choice)
+    if wide is None or wide.frame["dtype"].isin(_NARROW).any():
+        return None
+    answer, runs = answer_of(wide.findings, True, True), verdict.runs + wide.runs
+    if answer == "agree":
+        return Verdict(replace(found, in_float32=float(wide.frame["ratio"].max())), runs)
+    return Verdict(wide.findings, runs) if answer == "differ" and wide.named else None
 
 
 def judge_against_recording(
@@ -266,9 +313,10 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
     """The answer that a verdict's findings give. ``trusted`` is false for a call that cannot be repeated."""
     if not trusted or findings.not_repeated or findings.target_not_repeated:
         return "inconclusive"
-    if findings.named or findings.unexplained or findings.data or findings.following:
+    named = {*findings.named} - {*findings.rounding.groups}
+    if named or findings.unexplained or findings.data or findings.following:
         return "differ"
-    if findings.inconclusive:
+    if findings.inconclusive or (findings.rounding.groups and findings.in_float32 is None):
         # Nothing was judged, so that nothing is named proves nothing.
         return "inconclusive"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else False

@@ -80,6 +80,10 @@ class StartedScripts(Repeats):
         """Let the target continue with the baseline's values after this update, now and in each later start."""
         self._kept.append(units)
 
+    def in_float32(self, choice: JudgingChoice) -> Verdict | None:
+        """None: each run starts the scripts anew, with their own dtypes."""
+        return None
+
     # ---- one judgement ------------------------------------------------------------------------------------------
 
     def judge_call(

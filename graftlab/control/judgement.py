@@ -7,7 +7,7 @@ do not depend on it proceed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from graftlab.control.unmeasured import (
     effects_not_measured,
     judged_at,
     judged_until_sketch,
-    may_have_passed,
+    not_grafted,
     not_in_twin,
     unseen_taps,
 )
@@ -221,8 +221,7 @@ class Judgement:
             remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = may_have_passed(evidence.grafted, naming.frame, self._threshold)
-        may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        may_be_inherited = unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
@@ -262,6 +261,7 @@ class Judgement:
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
                 job_remarks=naming.job_remarks,
+                not_grafted=not_grafted(evidence.grafted, naming.frame, self._threshold),
                 unexplained=unexplained,
                 without_output=without_output,
                 failed=self._failed,
@@ -336,12 +336,12 @@ class Judgement:
         )
         returned_grafted = None if self._failed else self._runs.returned
         measured = grafted[grafted["status"].isin(MEASURED)]
-        outputs = [] if self._failed else find_outputs(measured, self._runs.request.output)
+        outputs = [] if self._failed else self._outputs(measured, returned)
         selves: list[SelfGraft] = self._attempt(
             "the baseline against itself",
             lambda: self._runs.baseline_against_itself(
                 compared[compared["status"].isin(MEASURED)] if self._failed else measured,
-                [output.group for output in outputs],
+                [part.group for output in outputs for part in output.all],
             ),
             [],
         )
@@ -356,6 +356,10 @@ class Judgement:
             lonely_filter(pd.concat([compared, grafted])),
             settings,
         )
+
+    def _outputs(self, measured: pd.DataFrame, returned: ReturnedValues | None) -> list[OutputTap]:
+        paths = [each.path for each in returned.differences] if returned is not None else []
+        return find_outputs(measured, self._runs.request.output, paths)
 
     # ---- what is computed differently ---------------------------------------------------------------------------
 
@@ -452,8 +456,8 @@ class Judgement:
             evidence.floors.returned_not_repeated,
         )
         naming.unseen += differences.not_compared()
-        said = differences.after_last_tap()
-        written = differences.written()
+        said = differences.after_last_tap(all_grafted=not (evidence.grafted["status"] == "failed").any())
+        written = differences.written() + differences.lost_gradients()
         if naming.clears:
             said += written
             found = differences.no_tap_explains()
@@ -508,16 +512,14 @@ class Judgement:
         return self._explains(naming) and not (of_functions and naming.not_repeated)
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
-        """The effect of the named groups on each output, by the output's group, and remarks on it."""
+        """What the named groups do to each output, by the output's title, and remarks on that."""
         if not (self._explains(naming) and self._can_swap(evidence, naming)):
             return {}, []
         frame, named = naming.frame, naming.named
         causes: dict[str, Causes] = {}
         for output in evidence.outputs:
             rank = place_in_blame(output.group)
-            groups = [
-                g for g in named if judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.place
-            ]
+            groups = [g for g in named if judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.end]
             if not groups or not swaps.can_measure(groups, output):
                 continue
             # The effect of a gradient is measured with the baseline's values, which are computed before it.
@@ -530,21 +532,21 @@ class Judgement:
                 None,
             )
             if found is not None:
-                causes[output.group] = found.with_earlier(
+                causes[output.title] = found.with_earlier(
                     _earlier(frame, output, naming.accumulated, found.limit) if found.agrees else ()
                 )
         changed: list[str] = self._attempt("the last check of the baseline", self._runs.baseline_changed, [])
         if changed:
             # The swaps were measured against a baseline that has changed.
             return {}, [_changed(changed)]
-        alone = self._without_dependents(causes)
+        alone = self._without_dependents(causes, [part.group for each in evidence.outputs for part in each.all])
         causes = {group: each.with_unknown(alone) for group, each in causes.items()}
-        return causes, effects_not_measured(named, causes, swaps) + _outputs_themselves(alone)
+        return causes, effects_not_measured(named, causes, swaps, evidence.outputs) + _outputs_themselves(alone)
 
-    def _without_dependents(self, causes: Mapping[str, Causes]) -> list[str]:
+    def _without_dependents(self, causes: Mapping[str, Causes], outputs: Collection[str]) -> list[str]:
         """The minor groups of values that nothing else depends on. They are outputs themselves."""
         labels = (item for each in causes.values() for item in each.labels.items())
-        minor = [group for group, label in labels if label == "minor" and not (kind_of_group(group) or group in causes)]
+        minor = [g for g, label in labels if label == "minor" and not (kind_of_group(g) or g in outputs)]
         if not minor:
             return []
         return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])

@@ -177,14 +177,12 @@ class LineSearch:
             chosen = self._choose(calls, traced)
             if not chosen:
                 break
-            # Only calls that are compared again need fingerprints.
-            only = frozenset[int]() if all(each.trying is not None for each in chosen) else None
-            again = self._trace("with other values at single operations", calls, only)
+            again = self._trace("with other values at single operations", calls)
             if isinstance(again, NotTraced):
                 self._not_confirmed = True
                 return
             self._judge(chosen, again, calls)
-            traced = traced if only is not None else again
+            traced = again
 
     @property
     def lines(self) -> list[DifferingLine]:
@@ -211,15 +209,19 @@ class LineSearch:
             for row in chosen
         ]
 
-    def _trace(self, why: str, calls: Sequence[_Traced], only: frozenset[int] | None = None) -> TracedRun | NotTraced:
+    def _trace(self, why: str, calls: Sequence[_Traced]) -> TracedRun | NotTraced:
         changes = self._changes(calls)
         filters = RunFilters(b2t="True", leaving=self._lonely)
         wanted = [each.wanted for each in calls]
+        # A run with other values at some operations differs from the first in what follows these alone.
+        first = self._traced
+        only = None if first is None else first.needed
         traced = self._runs.traced(why, filters, wanted, self._grafted, changes, only)
-        if isinstance(traced, NotTraced) or only is not None or not traced.without_fingerprint:
-            return traced
-        # The budget for fingerprints was spent on values that are not needed, too.
-        return self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
+        if not isinstance(traced, NotTraced) and traced.without_fingerprint:
+            # Other operations lead to the taps now; or in the first run, their values were over a budget.
+            first = first or traced
+            traced = self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
+        return traced if first is None or isinstance(traced, NotTraced) else traced.beside(first)
 
     def _changes(self, calls: Sequence[_Traced]) -> dict[Side, list[OperationChanges]]:
         """The changes of the next run, for each rank of both sides."""

@@ -95,8 +95,19 @@ class TracedRun:
 
     @property
     def without_fingerprint(self) -> bool:
-        """Whether a needed value has no fingerprint, because the budget did not suffice."""
+        """Whether the fingerprint of a value that is needed was left out."""
         return any(trace.without_fingerprint for trace in self._every())
+
+    def beside(self, earlier: TracedRun) -> TracedRun:
+        """This run of certain values, with what the ``earlier`` one has of operations that lead to no wanted call."""
+
+        def merged(ours: Traces, theirs: Traces) -> Traces:
+            return [
+                [one if one is None or other is None else one.beside(other) for one, other in zip(*ranks, strict=True)]
+                for ranks in zip(ours, theirs, strict=True)
+            ]
+
+        return TracedRun(self.rows, merged(self.baseline, earlier.baseline), merged(self.target, earlier.target))
 
     @property
     def needed(self) -> frozenset[int]:

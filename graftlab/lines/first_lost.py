@@ -312,7 +312,11 @@ class _Side:
         of_lost = {each.operation.call for each in lost}
         ran = [each for each in self.trace.operations if each.index not in wrong and each.call in of_lost]
         right = [each for each in ran if any(map(self._is_known_to_agree, each.outputs))]
-        right += [each for each, made in self.trace.ran_elsewhere if self.elsewhere.find(made)[0] >= level]
+        right += [
+            each
+            for each, made in self.trace.ran_elsewhere
+            if each.call in of_lost and any(self.elsewhere.find(own)[0] >= level for own in made)
+        ]
 
         def called(operation: TracedOperation) -> TracedOperation:
             frames = operation.frames

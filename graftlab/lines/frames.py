@@ -70,25 +70,31 @@ class StackEntry:
         return SourceFrame(self.code.co_filename, self.line, name.replace("<locals>.", ""), source, self.instruction)
 
 
-def stack_entries(frame: FrameType | None = None) -> list[StackEntry]:
+def stack_entries(
+    frame: FrameType | None = None, known: dict[tuple[int, int], StackEntry] | None = None
+) -> list[StackEntry]:
     """Return the calling code's stack, innermost first, without torch, graftlab and the standard library.
 
     ``frame`` is the first frame, by default the caller's. A stack without any other code, as when an expression calls
-    torch's own modules, has the lines of those modules.
+    torch's own modules, has the lines of those modules. ``known`` are the entries of earlier calls, which share theirs.
     """
+    entries = {} if known is None else known
     each: FrameType | None = sys._getframe(1) if frame is None else frame
     found: list[StackEntry] = []
     modules: list[StackEntry] = []
     while each is not None and len(found) < _MOST_FRAMES:
         code = each.f_code
-        if code.co_filename.startswith(_RANKS):
-            # The callers of this are the rank's loop and the start of the process.
-            break
         origin = _origin(code.co_filename)
         if origin != _INTERNAL:
-            line = each.f_lineno
-            is_of_user = origin == _OF_THE_USER
-            found.append(StackEntry(code, line or code.co_firstlineno, is_of_user, _has_modules(each), each.f_lasti))
+            # The entry has the code, so no other can get its id.
+            place = id(code), each.f_lasti
+            if place not in entries:
+                line = each.f_lineno or code.co_firstlineno
+                entries[place] = StackEntry(code, line, origin == _OF_THE_USER, _has_modules(each), each.f_lasti)
+            found.append(entries[place])
+        elif code.co_filename.startswith(_RANKS):
+            # The callers of this are the rank's loop and the start of the process.
+            break
         elif code.co_filename.startswith(_TORCHS_MODULES) and not code.co_filename.endswith(_CALLING):
             modules.append(StackEntry(code, each.f_lineno or code.co_firstlineno, False, True))
         each = each.f_back

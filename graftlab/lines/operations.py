@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from graftlab.base.tensor_bytes import memory_of
+from graftlab.base.tensor_bytes import DTYPE_NAMES, memory_of
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
 from graftlab.lines.frames import SourceFrame, StackEntry, frames_of_traceback, model_entry, stack_entries
 from graftlab.lines.state import path_of
@@ -110,6 +111,22 @@ def _has_own_backward(frames: Sequence[SourceFrame]) -> bool:
     return bool(frames) and frames[0].function.rpartition(".")[2] == "backward"
 
 
+class _Layout(NamedTuple):
+    """Where a tensor's elements are in its memory; ``stride`` is None for a tensor of another kind."""
+
+    shape: tuple[int, ...]
+    begin: int = 0
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def extent(self) -> tuple[int, int] | None:
+        """The place of a tensor's first element in its memory, and the distance of the last one."""
+        if self.stride is None:
+            return None
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.begin, sum((size - 1) * stride for size, stride in steps)
+
+
 @dataclass
 class _Writes:
     """The state of one storage: its life, because addresses are reused, and the operations that wrote to it."""
@@ -117,11 +134,61 @@ class _Writes:
     life: int
     writes: int = 0
     writers: list[int] = field(default_factory=list)
-    present: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Its present values, each with the part of the memory that it takes."""
+    present: dict[int, _Layout] = field(default_factory=dict)
+    """The values that it holds now, each with where they are in the memory."""
     is_written_in_place: bool = False
     path: str | None = None
     searches: int = 0
+
+
+class _Argument(NamedTuple):
+    """What a schema says of an argument. ``default`` is empty where it has none."""
+
+    name: str
+    is_by_name: bool
+    is_written: bool
+    default: tuple[Any, ...]
+
+
+class _Signature(NamedTuple):
+    """What is known of an operation before it is called."""
+
+    name: str
+    arguments: tuple[_Argument, ...]
+    is_collective: bool
+    """Whether it may still be under way when it returns, and its schema does not say what it writes to."""
+    has_later_result: bool
+    may_draw: bool
+
+    def given(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
+        """The arguments with the values that were given."""
+        for place, argument in enumerate(self.arguments):
+            if place < len(args):
+                yield argument, args[place]
+            elif argument.name in by_name:
+                yield argument, by_name[argument.name]
+
+
+@lru_cache(maxsize=4096)
+def _signature(func: Any) -> _Signature:
+    # Torch makes each part of a schema anew whenever it is asked.
+    schema = func._schema
+    name = schema.name.rpartition("::")[2].removeprefix("_")
+    is_collective = func.namespace in _COLLECTIVES
+    arguments = [
+        _Argument(
+            each.name,
+            each.kwarg_only,
+            is_collective
+            or (each.alias_info is not None and each.alias_info.is_write)
+            or (name in _BATCH_NORMS and each.name in _STATISTICS),
+            (each.default_value,) if each.has_default_value() else (),
+        )
+        for each in schema.arguments
+    ]
+    has_later_result = func.namespace in _COLLECTIVES | _FUNCTIONAL_COLLECTIVES and name != "wait_tensor"
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return _Signature(name, tuple(arguments), is_collective, has_later_result, draws)
 
 
 def modes_in_force() -> list[TorchDispatchMode]:
@@ -133,29 +200,29 @@ def modes_in_force() -> list[TorchDispatchMode]:
 class _Begun:
     """Notes on an operation, made before it runs."""
 
-    name: str
+    signature: _Signature
     read: Sequence[torch.Tensor]
     written: Sequence[torch.Tensor]
     inputs: tuple[int, ...]
     index: int
     node: Any
-    stack: tuple[StackEntry, ...]
-    backward_of: tuple[SourceFrame, ...]
-    call: str
-    arguments: tuple[str, ...]
-    shapes: Sequence[tuple[int, ...]]
+    stack: tuple[StackEntry, ...] = ()
+    backward_of: tuple[SourceFrame, ...] = ()
+    call: str = ""
+    arguments: tuple[str, ...] = ()
+    shapes: Sequence[tuple[int, ...]] = ()
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of this thread while it is entered and not paused.
 
     Of each tensor that is read only the fingerprint is kept, so memory does not grow with the tensors' size. ``only``
-    limits fingerprints to these values, by number. While ``is_near`` is False, large tensors get no fingerprints, and
-    the others ones without quantiles, which take most of the time. While ``is_open`` is False, nothing is recorded.
-    ``replaced`` has functions by the index of an operation: each receives the operation's first result, and returns the
-    one to continue with. ``passed`` has numbers of values, by the index of the operation whose first result each
-    replaces. ``fed`` has, by the index of an operation, the number of a value that it reads, and a function that
-    receives the value and returns the one to read.
+    limits fingerprints to these values, by number, and words and lines to operations that read no others. While
+    ``is_near`` is False, large tensors get no fingerprints, and the others ones without quantiles, which take most of
+    the time. While ``is_open`` is False, nothing is recorded. ``replaced`` has functions by the index of an operation:
+    each receives the operation's first result, and returns the one to continue with. ``passed`` has numbers of values,
+    by the index of the operation whose first result each replaces. ``fed`` has, by the index of an operation, the
+    number of a value that it reads, and a function that receives the value and returns the one to read.
 
     >>> from graftlab.lines.operations import OperationRecorder
     >>> with OperationRecorder() as recorder:
@@ -169,13 +236,15 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.values: list[TracedValue] = []
         self.fingerprints: dict[int, Fingerprint] = {}
-        self.over_budget: set[int] = set()
-        """The values whose fingerprints exceeded the budget."""
+        self.left_out: set[int] = set()
+        """The values without a fingerprint: over the budget, far from what is wanted, or not in ``only``."""
         self.is_open = True
         self.present_step: Callable[[], int] = int
         """Returns the code's present step, counted from the first."""
         self.is_near = True
         """Whether the code is near a wanted value."""
+        self.reads_constants = True
+        """Whether fingerprints are taken, far from what is wanted, of what no operation computed."""
         self.is_cut_short = False
         """Whether there were too many operations to record all."""
         self.fails_silently = False
@@ -187,10 +256,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: dict[int, torch.Tensor] = {}
         self._taps_from: int | None = None
         self._small: dict[int, Fingerprint] = {}
-        self._only = only
+        self.only = only
         self._paused = 0
         self._known: dict[tuple[Any, ...], int] = {}
         self._written: dict[int, _Writes] = {}
+        self._named: set[int] = set()
+        self._entries: dict[tuple[int, int], StackEntry] = {}
         self._lives = 0
         self._searches = _MOST_SEARCHES
         self._sorts, self._numbers = SORT_BUDGET, NUMBER_BUDGET
@@ -241,65 +312,66 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Begun:
         """Note the values that an operation reads, before it may overwrite them."""
-        name = func._schema.name.rpartition("::")[2].removeprefix("_")
-        is_collective = func.namespace in _COLLECTIVES
+        signature = _signature(func)
         read, written = [], []
-        for argument, value in _arguments(func._schema, args, given):
+        for argument, value in signature.given(args, given):
             found = list(_tensors(value))
-            changes = is_collective or (argument.alias_info is not None and argument.alias_info.is_write)
-            changes |= name in _BATCH_NORMS and argument.name in _STATISTICS
-            if changes:
+            if argument.is_written:
                 written += found
-            if not (changes and (argument.kwarg_only or name in _OVERWRITING)):
+            if not (argument.is_written and (argument.is_by_name or signature.name in _OVERWRITING)):
                 read += found
         numbers = [self.read(each) for each in read]
         inputs = tuple(dict.fromkeys(numbers))
         for each, number in zip(read, numbers, strict=True):
             self._name_state(each, number)
         self._keep(read)
-        node = _autograd_node()
+        node, index = _autograd_node(), len(self.operations)
+        if self.only is not None and not self.only.issuperset(inputs):
+            # An operation that leads to a wanted value reads wanted values alone.
+            return _Begun(signature, read, written, inputs, index, node)
         # Without the frames of this method and of the method that the operation calls.
-        stack = tuple(stack_entries(sys._getframe(2)))
+        stack = tuple(stack_entries(sys._getframe(2), self._entries))
         shapes = [tuple(each.shape) for each in _tensors([*args, *given.values()])]
-        index, (call, arguments) = len(self.operations), _in_words(func, args, given)
-        return _Begun(name, read, written, inputs, index, node, stack, _forward_lines(node), call, arguments, shapes)
+        call, arguments = _in_words(signature, args, given)
+        return _Begun(
+            signature, read, written, inputs, index, node, stack, _forward_lines(node), call, arguments, shapes
+        )
 
     def _end(self, begun: _Begun, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> Any:
         """Record an operation that has run, and return the result to continue with."""
         # Operations inside this one were not recorded, because torch disables the mode meanwhile.
-        index, written = begun.index, begun.written
+        index, written, signature = begun.index, begun.written, begun.signature
         if index in self.replaced:
             result = _with_first(result, self.replaced[index])
         if (kept := self._kept.get(self.passed.get(index, -1))) is not None:
             result = _passing(result, written, kept)
         for each in written:
             self._write(each, index)
-        changed = {_address(each) for each in written}
-        shared = changed | {_address(each) for each in begun.read}
+        shared = {_address(each) for each in (*written, *begun.read)}
         outputs = [self._number(each, (index,)) for each in written]
-        for each in [] if func.namespace in _COLLECTIVES else written:
+        for each in [] if signature.is_collective else written:
             # A part of a buffer may be written and then read only through the whole.
             self.read(each)
         for each in _tensors(result):
-            if _address(each) not in shared:
+            if (address := _address(each)) not in shared:
                 self._lives += 1
-                self._written[_address(each)] = _Writes(self._lives, 0, [index])
+                self._written[address] = _Writes(self._lives, 0, [index])
             outputs.append(self._number(each, (index,)))
         self.operations.append(
             Operation(
                 index,
-                begun.name,
+                signature.name,
                 begun.call,
                 begun.inputs,
                 tuple(dict.fromkeys(outputs)),
                 begun.stack,
-                _draws(func, args, given),
+                signature.may_draw and _draws(signature, args, given),
                 begun.backward_of,
                 begun.node is not None,
                 self.present_step(),
                 begun.arguments,
                 (*begun.shapes, *(tuple(each.shape) for each in [*_tensors(result)][:1])),
-                func.namespace in _COLLECTIVES | _FUNCTIONAL_COLLECTIVES and begun.name != "wait_tensor",
+                signature.has_later_result,
             )
         )
         return result
@@ -307,18 +379,22 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def read(self, tensor: torch.Tensor) -> int:
         """Return the number of this tensor's present value, and take its fingerprint."""
         number = self._number(tensor, None)
-        if number not in self.fingerprints and (self._only is None or number in self._only):
+        if number not in self.fingerprints:
             size = tensor.numel()
-            is_near = self.is_near or self._only is not None
-            left_out = size > LARGE and not is_near
-            if size > self._numbers or left_out:
-                self.over_budget.add(number)
+            is_near = self._is_near(number)
+            is_needed = is_near or (self.only is None and (self.reads_constants or self.values[number].sources))
+            if size > self._numbers or not is_needed or (size > LARGE and not is_near):
+                self.left_out.add(number)
             elif _is_plain(tensor):
                 self._numbers -= size
                 sorts = is_near and size <= min(LARGE, self._sorts)
                 self._sorts -= size if sorts else 0
                 self.fingerprints[number] = fingerprint(tensor, sorts=sorts)
+                self.left_out.discard(number)
         return number
+
+    def _is_near(self, number: int) -> bool:
+        return self.is_near if self.only is None else number in self.only
 
     def _keep(self, read: Sequence[torch.Tensor]) -> None:
         """Copy the values that are to be passed on, before an operation overwrites them."""
@@ -369,8 +445,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _of_same_numbers(self, tensor: torch.Tensor) -> set[int]:
         """The known values with the same numbers in another shape, as before heads were split."""
-        extent = _extent(tensor)
-        numbers = {number for number, own in self._memory(tensor).present.items() if own == extent}
+        extent = _layout(tensor).extent
+        numbers = {number for number, own in self._memory(tensor).present.items() if own.extent == extent}
         return {number for number in numbers if math.prod(self.values[number].shape) == tensor.numel()}
 
     def _write(self, tensor: torch.Tensor, index: int | None) -> None:
@@ -392,21 +468,25 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
         """The number of a tensor's present value. A view with the same numbers in one arrangement is the same value."""
         memory = self._memory(tensor)
-        plain, shape = _is_plain(tensor), tuple(tensor.shape)
-        layout = (tensor.storage_offset(), *tensor.stride()) if plain else ()
-        key = (memory.life, memory.writes, layout, shape, tensor.dtype, plain or type(tensor))
+        layout = _layout(tensor)
+        key = (memory.life, memory.writes, layout, tensor.dtype, None if layout.stride is not None else type(tensor))
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.values)
+            memory.present[number] = layout
             wrote = tuple(memory.writers) if sources is None else sources
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            is_parameter = not wrote and isinstance(tensor, torch.nn.Parameter)
-            path = None if wrote else path_of(tensor, sys._getframe(1))
-            memory.present[number] = _extent(tensor)
-            self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter, path=path))
+            self.values.append(TracedValue(number, layout.shape, DTYPE_NAMES[tensor.dtype], wrote))
         value = self.values[number]
-        if not value.is_parameter and isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value):
-            self.values[number] = replace(value, is_parameter=True, path=path_of(tensor, sys._getframe(1)))
+        if value.sources and not isinstance(tensor, torch.nn.Parameter):
+            return number
+        is_parameter = value.is_parameter or (isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value))
+        path, is_new = value.path, number not in self._named or is_parameter != value.is_parameter
+        if is_new and (is_parameter or not value.sources) and self._is_near(number):
+            # Its name is searched for among thousands of objects.
+            self._named.add(number)
+            path = path_of(tensor, sys._getframe(1))
+        if (path, is_parameter) != (value.path, value.is_parameter):
+            self.values[number] = replace(value, path=path, is_parameter=is_parameter)
         return number
 
     def _name_state(self, tensor: torch.Tensor, number: int) -> None:
@@ -428,21 +508,10 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return all(self._taps_from is None or index < self._taps_from for index in value.sources)
 
 
-def _arguments(schema: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The arguments of a schema, with the given values."""
-    for place, argument in enumerate(schema.arguments):
-        if place < len(args):
-            yield argument, args[place]
-        elif argument.name in given:
-            yield argument, given[argument.name]
-
-
-def _draws(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether an operation draws random numbers. Attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    values = {argument.name: value for argument, value in _arguments(func._schema, args, given)}
-    drops_out = any(argument.name == "dropout_p" for argument in func._schema.arguments)
+def _draws(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether an operation that may draw random numbers does. An attention that drops out nothing does not."""
+    values = {argument.name: value for argument, value in signature.given(args, given)}
+    drops_out = any(argument.name == "dropout_p" for argument in signature.arguments)
     return not drops_out or bool(values.get("dropout_p"))
 
 
@@ -458,12 +527,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The place of a tensor's first element in its memory, and the distance of the last one."""
-    if not _is_plain(tensor):
-        return ()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(tensor.storage_offset()), sum((size - 1) * stride for size, stride in steps)
+def _layout(tensor: torch.Tensor) -> _Layout:
+    shape = tuple(tensor.shape)
+    return _Layout(shape, int(tensor.storage_offset()), tensor.stride()) if _is_plain(tensor) else _Layout(shape)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -498,23 +564,22 @@ _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f1
 _MOST_NUMBERS = 6
 
 
-def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+def _in_words(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """An operation written as a call, with dtypes and shapes for tensors: ``mul(f32[2, 4], 0.1581)``.
 
     Also returns its arguments that are not tensors.
     """
     said = []
     plain = []
-    for argument, value in _arguments(func._schema, args, given):
-        if value is None or (argument.has_default_value() and _is_equal(value, argument.default_value)):
+    for argument, value in signature.given(args, given):
+        if value is None or any(_is_equal(value, each) for each in argument.default):
             continue
         shown = _value_in_words(value)
-        by_name = argument.kwarg_only or isinstance(value, (bool, str)) or argument.name in ("scale", "eps", "dim")
+        by_name = argument.is_by_name or isinstance(value, (bool, str)) or argument.name in ("scale", "eps", "dim")
         said.append(f"{argument.name}={shown}" if by_name and not isinstance(value, torch.Tensor) else shown)
         if next(_tensors(value), None) is None:
             plain.append(f"{argument.name}={shown}")
-    name = func._schema.name.rpartition("::")[2].removeprefix("_")
-    return f"{name}({', '.join(said)})", tuple(plain)
+    return f"{signature.name}({', '.join(said)})", tuple(plain)
 
 
 def _is_equal(value: Any, default: Any) -> bool:
@@ -523,7 +588,7 @@ def _is_equal(value: Any, default: Any) -> bool:
 
 def _value_in_words(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = DTYPE_NAMES[value.dtype]
         return f"{_SHORT.get(dtype, dtype)}{list(value.shape)}"
     if isinstance(value, float):
         return f"{value:.7g}"

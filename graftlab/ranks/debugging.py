@@ -53,6 +53,10 @@ class LastFailure:
 
     def forget(self) -> None:
         """Release the frames, and the tensors in them."""
+        if self._kept is not None:
+            # Python 3.13's pdb keeps its current frame in the globals of that frame's module.
+            for frame, _ in self._kept[1].stack:
+                frame.f_globals.pop("__pdb_convenience_variables", None)
         self._kept = None
 
     def ask(self, command: str) -> str:

@@ -19,7 +19,8 @@ from graftlab.diffs.results import NamedTensors, is_written, named_tensors, valu
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
-from graftlab.ranks.state_snapshot import StateSnapshot
+from graftlab.ranks.state_snapshot import StateSnapshot, tensors_by_path
+from graftlab.ranks.widening import WideTensors
 from graftlab.taps.calls import here, tap_handler
 from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import Watch, watch, weights_of
@@ -120,6 +121,8 @@ class HeldCall:
         self._shows_written = True
         self._left: dict[str, None] = {}
         self._snapshot = self._taken()
+        self._wide: WideTensors | None = None
+        self._narrow_snapshot = self._snapshot
 
     def _taken(self) -> StateSnapshot:
         return StateSnapshot([*self._models.values(), *self._state.values()])
@@ -255,13 +258,39 @@ class HeldCall:
             for name, weight in weights_of(model, prefix, _every, _none).items():
                 if handler is not None:
                     handler.tap(name, weight, None, {"kind": "param"})
-        self._snapshot = self._taken()
+        self._snapshot = self._narrow_snapshot = self._taken()
 
     def drop_backward(self) -> None:
         """Repeat only the forward pass again."""
         self._unwatch()
         self._has_backward = False
         self._watch()
+
+    def widen(self) -> str | None:
+        """Repeat the call from now on in float32 in the place of 16 bits; returns why, if that is not possible."""
+        self._restore()
+        reached = [tensor for _, tensor in tensors_by_path({**self._models, **self._state})]
+        weights = [weight for model in self._models.values() for weight in model.parameters()]
+        try:
+            self._wide = WideTensors([*reached, *weights])
+        except SessionError as error:
+            return str(error)
+        self._snapshot = self._taken()
+        try:
+            with handled_by(TapLister()):
+                self()
+        except Exception as error:
+            self.narrow()
+            return _in_a_line(error)
+        return None
+
+    def narrow(self) -> None:
+        """Repeat the call with its own numbers again."""
+        if self._wide is not None:
+            self._restore()
+            self._wide.narrow()
+            self._wide, self._snapshot = None, self._narrow_snapshot
+            self._restore()
 
     def _go_backward(self, results: Mapping[str, torch.Tensor]) -> None:
         """Run a backward pass from random gradients of the results, and tap the weights' final gradients.
@@ -294,6 +323,7 @@ class HeldCall:
         """Remove the taps, and restore the state from before the first replay."""
         self.is_released = True
         self._unwatch()
+        self.narrow()
         self._restore()
 
     def _unwatch(self) -> None:
@@ -455,6 +485,16 @@ def try_backward() -> str | None:
 def drop_backward() -> None:
     """Repeat only the forward pass again."""
     held_call().drop_backward()
+
+
+def widen_call() -> str | None:
+    """Repeat the held call in float32; see :meth:`HeldCall.widen`."""
+    return held_call().widen()
+
+
+def narrow_call() -> None:
+    """Repeat the held call with its own numbers again."""
+    held_call().narrow()
 
 
 def release_call() -> None:

@@ -62,10 +62,14 @@ def _eagerly() -> contextlib.AbstractContextManager[object]:
 
 def _lines_of_backward(request: TraceRequest) -> contextlib.AbstractContextManager[None]:
     """Let autograd keep the lines of each operation for its backward pass, if a gradient is wanted."""
-    if any(kind_of(each.tags) is not None for each in request.wanted):
+    if _has_gradient(request):
         lines: contextlib.AbstractContextManager[None] = torch.autograd.set_detect_anomaly(True, check_nan=False)
         return lines
     return contextlib.nullcontext()
+
+
+def _has_gradient(request: TraceRequest) -> bool:
+    return any(kind_of(each.tags) is not None for each in request.wanted)
 
 
 class SteppingGrafter(Protocol):
@@ -170,6 +174,8 @@ class _LineTracer:
     ) -> None:
         self.recorder = OperationRecorder(request.only)
         self.recorder.present_step = self._present_step
+        # Of what the forward pass reads, the backward pass of one side alone may read a part.
+        self.recorder.reads_constants = _has_gradient(request)
         self.recorder.is_near = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
         self._request = request

@@ -58,7 +58,7 @@ class StateSnapshot:
         """
         found: dict[str, torch.Tensor] = {}
         left: list[str] = []
-        for path, tensor in _tensors_by_path(roots):
+        for path, tensor in tensors_by_path(roots):
             local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
             before = self._kept.get(id(tensor))
             if before is not None and _same_bits(local, before):
@@ -163,7 +163,7 @@ class StateSnapshot:
         self._undo.append(undo)
 
 
-def _tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a snapshot of ``roots`` finds, each once, without parameters."""
     seen: set[int] = set()
 

@@ -229,15 +229,16 @@ class _Search:
     def _before(self, group: str, now: Mapping[str, Any], chain: Sequence[_Given]) -> ErrorOrigin | None:
         """The origin for a tap that agrees when all modules around it have the same inputs."""
         floor = now["floor"] or np.finfo(float).tiny
-        largest = [float((each.rows["added"] / floor).max()) for each in chain]
+        sizes = [_sizes(each.rows) / floor for each in chain]
+        largest = [float(each.max()) for each in sizes]
         over = [place for place, ratio in enumerate(largest) if ratio > self._threshold]
         # An ill-conditioned module amplifies a small difference.
         place = over[0] if over else int(np.nanargmax(largest)) if np.isfinite(largest).any() else None
         if place is None or not largest[place] > 0:
             return None
         given = chain[place]
-        is_wrong = given.rows["added"] / floor > min(self._threshold, 0.5 * largest[place])
-        wrong = given.rows[is_wrong].sort_values("added", ascending=False, kind="stable")
+        by_size = sizes[place].sort_values(ascending=False, kind="stable")
+        wrong = given.rows.loc[by_size.index[by_size > min(self._threshold, 0.5 * largest[place])]]
         around = chain[place + 1] if place + 1 < len(chain) else None
         return ErrorOrigin(
             group,
@@ -297,6 +298,11 @@ class _Search:
 
 
 _BEFORE = 5
+
+
+def _sizes(rows: pd.DataFrame) -> pd.Series[float]:
+    """What each row adds; infinite where only one side is finite, whatever the other numbers add."""
+    return rows["added"].astype(float).mask(np.isinf(rows["ratio"].astype(float)), math.inf)
 
 
 def _are_inputs(rows: pd.DataFrame) -> np.ndarray[Any, np.dtype[np.bool_]]:

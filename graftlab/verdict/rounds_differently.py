@@ -39,19 +39,25 @@ class RoundingGroups:
         """Whether the baseline's code at these groups brings the output at least halfway back."""
         return math.isnan(self.total) or self.restored <= self.total / 2
 
-    @property
-    def sentences(self) -> list[str]:
-        """A verdict's sentences on them."""
+    def sentences(self, in_float32: float | None = None) -> list[str]:
+        """What a verdict says of them; ``in_float32`` is its largest ratio in a run in float32 that names nothing."""
         if not self.groups:
             return []
         shown = first_of(self.groups, _MOST_SHOWN)
         several = len(self.groups) > 1
         verb, are, compute = ("round", "they are", "they compute") if several else ("rounds", "it is", "it computes")
-        said = [
+        found = (
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
-            f"of {' and '.join(self.dtypes)} taps always are. So {compute} in a different order or precision, or with "
-            "a mistake that is smaller than one rounding: a run in float32 shows the mistake, and not the others."
-        ]
+            f"of {' and '.join(self.dtypes)} taps always are."
+        )
+        if in_float32 is None:
+            why = (
+                f"So {compute} in a different order or precision, or with a mistake that is smaller than one rounding: "
+                "a run in float32 shows the mistake, and not the others."
+            )
+        else:
+            why = f"In float32 they agree, so {compute} in a different order or precision, and rounding is all of it."
+        said = [f"{found} {why}"]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
             said.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from functools import cached_property
 import pandas as pd
 
 from graftlab.base.tap_groups import is_data, kind_of
+from graftlab.base.text import first_of
 from graftlab.diffs.results import ResultDifference, compare_results, is_written, value_in_words
 from graftlab.diffs.rounding import roundoff
 from graftlab.plan.pairs import PairRule, outputs_move_rows
@@ -36,6 +38,9 @@ class ValueDifference:
             return "in which numbers are finite"
         times = "beyond rounding" if math.isinf(self.times) else f"{self.times:.2g} x what rounding adds up to"
         return f"by {self.rel_l2:.2g} ({times})"
+
+
+_OF_A_RESULT = re.compile(r"(.*\.)?output[.\[].*")
 
 
 # ---- floors ---------------------------------------------------------------------------------------------------------
@@ -197,16 +202,23 @@ class UnexplainedDifferences:
         said = [f"{what}, which the baseline does not repeat." for what in self.values_left]
         return said + [f"{what}." for what in (self.returned.left if self.returned else ())]
 
-    def after_last_tap(self) -> list[str]:
-        """A sentence if something is computed differently after the last tap."""
+    def after_last_tap(self, *, all_grafted: bool = True) -> list[str]:
+        """A sentence where something is computed differently after the last tap, or beside all of them.
+
+        Unless ``all_grafted``, a tap that has no baseline's value may be the reason.
+        """
         if not self._after_last_tap:
             return []
         worst = max(self._after_last_tap, key=_times)
         if self._last is None:
             return [f"{_capital(worst.what)} differs {worst.size}, and no tap was measured on both sides."]
+        if not all_grafted:
+            return [f"With the baseline's value at every tap that could be grafted, {worst.what} differs {worst.size}."]
+        # The parts of a result have taps, and nothing comes after them: a cache is written before.
+        where = "that no tap shows" if _OF_A_RESULT.fullmatch(self._last) else f"after the last tap, {self._last},"
         return [
-            f"Something after the last tap, {self._last}, is computed differently: with the baseline's value at every "
-            f"tap, {worst.what} still differs {worst.size}."
+            f"Something {where} is computed differently: with the baseline's value at every tap, {worst.what} still "
+            f"differs {worst.size}."
         ]
 
     def written(self) -> list[str]:
@@ -225,6 +237,25 @@ class UnexplainedDifferences:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         grafts = ", with the baseline's value at every tap" if worst.what in seen else ""
         return [f"{_capital(worst.what)}{more} differs {worst.size}{grafts}."]
+
+    def lost_gradients(self) -> list[str]:
+        """A sentence for each side on the weights of both sides whose gradients it alone computes."""
+        rows = self.compared
+        kinds = pd.Series([kind_of(tags) for tags in rows["tags"]], index=rows.index, dtype=object)
+        of_both = set(rows.loc[(kinds == "param") & rows["status"].isin(MEASURED), "name"])
+        alone = rows[
+            (kinds == "param_grad") & rows["status"].isin(("missing", "unmatched")) & rows["name"].isin(of_both)
+        ]
+        said = []
+        for side, other in (("baseline", "target"), ("target", "baseline")):
+            names = list(dict.fromkeys(alone.loc[alone["side"] == side, "name"]))
+            if names:
+                have, them = ("has a gradient", "it") if len(names) == 1 else ("have gradients", "them")
+                said.append(
+                    f"{first_of(names)} {have} on the {side} only: the {other}'s result does not depend on {them}, or "
+                    "its graph is cut (detach, no_grad, requires_grad=False)."
+                )
+        return said
 
     def turned(self) -> list[str]:
         """A sentence if returned whole numbers differ, and rounding alone would change some of them.

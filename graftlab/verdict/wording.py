@@ -80,7 +80,7 @@ class Findings:
     """Sentences on reasons why named groups may be innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
-    """The causes, by the group of the output at which they were measured."""
+    """By the title of the output at which they were measured: its group, or the name of a result of several parts."""
     hints: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     data: Sequence[str] = ()
@@ -99,12 +99,16 @@ class Findings:
     """Set for jobs, because a verdict cannot call them again."""
     unexplained: Sequence[str] = ()
     """Sentences on differences that no named group explains."""
+    not_grafted: Sequence[str] = ()
+    """A sentence on taps before named ones whose difference the grafts could not take out."""
     without_output: Sequence[str] = ()
     """A sentence if nothing is named and the output was not compared."""
     failed: Sequence[str] = ()
     """Sentences on stages of the verdict that failed."""
     rounding: RoundingGroups = field(default_factory=RoundingGroups)
     """The groups that round differently. They are among the named ones."""
+    in_float32: float | None = None
+    """The largest ratio of the same runs in float32, if that names nothing either; set for a call of 16 bits."""
     maps: Mapping[str, ShownMap] = field(default_factory=dict)
     """Where the tensors of a culprit differ, by group."""
     origins: ErrorOrigins | None = None
@@ -130,7 +134,8 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.inconclusive, *findings.unexplained, *findings.without_output, *findings.extra_calls]
+    before = [*findings.inconclusive, *findings.not_grafted, *findings.unexplained, *findings.without_output]
+    before += findings.extra_calls
     after = [*_hints(findings.hints), *findings.remarks]
     # If a group is named, a failed stage only leaves something out; if none is, that stage might have named one.
     (after if findings.named else before).extend(findings.failed)
@@ -200,7 +205,7 @@ def _conclusion(findings: Findings) -> list[str]:
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
     computed = _computed(findings)
     if not computed:
-        lines = [*findings.rounding.sentences, _nothing_named(findings)]
+        lines = [*findings.rounding.sentences(findings.in_float32), _nothing_named(findings)]
     else:
         lines = []
         sentences = _with_shared_origins(findings, _sentence_groups(frame, computed))
@@ -216,7 +221,7 @@ def _conclusion(findings: Findings) -> list[str]:
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
     if computed:
-        lines += findings.rounding.sentences
+        lines += findings.rounding.sentences()
     if findings.following:
         lines.append(_following(findings.following))
     for output, causes in findings.causes.items():
@@ -303,15 +308,14 @@ def _nothing_named(findings: Findings) -> str:
         f"{_number(findings)}"
     )
     if coarse:
+        if findings.in_float32 is not None:
+            measured += f"; in float32 {findings.in_float32:.2g} x"
         if findings.rounding.groups:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
-        return " ".join(
-            [
-                f"Nothing above {' and '.join(coarse)} rounding ({measured}); run the target in float32 for a closer "
-                "look.",
-                *_casts(frame),
-            ]
-        )
+        if findings.in_float32 is not None:
+            return f"Nothing above {' and '.join(coarse)} rounding, nor above float32's in float32 ({measured})."
+        look = "; run the target in float32 for a closer look" if top else ", and all are bit-equal"
+        return " ".join([f"Nothing above {' and '.join(coarse)} rounding ({measured}){look}.", *_casts(frame)])
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Nothing that was checked adds more than {most} ({measured})."
