@@ -43,7 +43,7 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
     """
     if baseline.shape != target.shape or baseline.numel() == 0 or not _is_real(baseline) or not _is_real(target):
         return None
-    x, y = baseline.detach().double(), target.detach().double()
+    x, y = baseline.double(), target.double()
     finite = x.isfinite() & y.isfinite()
     if not finite.all():
         count = int((~y.isfinite() & x.isfinite()).sum())
