@@ -229,7 +229,7 @@ class HeldUpdate:
     def _results(self) -> list[torch.Tensor]:
         self._base.restore()
         self._step()
-        shown = [_local(weight).detach().clone() for weight in self._weights().values()]
+        shown = [_local(weight).clone() for weight in self._weights().values()]
         self._base.restore()
         return shown
 
