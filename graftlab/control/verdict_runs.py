@@ -107,9 +107,7 @@ class TracedRun:
                 for ranks in zip(ours, theirs, strict=True)
             ]
 
-        return TracedRun(
-            self.rows, merged(self.baseline, earlier.baseline), merged(self.target, earlier.target)
-        )
+        return TracedRun(self.rows, merged(self.baseline, earlier.baseline), merged(self.target, earlier.target))
 
     @property
     def needed(self) -> frozenset[int]:
