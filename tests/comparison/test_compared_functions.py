@@ -137,6 +137,30 @@ def test_a_mistake_of_the_backward_pass_is_named() -> None:
         assert "Not checked: the loss and the optimizer's step" in comparison.text
 
 
+class Detached(nn.Module):
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text, self.detached = nn.Linear(4, 3), nn.Linear(4, 3), detached
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        text = self.text(x)
+        return self.image(x) @ (text.detach() if self.detached else text).mT
+
+
+def test_weights_without_a_gradient_on_one_side_are_not_cleared() -> None:
+    for first, second, side, other in ((False, True, "baseline", "target"), (True, False, "target", "baseline")):
+        found = gl.compare(lambda: Detached(first), lambda: Detached(second), torch.ones(2, 4), backward=True)  # noqa: B023
+        with found.session:
+            assert found.answer == "differ"
+            assert found.text.startswith(
+                f"text.bias, text.weight have gradients on the {side} only: the {other}'s result does not depend on "
+            )
+    same = gl.compare(lambda: Detached(True), lambda: Detached(True), torch.ones(2, 4), backward=True)
+    with same.session:
+        assert same.answer == "agree"
+
+
 def test_a_mistake_that_taps_switch_off_is_not_cleared() -> None:
     comparison = gl.compare(plain, fused, torch.randn(3, 4))
     with comparison.session:

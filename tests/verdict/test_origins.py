@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,12 @@ class Tap(NamedTuple):
     side: str = "target"
 
 
-def origins(*taps: Tap, of: Sequence[str] = ("attn.o",), calls: dict[str, ModuleCall] = CALLS) -> ErrorOrigins:
+def origins(
+    *taps: Tap,
+    of: Sequence[str] = ("attn.o",),
+    calls: dict[str, ModuleCall] = CALLS,
+    added: Mapping[str, float] = {},
+) -> ErrorOrigins:
     """The origins of taps that all differ in the verdict's first run."""
     rows, again, frame = [], [], []
     for order, tap in enumerate(taps):
@@ -42,7 +48,12 @@ def origins(*taps: Tap, of: Sequence[str] = ("attn.o",), calls: dict[str, Module
         place = {"rank": 0, "step": 0, "occurrence": tap.occurrence, "order": order, "tags": tags, "side": tap.side}
         rows.append({**names, **place, "status": "unmatched" if tap.ratio is None else "compared"})
         if tap.ratio is not None:
-            measured = {"added": tap.ratio * FLOOR, "floor": FLOOR, "ratio": tap.ratio, "group": tap.name}
+            measured = {
+                "added": added.get(tap.name, tap.ratio * FLOOR),
+                "floor": FLOOR,
+                "ratio": tap.ratio,
+                "group": tap.name,
+            }
             again.append({"name": tap.name, "target_name": tap.name, **place, **measured})
             if tap.argument is None:
                 frame.append({**again[-1], "ratio": 10.0 - tap.occurrence})
@@ -136,6 +147,12 @@ def test_of_small_differences_the_largest_counts() -> None:
     inputs = (given("attn", 0.2), given("attn.o", 1.5), given("attn.o", 1.2, "mask"), given("attn.o", 0.3, "bias"))
     (origin,) = origins(*inputs, Tap("attn.o", 0.5)).found
     assert (origin.given_to, origin.arguments) == ("attn.o", ("first", "mask"))
+
+
+def test_an_input_that_is_not_finite_on_one_side_is_wrong_whatever_else_agrees() -> None:
+    # Statistics leave out what is not finite, so nothing is added by the numbers that remain.
+    (origin,) = origins(Tap("q", 0.5), given("attn.o", math.inf), Tap("attn.o", 0.0), added={"attn.o.in": 0.0}).found
+    assert (origin.is_itself, origin.given_to, origin.arguments) == (False, "attn.o", ("first",))
 
 
 def test_a_tap_with_both_kinds_of_calls_counts_as_wrong_by_its_worst_such_call() -> None:

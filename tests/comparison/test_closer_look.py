@@ -1,0 +1,137 @@
+"""A call of 16 bits that agrees is repeated in float32, where rounding hides less."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import graftlab as gl
+from graftlab.__main__ import main
+from graftlab.comparison.held_calls import _unequal_numbers
+from graftlab.ranks.held_call import HeldCall, WatchChoice
+
+X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(5))
+
+
+class Block(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.norm, self.scale = way, nn.LayerNorm(32), torch.ones(32)
+        self.qkv, self.out, self.up, self.down = (
+            nn.Linear(32, 96),
+            nn.Linear(32, 32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        if self.way == "fused":
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = (q @ k.mT / 8**0.5).float().softmax(-1).to(v.dtype) @ v
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        approximate = "tanh" if self.way == "tanh" else "none"
+        return x + self.down(F.gelu(self.up(x), approximate=approximate)) * self.scale.to(x.dtype)
+
+
+def model(way: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(way), Block(way)).to(dtype).eval()
+
+
+def compared(way: str, dtype: torch.dtype) -> tuple[str, str]:
+    comparison = gl.compare(partial(model, "", dtype), partial(model, way, dtype), X.to(dtype))
+    with comparison.session:
+        return comparison.answer, comparison.text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_order_of_roundings_is_no_difference(dtype: torch.dtype) -> None:
+    answer, text = compared("fused", dtype)
+    assert answer == "agree"
+    assert "differ:" not in text
+    assert "run the target in float32" not in text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mistake_below_one_rounding_is_found_in_float32(dtype: torch.dtype) -> None:
+    answer, text = compared("tanh", dtype)
+    name = str(dtype).removeprefix("torch.")
+    assert answer == "differ"
+    assert text.startswith(f"In {name} the calls agree to rounding. In float32, from the same numbers, they differ:\n")
+    assert "gelu(f32[2, 6, 64], approximate='tanh')" in text
+
+
+@pytest.mark.ranks
+def test_equal_calls_are_not_repeated_in_float32() -> None:
+    answer, text = compared("", torch.bfloat16)
+    assert answer == "agree"
+    assert text.startswith("Nothing above bfloat16 rounding (")
+    assert "and all are bit-equal." in text
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ways", "code", "says"), [("fused", 0, "4 calls of Model agree."), ("fused wrong", 1, "1.01")]
+)
+def test_caches_that_differ_by_rounding_are_equal_in_float32(
+    ways: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).with_name("scripts") / "cached.py"
+    assert main(["compare", str(script), f"{script} {ways}", "--folder", str(tmp_path)]) == code
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert "@input" not in printed
+
+
+def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
+    same, other = torch.ones(2), torch.zeros(2)
+    assert _unequal_numbers({"x": same, "y": same}, {"x": same.clone(), "y": other}, False) == {"y": same}
+    assert _unequal_numbers({"x": same}, {"renamed": same.clone()}, False) == {}
+    assert _unequal_numbers({"x": same}, {"cache": other}, False) is None
+    assert _unequal_numbers({"x": same}, {"cache": other}, True) == {}
+    assert _unequal_numbers({"x": same}, {"x": other[:1]}, False) is None
+    assert _unequal_numbers(None, {}, True) is None
+    x, y = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    held = HeldCall(lambda: x + y, {}, {"x": x, "y": y}, WatchChoice())
+    assert held.widen({"y": torch.full((2,), 3.0)}) is None
+    assert held()[""].tolist() == [4.0, 4.0]
+    held.narrow()
+    assert held()[""].tolist() == [2.0, 2.0]
+
+
+def test_a_widened_call_has_its_own_numbers_again_afterwards() -> None:
+    block, x = Block("").bfloat16(), X.bfloat16()
+    before = {name: each.clone() for name, each in block.state_dict().items()}
+    held = HeldCall(lambda: block(x), {"": block}, {"x": x}, WatchChoice())
+    first = held()[""]
+    assert held.widen({}) is None
+    assert held()[""].dtype == torch.float32
+    assert 0 < (held()[""] - first.float()).abs().max() < 0.1
+    held.narrow()
+    assert torch.equal(held()[""], first)
+    assert {x.dtype, *(each.dtype for each in block.state_dict().values())} == {torch.bfloat16}
+    assert all(torch.equal(each, before[name]) for name, each in block.state_dict().items())
+
+
+def test_a_call_that_cannot_run_in_float32_says_why_and_stays_as_it_is() -> None:
+    weight = torch.ones(32, 4, dtype=torch.bfloat16)
+    x = X.bfloat16()
+    held = HeldCall(lambda: x @ weight, {}, {"x": x}, WatchChoice())
+    assert "dtype" in str(held.widen({}))
+    assert held()[""].dtype == torch.bfloat16
+    views = x.chunk(2)
+    assert (
+        HeldCall(lambda: x, {}, {"x": views}, WatchChoice()).widen({})
+        == "some tensors are sharded, sparse or views of others"
+    )
+    assert HeldCall(lambda: X, {}, {"x": X}, WatchChoice()).widen({}) == "no tensor of 16 bits was found"
