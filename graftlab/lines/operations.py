@@ -33,6 +33,8 @@ _SEARCHES_OF_ONE = 2
 # What these write to, they do not read.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 # A collective's schema does not say what it writes to. It may still be under way when it returns.
+_FROM_DATA = frozenset({"lift_fresh", "lift_fresh_copy"})
+"""What ``torch.tensor`` calls with the tensor that it has made of Python's numbers."""
 _COLLECTIVES = frozenset({"c10d"})
 _FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional"})
 # In training these write to the running statistics, which their schemas do not say.
@@ -251,6 +253,10 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written += found
             if not (changes and (argument.kwarg_only or name in _OVERWRITING)):
                 read += found
+        if name in _FROM_DATA:
+            # Made without an operation, perhaps where a tensor was that no longer exists.
+            for each in read:
+                self._begin_life(each, [])
         numbers = [self.read(each) for each in read]
         inputs = tuple(dict.fromkeys(numbers))
         for each, number in zip(read, numbers, strict=True):
@@ -281,8 +287,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.read(each)
         for each in _tensors(result):
             if _address(each) not in shared:
-                self._lives += 1
-                self._written[_address(each)] = _Writes(self._lives, 0, [index])
+                self._begin_life(each, [index])
             outputs.append(self._number(each, (index,)))
         self.operations.append(
             Operation(
@@ -382,10 +387,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _memory(self, tensor: torch.Tensor) -> _Writes:
         address = _address(tensor)
-        memory = self._written.get(address)
-        if memory is None:
-            self._lives += 1
-            memory = self._written[address] = _Writes(self._lives)
+        return self._written.get(address) or self._begin_life(tensor, [])
+
+    def _begin_life(self, tensor: torch.Tensor, writers: list[int]) -> _Writes:
+        """Note that this tensor's memory is new, whatever was at its address before."""
+        self._lives += 1
+        memory = self._written[_address(tensor)] = _Writes(self._lives, 0, writers)
         return memory
 
     def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
