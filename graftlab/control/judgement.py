@@ -1,4 +1,4 @@
-"""One verdict in progress: its runs, and the conclusions from them, stage by stage.
+"""One verdict in progress: makes its runs and draws the conclusions, stage by stage.
 
 After the first run a failure does not lose the results: a failed stage is reported in a sentence, and the stages that
 do not depend on it proceed.
@@ -87,7 +87,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-# Of all named groups together: with and without their code, the inputs of their modules, and lines of source.
+# Runs for all named groups together: with and without their code, the inputs of their modules, and lines of source.
 _RUNS_OF_NAMED = 4
 
 
@@ -108,7 +108,7 @@ class Evidence:
     selves: Sequence[SelfGraft]
     floors: MeasuredFloors
     lonely: str | None
-    """A filter for the taps of one side alone, which a swap must not wait for."""
+    """A filter for the taps that only one side has. A swap must not wait for them."""
     settings: SettingsDifference
 
     @property
@@ -124,7 +124,7 @@ class Naming:
     frame: pd.DataFrame
     named: list[str]
     following: list[str]
-    """Groups of gradients that differ because named values do."""
+    """Groups of gradients that differ because named values differ."""
     scaled: Sequence[str]
     """Groups of gradients that differ by a factor that is taken back later."""
     accumulated: AccumulatedFloors
@@ -145,7 +145,7 @@ class Naming:
 
     @property
     def clears(self) -> bool:
-        """Whether no computation is named although one could be. Differing inputs are not a computation."""
+        """Whether no computation is named although one could be. Differing inputs do not count as one."""
         return not (self.not_repeated or any(group not in self.inputs for group in self.named))
 
 
@@ -190,15 +190,15 @@ class Judgement:
                 return self._without_conclusion(naming, mended)
         masked = self._unmask(evidence, naming)
         if naming.clears or self._explains(naming):
-            # Before nothing is named, the target runs often enough to show whether it differs from itself.
+            # Before the verdict names nothing, the target runs often enough to show whether it differs from itself.
             naming.target_not_repeated = self._attempt(
                 "the target against itself", self._runs.target_against_itself, []
             )
-            # A value that the baseline does not repeat either, such as a time, says nothing about the target.
+            # A value that also varies on the baseline, such as a time, says nothing about the target.
             left = evidence.floors.returned_not_repeated
             naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
         if self._explains(naming):
-            # Each group alone and all together, where their errors arise, and hints.
+            # Runs for each group alone, for all together, for the place of their errors, and for hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
         unexplained, without_output, written = self._unexplained(evidence, naming)
         if naming.clears and not naming.target_not_repeated:
@@ -209,7 +209,7 @@ class Judgement:
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
         causes, remarks = self._causes(evidence, naming, swaps)
-        # Inputs are grafted with everything else, so their effect is known where swaps were possible.
+        # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
         if not (causes and all(each.restored <= each.limit for each in causes.values())):
             naming.data += naming.maybe_explained
         rounding = self._rounds_differently(evidence, naming, swaps)
@@ -227,7 +227,7 @@ class Judgement:
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
         if self._can_trace(evidence, naming):
-            # What cancels, or rounds differently, is not a mistake.
+            # Groups that cancel or round differently are not mistakes.
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)
@@ -255,7 +255,7 @@ class Judgement:
                 remarks=remarks,
                 data=naming.data,
                 inputs=naming.inputs,
-                # Jobs are not known to have begun with equal weights, so theirs come first.
+                # Jobs may have begun with different weights, so their weights are reported first.
                 weights=weights if of_functions else {},
                 weights_lent=bool(self._weights),
                 following=naming.following,
@@ -278,7 +278,7 @@ class Judgement:
         )
 
     def _without_conclusion(self, naming: Naming, sentence: str) -> Verdict:
-        """The verdict where grafts are mistakes: of pairs that no longer hold, or of other steps."""
+        """The verdict where grafts would be wrong: the pairs no longer hold, or the sides are in different steps."""
         frame = labelled(naming.frame, naming.named, naming.following, {}, self._threshold, naming.scaled)
         frame["label"] = "unmeasured"
         ranks = self.session.options.target
@@ -292,7 +292,7 @@ class Judgement:
         try:
             return stage()
         except Exception as error:
-            # An error of another kind is a defect of graftlab: its traceback is needed to report it.
+            # Any other error is a defect of graftlab, and a report of it needs the traceback.
             level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
             _log.log(level, "verdict: %s failed", what, exc_info=True)
             self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
@@ -305,7 +305,7 @@ class Judgement:
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
 
     def _measured_without_partial_sums(self) -> tuple[Evidence, dict[str, list[str]]]:
-        """What the runs measured without taps that are partial sums on the ranks; and those taps, by group."""
+        """The measurements without taps that hold partial sums on each rank; and those taps, by group."""
         evidence = self._measure()
         sums: dict[str, list[str]] = {}
         if self._runs.shows_module_inputs and not self._failed:
@@ -423,7 +423,7 @@ class Judgement:
         )
 
     def _unmask(self, evidence: Evidence, naming: Naming) -> list[str]:
-        """Where something differs and nothing is named, judge masked taps by their other values; returns a remark."""
+        """If something differs and nothing is named, judge masked taps by their other values. Returns a remark."""
         if not naming.clears or not naming.differing:
             return []
         unchanged: tuple[pd.DataFrame, list[str]] = naming.frame, []
@@ -442,10 +442,7 @@ class Judgement:
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 
     def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str], list[str]]:
-        """Sentences on differences that nothing explains, on an output that was not compared, and on state.
-
-        The last are of state that the calls write, beside named groups.
-        """
+        """Sentences on unexplained differences, an output that was not compared, and state that the calls write."""
         if naming.not_repeated:
             return [], [], []
         differences = UnexplainedDifferences(
@@ -465,7 +462,7 @@ class Judgement:
             said += written
             found = differences.no_tap_explains()
             if naming.data_differs:
-                # Data come first, and the difference is still stated.
+                # The data are stated first, the difference after them.
                 naming.maybe_explained = [f"{line} What is listed above may explain it." for line in found]
                 found = []
             said += found
@@ -510,7 +507,7 @@ class Judgement:
         return naming.job_remarks is None or not naming.target_not_repeated
 
     def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
-        """Whether the operations of both sides correspond: in one step of jobs, or in calls that repeat themselves."""
+        """Whether both sides' operations correspond: in one step of jobs, or in calls with equal results each time."""
         of_functions = naming.job_remarks is None
         return self._explains(naming) and not (of_functions and naming.not_repeated)
 
@@ -547,7 +544,7 @@ class Judgement:
         return causes, effects_not_measured(named, causes, swaps, evidence.outputs) + _outputs_themselves(alone)
 
     def _without_dependents(self, causes: Mapping[str, Causes], outputs: Collection[str]) -> list[str]:
-        """The minor groups of values that nothing else depends on: they are outputs themselves."""
+        """The minor groups of values that nothing else depends on. They are outputs themselves."""
         labels = (item for each in causes.values() for item in each.labels.items())
         minor = [g for g, label in labels if label == "minor" and not (kind_of_group(g) or g in outputs)]
         if not minor:
@@ -559,7 +556,7 @@ class Judgement:
         found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
         swappable = self._runs.request.explain and self._can_swap(evidence, naming)
-        if not found.groups or naming.named or output is None or not swappable:
+        if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):
             return found
         measured = self._attempt(
             "the swap of what rounds differently", lambda: swaps.with_and_without(found.groups, output), None
@@ -567,12 +564,12 @@ class Judgement:
         if measured is None:
             return found
         found = found.with_effect(output.name, *measured)
-        # Sums over ranks round differently in any tensor parallel target, and explain little.
+        # In any tensor parallel target sums over ranks round differently, which explains little.
         return found if found.explains_output else RoundingGroups()
 
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
-    """The step, and the order in it, at which the group first adds more than rounding."""
+    """The step, and the position in it, at which the group first adds more than rounding."""
     over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
     return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
 
@@ -584,7 +581,7 @@ def _by_size(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
 
 
 def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, limit: float) -> list[int]:
-    """The steps in which the output differs without grafts, before the last time that the model computed it."""
+    """The steps, before the last one, in which the output differs without grafts."""
     # The group may contain other layers.
     is_output = (frame["name"] == output.name) & frame["tags"].map(lambda tags: _is_same_layer(tags, output.tags))
     floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
@@ -597,7 +594,7 @@ def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, 
 
 
 def _is_same_layer(tags: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether two calls of a tap are of one layer; of requests, tokens and other loops they may be different ones."""
+    """Whether two calls of a tap belong to one layer, even if to different requests, tokens or other iterations."""
     return all(tags.get(tag) == others.get(tag) for tag in ("layer", "kind"))
 
 

@@ -36,10 +36,11 @@ from graftlab.verdict.causes import (
 
 @dataclass(frozen=True)
 class OutputTap:
-    """The tap at which effects are measured, with the tags that both sides give it. ``place`` is its step, from the
-    run's first, and its order in it.
-    ``whole`` is the name of a result of several parts of which this is the main one; blank for a value that is whole.
-    ``parts`` are the others at which effects are measured too.
+    """The tap at which effects are measured, with the tags of both sides.
+
+    ``place`` is its step, counted from the run's first, and its position in that step. ``whole`` is the name of the
+    result of several parts of which this is the main one; blank for a value without parts. ``parts`` are the others at
+    which effects are measured too.
     """
 
     name: str
@@ -62,11 +63,11 @@ class OutputTap:
 
     @property
     def title(self) -> str:
-        """What it is called in a sentence: the whole result where several parts are measured."""
+        """Its name in a sentence: the whole result's if several parts are measured."""
         return self.whole if self.parts else self.group
 
     def is_beside(self, group: str) -> bool:
-        """Whether a group is of parts of the same result at which no effects are measured."""
+        """Whether a group consists of other parts of the same result, at which no effects are measured."""
         return (
             bool(self.whole)
             and group.startswith((f"{self.whole}[", f"{self.whole}."))
@@ -77,7 +78,7 @@ class OutputTap:
 def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str] = ()) -> list[OutputTap]:
     """The last value and the last gradient among the measured rows of one run; ``name`` chooses the value's tap.
 
-    ``returned`` are the paths of what the functions return.
+    ``returned`` has the paths of the functions' returned values.
 
     Raises :class:`SessionError` where no tap of that name was measured.
     """
@@ -94,7 +95,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str]
                     f"are {known}"
                 )
         elif len(chosen):
-            # A token hides the logits that it was chosen by: most mistakes in them leave it.
+            # A token hides the logits that chose it: most mistakes in the logits do not change it.
             rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
             chosen = rounded if len(rounded) else chosen
         if len(chosen):
@@ -117,20 +118,20 @@ def _output_tap(row: Mapping[str, Any], zero: int, whole: str) -> OutputTap:
 _MOST_PARTS = 8
 _DIRECT = re.compile(r"\.\w+|\[[^\[\]]*\]")
 _OF_A_CACHE = re.compile(r"((?:.*\.)?output)\..*\[.*")
-"""A part of a part of the model's output, as of a cache beside ``output.logits``."""
+"""A nested part of the model's output, such as a cache beside ``output.logits``."""
 _OF_A_RESULT = re.compile(r"((?:.*\.)?output)([.\[].*)")
 
 
 def _as_in_taps(path: str) -> str:
-    """A path in what a function returns as the names of taps have it: ``['scores']`` is ``.scores``."""
+    """A path in a function's result in the form of taps' names: ``['scores']`` is ``.scores``."""
     return re.sub(r"\['(\w+)'\]", r".\1", path)
 
 
 def _last_result(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> tuple[list[dict[str, Any]], str]:
     """The last tap of these rows in execution order, or the parts of the last result, and the result's name.
 
-    Models return what they are called for first, and caches after it. A module may be called ``output``, so parts of
-    a result without a number are known by what the functions return.
+    Models return the main result first, and caches after it. A module may be called ``output``, so parts of a result
+    without a number are known by what the functions return.
     """
     last = rows[-1]
     name = str(last["name"])
@@ -149,8 +150,9 @@ def _last_result(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> t
 
 
 class Swaps:
-    """Measures what groups do to an output. ``rows`` are those measured with every tap grafted, ``lonely`` a filter for
-    the taps that one side alone has.
+    """Measures the effect of groups on an output.
+
+    ``rows`` are those measured with every tap grafted, ``lonely`` is a filter for the taps that only one side has.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class Swaps:
         self.not_swapped: dict[str, None] = {}
         """The taps at which each side waited for the other."""
         self.unlike_ranks: dict[str, None] = {}
-        """The taps at which the target's ranks have different values, so that no single value is the output."""
+        """The taps at which the target's ranks have different values, so that none of them is the output."""
 
     def causes(
         self,
@@ -182,7 +184,7 @@ class Swaps:
         *,
         by_size: Sequence[str] = (),
     ) -> Causes:
-        """Find what each of the groups does to the output. All ``settled`` groups have the baseline's code."""
+        """Find the effect of each group on the output. All ``settled`` groups have the baseline's code."""
         measured = [each for each in output.all if each is output or self.can_measure(groups, each)]
         floors = [self._floors.of_output(each.group).at_least(roundoff(each.dtype)) for each in measured]
         distances_with = self._distances(groups, settled, measured)
@@ -239,7 +241,7 @@ class Swaps:
         return distances_with
 
     def can_measure(self, groups: Sequence[str], output: OutputTap) -> bool:
-        """Whether the effect of these groups on the output shows: not if they contain earlier calls of its own tap."""
+        """Whether these groups' effect on the output shows: not if they contain earlier calls of the output's tap."""
         if output.group not in groups:
             return True
         rows = zip(self._rows["name"], self._rows["tags"], self._rows["rank"], self._rows["step"], strict=True)
@@ -257,7 +259,7 @@ class Swaps:
         return not (self._runs.before.pairs or self._runs.before.rename)
 
     def _filter_at(self, output: OutputTap) -> str:
-        """A filter for the output's tap alone where that is possible, otherwise for its group."""
+        """A filter for only the output's tap, if possible, otherwise for its group."""
         if not self._is_exact:
             group = filter_of(sorted(self._names[output.group], key=str))
             assert group is not None
@@ -268,7 +270,7 @@ class Swaps:
         return " and ".join(parts + [f"{tag} == {value!r}" for tag, value in tags.items()])
 
     def _kept_name(self, output: OutputTap) -> str:
-        """The name under which the output's newest pair is kept: that of the pair, where its tap is in several."""
+        """The name under which the output's newest pair is kept: the pair's, where its tap is in several."""
         names = next(
             (
                 names
@@ -285,7 +287,7 @@ class Swaps:
         return output.name if output.name in names else names[-1]
 
     def _names_by_group(self) -> dict[str, set[TapName]]:
-        """The names of each group's taps on either side, as filters know them."""
+        """The names of each group's taps on either side, as filters see them."""
         names: dict[str, set[TapName]] = {}
         for name, tags in zip(self._rows["name"], self._rows["tags"], strict=True):
             names.setdefault(group_of(name, tags), set()).add((name, kind_of(tags)))
@@ -316,5 +318,5 @@ class Swaps:
 
 
 def _computed_after(group: str) -> tuple[str, ...]:
-    """The kinds of taps that a step reaches when it has computed values, or gradients, like those of this group."""
+    """The kinds of taps that a step reaches after the values, or gradients, of this group."""
     return tuple(kind for kind in KINDS if place_in_blame(f"@{kind}") > place_in_blame(group))

@@ -1,4 +1,4 @@
-"""Record the torch operations of a call: what each read and wrote, its scalar arguments and its line of source."""
+"""Records a call's torch operations: the values that each read and wrote, its scalar arguments, its line of source."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from graftlab.taps.untraced import outside_compiled_code
 
 MOST_OPERATIONS = 50_000
 SORT_BUDGET = 1 << 24
-"""The elements that one recording sorts for fingerprints: about a second of one processor core."""
+"""The most elements that one recording sorts for fingerprints, about a second of one processor core."""
 LARGE = 1 << 16
-"""A tensor of more elements is large: its values are not sorted, which takes thirty times as long as their sums."""
+"""A tensor with more elements is large: its values are not sorted, which takes thirty times as long as their sums."""
 NUMBER_BUDGET = 1 << 29
-"""The elements that one recording reads for fingerprints at all."""
+"""The most elements that one recording reads for fingerprints."""
 
-# A search for the name of what was written in place takes about a millisecond.
+# The search for the name of a tensor written in place takes about a millisecond.
 _MOST_SEARCHES = 200
 _SEARCHES_OF_ONE = 2
 
-# What these write to, they do not read.
+# These do not read the tensors that they write to.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
-# A collective's schema does not say what it writes to. It may still be under way when it returns.
+_FROM_DATA = frozenset({"lift_fresh", "lift_fresh_copy"})
+"""What ``torch.tensor`` calls with the tensor that it has made of Python's numbers."""
+# A collective's schema does not show what it writes to. It may still be in progress when it returns.
 _COLLECTIVES = frozenset({"c10d"})
 _FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional"})
-# In training these write to the running statistics, which their schemas do not say.
+# In training these write to running statistics, which their schemas do not show.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS = ("running_mean", "running_var")
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "transpose", "t", "permute", "select", "slice", "expand"})
@@ -44,14 +46,14 @@ LAYOUT_OPERATIONS = _VIEWS | frozenset(
     {"unsqueeze", "squeeze", "split", "chunk", "unbind", "detach", "alias", "clone", "contiguous", "split_with_sizes"}
     | {"as_strided", "lift_fresh", "unfold", "diagonal", "numpy_T", "_reshape_alias", "view_as_real", "view_as_complex"}
 )
-"""Operations that only arrange numbers."""
+"""Operations that only rearrange numbers."""
 
 
 @dataclass(frozen=True)
 class TracedValue:
     """A tensor at one moment of a recording.
 
-    ``sources`` are the operations that wrote it; none for what a tap set (``tap``), and for what existed before.
+    ``sources`` are the operations that wrote it; empty if a tap set it (``tap``), or it existed before.
     """
 
     number: int
@@ -61,8 +63,9 @@ class TracedValue:
     tap: str | None = None
     is_parameter: bool = False
     path: str | None = None
-    """The attribute or variable under which the code that reads it has it, for a tensor that existed before; for one
-    that operations wrote to in place, the attribute or key alone."""
+    """The attribute or variable through which code reads a tensor that existed before; for one written in place, only
+    an attribute or key.
+    """
 
 
 @dataclass(frozen=True)
@@ -80,19 +83,19 @@ class Operation:
     is_random: bool = False
     """Whether the result depends on the state of a random generator."""
     backward_of: tuple[SourceFrame, ...] = ()
-    """For an operation of the backward pass: the lines of the forward operation that it belongs to."""
+    """For an operation of the backward pass: the lines of its forward operation."""
     is_of_backward: bool = False
     step: int = 0
-    """The step of the recording in which it ran, from its first."""
+    """The step in which it ran, counted from the recording's first."""
     arguments: tuple[str, ...] = ()
-    """In words, those that are not tensors and do not have their usual value."""
+    """Arguments in words: those that are not tensors and not at their defaults."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Those of the tensors that it reads, and last that of its first result."""
+    """The shapes of the tensors that it reads, and last that of its first result."""
     is_collective: bool = False
 
     @property
     def only_arranges(self) -> bool:
-        """Whether the operation changes no number."""
+        """Whether the operation leaves all numbers unchanged."""
         return self.name in LAYOUT_OPERATIONS
 
     def frames(self) -> list[SourceFrame]:
@@ -100,7 +103,7 @@ class Operation:
         shown = model_entry(self.stack)
         own = [each.read() for each in ([] if shown is None else [shown, *(e for e in self.stack if e is not shown)])]
         if own and shown is not self.stack[0]:
-            # What called it does not follow it.
+            # The line to show comes first, and its callers do not follow it.
             own[0] = replace(own[0], instruction=-1)
         return [*self.backward_of, *own] if self.backward_of and not _has_own_backward(own) else own
 
@@ -119,7 +122,7 @@ class _Layout(NamedTuple):
 
     @property
     def extent(self) -> tuple[int, int] | None:
-        """The first element of a tensor in its memory, and how far the last one is from it."""
+        """The place of a tensor's first element in its memory, and the distance of the last one."""
         if self.stride is None:
             return None
         steps = zip(self.shape, self.stride, strict=True)
@@ -128,7 +131,7 @@ class _Layout(NamedTuple):
 
 @dataclass
 class _Writes:
-    """What is known of one storage: its life (addresses are used again), and the operations that wrote to it."""
+    """The state of one storage: its life, because addresses are reused, and the operations that wrote to it."""
 
     life: int
     writes: int = 0
@@ -191,13 +194,13 @@ def _signature(func: Any) -> _Signature:
 
 
 def modes_in_force() -> list[TorchDispatchMode]:
-    """Return the modes to which this thread's operations go, the innermost last."""
+    """Return this thread's active modes, the innermost last."""
     return list(_get_current_dispatch_mode_stack())
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """What is noted of an operation before it runs."""
+    """Notes on an operation, made before it runs."""
 
     signature: _Signature
     read: Sequence[torch.Tensor]
@@ -215,13 +218,13 @@ class _Begun:
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of this thread while it is entered and not paused.
 
-    Only fingerprints are kept, of each tensor that is read, so memory does not grow with their size. ``only`` limits
-    fingerprints to these values, by number, and words and lines to operations that read no others; while ``is_near`` is
-    False, fingerprints of large tensors are not taken, and others without quantiles, which take most of the time. While ``is_open`` is False, operations pass unrecorded.
-    ``replaced`` are functions by the index of an operation: each receives the
-    operation's first result, and returns the one to continue with. ``passed`` are the numbers of values, by the index
-    of an operation whose first result each replaces; ``fed`` the number of a value that an operation reads, by its
-    index, with a function that receives the value and returns the one to read.
+    Of each tensor that is read only the fingerprint is kept, so memory does not grow with the tensors' size. ``only``
+    limits fingerprints to these values, by number, and words and lines to operations that read no others. While
+    ``is_near`` is False, large tensors get no fingerprints, and the others ones without quantiles, which take most of
+    the time. While ``is_open`` is False, nothing is recorded. ``replaced`` has functions by the index of an operation:
+    each receives the operation's first result, and returns the one to continue with. ``passed`` has numbers of values,
+    by the index of the operation whose first result each replaces. ``fed`` has, by the index of an operation, the
+    number of a value that it reads, and a function that receives the value and returns the one to read.
 
     >>> from graftlab.lines.operations import OperationRecorder
     >>> with OperationRecorder() as recorder:
@@ -239,15 +242,15 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The values without a fingerprint: over the budget, far from what is wanted, or not in ``only``."""
         self.is_open = True
         self.present_step: Callable[[], int] = int
-        """Returns the step that the code has reached, from the first."""
+        """Returns the code's present step, counted from the first."""
         self.is_near = True
-        """Whether the code is near a value that is wanted."""
+        """Whether the code is near a wanted value."""
         self.reads_constants = True
         """Whether fingerprints are taken, far from what is wanted, of what no operation computed."""
         self.is_cut_short = False
-        """Whether there were too many operations to record them all."""
+        """Whether there were too many operations to record all."""
         self.fails_silently = False
-        """Whether an exception of the recorder itself ends the recording, and not the code that is recorded."""
+        """Whether an exception of the recorder ends only the recording, not the recorded code."""
         self.failure: Exception | None = None
         self.replaced: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.passed: dict[int, int] = {}
@@ -276,7 +279,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Or torch imports its compiler, which takes seconds, to keep it from compiling the next method.
+        # Otherwise torch imports its compiler, which takes seconds, just to keep it from compiling the next method.
         return False
 
     @outside_compiled_code
@@ -310,7 +313,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure, self.is_open = error, False
 
     def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Begun:
-        """Note what an operation reads, before it may overwrite that."""
+        """Note the values that an operation reads, before it may overwrite them."""
         signature = _signature(func)
         read, written = [], []
         for argument, value in signature.given(args, given):
@@ -319,6 +322,10 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written += found
             if not (argument.is_written and (argument.is_by_name or signature.name in _OVERWRITING)):
                 read += found
+        if signature.name in _FROM_DATA:
+            # Made without an operation, perhaps where a tensor was that no longer exists.
+            for each in read:
+                self._begin_life(each, [])
         numbers = [self.read(each) for each in read]
         inputs = tuple(dict.fromkeys(numbers))
         for each, number in zip(read, numbers, strict=True):
@@ -328,7 +335,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.only is not None and not self.only.issuperset(inputs):
             # An operation that leads to a wanted value reads wanted values alone.
             return _Begun(signature, read, written, inputs, index, node)
-        # Without this method and the one that the operation calls.
+        # Without the frames of this method and of the method that the operation calls.
         stack = tuple(stack_entries(sys._getframe(2), self._entries))
         shapes = [tuple(each.shape) for each in _tensors([*args, *given.values()])]
         call, arguments = _in_words(signature, args, given)
@@ -337,8 +344,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _end(self, begun: _Begun, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> Any:
-        """Record an operation that has run; returns the result to continue with."""
-        # Operations inside this one were not recorded: torch takes the mode away meanwhile.
+        """Record an operation that has run, and return the result to continue with."""
+        # Operations inside this one were not recorded, because torch disables the mode meanwhile.
         index, written, signature = begun.index, begun.written, begun.signature
         if index in self.replaced:
             result = _with_first(result, self.replaced[index])
@@ -349,12 +356,11 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shared = {_address(each) for each in (*written, *begun.read)}
         outputs = [self._number(each, (index,)) for each in written]
         for each in [] if signature.is_collective else written:
-            # Part of a buffer may be written and read only as a part of the whole.
+            # A part of a buffer may be written and then read only through the whole.
             self.read(each)
         for each in _tensors(result):
-            if (address := _address(each)) not in shared:
-                self._lives += 1
-                self._written[address] = _Writes(self._lives, 0, [index])
+            if _address(each) not in shared:
+                self._begin_life(each, [index])
             outputs.append(self._number(each, (index,)))
         self.operations.append(
             Operation(
@@ -396,7 +402,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.is_near if self.only is None else number in self.only
 
     def _keep(self, read: Sequence[torch.Tensor]) -> None:
-        """Copy those of the values that are to be passed on, before an operation overwrites them."""
+        """Copy the values that are to be passed on, before an operation overwrites them."""
         wanted = set(self.passed.values()) - self._kept.keys()
         for each in read if wanted else ():
             number = self._number(each, None)
@@ -406,7 +412,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _fed_to(
         self, begun: _Begun, args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments, with another tensor in place of a value that is fed, but not where it is written to."""
+        """The arguments with fed values replaced, except where the operation writes to them."""
         if begun.index not in self.fed:
             return args, given
         number, replace = self.fed[begun.index]
@@ -421,19 +427,19 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [fed(each) for each in args], {name: fed(each) for name, each in given.items()}
 
     def begin_taps(self) -> None:
-        """Note that taps begin: parameters that were written before are what the model has, however it was built."""
+        """Note that taps begin: parameters written earlier are the model's, however it was built."""
         if self._taps_from is None:
             self._taps_from = len(self.operations)
 
     def without_quantiles(self, number: int) -> Fingerprint:
-        """Return the fingerprint of a value in its smaller form."""
+        """Return a value's fingerprint without quantiles."""
         if number not in self._small:
             own = self.fingerprints[number]
             self._small[number] = own if own.values is None else replace(own, magnitudes=None, values=None)
         return self._small[number]
 
     def set_by_tap(self, tensor: torch.Tensor, tap: str, *, changed: bool) -> int:
-        """Note that a tap showed this tensor, and whether it has overwritten it; returns the value's number."""
+        """Note that a tap showed this tensor, and whether it overwrote it. Returns the value's number."""
         if changed:
             self._write(tensor, None)
         self.begin_taps()
@@ -443,7 +449,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _of_same_numbers(self, tensor: torch.Tensor) -> set[int]:
-        """The known values that hold the same numbers in another shape, as before heads were split."""
+        """The known values with the same numbers in another shape, as before heads were split."""
         extent = _layout(tensor).extent
         numbers = {number for number, own in self._memory(tensor).present.items() if own.extent == extent}
         return {number for number in numbers if math.prod(self.values[number].shape) == tensor.numel()}
@@ -458,14 +464,16 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _memory(self, tensor: torch.Tensor) -> _Writes:
         address = _address(tensor)
-        memory = self._written.get(address)
-        if memory is None:
-            self._lives += 1
-            memory = self._written[address] = _Writes(self._lives)
+        return self._written.get(address) or self._begin_life(tensor, [])
+
+    def _begin_life(self, tensor: torch.Tensor, writers: list[int]) -> _Writes:
+        """Note that this tensor's memory is new, whatever was at its address before."""
+        self._lives += 1
+        memory = self._written[_address(tensor)] = _Writes(self._lives, 0, writers)
         return memory
 
     def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
-        """The number of a tensor's present value. A view of the same numbers in the same arrangement is one value."""
+        """The number of a tensor's present value. A view with the same numbers in one arrangement is the same value."""
         memory = self._memory(tensor)
         layout = _layout(tensor)
         key = (memory.life, memory.writes, layout, tensor.dtype, None if layout.stride is not None else type(tensor))
@@ -489,13 +497,13 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _name_state(self, tensor: torch.Tensor, number: int) -> None:
-        """Note under which attribute code has a tensor that operations wrote to in place, such as a cache."""
+        """Note the attribute under which code has a tensor that operations wrote in place, such as a cache."""
         memory = self._memory(tensor)
         value = self.values[number]
         if not memory.is_written_in_place or value.path is not None or value.tap is not None:
             return
         if memory.path is None and memory.searches < _SEARCHES_OF_ONE and self._searches:
-            # A value that only a variable has is searched for in vain.
+            # The search for a value that only a variable has finds nothing.
             memory.searches += 1
             self._searches -= 1
             memory.path = path_of(tensor, sys._getframe(1), with_variables=False)
@@ -503,7 +511,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values[number] = replace(value, path=memory.path)
 
     def _is_from_before(self, value: TracedValue) -> bool:
-        """Whether a value is as it was before the first tap."""
+        """Whether a value is unchanged since before the first tap."""
         return all(self._taps_from is None or index < self._taps_from for index in value.sources)
 
 
@@ -532,13 +540,13 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """What identifies a tensor's memory while it lives."""
+    """The identity of a tensor's memory while it lives."""
     inner = getattr(tensor, "_local_tensor", tensor)
     return memory_of(inner) or id(inner)
 
 
 def _passing(result: Any, written: Sequence[torch.Tensor], kept: torch.Tensor) -> Any:
-    """The result of an operation that changes nothing: the value from before it."""
+    """The result of an operation that is skipped: the value from before it."""
     for each in written:
         if each.shape == kept.shape:
             each.copy_(kept)
@@ -553,7 +561,7 @@ def _with_first(result: Any, replace: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _is_captured() -> bool:
-    """Whether operations are captured into a CUDA graph, during which nothing may be read."""
+    """Whether operations are being captured into a CUDA graph, while which no value may be read."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
@@ -564,9 +572,9 @@ _MOST_NUMBERS = 6
 
 
 def _in_words(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """An operation as its call would be written, with tensors by dtype and shape: ``mul(f32[2, 4], 0.1581)``.
+    """An operation written as a call, with dtypes and shapes for tensors: ``mul(f32[2, 4], 0.1581)``.
 
-    Also its arguments that are not tensors.
+    Also returns its arguments that are not tensors.
     """
     said = []
     plain = []
@@ -608,8 +616,8 @@ def _autograd_node() -> Any:
 def _forward_lines(node: Any) -> tuple[SourceFrame, ...]:
     """The user's lines of the forward operation whose gradient is being computed, innermost first.
 
-    Autograd keeps them while anomalies are looked for, see ``torch.autograd.set_detect_anomaly``. What adds to a
-    gradient of before belongs to no operation, but to the call of ``backward``.
+    Autograd keeps them in anomaly mode, see ``torch.autograd.set_detect_anomaly``. Accumulation into an earlier
+    gradient belongs to no operation, but to the call of ``backward``.
     """
     if node is None or node.name().endswith("AccumulateGrad"):
         return ()

@@ -103,7 +103,7 @@ def _from_user_code(trace: TracebackType | None) -> TracebackType | None:
 
 
 def stacks_of_other_threads() -> str:
-    """Format the stacks of all threads but this one, from the user's code on; ``idle`` for a thread without any."""
+    """Format the stacks of all other threads, from the user's code on; ``idle`` for a thread without user code."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():

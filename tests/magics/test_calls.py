@@ -159,7 +159,7 @@ def test_a_run_is_assigned_before_its_end_is_awaited(notebook: Notebook) -> None
     assert notebook.calls == [("start", ("f(x)", "f(x)"), {})]
 
 
-def test_functions_of_the_notebook_are_replayed_and_other_names_are_those_of_the_ranks(notebook: Notebook) -> None:
+def test_functions_of_the_notebook_are_replayed_and_other_names_are_the_ranks(notebook: Notebook) -> None:
     notebook.names["generate"] = "mine"
     notebook.run("replay ~/x.jsonl --target theirs --batch-size 2 --limit 5 -o r")
     path = Path("~/x.jsonl").expanduser()

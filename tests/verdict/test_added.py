@@ -188,7 +188,7 @@ def test_of_many_taps_the_first_four_are_named_and_all_are_counted() -> None:
     assert _taps(["a", "a"]) == "1 tap (a)"
 
 
-def test_the_recomputation_of_one_side_alone_is_a_remark_of_its_own() -> None:
+def test_a_recomputation_by_one_side_is_a_separate_remark() -> None:
     again = {"name": "x", "recompute_status": "recompute"}
     rows = [row("x", status=status, tags=again) for status in ("missing", "unmatched", "recomputed")]
     (said,) = unseen_of(to_frame([*rows, row("y")]))

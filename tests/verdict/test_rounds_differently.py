@@ -38,7 +38,7 @@ def test_the_groups_are_named_in_their_order_with_the_number_of_equal_ones() -> 
         {"x": [1e-3, 0.0], "a": EQUAL, "b": EQUAL},
     ],
 )
-def test_nothing_is_told_without_a_clear_majority_that_is_equal(groups: dict[str, list[float | None]]) -> None:
+def test_no_group_is_reported_without_a_clear_majority_that_is_equal(groups: dict[str, list[float | None]]) -> None:
     assert rounds_differently(frame_of(groups), []) == RoundingGroups()
 
 
