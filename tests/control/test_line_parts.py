@@ -160,7 +160,7 @@ def test_remedies_come_first_unless_a_counterpart_is_preferred(search: Any, graf
     assert search._choose([call("a", lost=on_both())], Traced((1,))) == []
 
 
-def test_no_more_operations_are_grafted_than_the_limit_allows(search: Any, grafts: dict[str, Any]) -> None:
+def test_operations_are_grafted_up_to_a_limit(search: Any, grafts: dict[str, Any]) -> None:
     grafts["a"] = {9: 90}
     full = [{n: n} for n in range(line_runs.MOST_GRAFTS)]
     assert search._choose([call("a", lost=on_both(), grafts=list(full))], Traced((9,))) == []
@@ -215,9 +215,7 @@ def test_a_remedy_with_which_the_tap_agrees_is_the_cure(search: Any) -> None:
         assert (mine.cure, mine.is_settled) == ((tried, True) if agrees else (None, False))
 
 
-def test_a_tap_that_still_differs_is_compared_again_and_other_operations_confirm_nothing(
-    search: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tap_that_still_differs_is_compared_again(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
     monkeypatch.setattr(search, "_compare", lambda calls, traced: compared.extend(calls))
     mine = call("a", grafts=[{1: 10}])

@@ -75,7 +75,7 @@ def test_a_tap_is_meant_by_its_name_and_a_group_by_its_pattern(runs: SimpleNames
     assert list(runs.searches[1].frame["group"]) == ["h.*", "h.*", "h.*", "out"]
 
 
-def test_no_line_is_sought_for_a_tap_that_adds_no_more_than_rounding(runs: SimpleNamespace) -> None:
+def test_no_line_is_sought_for_a_tap_that_adds_rounding_alone(runs: SimpleNamespace) -> None:
     for tap in ("out", "h.0"):
         found = lines(tap)
         assert (found.added, found.floor, tuple(found.found)) == (0.0, 0.0, ())

@@ -40,7 +40,7 @@ def named(found: CallDescription) -> set[str]:
     return {tap.partition(".")[0] for tap in found.taps}
 
 
-def test_a_loaded_model_is_called_with_the_inputs_and_without_gradients_unless_they_are_wanted() -> None:
+def test_a_loaded_model_is_called_with_the_inputs_and_gradients_on_request() -> None:
     model = nn.Linear(2, 1)
     found = held(lambda: model)
     assert torch.equal(found.plain[""], model(X))
