@@ -57,8 +57,7 @@ class RoundingGroups:
                 "a run in float32 shows the mistake, and not the others."
             )
         else:
-            right = f"{compute} in a different order or precision, and {'are' if several else 'is'} right"
-            why = f"In float32 the sides agree, so {right}."
+            why = f"In float32 the sides agree, so only the rounding differs: {compute} in a different order or precision."
         said = [f"{found} {why}"]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
