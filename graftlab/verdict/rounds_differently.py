@@ -51,13 +51,14 @@ class RoundingGroups:
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
             f"of {' and '.join(self.dtypes)} taps always are."
         )
+        how = f"{compute} in a different order or precision"
         if in_float32 is None:
             why = (
-                f"So {compute} in a different order or precision, or with a mistake that is smaller than one rounding: "
-                "a run in float32 shows the mistake, and not the others."
+                f"So {how}, or with a mistake that is smaller than one rounding: a run in float32 shows the mistake, "
+                "and not the others."
             )
         else:
-            why = f"In float32 the sides agree, so only the rounding differs: {compute} in a different order or precision."
+            why = f"In float32 the sides agree, so only the rounding differs: {how}."
         said = [f"{found} {why}"]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
