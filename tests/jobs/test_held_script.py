@@ -11,13 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
+from graftlab.base.world import Place
+from graftlab.errors import ConfigError
 from graftlab.jobs import held_script
+from graftlab.jobs.handshake import HoldAccepted, RequestRefused, StatusQuery
 from graftlab.jobs.held_script import HeldScript, _claims, _ScriptRank, forget_claims
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
 from graftlab.ranks import held_call
 from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
@@ -252,3 +258,65 @@ def test_a_script_that_has_ended_answers_one_request_with_the_reason(monkeypatch
     assert drained == [5.0]
     rank._report_end(os.getpid())
     assert len(handled) == 2
+
+
+# ---- joining ---------------------------------------------------------------------------------------------------------
+
+
+class Answering:
+    """The process that compares, which answers one request."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, answer: Any) -> None:
+        self.requests: list[Any] = []
+        self.dies_with: list[int] = []
+        self.made: list[tuple[Any, ...]] = []
+        self.line, self.wake = socket.socketpair()
+        connection: Any = MagicMock()
+        place: Any = MagicMock()
+        place.__enter__.return_value.connect.return_value = None if answer is None else connection
+        patch.setattr(held_script, "Rendezvous", lambda folder: place)
+        patch.setattr(held_script, "send_handshake", lambda connection, request: self.requests.append(request))
+        patch.setattr(held_script, "receive_handshake", lambda connection: answer)
+        ends = [os.dup(self.line.fileno()), os.dup(self.wake.fileno())]
+        patch.setattr(held_script, "receive_descriptors", lambda connection, count: [3, 4, *ends, 99])
+        patch.setattr(held_script, "die_with_notebook", self.dies_with.append)
+        patch.setattr(
+            held_script, "make_exchange", lambda _, shared, size, **given: (("exchange", shared, given), "own")
+        )
+        patch.setattr(held_script, "_ScriptRank", lambda *given: self.made.append(given) or SimpleNamespace())
+        patch.setattr(held_script, "own_rank", lambda: (1, 2, 0))
+
+
+def test_a_process_becomes_the_rank_that_the_comparison_expects_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = GraftPlan().edit(b2t="layer == 1")
+    accepted = HoldAccepted(3, 4096, 5, 7.0, 1 << 20, 1 << 19, to_wire(plan), "name == 'x'", ("softmax",), "h")
+    comparison = Answering(monkeypatch, accepted)
+    joined: Any = held_script._join(tmp_path, "target", print)
+    (request,) = comparison.requests
+    assert (request.side, request.rank, request.world_size, request.pid) == ("target", 1, 2, os.getpid())
+    assert comparison.dies_with == [99]
+    ((hold_nothing, death_pipe, place, _, own_plan, exchange, own, *_),) = comparison.made
+    assert (hold_nothing, death_pipe, own) == (print, 99, "own")
+    assert place == Place("target", 1, 2, 3)
+    assert own_plan.b2t == "layer == 1"
+    assert exchange == ("exchange", [3, 4], {"budget": 1 << 20, "timeout": 7.0})
+    assert joined.choice == WatchChoice("name == 'x'", ("softmax",), "h")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "the comparison in .* is over"),
+        (RequestRefused("two ranks were expected", settings=True), "two ranks were expected"),
+        (StatusQuery(stacks=False), "the comparison answered StatusQuery"),
+    ],
+)
+def test_a_process_that_is_not_admitted_is_told_why(
+    answer: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = Answering(monkeypatch, answer)
+    with pytest.raises(ConfigError, match=said):
+        held_script._join(tmp_path, "target", print)
+    assert comparison.made == []
