@@ -177,6 +177,14 @@ def shared() -> Iterator[dict[str, Any]]:
     exec(last, names)
 
 
+class WithoutLogs(doctest.OutputChecker):
+    """Compares output without torch's log: 2.15 warns of ``item()`` in what it compiles."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        lines = [line for line in got.splitlines(keepends=True) if not re.match(r"target\[0\] \| \[rank0\]:W", line)]
+        return super().check_output(want, "".join(lines), optionflags)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_public_names_docstring_has_an_example_that_runs(name: str, shared: dict[str, Any]) -> None:
@@ -188,5 +196,5 @@ def test_a_public_names_docstring_has_an_example_that_runs(name: str, shared: di
     test = doctest.DocTestParser().get_doctest(text, dict(shared), name, None, 0)
     said: list[str] = []
     write: Callable[[str], object] = said.append
-    result = doctest.DocTestRunner(optionflags=flags, verbose=False).run(test, out=write)
+    result = doctest.DocTestRunner(WithoutLogs(), optionflags=flags, verbose=False).run(test, out=write)
     assert result.failed == 0, "".join(said)

@@ -67,6 +67,8 @@ class LongWait:
         self._news_at = time.monotonic()
 
     def __enter__(self) -> LongWait:
+        # Here too, because a wait may be over before its first look.
+        report_progress(self._title)
         return self
 
     def next_look(self, remaining: float | None) -> float:

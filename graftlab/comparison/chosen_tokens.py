@@ -1,4 +1,4 @@
-"""Tokens that differ before a call: whether rounding has turned the choice between two nearly equal logits."""
+"""Tokens that differ before a call: decides whether rounding has flipped the choice between two nearly equal logits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from graftlab.diffs.rounding import assumed_floor
 from graftlab.ranks.held_call import CallDescription
 
 # Logits are a tie if they are no further apart than this many times the sides' mean difference over the row: rounding
-# moves all logits, and what moves one logit alone is a mistake.
+# moves all logits, and moving a single one is a mistake.
 _OF_MEAN = 8.0
 _MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class ChosenToken:
-    """One token that differs, with the logits of the row that it was chosen from, in float64.
+    """One token that differs, with the row of logits from which it was chosen, in float64.
 
-    ``limit`` is how far apart rounding may bring two logits of this row.
+    ``limit`` is how far apart rounding may move two logits of this row.
     """
 
     row: int
@@ -34,7 +34,7 @@ class ChosenToken:
 
     @property
     def is_tie(self) -> bool:
-        """Whether each side took its largest logit, and rounding explains that these are two."""
+        """Whether each side took its largest logit, and rounding explains that they are different ones."""
         return self.is_targets_largest and self.apart <= self.limit
 
     @property
@@ -45,10 +45,10 @@ class ChosenToken:
 def chosen_tokens(
     before: tuple[CallDescription, CallDescription], now: tuple[CallDescription, CallDescription], threshold: float
 ) -> list[ChosenToken]:
-    """The whole numbers that differ among the arguments of a call, as choices from the results of the call before.
+    """The whole numbers that differ among the arguments of a call, as choices from the results of the previous call.
 
-    Each pair has the baseline's call and the target's. An empty list means that they cannot be seen to be such choices:
-    then the baseline's are not the places of its largest logits, or other arguments differ.
+    Each pair has the baseline's call and the target's. An empty list means that these are no such choices: the
+    baseline's are not the places of its largest logits, or other arguments differ.
     """
     ours, theirs = (each.whole_numbers for each in now)
     differing = [path for path in ours if path in theirs and not torch.equal(ours[path], theirs[path])]
@@ -85,14 +85,14 @@ def _chosen(
 
 
 def _are_largest(logits: Tensor, tokens: Tensor) -> bool:
-    """Whether each row's token has its largest logit, which several may have."""
+    """Whether each row's token has the row's largest logit, which several tokens may have."""
     if int(tokens.min()) < 0 or int(tokens.max()) >= logits.shape[-1]:
         return False
     return torch.equal(logits.gather(-1, tokens[:, None].long())[:, 0], logits.amax(-1))
 
 
 def _last_rows(tensor: Tensor, rows: int) -> Tensor | None:
-    """The logits that the next token of each row is chosen from, in float64; None if the tensor has none."""
+    """The logits from which each row's next token is chosen, in float64; None if the tensor has none."""
     if tensor.dim() == 3 and len(tensor) == rows:
         tensor = tensor[:, -1]
     elif tensor.dim() == 2 and rows == 1:
@@ -114,7 +114,7 @@ def _of_row(row: int, logits: Tensor, others: Tensor, baseline: int, target: int
 
 
 def sentence_on(tokens: Sequence[ChosenToken], number: int, model: str) -> str:
-    """What the choice of tokens before call ``number``, of a model of this class, shows."""
+    """A sentence on the choice of tokens before call ``number``, of a model of this class."""
     wrong = [each for each in tokens if not each.is_tie]
     shown = wrong or list(tokens)
     rows = ", ".join(each.text for each in shown[:_MOST_SHOWN])

@@ -22,15 +22,15 @@ from graftlab.comparison.sides import (
 )
 from graftlab.errors import ConfigError, GraftError
 
-# What compares is imported when it is needed: every command of graftlab imports this module for its arguments, and a
-# job that attaches must not import pandas.
+# The comparison itself is imported only when needed: every command of graftlab imports this module for its arguments,
+# and a job that attaches must not import pandas.
 if TYPE_CHECKING:
     from graftlab.comparison.held_calls import Comparison
     from graftlab.jobs.script_launcher import ScriptProcess
     from graftlab.recordings.recorded_side import RecordedSide
 
 _AGREE, _DIFFER, _INCONCLUSIVE = 0, 1, 2
-# As a shell reports a command that SIGINT has ended.
+# The code by which a shell reports a command that SIGINT has ended.
 _INTERRUPTED = 130
 _EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
 EPILOG = (
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         return _run(arguments, sys.stdout)
     out = sys.stdout
-    # What the models print goes to stderr, so that stdout has only the answer.
+    # Output of the models goes to stderr, so that stdout has only the answer.
     with contextlib.redirect_stdout(sys.stderr):
         return _run(arguments, out)
 
@@ -260,7 +260,7 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
 
 
 def _recorded_side(arguments: argparse.Namespace) -> RecordedSide:
-    """The baseline, a folder. Raises :class:`ConfigError` for a request of what it does not have."""
+    """The baseline in a folder. Raises :class:`ConfigError` for options that do not apply to it."""
     from graftlab.recordings.recording import Recording
 
     if arguments.backward:
@@ -283,7 +283,7 @@ def _given_ranks(text: str | None) -> list[int | None]:
 
 
 class _Progress:
-    """Reports on stderr what the comparison waits for: in one line that is rewritten on a terminal, else in a line now
+    """Reports the comparison's progress on stderr: on a terminal in one line that is rewritten, otherwise in a line now
     and then, and when one side has called its model. A context manager.
     """
 
@@ -301,13 +301,13 @@ class _Progress:
             sys.stderr.flush()
 
     def wait_for(self, processes: Sequence[ScriptProcess], missing: Sequence[str]) -> None:
-        """Show which ranks have not called a model yet, with the last line that one of them has printed."""
+        """Show the ranks that have not called a model yet, with the last line of one's output."""
         waiting = f"waiting for {', '.join(missing)} to call a model"
         last = next((p.last_lines(1) for p in processes if any(label.startswith(p.side) for label in missing)), "")
         self._show(waiting, f" · {last.strip()}", at_once=len(missing) < len(processes))
 
     def show(self, title: str) -> None:
-        """Show what is done at the moment."""
+        """Show the present activity."""
         self._show(title, "", at_once=False)
 
     def announce(self, sentence: str) -> None:

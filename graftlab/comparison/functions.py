@@ -1,4 +1,4 @@
-"""``compare``: two functions that return models with the inputs to call them with, or two scripts."""
+"""``compare``: compares two functions that return models, called with the same inputs, or two scripts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from graftlab.recordings.recorder import record_held_call
 from graftlab.recordings.recording import Recording
 from graftlab.session import Session
 
-# Seconds that a script has at least to reach a call of its model.
+# The least time, in seconds, that a script has to reach a call of its model.
 _SCRIPT_TIMEOUT = 600.0
 
 
@@ -58,12 +58,12 @@ def compare(
 ) -> Comparison:
     """Load two models in separate processes, call both with the same inputs, and judge the target.
 
-    ``baseline`` and ``target`` are functions, each called once on its rank, that return a ``torch.nn.Module``, or a
-    function of the inputs; one that takes arguments is such a function itself. ``inputs`` is a tensor, a tuple or
-    list of positional arguments, a mapping of named ones, or a function that returns one of these on each rank. A
-    baseline may also be a recording of such a call, or its folder; then a floor is assumed, and no code is swapped.
-    Before a function is called, and before the inputs are made, the random numbers of torch, numpy and Python are
-    seeded alike. Models are called without gradients; with ``backward`` a backward pass follows each call, from
+    ``baseline`` and ``target`` are functions, each called once on its rank, that return a ``torch.nn.Module`` or a
+    function of the inputs. A function that takes arguments is itself called with the inputs. ``inputs`` is a tensor, a
+    tuple or list of positional arguments, a mapping of named ones, or a function that returns one of these on each
+    rank. A baseline may also be a recording of such a call, or its folder; then a floor is assumed, and no code is
+    swapped. Before a function is called, and before the inputs are made, the random numbers of torch, numpy and Python
+    are seeded alike. Models are called without gradients; with ``backward`` a backward pass follows each call, from
     random gradients of the results. Call ``model.eval()`` in the function if dropout is not wanted.
 
     Sides may also be texts, as for ``graftlab compare``: ``"FILE.py:FUNCTION"``, for the inputs too, or two scripts or
@@ -71,14 +71,14 @@ def compare(
 
     The outputs of all modules, the model's inputs and its weights are tapped: ``include`` chooses modules,
     ``functions`` names torch functions that are tapped too, and ``inside`` modules whose forward is tapped line by
-    line, as for :func:`watch`. Taps are paired by name, or by value
-    where their names do not pair; ``match`` says which. ``output``, ``floor`` and ``threshold`` are as for
+    line, as for :func:`watch`. Taps are paired by name, or by value if their names do not pair; ``match`` chooses one
+    of these. ``output``, ``floor`` and ``threshold`` are as for
     :meth:`Session.verdict`, ``device``, ``timeout`` and ``folder`` as for :func:`launch`. Each run of the verdict
     repeats the call from the same state: buffers, attributes, caches among the arguments, random numbers.
 
     Returns the verdict, which also has the ``answer`` (``"agree"``, ``"differ"`` or ``"inconclusive"``), the
     ``session``, which stays open, and the ``match``. Raises :class:`ConfigError` for sides that cannot be compared, and
-    what :func:`launch` and :meth:`Session.run` raise.
+    the exceptions of :func:`launch` and :meth:`Session.run`.
 
     >>> def reference():
     ...     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
@@ -129,7 +129,7 @@ def _side_of(baseline: Callable[[], Any] | RecordedSide | str | Path) -> Callabl
 
 
 def _named_function(given: Any) -> Any:
-    """The function that a text names; anything else is returned as it is."""
+    """The function that a text names; anything else is returned unchanged."""
     return function_in_file(given) if isinstance(given, str) and names_function(given) else given
 
 
@@ -177,10 +177,10 @@ def record_reference(
 
 
 def compare_expression(session: Session, expression: str) -> Comparison:
-    """Judge what both sides of a session compute for an expression of the namespace of ``%%graft`` cells.
+    """Judge the target's result of an expression, evaluated on both sides where ``%%graft`` cells run.
 
-    The models that it calls are tapped meanwhile, unless it reaches taps by itself. If taps have to be paired by value,
-    the pairs stay in the session's plan. Raises what :meth:`Session.run` raises.
+    The models that it calls are tapped meanwhile, unless it reaches taps of its own. If taps have to be paired by
+    value, the pairs stay in the session's plan. Raises the exceptions of :meth:`Session.run`.
     """
     work = partial(hold_callee, expression, (), {}, WatchChoice())
     run = session.run(work, work)

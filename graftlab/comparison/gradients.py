@@ -1,4 +1,4 @@
-"""How the gradients that an optimizer reads differ: one factor for all, single weights, a sum over ranks or steps."""
+"""Finds how gradients that optimizers read differ: by one factor, in single weights, by a sum over ranks or steps."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from graftlab.ranks.held_update import TensorSample, UpdateDescription
 from graftlab.verdict.added import coarser_dtype
 from graftlab.verdict.gradient_scaling import best_factor, left_over, norms_of
 
-# How far gradients of agreeing code may be from each other, over what a judged call of the model showed.
+# How far apart gradients of agreeing code may be, as a multiple of the distance in a judged call of the model.
 _TIMES = 10.0
-# Gradients below this part of all gradients of a rank, over the unit roundoff, are what rounding leaves of zero.
+# Gradients below this part of all gradients of a rank, over the unit roundoff, are rounding errors of zero.
 _OF_ALL = 16.0
-# What rounding leaves of zero has a direction by chance; from this cosine on a gradient is not such a remainder.
+# Rounding errors of zero have random directions; from this cosine on a gradient is not one.
 _ALIKE = 0.99
-# Sums of ranks and steps are compared with this tolerance at least: their parts may cancel.
+# Sums over ranks and steps are compared with at least this tolerance, because their parts may cancel.
 _SUM = 1e-3
-# A product with a power of two is exact; the factor is computed from rounded sums.
+# A product with a power of two is exact, but the factor is computed from rounded sums.
 _EXACT = 1e-6
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
 class GradientFindings:
-    """What differs in the gradients that both optimizers read, in sentences, the most important first.
+    """Sentences on differences of the gradients that both optimizers read, the most important first.
 
-    ``named`` are the weights whose gradients differ by more than a common factor, ``factor`` is that factor, 1 if the
-    sides have none. ``unseen`` has what was not compared.
+    ``named`` are the weights whose gradients differ by more than a common factor, ``factor`` is that factor, 1 if there
+    is none. ``unseen`` has sentences on what was not compared.
     """
 
     sentences: tuple[str, ...] = ()
@@ -45,9 +45,9 @@ class GradientFindings:
 
 @dataclass(frozen=True)
 class _Line:
-    """One compared gradient: the weight's names on both sides, the target's rank, the row, and what rounding explains.
+    """One compared gradient: the weight's names on both sides, the target's rank, the row, and the rounding limit.
 
-    ``is_small`` says that the difference is one that rounding may leave of a gradient that is zero.
+    ``is_small`` means that the gradient may be zero, and the difference rounding.
     """
 
     name: str
@@ -58,7 +58,7 @@ class _Line:
     is_small: bool = False
 
     def left(self, factor: float) -> float:
-        """The difference that is left without this factor; NaN if it is unknown, 0 if both gradients are zero."""
+        """The remaining difference without this factor; NaN if unknown, 0 if both gradients are zero."""
         norms = norms_of(self.row)
         return 0.0 if norms == (0.0, 0.0) else left_over(self.row, factor)
 
@@ -105,7 +105,7 @@ def judge_gradients(
 
 
 def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str | None:
-    """A sentence on a factor of the backward passes that the gradients which the optimizers read do not have."""
+    """A sentence on a factor of the backward passes that the optimizers' gradients no longer have."""
     left = [
         (sample, target.accumulated[paired[name]])
         for name, sample in baseline.accumulated.items()
@@ -124,10 +124,10 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
 
 
 def _is_unscaled(baseline: UpdateDescription, target: UpdateDescription) -> bool:
-    """Whether both sides take out just what they have multiplied their losses by, after the backward passes.
+    """Whether both sides, after the backward passes, take out exactly the factors of their losses.
 
-    Then they multiply by a power of two, exactly, or one side does not change its gradients at all. Clipping multiplies
-    by any number, and brings equal updates of other losses only where it clips on both sides.
+    Then they multiply by an exact power of two, or one side does not change its gradients at all. Clipping multiplies
+    by any number, and makes the updates of different losses equal only if it clips on both sides.
     """
     factors = [_changed_afterwards(each) for each in (baseline, target)]
     known = [factor for factor in factors if factor is not None]
@@ -172,7 +172,7 @@ def _cosine(row: Mapping[str, Any]) -> float:
 
 
 def _common_factor(lines: Sequence[_Line]) -> tuple[float, int]:
-    """The factor that explains more than half of the gradients, and how many weights it explains; 1 without one."""
+    """The factor that explains more than half of the gradients, and for how many weights; 1 if there is none."""
     agreeing = {line.name for line in lines if line.is_explained(1.0)}
     best, most = 1.0, agreeing
     for line in lines:
@@ -191,7 +191,7 @@ def _common_factor(lines: Sequence[_Line]) -> tuple[float, int]:
 
 
 def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> list[str]:
-    """Sentences on weights that have a gradient on one side alone, or that one side does not train."""
+    """Sentences on weights that have a gradient on only one side, or that one side does not train."""
     partner = {**paired, **{theirs: ours for ours, theirs in paired.items()}}
     said = []
     sides = (("baseline", baseline, target), ("target", target, baseline))
@@ -325,18 +325,18 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
 
 
 def _common_results(baseline: UpdateDescription, target: UpdateDescription) -> list[tuple[TensorSample, TensorSample]]:
-    """The gradients of the results that both sides have in the same shape."""
+    """The gradients of those results that both sides have in the same shape."""
     pairs = [(sample, target.of_results.get(place)) for place, sample in baseline.of_results.items()]
     return [(one, other) for one, other in pairs if other is not None and one.shape == other.shape]
 
 
 def _factor_of_loss(baseline: UpdateDescription, target: UpdateDescription) -> float | None:
-    """The factor between the gradients that both losses give to the results, without scalers; None without one."""
+    """The factor between both losses' gradients of the results, without scalers; None if there is none."""
     return _factor_of_all(_common_results(baseline, target), baseline.scale / target.scale)
 
 
 def _factor_of_all(pairs: Sequence[tuple[TensorSample, TensorSample]], times: float) -> float | None:
-    """The factor that all pairs have in common, multiplied by ``times``; None if they have none."""
+    """The common factor of all pairs, multiplied by ``times``; None if they have none."""
     factors = [_factor(one, other) for one, other in pairs]
     known = sorted(factor for factor in factors if factor is not None)
     if not known or len(known) < len(factors) or known[-1] - known[0] > _SUM * known[-1]:
@@ -349,7 +349,7 @@ def _times_called(count: int) -> str:
 
 
 def _changed_afterwards(description: UpdateDescription) -> float | None:
-    """The factor by which all gradients changed between the backward passes and the update; None without one."""
+    """The factor by which all gradients changed between the backward passes and the update; None if there is none."""
     factors = [
         _factor(sample, description.gradients[name])
         for name, sample in description.accumulated.items()
@@ -362,7 +362,7 @@ def _changed_afterwards(description: UpdateDescription) -> float | None:
 
 
 def _factor(one: TensorSample, other: TensorSample) -> float | None:
-    """The factor between two samples that have the same direction; None for others."""
+    """The factor between two samples of the same direction; None for others."""
     if one.values.shape != other.values.shape or not one.norm or not other.norm:
         return None
     square = float(one.values @ one.values)

@@ -1,11 +1,12 @@
-"""The comparison of a call that both sides hold: match where names do not pair, judge, and conclude."""
+"""The comparison of a call that both sides hold: matches if names do not pair, judges, and concludes."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graftlab.base.tap_groups import kind_of_group
+from graftlab.base.tensor_bytes import as_bytes
 from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
@@ -24,6 +26,7 @@ from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import (
     CallDescription,
+    call_numbers,
     drop_backward,
     narrow_call,
     repeat_call,
@@ -40,12 +43,12 @@ if TYPE_CHECKING:
 
 Answer = Literal["agree", "differ", "inconclusive"]
 
-# The share of the taps of the side with fewer that must have a partner of the same name, or taps are matched by value.
+# If a smaller share of taps (of the side with fewer) has a partner of the same name, taps are matched by value.
 _ENOUGH = 0.8
-# Rows of one side times those of the other, of results that are compared row by row.
+# The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
 _NARROW = ("bfloat16", "float16")
-# Sentences on weights that have another weight's values.
+# The words in a match's problems about weights that have another weight's values.
 _MOST_WEIGHTS = 4
 
 
@@ -64,9 +67,9 @@ class Comparison(Verdict):
     remarks: tuple[str, ...] = ()
     """Sentences of the comparison before those of the verdict, the most important first."""
     how: str = ""
-    """How the runs were made, in a sentence."""
+    """A sentence on how the runs were made."""
     starts: int = 0
-    """How often the scripts were started again; 0 where calls were held."""
+    """How often the scripts were started again; 0 if calls were held."""
 
     @property
     def text(self) -> str:
@@ -74,7 +77,7 @@ class Comparison(Verdict):
         return "\n".join(filter(None, [*first, super().text, *last]))
 
     def _remarks(self) -> tuple[list[str], list[str]]:
-        """The remarks that come before the verdict, which they may overturn, and those that come after it."""
+        """The remarks that may overturn the verdict, which come before it, and those that come after it."""
         first = [each for each in self.remarks if not each.startswith(NOT_CHECKED)]
         return first, [each for each in [*self.remarks, self.how] if each and each not in first]
 
@@ -89,7 +92,7 @@ class Comparison(Verdict):
 
 
 class Repeats:
-    """Makes the runs of a judgement by repeating what the ranks hold."""
+    """Makes the runs of a judgement by repeating the ranks' held calls."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -99,7 +102,7 @@ class Repeats:
         return self.session.match(repeat_call, repeat_call)
 
     def add_backward(self) -> str | None:
-        """Include a backward pass in each run; the reason if that fails."""
+        """Include a backward pass in each run; returns the reason if that fails."""
         run = self.session.run(try_backward, try_backward)
         failed = [each for each in (*run.baseline, *run.target) if each is not None]
         if failed:
@@ -118,12 +121,20 @@ class Repeats:
             explain=explain,
         )
 
-    def in_float32(self, choice: JudgingChoice) -> Verdict | None:
-        """Judge these runs in float32; None where the calls are not of 16 bits or cannot run so."""
+    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
+        """Judge these runs in float32; None where the calls are not of 16 bits or cannot run so.
+
+        Earlier calls may have rounded differently what this one reads, such as a cache: the target reads the
+        baseline's. Unless it ``is_first``, a tensor of the target's that has no partner is such a one.
+        """
         if len(self.session.ranks) > 2:
             # A rank that cannot run so would let the others wait.
             return None
-        run = self.session.run(widen_call, widen_call)
+        read = self.session.run(call_numbers, call_numbers)
+        numbers = _unequal_numbers(read.baseline[0], read.target[0], is_first)
+        if numbers is None:
+            return None
+        run = self.session.run(partial(widen_call, {}), partial(widen_call, numbers))
         try:
             if any(each is not None for each in (*run.baseline, *run.target)):
                 return None
@@ -137,7 +148,7 @@ class Repeats:
 class JudgingChoice:
     """How held calls are judged: the arguments of the same names of :meth:`graftlab.Session.verdict`.
 
-    ``match`` says whether taps are paired by value; with None they are where their names do not pair.
+    ``match`` chooses whether taps are paired by value; None means only if their names do not pair.
     """
 
     match: bool | None = None
@@ -153,7 +164,7 @@ def judge_held_calls(
     choice: JudgingChoice,
     proposal: Proposal | None = None,
 ) -> Comparison:
-    """Judge the calls that both sides hold, as their ranks have described them.
+    """Judge the calls that both sides hold, by their ranks' descriptions.
 
     ``proposal`` has the pairs of an earlier call, which are in force.
     """
@@ -164,14 +175,15 @@ def judge_held_calls(
             proposal = repeats.match()
             session.edit(pairs=proposal)
             if INTERRUPTED in proposal.notices:
-                # The match keeps what it knows; what would follow was to be interrupted too.
+                # The match returns the pairs found so far, but the interrupt was meant for the rest, too.
                 raise KeyboardInterrupt(_paired(proposal, target[0]))
         except MatchError as error:
             remarks.append(f"Taps could not be paired by value: {error}")
     backward = _add_backward(repeats, baseline, target)
     verdict = repeats.verdict(choice)
     trusted = not remarks
-    if trusted and (wide := _closer_look(repeats, verdict, choice)) is not None:
+    is_first = all(each.number <= 1 for each in (*baseline, *target))
+    if trusted and (wide := _closer_look(repeats, verdict, choice, is_first)) is not None:
         if wide.findings.in_float32 is None:
             dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
             what = "no tap explains what differs" if verdict.findings.unexplained else "the calls agree to rounding"
@@ -193,7 +205,7 @@ def judge_held_calls(
     moved = outputs_move_rows(pairs) and not _have_equal_rows(baseline, target, choice.threshold)
     if answer == "agree" and moved:
         answer = "inconclusive"
-    # Ranks that are not as many may each have a part, and a match may have found the rows, or another layout.
+    # Different numbers of ranks may have parts of the result, and a match may have found its rows or its layout.
     matched = proposal is not None
     unlike = (
         values_of_other_shapes(baseline[0].plain, target[0].plain, matched=matched)
@@ -205,7 +217,7 @@ def judge_held_calls(
     other_batch = answer == "inconclusive" and cannot_tell and not given_alike
     remarks += (_other_batch(baseline, target) if other_batch else []) or unlike[:1]
     if unlike and trusted and answer != "differ":
-        # From equal inputs, another number of values is another result.
+        # If the inputs are equal, a different number of values is a different result.
         resized = values_of_other_shapes(baseline[0].returned, target[0].returned, matched=True)
         answer = "differ" if given_alike and resized else "inconclusive"
     if answer == "inconclusive" and cannot_tell and not unlike:
@@ -220,7 +232,28 @@ def judge_held_calls(
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
-def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) -> Verdict | None:
+def _unequal_numbers(
+    baseline: Mapping[str, Tensor] | None, target: Mapping[str, Tensor] | None, may_lack: bool
+) -> dict[str, Tensor] | None:
+    """The baseline's values of the tensors that differ from the target's; None where one of these has no partner."""
+    if baseline is None or target is None:
+        return None
+    found = {}
+    for path, value in target.items():
+        partner = baseline.get(path)
+        if partner is not None and (partner.shape, partner.dtype) == (value.shape, value.dtype):
+            if not _is_equal(partner, value):
+                found[path] = partner
+        elif not (may_lack or any(_is_equal(each, value) for each in baseline.values())):
+            return None
+    return found
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(as_bytes(one), as_bytes(other))
+
+
+def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> Verdict | None:
     """The verdict after the same runs in float32, where rounding to 16 bits may hide a mistake; None elsewhere.
 
     That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
@@ -231,7 +264,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) -> V
     # Bit-equal calls are right. Of different dtypes, one side's weights are rounded.
     if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() or frame["cast"].notna().any():
         return None
-    wide = repeats.in_float32(choice)
+    wide = repeats.in_float32(choice, is_first=is_first)
     if wide is None or wide.frame["dtype"].isin(_NARROW).any():
         return None
     answer, runs = answer_of(wide.findings, True, True), verdict.runs + wide.runs
@@ -243,7 +276,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) -> V
 def judge_against_recording(
     session: Session, baseline: RecordedSide, target: Sequence[CallDescription], choice: JudgingChoice
 ) -> Comparison:
-    """Judge the call that the target holds, as its ranks have described it, against a recording of one."""
+    """Judge the call that the target holds, by its ranks' descriptions, against a recording of a call."""
     remarks = list(_not_trusted((), target))
     proposal = None
     if choice.match or (choice.match is None and not _enough_in_common(set(baseline.frame["name"]), {*target[0].taps})):
@@ -266,11 +299,11 @@ def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
 
 
 def _pair_by_names(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:
-    """Whether taps of one name pair: not if the names differ, or the results have other rows, as a packed batch has."""
+    """Whether taps pair by name: not if the names differ, or the results have different rows, as of a packed batch."""
     if not names_pair(baseline[0], target[0]):
         return False
     if len(baseline) != 1 or len(target) != 1 or any(call.needs_backward for call in (*baseline, *target)):
-        # Ranks have parts of a batch, and so have the calls that lead to one update.
+        # Ranks may have parts of a batch, and so may the calls before one update.
         return True
     ours, theirs = baseline[0].returned, target[0].returned
     return all(ours[path].shape == theirs[path].shape for path in ours if path in theirs)
@@ -286,7 +319,7 @@ def _paired(proposal: Proposal, target: CallDescription) -> str:
 
 
 def known_at(interrupt: KeyboardInterrupt) -> list[str]:
-    """What was known of a comparison at its interrupt. An interrupted wait has a message on runs, which have ended."""
+    """A sentence on what an interrupted comparison has found. A wait's own message is on runs, which have ended."""
     return [] if isinstance(interrupt, WaitInterrupted) else [each for each in interrupt.args if isinstance(each, str)]
 
 
@@ -311,14 +344,14 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
 
 
 def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answer:
-    """The answer that the findings of a verdict give; none of a call that cannot be repeated is ``trusted``."""
+    """The answer that a verdict's findings give. ``trusted`` is false for a call that cannot be repeated."""
     if not trusted or findings.not_repeated or findings.target_not_repeated:
         return "inconclusive"
     named = {*findings.named} - {*findings.rounding.groups}
     if named or findings.unexplained or findings.data or findings.following:
         return "differ"
     if findings.inconclusive or (findings.rounding.groups and findings.in_float32 is None):
-        # Nothing was judged, so nothing named clears nothing.
+        # Nothing was judged, so that nothing is named proves nothing.
         return "inconclusive"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else False
     if findings.failed or findings.without_output or not measured or not (results_compared or _shows_output(findings)):
@@ -327,15 +360,15 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
 
 
 def _shows_output(findings: Findings) -> bool:
-    """Whether the output of a model was compared, which is the tap of this name."""
+    """Whether a model's output, the tap of this name, was compared."""
     names = findings.frame["name"]
     return bool(names.str.match(r"(.*\.)?output\b").any())
 
 
 def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription], threshold: float) -> bool:
-    """Whether the results have equal rows on both sides, in whichever order; False where that cannot be seen.
+    """Whether the results have equal rows on both sides, in any order; False if that is unknown.
 
-    Where one side has fewer rows, as without padding, the other has all of them.
+    If one side has fewer rows, as without padding, the other must have all of them.
     """
     ours, theirs = baseline[0].plain, target[0].plain
     if len(baseline) != 1 or len(target) != 1 or ours.keys() != theirs.keys() or not ours:
@@ -358,18 +391,18 @@ def _rows_of(tensor: Tensor) -> Tensor:
 
 
 def _nearest(more: Tensor, fewer: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the side with more rows those that are nearest to the other's, each once, and the other's rows."""
+    """The rows, each once, of the side with more that are nearest to the other's; and the other's rows."""
     apart = torch.cdist(fewer.double(), more.double())
     chosen = []
     for row in apart:
         chosen.append(int(row.argmin()))
-        # Equal rows, as of one token, have partners of their own.
+        # Equal rows, such as those of one token, must have different partners.
         apart[:, chosen[-1]] = math.inf
     return more[chosen], fewer
 
 
 def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
-    """A sentence if the results differ in their numbers of rows alone, as those of batches of other sizes."""
+    """A sentence if the results differ only in their numbers of rows, as those of batches of different sizes do."""
     ours, theirs = baseline[0].returned, target[0].returned
     shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
     # The ranks of a side may each have a part of the batch.
@@ -390,7 +423,7 @@ def _in_one_order(rows: Tensor) -> Tensor:
 
 
 def is_beyond_rounding(difference: ResultDifference, threshold: float) -> bool:
-    """Whether results differ by more than ``threshold`` times what is assumed of rounding in their dtypes."""
+    """Whether results differ by more than ``threshold`` times the rounding assumed for their dtypes."""
     return difference.rel_l2 > threshold * assumed_floor(difference.dtypes)[0]
 
 
@@ -400,7 +433,7 @@ def _without_taps(
     differences: Sequence[ResultDifference],
     threshold: float,
 ) -> list[str]:
-    """A sentence if the results of both sides differ without taps by more than taps and rounding explain."""
+    """A sentence if without taps the sides' results differ by more than taps and rounding explain."""
     beyond = [
         each
         for each in differences
@@ -418,7 +451,7 @@ def _without_taps(
 
 
 def _moved_by_taps(*sides: Sequence[CallDescription]) -> float:
-    """How far taps alone move a side's result, as the smallest rel_l2 of the two sides."""
+    """How far taps alone move a side's result: the smaller rel_l2 of both sides."""
     return min(max((_change(call) for call in calls), default=0.0) for calls in sides)
 
 
@@ -452,7 +485,7 @@ def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescr
 def _add_backward(
     repeats: Repeats, baseline: Sequence[CallDescription], target: Sequence[CallDescription]
 ) -> list[str]:
-    """Include a backward pass in each repetition, if the results need gradients; returns what is not checked of it."""
+    """Include a backward pass in each repetition, if the results need gradients. Returns what of it is not checked."""
     calls = [*baseline, *target]
     if not any(call.needs_backward for call in calls):
         return []

@@ -1,4 +1,4 @@
-"""What the ranks of two scripts hold at a time: calls of models, updates of weights, or the end of their scripts."""
+"""The state in which two scripts wait: calls of models, updates of weights, or the ends of the scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graftlab.ranks.held_update import UpdateDescription
 if TYPE_CHECKING:
     from graftlab.comparison.held_calls import Comparison
 
-# Seconds in which a script's processes end after one of them has.
+# Seconds that a script's processes have to end after the first of them.
 _END_LIMIT = 60.0
 
 SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "baseline"))
@@ -23,7 +23,7 @@ SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "base
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks of both sides report of what they hold."""
+    """The reports of both sides' ranks on what they hold."""
 
     baseline: Sequence[object]
     target: Sequence[object]
@@ -32,7 +32,7 @@ class Held:
         return self.baseline if side == "baseline" else self.target
 
     def holds(self, side: Side, kind: type[object]) -> bool:
-        """Whether all ranks of a side hold one of this kind."""
+        """Whether all ranks of a side hold a unit of this kind."""
         return all(isinstance(result, kind) for result in self.of(side))
 
     def both_hold(self, kind: type[object]) -> bool:
@@ -40,12 +40,12 @@ class Held:
 
     @property
     def have_ended(self) -> bool:
-        """Whether the scripts of both sides have ended; a process that ends at once does not report that."""
+        """Whether the scripts of both sides have ended. A process that ends abruptly does not report its end."""
         return all(isinstance(each, ScriptEnd) or each is None for each in (*self.baseline, *self.target))
 
     @property
     def behind(self) -> Side | None:
-        """The side that calls its model once more, where the other makes its update already."""
+        """The side that calls its model once more while the other already makes its update."""
         for side, other in SIDES:
             if self.holds(side, CallDescription) and self.holds(other, UpdateDescription):
                 return side
@@ -69,7 +69,7 @@ def trains(held: Held) -> bool:
 
 
 def have_equal_shapes(held: Held) -> bool:
-    """Whether the results of all ranks' calls have the same shapes, so that the sides cut the batch alike."""
+    """Whether the results of all ranks' calls have the same shapes, that is, both sides split the batch alike."""
     every = (*held.baseline, *held.target)
     shapes = [[t.shape for t in each.returned.values()] for each in every if isinstance(each, CallDescription)]
     return all(each == shapes[0] for each in shapes)
@@ -84,9 +84,9 @@ def described_as(held: Held, kind: type[Description]) -> tuple[list[Description]
 
 
 def other_exit_code(ended: Mapping[Side, ScriptProcess]) -> str | None:
-    """Which side ended as the other did not, by its exit code; None if both are equal, or say nothing."""
+    """A sentence on the side whose exit code shows a different end; None if the codes are equal, or prove nothing."""
     if any(process.command.ranks > 1 for process in ended.values()):
-        # Collective libraries may abort while a process ends, and a launcher reports that as a failure.
+        # Collective libraries may abort when a process ends, which a launcher reports as a failure.
         return None
     for process in ended.values():
         process.wait(_END_LIMIT)
@@ -98,11 +98,11 @@ def other_exit_code(ended: Mapping[Side, ScriptProcess]) -> str | None:
 
 
 def failure_of(process: ScriptProcess, results: Sequence[object]) -> str | None:
-    """How a script failed; None if it ended as it should, or calls a model again."""
+    """How a script failed; None if it ended successfully, or calls a model again."""
     raised = [result.failure for result in results if isinstance(result, ScriptEnd) and result.failure is not None]
     if raised:
         return f"raised {raised[0]}"
-    # A process that was killed, or ended at once, could not report its end.
+    # A process that was killed, or ended abruptly, could not report its end.
     if all(result is not None for result in results) or (process.wait(_END_LIMIT) and process.is_done):
         return None
     return process.how_it_ended()
@@ -111,7 +111,7 @@ def failure_of(process: ScriptProcess, results: Sequence[object]) -> str | None:
 def why_not_held(
     baseline: Sequence[CallDescription | UpdateDescription], target: Sequence[CallDescription | UpdateDescription]
 ) -> str | None:
-    """Why what both sides hold cannot be repeated in place, in a sentence; None if it can."""
+    """A sentence on why the held units cannot be repeated in place; None if they can."""
     for side, held in (("baseline", baseline), ("target", target)):
         for each in held:
             if isinstance(each, UpdateDescription):
@@ -130,7 +130,7 @@ def why_not_held(
 
 
 def why_not_repeated(compared: Comparison) -> str | None:
-    """Which side a verdict has seen to differ from itself, in a sentence; None for neither."""
+    """A sentence on the side that differs from itself by a verdict; None if neither does."""
     found = compared.findings
     for side, taps in (("baseline", found.not_repeated), ("target", found.target_not_repeated)):
         if compared.answer == "inconclusive" and taps:

@@ -1,4 +1,4 @@
-"""The comparison of an optimizer's step that both sides hold: what it is given, and what it computes from that."""
+"""The comparison of an optimizer's step that both sides hold: its inputs, and its results from equal inputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import first_of
 from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, answer_of
-from graftlab.control.core import lend_plan
+from graftlab.control.core import lend_plan, restore_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
-from graftlab.plan.plan import FILTERS
-from graftlab.ranks.held_call import show_given, take_given
+from graftlab.ranks.held_call import show_inputs, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
     from graftlab.session import Session
 
-# Weights and states may have parted by rounding in earlier updates.
+# Rounding in earlier updates may have moved weights and states apart.
 _DRIFT = 100.0
 
 
@@ -38,23 +37,22 @@ def judge_held_updates(
     proposal: Proposal | None,
     known: Mapping[str, float],
 ) -> Comparison:
-    """Judge the updates that both sides hold, as their ranks have described them.
+    """Judge the updates that both sides hold, by their ranks' descriptions.
 
-    ``known`` has, by weight, how far its gradients are apart in a call that agrees.
+    ``known`` has, by weight, the distance of its gradients in a call that agrees.
     """
     session = repeats.session
-    before = {name: getattr(session.plan, name) for name in FILTERS}
     try:
         lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
-        given = session.run(show_given, show_given).frame
+        given = session.run(show_inputs, show_inputs).frame
     finally:
-        lend_plan(session, **before)
-    taken = take_given_values(session)
+        restore_plan(session)
+    taken = take_equal_inputs(session)
     rows = records(given[given["status"].isin(MEASURED)])
-    # A closure computes the gradients within the step, from values that are tapped there.
+    # A closure computes the gradients within the step, from values tapped there.
     has_closure = any(each.has_closure for each in (*baseline, *target))
     gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
-    # Swaps and lines of source show where a model's values arise; an update is the code of one optimizer.
+    # Swaps and lines of source show where a model's values arise, but an update is the code of a single optimizer.
     verdict = repeats.verdict(choice, explain=False)
     moved = [
         f"The {side}'s step of {each[0].optimizer} cannot be replayed: from the same weights, gradients and state it "
@@ -92,18 +90,17 @@ def judge_held_updates(
     return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
-def take_given_values(session: Session) -> pd.DataFrame:
-    """Begin repetitions of the target's held update with the baseline's values; returns the rows of the grafts."""
-    before = {name: getattr(session.plan, name) for name in FILTERS}
+def take_equal_inputs(session: Session) -> pd.DataFrame:
+    """Let repetitions of the target's held update begin with the baseline's values; returns the rows of the grafts."""
     try:
         lend_plan(session, b2t="True", t2b=None, compare="True", keep=None)
-        return session.run(take_given, take_given).frame
+        return session.run(take_inputs, take_inputs).frame
     finally:
-        lend_plan(session, **before)
+        restore_plan(session)
 
 
 def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
-    """The rows of these weights' gradients as those of a verdict's frame."""
+    """The rows of these weights' gradients, in the form of a verdict's frame."""
     kinds = given["tags"].map(kind_of)
     chosen = given[(kinds == "param_grad") & given["name"].isin(named)]
     frame = added_frame(chosen, {}, constant=assumed_floor(chosen["dtype"].dropna())[0])
@@ -111,19 +108,19 @@ def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
 
 
 def _of_model(findings: Findings) -> pd.Series[bool]:
-    """Which rows are named values or gradients of the model, not of the update."""
+    """A mask of the rows that are named values or gradients of the model, not of the update."""
     kinds = findings.frame["tags"].map(kind_of)
     return (kinds.isna() | (kinds == "grad")) & findings.frame["group"].isin(findings.named)
 
 
 def _differs_in_first_call(findings: Findings) -> bool:
-    """Whether a value or a gradient of the model is named where the closure calls it first."""
+    """Whether a value or a gradient of the model is named in the closure's first call."""
     over = findings.frame["ratio"] > findings.threshold
     return bool((_of_model(findings) & over & (findings.frame["occurrence"] == 0)).any())
 
 
 def _model_inherits(findings: Findings) -> Findings:
-    """The findings without what follows from the step in the model, if anything else is named."""
+    """The findings without the model's values, which may follow from the step, if anything else is named."""
     of_model = _of_model(findings)
     if not (findings.frame["group"].isin(findings.named) & ~of_model).any():
         return findings
@@ -132,7 +129,7 @@ def _model_inherits(findings: Findings) -> Findings:
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences on weights and states that differ before the update by more than earlier updates round."""
+    """Sentences on weights and states that differ before the update by more than earlier updates' rounding."""
     said = []
     for kind, what in (("param", "The weights already differ"), ("optimizer", "The optimizer's state already differs")):
         differing = [
@@ -146,7 +143,7 @@ def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _not_taken(taken: pd.DataFrame) -> list[str]:
-    """A sentence on what the target's update could not take from the baseline."""
+    """A sentence on inputs that the target's update could not take from the baseline."""
     left = taken[~taken["status"].isin(MEASURED)]
     if not len(left):
         return []
@@ -157,14 +154,14 @@ def _not_taken(taken: pd.DataFrame) -> list[str]:
 def _differing_settings(
     baseline: UpdateDescription, target: UpdateDescription, rows: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Sentences on the settings that differ, with their values on both sides, and on optimizers of other classes."""
+    """Sentences on differing settings, with both sides' values, and on optimizers of different classes."""
     said = []
     if baseline.optimizer != target.optimizer:
         said.append(f"The optimizer is {baseline.optimizer} on the baseline and {target.optimizer} on the target.")
     pairs = {row["name"]: row.get("target_name") or row["name"] for row in rows if kind_of(row["tags"]) == "param"}
     for setting in sorted({**baseline.settings, **target.settings}, key=lambda each: each == "initial_lr"):
         if setting == "initial_lr" and any("optimizer's lr " in line for line in said):
-            # What a scheduler begins with shows in the rate itself.
+            # A scheduler's initial rate shows in the rate itself.
             continue
         ours, theirs = baseline.settings.get(setting, {}), target.settings.get(setting, {})
         differing: dict[tuple[Any, Any], list[str]] = {}

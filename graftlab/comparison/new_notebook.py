@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def notebook_of(notebook: Path, baseline: str, target: str, inputs: str | None = None) -> dict[str, Any]:
-    """Make the document of a notebook at this path that compares two sides, which are texts as on a command line.
+    """Make the document of a notebook at this path that compares two sides, given as on a command line.
 
     Raises :class:`ConfigError` if the sides do not exist or cannot be compared, and :class:`RecordingError` if the
     baseline is a folder without a recording.
@@ -84,7 +84,7 @@ def notebook_of(notebook: Path, baseline: str, target: str, inputs: str | None =
 
 
 def _check_defined(function: FunctionInFile) -> None:
-    """Raise :class:`ConfigError` unless the file defines or imports what is named; it is read, and not executed."""
+    """Raise :class:`ConfigError` unless the file defines or imports the name. The file is read, not executed."""
     path = Path(function.path)
     try:
         tree = sources.parse(path.read_text(encoding="utf-8"), str(path))
@@ -181,7 +181,7 @@ def _document(cells: list[tuple[str, str]]) -> dict[str, Any]:
 
 def _write(notebook: Path, document: dict[str, Any]) -> None:
     try:
-        # A file that has appeared meanwhile is not overwritten either.
+        # A file that has appeared in the meantime is not overwritten either.
         with notebook.open("x", encoding="utf-8") as file:
             json.dump(document, file, indent=1, ensure_ascii=False)
             file.write("\n")

@@ -1,4 +1,4 @@
-"""The comparison of two commands: their scripts run as they are, and wait where they call a model."""
+"""The comparison of two commands: their scripts run unchanged, and wait in calls of their models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from graftlab.ranks.held_call import (
     CallDescription,
     describe_call,
     describe_result,
-    keep_given,
+    keep_inputs,
     release_call,
 )
 from graftlab.ranks.held_update import UpdateDescription
@@ -74,17 +74,17 @@ _HOW = (
     "for each run from the same state; nothing else in the scripts was repeated."
 )
 _REFUSED = "What cannot be repeated in its process is judged where the scripts are started again for each run:"
-# Calls that raise, after which a script is not waited for any more.
+# After this many calls that raise, a script is no longer waited for.
 _MOST_RAISING = 16
 _AFTER_A_TIE = f"{NOT_CHECKED}what the scripts compute from different tokens."
 _NOTHING_TO_JUDGE = "a script ended before both sides had made a call to judge"
 _NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
-# Seconds in which the results of further calls are compared, at least.
+# The least time, in seconds, in which the results of further calls are compared.
 _LOOK_AT_RESULTS = 10.0
-# Calls without an update after which none is expected any more.
+# After this many calls without an update, none is expected any more.
 _MOST_WITHOUT_UPDATE = 64
 
-# The sentence of a verdict on weights begins with this.
+# The beginning of a verdict's sentence on weights.
 _WEIGHTS_DIFFER = "The weights already differ"
 
 logger = logging.getLogger(__name__)
@@ -97,9 +97,9 @@ OnWait = Callable[[Sequence[ScriptProcess], Sequence[str]], None]
 class ScriptChoice:
     """How two scripts are compared: at most ``calls`` calls of their models, each judged by ``judging``.
 
-    With ``training`` the target begins with the baseline's weights, and updates of the weights must be among what is
-    judged. With ``keep_going`` the scripts continue afterwards. With ``restart`` they are started again for each run
-    where a call or an update cannot be repeated.
+    With ``training`` the target begins with the baseline's weights, and some update of the weights must be judged. With
+    ``keep_going`` the scripts continue afterwards. With ``restart`` they are started again for each run if a call or an
+    update cannot be repeated.
     """
 
     settings: ScriptSettings = field(default_factory=ScriptSettings)
@@ -120,10 +120,10 @@ def compare_scripts(
 ) -> Comparison:
     """Start both commands, hold the calls of their models one after the other, and judge each until one differs.
 
-    ``announce`` is given a sentence before the scripts are started again.
+    ``announce`` is called with a sentence before the scripts are started again.
 
     Raises :class:`LaunchError`, with the last lines of a side's output, if a side ends before it calls a model or does
-    not call one in time, and what :meth:`Session.run` raises.
+    not call one in time, and the exceptions of :meth:`Session.run`.
     """
     options = LaunchOptions(baseline.ranks, target.ranks, timeout=choice.settings.timeout)
     commands: dict[Side, ScriptCommand] = {"baseline": baseline, "target": target}
@@ -155,7 +155,7 @@ def compare_scripts(
 
 
 class _HeldInTurn:
-    """Judges what a session's scripts hold, calls of models and updates of weights, until something differs."""
+    """Judges the held calls and updates of a session's scripts in turn, until something differs."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class _HeldInTurn:
         self._session, self._choice = session, choice
         # None if the scripts must not be started again.
         self._started, self._announce = started, announce
-        # The models of the calls so far, and the pairs that were found for each two models.
+        # The models of the calls so far, and the pairs found for each two models.
         self._models: list[str] = []
         self._proposals: dict[tuple[str, str], Proposal | None] = {}
         self._updates = self._since_update = 0
@@ -175,14 +175,14 @@ class _HeldInTurn:
         self._results: list[str] = []
         self._began = time.monotonic()
         self._judged_by = math.inf
-        # How far the gradients of weights are apart in calls that agree, by weight.
+        # By weight, the distance of its gradients in calls that agree.
         self._apart: dict[str, float] = {}
-        # The comparison of calls that have other numbers of rows on both sides, if no update follows.
+        # The comparison of calls with different numbers of rows on both sides, for use if no update follows.
         self._unpaired: Comparison | None = None
         self._buffers: set[str] = set()
         # Sentences on calls that raise.
         self._raised: list[str] = []
-        # The newest calls of the first ranks, and those before them.
+        # The newest calls of the first ranks, and the previous ones.
         self._newest: _Calls | None = None
         self._before: _Calls | None = None
         # The numbers of calls and updates that have been judged.
@@ -209,7 +209,7 @@ class _HeldInTurn:
                 held = self._described_whole(held)
                 compared = self._judge_call(held)
                 if self._may_be_micro_batches(compared, held):
-                    # It was not compared, so it is none of those that agree.
+                    # The call was not compared, so it does not count among those that agree.
                     self._models.pop()
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
@@ -223,13 +223,13 @@ class _HeldInTurn:
 
     @property
     def known(self) -> str:
-        """What is known so far, in a sentence."""
+        """A sentence on the findings so far."""
         if not self._judged or not any(self._judged):
             return "Nothing was judged yet."
         return f"So far: {self._agreed(self._models[: self._judged[0]], self._judged[1])}"
 
     def _concluded(self, said: Sequence[str] = ()) -> Comparison:
-        """The comparison where everything that was judged agrees."""
+        """The comparison if everything that was judged agrees."""
         if self._unpaired is not None and not self._updates:
             return self._with(self._unpaired, said)
         if self._choice.training and not self._updates:
@@ -246,14 +246,14 @@ class _HeldInTurn:
         return Held(run.baseline, run.target)
 
     def _next(self, side: Side | None, before: Held) -> Held | None:
-        """Let the scripts continue, or only the one of this side, to what they hold next; None if time is over."""
+        """Let the scripts, or this side's, continue to the next unit; None if the time is over."""
         ours, theirs = side in (None, "baseline"), side in (None, "target")
         self._session.run(release_call if ours else None, release_call if theirs else None)
         describe = describe_result if self._are_judged else describe_call
         run = self._session.start(describe if ours else None, describe if theirs else None, on_failure="continue")
         what = f"call {len(self._models) + len(self._results) + 1}" if self._models else "a call"
         bar = LongWait(f"waiting for {what}", "", lambda: 0, where=state_of(run).where)
-        # Not Run.wait, which shows the end of a script as a failure.
+        # Run.wait would show the end of a script as a failure.
         state_of(run).wait_until(lambda: time.monotonic() > self._judged_by, bar)
         self._run = run
         if not run.done:
@@ -261,7 +261,7 @@ class _HeldInTurn:
         return Held(run.baseline if ours else before.baseline, run.target if theirs else before.target)
 
     def _brought_together(self, held: Held) -> Held | None:
-        """Let a side continue whose call raises, or which calls where the other makes its update; None if time is over.
+        """Let a side continue whose call raises, or that calls while the other makes its update; None if time is over.
 
         Raises :class:`SessionError` if calls only raise.
         """
@@ -277,7 +277,7 @@ class _HeldInTurn:
         return None
 
     def _next_of(self, raising: Sequence[tuple[Side, CallDescription]], held: Held) -> Held | None:
-        """Let the sides continue whose calls raise: their scripts may expect that, and call again."""
+        """Let the sides continue whose calls raise, because their scripts may expect that, and call again."""
         if len(self._raised) >= _MOST_RAISING:
             raise SessionError("\n".join(self._raised))
         for side, call in raising:
@@ -289,11 +289,11 @@ class _HeldInTurn:
 
     @property
     def _are_judged(self) -> bool:
-        """Whether as many calls have been judged as are asked for."""
+        """Whether the requested number of calls has been judged."""
         return len(self._models) >= self._choice.calls
 
     def _look_at_results(self, held: Held) -> Comparison | None:
-        """The comparison so far if the results of this call agree, or say nothing; None if the call must be judged."""
+        """The comparison so far if this call's results agree, or prove nothing; None if the call must be judged."""
         if trains(held) or self._unpaired is not None:
             return self._compared
         ours, theirs = described_as(held, CallDescription)
@@ -315,7 +315,7 @@ class _HeldInTurn:
         return Held(run.baseline, run.target)
 
     def _judges_calls(self, held: Held) -> bool:
-        """Whether this call is judged: not if all were that are asked for, or if the sides cut the batch otherwise."""
+        """Whether to judge this call: not after the requested number, or if the sides split the batch differently."""
         self._since_update += 1
         if self._are_judged:
             return False
@@ -325,7 +325,7 @@ class _HeldInTurn:
         if held.both_hold(UpdateDescription):
             return self._are_judged or self._updates >= self._choice.calls
         if trains(held):
-            # The update that a judged call leads to is judged too.
+            # The update after a judged call is judged too.
             return self._since_update >= _MOST_WITHOUT_UPDATE
         if not self._are_judged:
             return False
@@ -334,7 +334,7 @@ class _HeldInTurn:
             return True
         now = time.monotonic()
         if self._judged_by == math.inf:
-            # As long again as the judged calls took. Scripts that continue afterwards must not be waited for.
+            # As long as the judged calls took. Scripts that continue afterwards must not be delayed.
             self._judged_by = 0.0 if self._choice.keep_going else now + max(now - self._began, _LOOK_AT_RESULTS)
         return now > self._judged_by
 
@@ -388,8 +388,8 @@ class _HeldInTurn:
         elif why is not None:
             compared = self._refused(compared)
         if compared.answer == "agree":
-            # Optimizers may make much of rounding, and it would add up from update to update.
-            self._session.run(keep_given, keep_given)
+            # Optimizers may amplify rounding, which would accumulate over the updates.
+            self._session.run(keep_inputs, keep_inputs)
             if self._started is not None:
                 self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
         if self._unpaired is not None:
@@ -440,14 +440,14 @@ class _HeldInTurn:
         return f"{text}."
 
     def _at_last(self, compared: Comparison) -> Comparison:
-        """The comparison of the last call or update, with what agreed before it."""
+        """The comparison of the last call or update, with a sentence on what agreed before it."""
         tokens = self._chosen_tokens(compared)
         if tokens:
             number = len(self._models) + len(self._results)
             said = f"{self._agreed(self._models[:-1])} {sentence_on(tokens, number, self._models[-1])}".strip()
             if not all(each.is_tie for each in tokens):
                 return self._with(compared, (said,))
-            # From equal tokens this call agrees too.
+            # From equal tokens, this call agrees too.
             return self._with(compared, (said, _AFTER_A_TIE), "agree")
         if self._since_update == 0 and self._updates:
             agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
@@ -457,7 +457,7 @@ class _HeldInTurn:
         return self._with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}".strip(),))
 
     def _chosen_tokens(self, compared: Comparison) -> list[ChosenToken]:
-        """The tokens that differ before the last call, if nothing else does and they were chosen from logits."""
+        """The tokens that differ before the last call, if they were chosen from logits and nothing else differs."""
         found = compared.findings
         alone = [
             *(found.unexplained, found.following, found.failed, found.without_output, found.inconclusive),
@@ -494,7 +494,7 @@ class _HeldInTurn:
         return bool(differing) and differing <= self._buffers
 
     def _ended(self, held: Held) -> Comparison:
-        """The comparison after at least one side has ended where the other may have continued."""
+        """The comparison after at least one side has ended, while the other may have continued."""
         ranks = zip(self._session.ranks, (*held.baseline, *held.target), strict=True)
         if any(rank.alive and result is None for rank, result in ranks):
             state_of(self._run).raise_failures(f"{self._agreed()} Then ".lstrip())

@@ -1,4 +1,4 @@
-"""What a side of a comparison is on the command line: a function in a file, a script or a command."""
+"""The sides of a comparison on the command line: a function in a file, a script or a command."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from graftlab.errors import ConfigError
 
-# A job that attaches imports this module for the arguments of commands, and must not import what compares.
+# A job that attaches imports this module for the arguments of commands, and must not import the comparison.
 if TYPE_CHECKING:
     from graftlab.jobs.script_launcher import ScriptCommand
     from graftlab.ranks.held_functions import FunctionInFile
 
-# The exit code of a command that was wrong.
+# The exit code for wrong usage of a command.
 WRONG_USAGE = 64
 Kind = Literal["functions", "recording", "scripts"]
 
@@ -36,7 +36,7 @@ def names_function(text: str) -> bool:
 
 
 def kind_of_sides(baseline: str, target: str) -> Kind:
-    """What two sides are: functions, a folder of recorded values and a function, or scripts.
+    """The kind of two sides: functions, a folder of recorded values and a function, or scripts.
 
     Raises :class:`ConfigError` for two sides that cannot be compared.
     """
@@ -107,7 +107,7 @@ _COUNTS = {
 
 
 def ranks_of_command(words: Sequence[str]) -> int:
-    """The number of ranks that a command starts, as its launcher's option says; 1 without a launcher.
+    """The number of ranks that a command starts, by its launcher's option; 1 without a launcher.
 
     Raises :class:`ConfigError` if the option is not a number.
 
@@ -126,7 +126,7 @@ def ranks_of_command(words: Sequence[str]) -> int:
 
 
 def refuse_wrong_usage(parser: argparse.ArgumentParser) -> None:
-    """Let a parser end the process with :data:`WRONG_USAGE` in place of argparse's 2, which has another meaning."""
+    """Let a parser end the process with :data:`WRONG_USAGE`, because argparse's 2 has a different meaning here."""
 
     def refuse(message: str) -> NoReturn:
         parser.print_usage(sys.stderr)

@@ -1,4 +1,4 @@
-"""The judgement of a call or an update that cannot be repeated: the scripts are started again for each run."""
+"""Judges a call or an update that cannot be repeated: starts the scripts again for each run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_held_calls, why_no_backward
-from graftlab.comparison.held_updates import judge_held_updates, take_given_values
-from graftlab.control.core import lend_plan, replace_ranks
+from graftlab.comparison.held_updates import judge_held_updates, take_equal_inputs
+from graftlab.control.core import lend_plan, replace_ranks, restore_plan
 from graftlab.control.judge import judge_runs
 from graftlab.control.match_runs import match
 from graftlab.control.started_runs import RecordedSteps, StartedRuns
@@ -25,7 +25,7 @@ from graftlab.ranks.held_call import (
     ScriptEnd,
     UnitKind,
     held_unit,
-    keep_given,
+    keep_inputs,
     prepare_once,
     repeat_call,
     take_weights,
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
     from graftlab.session import Session
 
-# A record and its repetition, without grafts, with every tap grafted, two of the baseline against itself, and one from
-# which the scripts continue.
+# Starts for a record and its repetition, for runs without grafts and with every tap grafted, for two of the baseline
+# against itself, and for one from which the scripts continue.
 EXPECTED_STARTS = 7
-# No comparison starts its scripts more often.
+# The most starts of one comparison.
 MOST_STARTS = 100
 
 Units = Mapping[Side, tuple[UnitKind, int]]
-"""What each side is held in, with its number among the side's calls or updates."""
+"""What each side is held in, a call or an update, and its number on that side."""
 
 
 def units_of(side_by_side: Mapping[Side, CallDescription | UpdateDescription]) -> Units:
-    """The units that these descriptions are of."""
+    """The units of these descriptions."""
     return {
         side: ("update" if isinstance(each, UpdateDescription) else "call", each.number)
         for side, each in side_by_side.items()
@@ -59,7 +59,7 @@ def units_of(side_by_side: Mapping[Side, CallDescription | UpdateDescription]) -
 
 
 class StartedScripts(Repeats):
-    """Makes each run in new processes, which reach the same call or update by counting.
+    """Makes each run in new processes, which find the same call or update by its number.
 
     ``start`` starts both scripts; they wait at their first call. With ``training`` the target takes the baseline's
     weights there.
@@ -69,7 +69,7 @@ class StartedScripts(Repeats):
         super().__init__(session)
         self.starts = 0
         self._start, self._training = start, training
-        # The updates after which the target continued with the baseline's values.
+        # The updates from which the target continued with the baseline's values.
         self._kept: list[Units] = []
         self._units: Units = {}
         self._backward = False
@@ -77,10 +77,10 @@ class StartedScripts(Repeats):
         self._recorded: RecordedSteps
 
     def keep(self, units: Units) -> None:
-        """Let the target continue with the baseline's values after this update, in each later start too."""
+        """Let the target continue with the baseline's values after this update, now and in each later start."""
         self._kept.append(units)
 
-    def in_float32(self, choice: JudgingChoice) -> Verdict | None:
+    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
         """None: each run starts the scripts anew, with their own dtypes."""
         return None
 
@@ -123,7 +123,7 @@ class StartedScripts(Repeats):
         self._backward, self._no_backward = False, None
         if (moved := self._record(f"update {baseline[0].number} of the weights")) is not None:
             return self._not_comparable(moved, choice)
-        self._reach(takes_given=False)
+        self._reach(takes_inputs=False)
         ours, theirs = ([replace(each, not_repeated=False) for each in side] for side in (baseline, target))
         return self._back(judge_held_updates(self, ours, theirs, choice, proposal, known))
 
@@ -134,7 +134,7 @@ class StartedScripts(Repeats):
         return replace(compared, starts=self.starts)
 
     def _record(self, where: str) -> str | None:
-        """Record what two starts show; a sentence if a side does not show the same in both."""
+        """Record two starts; returns a sentence if a side does not show the same values in both."""
         folder = self.session.folder / "started"
         folder.mkdir(exist_ok=True)
         record = partial(record_step, str(folder), self.session.options.keep_budget)
@@ -167,7 +167,7 @@ class StartedScripts(Repeats):
     # ---- runs ---------------------------------------------------------------------------------------------------
 
     def match(self) -> Proposal:
-        # Each round of confirmation would be a start.
+        # Each further round would be a start.
         self._reach()
         return match(self.session, repeat_call, repeat_call, rounds=0)
 
@@ -188,8 +188,8 @@ class StartedScripts(Repeats):
 
     # ---- starts -------------------------------------------------------------------------------------------------
 
-    def _reach(self, *, takes_given: bool = True) -> None:
-        """Start both scripts, and let them continue to where they are judged."""
+    def _reach(self, *, takes_inputs: bool = True) -> None:
+        """Start both scripts, and let them continue to the units to be judged."""
         if self.starts >= MOST_STARTS:
             raise VerdictAbandoned(f"the scripts were started {MOST_STARTS} times, which is the limit")
         self.starts += 1
@@ -198,12 +198,12 @@ class StartedScripts(Repeats):
             take_baseline_weights(self.session)
         for units in self._kept:
             self._skip_to(units)
-            take_given_values(self.session)
-            self.session.run(keep_given, keep_given)
+            take_equal_inputs(self.session)
+            self.session.run(keep_inputs, keep_inputs)
         self._skip_to(self._units)
         self.session.run(prepare_once, prepare_once, args=(self._backward,))
-        if takes_given and self._units["baseline"][0] == "update":
-            take_given_values(self.session)
+        if takes_inputs and self._units["baseline"][0] == "update":
+            take_equal_inputs(self.session)
 
     def _skip_to(self, units: Units) -> None:
         self.session.run(partial(skip_to, *units["baseline"]), partial(skip_to, *units["target"]))
@@ -224,14 +224,13 @@ class StartedScripts(Repeats):
 
 def take_baseline_weights(session: Session) -> None:
     """Give the target's models of the held calls the baseline's weights."""
-    before = session.plan.b2t
     lend_plan(session, b2t="kind == 'param'")
     session.run(take_weights, take_weights)
-    lend_plan(session, b2t=before)
+    restore_plan(session)
 
 
 def announcement(why: str) -> str:
-    """What is repeated, and how often, if the scripts are started again for this reason."""
+    """Sentences on starting the scripts again for this reason: how often, and what that repeats."""
     return (
         f"{why} The scripts will be started again for each of about {EXPECTED_STARTS} runs, and about twice as many if "
         "they differ: checkpoints, uploads and prints are repeated; --no-restart refuses this."
@@ -239,7 +238,7 @@ def announcement(why: str) -> str:
 
 
 def how_started(starts: int) -> str:
-    """How the runs were made, in a sentence."""
+    """A sentence on how the runs were made."""
     return (
         f"The scripts were started again {counted(starts, 'time')}, because a call or an update could not be repeated "
         "in its process: each run began anew, and reached it by the count of calls and updates."

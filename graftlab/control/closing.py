@@ -13,7 +13,7 @@ from graftlab.ranks.handle import RankHandle
 
 
 class OpenSession(Protocol):
-    """What this module uses of a session, whose module imports this one."""
+    """The part of a session that this module uses. The session's own module imports this one."""
 
     @property
     def ranks(self) -> Sequence[RankHandle]: ...
@@ -42,7 +42,7 @@ def _close_all() -> None:
 
 
 def _release_in_child() -> None:
-    """In a forked child, such as a data loader's worker: the ranks belong to the parent, and end with it alone."""
+    """Forget all sessions in a forked child, such as a data loader's worker: their ranks belong to the parent."""
     for session in list(_open):
         for rank in session.ranks:
             rank.release_in_child()
@@ -53,7 +53,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def uninterrupted(call: Callable[[], None]) -> None:
-    """Make this call on another thread, so that the stop button ends only the wait; raises what the call raises."""
+    """Call this on another thread, so that the stop button ends only the wait. Raises what the call raises."""
     result = Future[None]()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""A comparison of compiled code with eager code: whether they compute the same, and where not."""
+"""A comparison of compiled code with eager code: whether their results agree, and where they part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graftlab.base import shipping
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
-from graftlab.control.core import lend_plan, start_under
+from graftlab.control.core import restore_plan, start_under
 from graftlab.control.judge import judge
 from graftlab.control.run import Run
 from graftlab.control.verdict_request import VerdictRequest
@@ -40,31 +40,31 @@ from graftlab.verdict.lines import INDENT
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
-# A result farther off than this many times rounding is a different computation; a nearer one is rounded differently.
+# A result farther off than this many times rounding was computed differently; a nearer one was rounded differently.
 _PARTED = 5.0
 _MOST_AT_AN_END = 3
-"""How many miscompiled lines the text has from the beginning and from the end of them."""
+"""How many miscompiled lines the text shows at most from the beginning of the list, and from its end."""
 
 
 @dataclass(frozen=True)
 class CompiledComparison:
     """The result of ``session.compare_compiled``: the verdict with taps in the graph, and the results without them.
 
-    ``untapped`` and ``tapped`` are the distances of the compiled result from the eager one, as ``rel_l2``, without any
+    ``untapped`` and ``tapped`` are the distances (``rel_l2``) between the compiled and the eager result, without any
     tap in the graphs and with all of them; NaN where the function returns neither tensors nor numbers. ``floor`` is how
     far rounding alone moves the eager result, measured with each tap moved by one unit in its last place, and from the
-    same function in float64. ``exact`` are the distances from that float64 result: of the eager result, of the compiled
-    one without taps, and of that with taps; NaN where the function does not run in float64. ``fused`` is the tap that
-    makes the difference: the results agree with it and all earlier taps in the graph, and differ with only the earlier
-    ones; None where the result is as near without taps.
+    same function in float64. ``exact`` has the distances of three results from that float64 result: the eager one, the
+    compiled one without taps, and the compiled one with taps; NaN where the function does not run in float64. ``fused``
+    is the tap that makes the difference: with it and all earlier taps in the graph the results agree, with only the
+    earlier ones they differ; None where the result is as near without taps.
 
-    ``grad_mode`` is the mode that was judged: None for the caller's own. ``other_mode`` is the distance of the compiled
-    result from the eager one in the mode that was tried too and not judged (without gradients, if the caller's own was
-    judged); None if one mode was tried. ``not_whole`` is why the call could not be compiled as a whole, so that the
-    modules that it calls were compiled. ``switches`` are the settings of ``torch._inductor.config`` that together make
-    the result right, by name. ``stage`` is the most complete backend of torch that is right where no switch makes
-    inductor right. ``pieces`` has the lines of source whose compiled code is wrong, see :attr:`lines`; None where the
-    result is right.
+    ``grad_mode`` is the mode that was judged: None for the caller's own. ``other_mode`` is the distance between the
+    compiled and the eager result in the other mode that was tried (without gradients, if the caller's own was judged);
+    None if only one mode was tried. ``not_whole`` is the reason why the call could not be compiled as a whole; then the
+    modules that it calls were compiled one by one. ``switches`` are the settings of ``torch._inductor.config`` that
+    together make the result right, by name. ``stage`` is torch's most complete backend that gives the right result,
+    where no switch makes inductor right. ``pieces`` has the lines of source whose compiled code is wrong, see
+    :attr:`lines`; None where the result is right.
 
     >>> session.compare_compiled(forward, args=(x,), backend="eager").fused is None
     True
@@ -89,8 +89,8 @@ class CompiledComparison:
     def lines(self) -> pd.DataFrame:
         """The lines of source whose compiled code is wrong: a row for each, in the order of execution.
 
-        Columns: ``file``, ``line``, ``source``, ``operations`` (those of the captured graph that come from it, by name)
-        and ``stack`` (the line and those that led to it, innermost first).
+        Columns: ``file``, ``line``, ``source``, ``operations`` (the names of the captured graph's operations that come
+        from it) and ``stack`` (the line and its callers, innermost first).
         """
         found = () if self.pieces is None else self.pieces.lines
         names = [each.name for each in fields(MiscompiledLine)]
@@ -113,7 +113,7 @@ class CompiledComparison:
         return " ".join([apart, self._of_rounding(), *self._of_float64()])
 
     def _of_call(self) -> list[str]:
-        """Return what was judged, where that is a choice."""
+        """Return which of several possible calls was judged."""
         said = []
         if self.not_whole is not None:
             said.append(
@@ -245,7 +245,7 @@ def compare_compiled(
     untapped, exact_untapped = compiled.distances((), "without taps in the graph")
     other_mode = None
     if grad_mode is None and compiled.runs_without_gradients():
-        # What is compiled without gradients is another program, and the caller may mean that one.
+        # Without gradients, torch compiles a different program, and the caller may use that one.
         without = compiled.in_mode("no_grad")
         found, exact = without.distances((), "without taps in the graph, and without gradients")
         other_mode = found
@@ -310,13 +310,13 @@ class _CompiledRuns:
         return self._plain if self.call.mode is None else CallInMode(self._plain, self.call.mode)
 
     def in_mode(self, mode: GradMode) -> _CompiledRuns:
-        """Return the same for a call in this mode."""
+        """Return the runs of the same call in this mode."""
         changed = _CompiledRuns(self._session, self._plain, replace(self.call, mode=mode), self._args, self._kwargs)
         changed.not_whole, changed.graphs = self.not_whole, self.graphs
         return changed
 
     def choose_what_is_compiled(self) -> None:
-        """Compile the call as a whole, or else the modules that it calls. Raises :class:`RunError` for neither."""
+        """Compile the call as a whole, or else the modules that it calls. Raises :class:`RunError` if neither works."""
         self.graphs += 1
         try_call = partial(what_is_compiled, self.call, self._args, self._kwargs)
         run = self._run("what torch.compile can compile", None, try_call)
@@ -325,12 +325,12 @@ class _CompiledRuns:
             self.call = replace(self.call, by_modules=True)
 
     def runs_without_gradients(self) -> bool:
-        """Whether the call computes gradients that it does not need itself."""
+        """Whether the call computes gradients without needing them itself."""
         ask = partial(runs_without_gradients, self._plain, self._args, self._kwargs)
         return all(self._run("whether the call computes gradients", ask, None).baseline)
 
     def search(self) -> CompilerSearch:
-        """Find the step of the compiler and the lines of source that are wrong."""
+        """Find the compiler's step that is wrong, and the lines of source that it miscompiles."""
         limit = _PARTED * self.floor.rel_l2
         search = partial(search_compiler, self._plain, self.call, limit, self._args, self._kwargs)
         found: list[CompilerSearch] = list(
@@ -342,12 +342,12 @@ class _CompiledRuns:
 
     @property
     def floor(self) -> ResultFloor:
-        """How far rounding moves the eager result; known after the first call of :meth:`distances`."""
+        """How far rounding alone moves the eager result; known after the first call of :meth:`distances`."""
         assert self._floor is not None
         return self._floor
 
     def distances(self, names: tuple[str, ...] | None, title: str) -> tuple[float, float]:
-        """The distances of the compiled result from the eager one, and from that in float64.
+        """The distances between the compiled and the eager result, and between each of them and the float64 result.
 
         Each is a rel_l2, on the rank where it is largest.
         """
@@ -393,20 +393,18 @@ class _CompiledRuns:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Run:
-        rows, before = self._session.row_count, self._session.plan
+        rows = self._session.row_count
         # A graft of the plan in force would repair the difference.
         nothing: PlanEdit = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
         callees: dict[Side, Callee | None] = {"baseline": baseline, "target": target}
-        run, plan = start_under(self._session, nothing, callees, args, kwargs)
+        run, _ = start_under(self._session, nothing, callees, args, kwargs)
         try:
             return run.wait(bar=LongWait(title, "rows", lambda: self._session.row_count - rows))
         except KeyboardInterrupt:
             self._session.interrupt()
             raise
         finally:
-            # A newer plan was published by the user, and stays.
-            if self._session.plan.version == plan.version:
-                lend_plan(self._session, b2t=before.b2t, t2b=before.t2b, compare=before.compare, keep=before.keep)
+            restore_plan(self._session)
 
 
 def _results(ranks: Sequence[Any]) -> Results:

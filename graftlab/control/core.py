@@ -1,4 +1,4 @@
-"""The core of a session: it joins the parts, each in a module beside this one, and knows whether it is closed."""
+"""The core of a session: it connects the session's parts, each a module beside this one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SessionInternals:
-    """What the package needs of a session and a user does not; see :func:`internals_of`."""
+    """The parts of a session that only the package uses; see :func:`internals_of`."""
 
     reports: MessageRouter
     jobs: JoinedJobs
@@ -64,21 +64,21 @@ class SessionInternals:
     set_aside: set[int]
     """The numbers of runs that displays of the newest run leave out."""
     default_callees: Mapping[str, Callee] = field(default_factory=dict)
-    """What a side runs where a run gives it nothing: a side that is a recording is replayed."""
+    """The function that a side runs if a run gives it none: a recording is replayed."""
     verdicts: list[Verdict] = field(default_factory=list)
     """All verdicts of this session, oldest first."""
     close_first: Callable[[], None] = lambda: None
     """Called when the session closes, before its ranks end."""
     environment_of: Callable[[Side], dict[str, str]] | None = None
-    """The variables with which a job of a side joins, where jobs can."""
+    """The environment variables with which a job joins this side, in a session that jobs can join."""
 
 
 class SessionCore:
-    """Ranks of both sides, the plan in force, and every row so far.
+    """The ranks of both sides, the plan in force, and all rows so far.
 
-    :class:`graftlab.Session` adds what needs rooms above this one.
+    :class:`graftlab.Session` adds the methods that use rooms above this one.
 
-    Methods may be called from any thread (widgets do).
+    Methods may be called from any thread, as widgets do.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SessionCore:
         self.options = options
         self._ranks = list(ranks)
         self._rows = rows
-        # Held while several changes belong together, such as a run and its plan.
+        # Held while several changes are made as one, such as a run and its plan.
         self._lock = threading.RLock()
         self._closed = False
         self._ending = threading.Lock()
@@ -283,7 +283,7 @@ class SessionCore:
     def kept(self, *, failed: bool = False) -> list[dict[str, Any]]:
         """The tags of every pair that is kept now, oldest first, rank by rank.
 
-        With ``failed``, also those of inputs whose transform failed. They have no pair, but a draft can be tried on
+        With ``failed``, also those of inputs whose transform failed. These have no pair, but a draft can be tried on
         them.
 
         >>> "hidden" in [tags["name"] for tags in session.kept()]
@@ -305,8 +305,8 @@ class SessionCore:
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`; without a name the draft is only loaded.
         It runs on the rank's device in a separate process, which is ended after ``limit`` seconds, since a draft may
-        loop forever, or exit. Of several transforms the first that applies to the pair's tap runs. The result holds
-        what is wrong with the draft, and a note if the draft would not be applied at this tap. Raises
+        loop forever, or exit. Of several transforms the first that applies to the pair's tap runs. The result reports
+        errors of the draft, and has a note if the draft would not be applied at this tap. Raises
         :class:`SessionError` only when no such pair is kept, :class:`FilterError` for a filter that cannot be compiled,
         and :class:`ShippingError` for a function that cannot be sent.
 
@@ -332,8 +332,8 @@ class SessionCore:
         """``|baseline - target|`` of a kept pair over two axes, reduced by maximum on the rank that keeps it.
 
         ``name``, ``rank`` and ``tags`` choose the pair as in :meth:`tensors`, which raises the same errors;
-        :func:`graftlab.plots.draw_difference_map` draws it. ``dims`` are one or two axes, the last two by default;
-        raises :class:`SessionError` for others.
+        :func:`graftlab.plots.draw_difference_map` draws it. ``dims`` are one or two axes, by default the last two.
+        Raises :class:`SessionError` for others.
 
         >>> session.difference_map("hidden", layer=3).worst
         0.0
@@ -366,9 +366,9 @@ class SessionCore:
     def edit(self, **changes: Unpack[PlanEdit]) -> GraftPlan:
         """Publish a new plan with these changes and return it; see :class:`graftlab.GraftPlan`.
 
-        A run in progress uses it from its next step on, on all ranks alike. An unusable plan raises
-        (:class:`FilterError`, :class:`TransformError`, :class:`PlanError`; :class:`GraftOverlapError` where b2t and t2b
-        both match a tap that has been seen), and the plan in force stays.
+        A run in progress uses it from its next step on, on all ranks alike. A plan that cannot be used raises
+        :class:`FilterError`, :class:`TransformError` or :class:`PlanError`, or :class:`GraftOverlapError` where b2t and
+        t2b both match a tap that has been seen; the plan in force stays.
 
         >>> session.edit(b2t="name == 'hidden' and layer == 3", rename={"target": {r"^model\\.": ""}}).b2t
         "name == 'hidden' and layer == 3"
@@ -381,11 +381,11 @@ class SessionCore:
             return plan
 
     def undo(self) -> PlanChange:
-        """Take back the last edit of the plan, of any of its parts, and return what that changed.
+        """Undo the last edit of the plan, and return what changed.
 
-        Each call takes back one more edit, whether a cell, a magic or a widget made it; the plans of a verdict's own
-        runs do not count. Like an edit, it publishes a new version. Raises :class:`SessionError` if no edit is left,
-        or while a verdict or a match has its own plan in force.
+        Each call undoes one more edit, whether a cell, a magic or a widget made it. The plans that a verdict publishes
+        for its runs do not count. Like an edit, it publishes a new version. Raises :class:`SessionError` if no edit is
+        left, or while a verdict or a match has its own plan in force.
 
         >>> plan = session.edit(b2t="layer == 3")
         >>> session.undo().text
@@ -394,7 +394,7 @@ class SessionCore:
         return self._revert("undo")
 
     def redo(self) -> PlanChange:
-        """Make the edit again that :meth:`undo` took back, and return what that changed; an edit ends the chance to.
+        """Make the edit again that :meth:`undo` took back, and return what changed. A new edit rules that out.
 
         Raises :class:`SessionError` if no edit is left to redo, or while a verdict has its own plan in force.
 
@@ -434,7 +434,7 @@ class SessionCore:
 
     @property
     def taps(self) -> list[dict[str, Any]]:
-        """The tags of every distinct tap seen so far on either side, whether a filter matches it or not, as first seen.
+        """The tags of every distinct tap that either side has reached, as first seen, whatever the filters match.
 
         ``name`` is the pair's name under the plan in force, ``baseline_name`` and ``target_name`` each side's own.
 
@@ -455,7 +455,7 @@ class SessionCore:
         return list(self._ranks)
 
     def status(self) -> pd.DataFrame:
-        """One row per rank: where it is now, read from shared memory, so that a hanging rank is included.
+        """One row per rank, with its present state, read from shared memory so that hanging ranks are included.
 
         >>> session.status()["state"].tolist()
         ['idle', 'idle']
@@ -483,7 +483,7 @@ class SessionCore:
         return self._runs.groups.lost()
 
     def stacks(self) -> dict[str, str]:
-        """The stacks of each live rank's threads, by rank, also while the rank computes or waits.
+        """The stacks of all threads of each live rank, by rank, even while the rank computes or waits.
 
         >>> sorted(session.stacks())
         ['baseline[0]', 'target[0]']
@@ -521,7 +521,7 @@ class SessionCore:
     def close(self) -> None:
         """End every rank; rows and logs stay in ``folder``. Safe to call again, also after the stop button.
 
-        Raises :class:`SessionError`, once all ranks have ended, if some rows could not be written to disk.
+        Raises :class:`SessionError` if some rows could not be written to disk, once all ranks have ended.
 
         >>> other = gl.launch()
         >>> other.close()
@@ -552,14 +552,14 @@ class SessionCore:
             self._internals.reports.on_gone(rank)
 
     def restart(self) -> None:
-        """End every rank and start the same ranks anew, for when a rank or a side's process group is gone, or hangs.
+        """End every rank and start the same ranks anew, because a rank or a side's process group is gone, or hangs.
 
-        The session keeps its plan, rows, folder and seen taps, and continues its numbers of runs and steps. Whatever
-        the ranks held is lost: variables of cells, models, kept tensors. Nothing is rerun automatically. A run in
+        The session keeps its plan, rows, folder and seen taps, and continues to count runs and steps. Everything in the
+        ranks' memory is lost: variables of cells, models, kept tensors. Nothing is rerun automatically. A run in
         progress ends with :class:`RunError`.
 
-        Raises :class:`LaunchError` when the ranks cannot be started; the session can then be restarted again, read
-        and closed. The stop button ends the wait, not the restart.
+        Raises :class:`LaunchError` when the ranks cannot be started; the session can then still be restarted, read and
+        closed. The stop button ends the wait, not the restart.
 
         >>> other = gl.launch()
         >>> plan = other.edit(b2t="name == 'hidden'")
@@ -584,7 +584,7 @@ class SessionCore:
             self._end_ranks()
             started = start()
             self._runs.reopen(self._ranks)
-            # In place, because all parts of the session share this list.
+            # In place: all parts of the session share this list.
             self._ranks[:] = started
             self._hub = Hub(self._ranks, self._internals.reports)
             self._plans.publish_again()
@@ -639,14 +639,14 @@ class SessionCore:
 
 
 def internals_of(session: SessionCore) -> SessionInternals:
-    """What the package needs of a session and a user does not."""
+    """The parts of a session that only the package uses."""
     return session._internals
 
 
 def replace_ranks(session: SessionCore, start: Callable[[], Sequence[RankHandle]]) -> None:
-    """End the session's ranks, and continue with those that ``start`` returns, on the same places.
+    """End the session's ranks, and continue with those that ``start`` returns, at the same places.
 
-    What ``start`` raises leaves a session without ranks, which can be read and closed.
+    If ``start`` raises, the session has no ranks, but can be read and closed.
     """
     with session._ending:
         session._require_open()
@@ -660,10 +660,17 @@ def start_under(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Run, GraftPlan]:
-    """Start a run with these changes of the plan, and return it with that plan. A refused run changes no plan."""
+    """Start a run with these changes of the plan, and return both. If the run is refused, the plan stays."""
     return session._start_under(changes, callees, args, kwargs or {})
 
 
 def lend_plan(session: SessionCore, **changes: Any) -> GraftPlan:
-    """Publish a plan for runs of the package's own, or restore the one from before them; no undo stops at it."""
+    """Publish a plan for runs that the package makes, until :func:`restore_plan`. Undo skips these plans."""
     return session._lend_plan(cast("PlanEdit", changes))
+
+
+def restore_plan(session: SessionCore) -> None:
+    """Put the plan from before :func:`lend_plan` and :func:`start_under` in force again."""
+    with session._lock:
+        if not session.closed:
+            session._plans.restore()

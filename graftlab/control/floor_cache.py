@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Entries per session; each holds the outputs that the baseline's ranks recorded.
 _MOST_KEPT = 8
-# The columns that describe the baseline's value at a tap, and what was made of it.
+# The columns that describe the baseline's value at a tap and how it was aligned.
 _SEEN = (
     *("name", "tags", "occurrence", "side", "rank", "shape", "dtype", "cast", "aligned_by"),
     *("numel", "mean_baseline", "std_baseline", "min_baseline", "max_baseline"),
@@ -47,8 +47,8 @@ def floor_key(
 ) -> str:
     """A digest of what a floor depends on: code with its arguments, dtypes, the plan, and the baseline's values.
 
-    The values represent what the code reads from elsewhere, such as weights that live on the ranks.
-    ``rows`` are those of the run in which every tap was grafted b2t.
+    The values stand for everything else that the code reads, such as weights that live on the ranks. ``rows`` are those
+    of the run in which every tap was grafted b2t.
     """
     digest = hashlib.blake2b(digest_size=16)
     for callee in callees:
@@ -74,7 +74,7 @@ def known_floor(session: SessionCore, key: str) -> list[SelfGraft] | None:
 
 
 def remember_floor(session: SessionCore, key: str, measured: list[SelfGraft]) -> None:
-    """Store a floor, unless the baseline did not repeat itself and so has none."""
+    """Store a floor, unless the baseline differed from itself, and so has none."""
     if any(each.not_repeated for each in measured):
         return
     with _lock:

@@ -45,23 +45,23 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-# Milliseconds of rest after reading rows, unless a wake socket ends it. Waking a polling thread costs a rank many times
-# what sending a row costs; without a poll, rows gather in the socket, which holds a few hundred.
+# Milliseconds of rest after reading rows, unless a wake socket ends it. For a rank, waking a polling thread costs far
+# more than sending a row. During the rest, rows gather in the socket, which holds a few hundred.
 _REST = 20
 _SHORT_REST = 2
 _MANY_ROWS = 16
 
 
 class MessageSink(Protocol):
-    """Called on the hub's thread; must not wait for anything."""
+    """Receives what the hub reads. Its methods run on the hub's thread, and must not wait for anything."""
 
     def on_rows(self, lines: Sequence[bytes]) -> None:
-        """Encoded rows, in the order in which their rank sent them."""
+        """Handle encoded rows, in the order in which their rank sent them."""
 
     def on_message(self, message: FromRank, rank: RankHandle) -> None: ...
 
     def on_gone(self, rank: RankHandle) -> None:
-        """The rank's process has ended, or is about to."""
+        """Handle the end of the rank's process, which has happened or is about to."""
 
 
 class Hub:
@@ -156,7 +156,7 @@ class Hub:
 
 
 class _WakeSockets:
-    """The sockets that end a rest: of a rank that sent more than rows, has filled its socket, or is gone."""
+    """The sockets that end a rest: a rank writes when it has sent more than rows, filled its socket, or is gone."""
 
     def __init__(self, wake: int) -> None:
         self._poller = select.poll()
@@ -189,7 +189,7 @@ def _drain(sock: socket.socket) -> bool:
 
 
 class MessageRouter:
-    """Handles what the hub receives. A new message to the notebook needs one line here."""
+    """Passes what the hub receives to the parts of the session. A new message to the notebook needs one line here."""
 
     def __init__(self, rows: RowStore, runs: Runs, plans: Plans, taps: TapCatalog, queries: Queries) -> None:
         self._rows = rows

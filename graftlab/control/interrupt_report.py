@@ -14,7 +14,7 @@ _PATIENCE = 2.0
 
 
 def interrupt_and_report(session: SessionCore) -> list[str]:
-    """Interrupt the run in progress; returns a line for each of its ranks: where it was, and whether it has ended."""
+    """Interrupt the run in progress; returns a line per rank with its place in the code, and whether it has ended."""
     run = state_of(session.runs[-1]) if session.runs else None
     if run is None or run.done:
         return ["nothing is running"]

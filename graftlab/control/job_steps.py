@@ -1,4 +1,4 @@
-"""Steps that jobs make anyway, for a verdict or a match: under which plan they are made, and when they have ended."""
+"""The steps of jobs that a verdict or a match uses as its runs: which plan they are made under, and when they end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from graftlab.base.progress import LongWait
-from graftlab.control.core import internals_of
+from graftlab.control.core import internals_of, restore_plan
 from graftlab.control.queries import A
 from graftlab.control.run import Run, state_of
 from graftlab.errors import SessionClosedError, SessionError
+from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import FallbackPlan, Question
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from graftlab.control.core import SessionCore
 
 # Seconds between two looks at who has joined.
@@ -26,11 +29,11 @@ _LOOK = 0.05
 
 
 class JobStepsAbandoned(SessionError):
-    """The jobs make no further step."""
+    """Raised when the jobs will make no further step."""
 
 
 class JobSteps:
-    """Waits for steps of the run of the jobs, ``steps`` at a time, for ``what``, which takes ``needs``.
+    """Waits for steps of the jobs, ``steps`` at a time. Errors name ``what`` waits for them and how many it ``needs``.
 
     Raises :class:`SessionError` if a rank has left, or if no rank joins for the session's time limit.
     """
@@ -52,8 +55,17 @@ class JobSteps:
         """The number of the jobs' run."""
         return self._state.number
 
-    def tell(self, message: FallbackPlan) -> None:
-        """Send a message to every rank that is alive."""
+    def __enter__(self) -> Self:
+        """Begin temporary plans, from which the jobs return to the present one if this process goes away."""
+        self._tell(FallbackPlan(to_wire(self._session.plan)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore_plan(self._session)
+        if not self._session.closed:
+            self._tell(FallbackPlan(None, self._session.plan.version))
+
+    def _tell(self, message: FallbackPlan) -> None:
         for rank in self._session.ranks:
             if rank.alive:
                 self._jobs.send(rank, message)
@@ -63,7 +75,7 @@ class JobSteps:
         return self._jobs.rows_from(number)
 
     def ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
-        """A rank's answer. Raises the failure of the jobs, if one has failed meanwhile."""
+        """Ask a rank, and return its answer. If a job has failed meanwhile, raises its failure."""
         try:
             return self._jobs.ask(rank, question, expected)
         except SessionError:
@@ -77,8 +89,8 @@ class JobSteps:
     def after(self, why: str, version: int, runs: int, since: str = "") -> int | None:
         """Wait until every rank has ended ``runs`` times ``steps`` steps under the plan of this version.
 
-        Returns the first step; None if another plan was published meanwhile. ``since`` says, in an error, how far it
-        came.
+        Returns the first step; None if another plan was published meanwhile. ``since`` is the progress that an error
+        reports.
         """
         ranks, adopted = self._session.ranks, dict[str, int]()
 
@@ -87,7 +99,7 @@ class JobSteps:
             return -(-max(adopted.values()) // self._steps) * self._steps if len(adopted) == len(ranks) else math.inf
 
         def there() -> bool:
-            # A sender learns of its unmatched tensors only in the step after.
+            # A sender learns which of its tensors had no receiver only in the next step.
             return min(rank.status().step for rank in ranks) > first() + runs * self._steps
 
         steps = self._state.steps
@@ -141,7 +153,7 @@ class _ProgressTimeout:
 
 
 def _run_of_jobs(session: SessionCore, what: str, stop: threading.Event | None) -> Run:
-    """The run of the jobs, after a wait for ranks that have not joined yet.
+    """Wait for ranks that have not joined yet, and return the jobs' run.
 
     Raises :class:`SessionError` if a rank has left, or if no rank joins for the session's time limit.
     """
@@ -174,7 +186,7 @@ def _run_of_jobs(session: SessionCore, what: str, stop: threading.Event | None) 
                     "printed; session.status() shows which ranks have joined, and gl.listen(timeout=...) sets how "
                     "long to wait for the next one"
                 )
-            # No thread of this process signals that another process joins and begins.
+            # Another process joins, so no thread of this one can signal it.
             pause.wait(min(_LOOK, bar.next_look(None)))
 
 

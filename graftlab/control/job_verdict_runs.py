@@ -1,4 +1,4 @@
-"""The runs of a verdict on jobs: each is a number of whole steps that the jobs make anyway."""
+"""The runs of a verdict on jobs: each uses whole steps that the jobs make anyway."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import Pass
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
-from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
     Acknowledgement,
     AskKeptTags,
     AskLineTraces,
     AskSelfGraft,
-    FallbackPlan,
     KeptTags,
     LineTraces,
     RunSelfGraft,
@@ -65,8 +63,8 @@ if TYPE_CHECKING:
 class StepRuns(VerdictRuns):
     """Takes ``steps`` steps of the jobs for each run, beginning at a multiple of that number.
 
-    Weights and the state of optimizers are not grafted, because that could not be undone. With ``graft_weights`` they
-    are, and the target has the baseline's from its first grafted step on.
+    Weights and optimizer state are not grafted, because that could not be undone. With ``graft_weights`` they are, and
+    the target keeps the baseline's from its first grafted step on.
     """
 
     def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
@@ -86,28 +84,28 @@ class StepRuns(VerdictRuns):
         self._target_moved: list[str] = []
 
     def __enter__(self) -> Self:
-        self._jobs.tell(FallbackPlan(to_wire(self.before)))
+        self._jobs.__enter__()
         return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        if not self.session.closed:
-            self._jobs.tell(FallbackPlan(None, self.session.plan.version))
+        self._jobs.__exit__(kind, error, trace)
 
     # ---- both sides ---------------------------------------------------------------------------------------------
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         before = self.session.row_count
         version = self._publish(wanted)
-        # The first grafted steps give the target the baseline's weights and state; the next ones begin with them.
+        # In the first grafted steps the target receives the baseline's weights and state, so only the next ones begin
+        # with them.
         first = self._after_steps(why, version, 2 if self._graft_weights and wanted.b2t else 1)
         first += self._steps if self._graft_weights and wanted.b2t else 0
         return self._rows_under(version, wanted, before, first)
 
     def _rows_under(self, version: int, wanted: RunFilters, before: int, first: int) -> pd.DataFrame:
-        """The rows of the run that began with this step, which are since row ``before``, without those of weights."""
+        """The rows, after row ``before``, of the run that began with step ``first``, without those of weights."""
         frame = self._rows_since(before, first, self._steps)
         if self._jobs.is_edited(version) or not set(frame["plan_version"]) <= {version}:
             raise VerdictAbandoned(EDITED)
@@ -146,26 +144,22 @@ class StepRuns(VerdictRuns):
         return TracedRun(self._rows_under(version, filters, before, first), traces["baseline"], traces["target"])
 
     def _rows_since(self, number: int, first: int, steps: int) -> pd.DataFrame:
-        """The rows of this number of steps, from the ``first`` on, among those since this row."""
+        """The rows of ``steps`` steps from ``first`` on, among those from row ``number`` on."""
         for rank in self.session.ranks:
-            # The answer arrives after the rank's rows.
+            # Once the answer is here, so are the rows that the rank sent before it.
             self._jobs.ask(rank, AskKeptTags(failed=False), KeptTags)
         frame = self._jobs.rows_from(number)
         return frame[(frame["run"] == self._jobs.run) & frame["step"].between(first, first + steps - 1)]
 
     def _publish(self, wanted: RunFilters) -> int:
         """Publish the plan of a run of the verdict; returns its version."""
-        # Before the edit too, because an interrupt may come between the edit and its result.
-        self.expect()
-        plan = lend_plan(self.session, **self.changes(wanted))
-        self.expect(plan.version)
-        return plan.version
+        return lend_plan(self.session, **self.changes(wanted)).version
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         try:
             return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
         except SessionError:
-            # The jobs continue meanwhile, and newer pairs, with equal values, have replaced this one.
+            # The jobs have continued, and newer pairs, with equal values, have replaced this one.
             if not self._repeats or self._steps > 1:
                 raise
             return self.session.tensors(name, rank=rank, **tags)
@@ -187,7 +181,7 @@ class StepRuns(VerdictRuns):
         self._target_moved = _differing(target)
         self._repeats = not _differing(baseline)
         if not self._repeats:
-            # Code that does not repeat itself has no floor.
+            # Code that gives different results each time has no floor.
             return [replace(each, not_recorded=0) for each in baseline]
         ranks = self.session.select("baseline")
         grafted = self._against_themselves(

@@ -1,4 +1,4 @@
-"""A session's side of jobs that join it: their connections, and the run that they take part in."""
+"""The notebook's side of jobs that join a session: their connections and their run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graftlab.rows.store import RowStore, to_frame
 
 
 class JoinedJobs:
-    """What the session server does with a session. ``lock`` is the session's: held while changes belong together."""
+    """A session as the session server uses it. ``lock`` is the session's, held while several changes become one."""
 
     def __init__(
         self,
@@ -46,19 +46,20 @@ class JoinedJobs:
         self._hub.add(rank)
 
     def begin_run(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
-        """Begin a run of all ranks, and return it with its plan. A rank that is still in the run before it joins with
-        :meth:`note_moved`. Without a ``base`` the run's first step is the base."""
+        """Begin a run of all ranks, and return it with its plan. A rank that is still in the previous run joins with
+        :meth:`note_moved`. Without a ``base`` the run's first step is the base.
+        """
         with self._lock:
             info = self._runs.begin_joint_run()
             base = info.first_step if base is None else base
             return replace(info, generations=generations, base=base), self._plans.newest
 
     def note_moved(self, rank: RankHandle) -> None:
-        """Note that the rank has left every run but the newest."""
+        """Note that the rank is in the newest run now."""
         self._runs.note_moved(rank)
 
     def note_return(self, rank: RankHandle, run: int) -> None:
-        """Note that the rank has reconnected; it never left this run."""
+        """Note that the rank has reconnected, and was in this run all the time."""
         self._runs.note_return(rank, run)
 
     def remark(self, text: str) -> None:

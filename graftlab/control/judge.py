@@ -1,4 +1,4 @@
-"""A verdict from its runs: without grafts, with every tap grafted, each side against itself, and the swaps."""
+"""Entry points of a verdict: on functions, on jobs, and on rows alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runs_of(session: SessionCore, request: VerdictRequest) -> VerdictRuns:
 
 
 def judge_runs(runs: VerdictRuns) -> Verdict:
-    """The verdict of these runs, which becomes one of their session's."""
+    """Judge these runs, and add the verdict to those of their session."""
     with runs:
         verdict = Judgement(runs).verdict()
     internals_of(runs.session).verdicts.append(verdict)
@@ -53,7 +53,7 @@ def judge_runs(runs: VerdictRuns) -> Verdict:
 
 
 def of_functions(session: SessionCore, request: VerdictRequest) -> VerdictRequest:
-    """Return the request with each side's default. Raises :class:`SessionError` for what cannot be judged."""
+    """Fill in each side's default function. Raises :class:`SessionError` for what cannot be judged."""
     default = internals_of(session).default_callees
     baseline = default.get("baseline") if request.baseline is None else request.baseline
     target = default.get("target") if request.target is None else request.target
@@ -83,7 +83,7 @@ def of_functions(session: SessionCore, request: VerdictRequest) -> VerdictReques
 
 
 def _of_jobs(request: VerdictRequest) -> VerdictRequest:
-    """The request itself. Raises :class:`SessionError` if it has code, which jobs do not take."""
+    """Return the request. Raises :class:`SessionError` if it has code, because jobs cannot be given any."""
     if any(each is not None for each in (request.baseline, request.target, request.exact)) or any(request.arguments):
         raise SessionError(
             "verdict: these ranks are jobs that another launcher started, and cannot be given code to run: baseline=, "
@@ -106,7 +106,8 @@ def judge_rows(
 ) -> Verdict:
     """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`.
 
-    ``others`` are of steps like ``grafted``, ``ungrafted`` of all steps without grafts.
+    ``others`` are the rows of other steps in which every tap was grafted, ``ungrafted`` those of all steps without
+    grafts.
     """
     refuse_floor(floor)
     refuse_threshold(threshold)

@@ -1,4 +1,4 @@
-"""One verdict in progress: its runs, and the conclusions from them, stage by stage.
+"""One verdict in progress: makes its runs and draws the conclusions, stage by stage.
 
 After the first run a failure does not lose the results: a failed stage is reported in a sentence, and the stages that
 do not depend on it proceed.
@@ -7,7 +7,7 @@ do not depend on it proceed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from graftlab.control.unmeasured import (
     effects_not_measured,
     judged_at,
     judged_until_sketch,
-    may_have_passed,
+    not_grafted,
     not_in_twin,
     unseen_taps,
 )
@@ -87,7 +87,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-# Of all named groups together: with and without their code, the inputs of their modules, and lines of source.
+# Runs for all named groups together: with and without their code, the inputs of their modules, and lines of source.
 _RUNS_OF_NAMED = 4
 
 
@@ -108,7 +108,7 @@ class Evidence:
     selves: Sequence[SelfGraft]
     floors: MeasuredFloors
     lonely: str | None
-    """A filter for the taps of one side alone, which a swap must not wait for."""
+    """A filter for the taps that only one side has. A swap must not wait for them."""
     settings: SettingsDifference
 
     @property
@@ -124,7 +124,7 @@ class Naming:
     frame: pd.DataFrame
     named: list[str]
     following: list[str]
-    """Groups of gradients that differ because named values do."""
+    """Groups of gradients that differ because named values differ."""
     scaled: Sequence[str]
     """Groups of gradients that differ by a factor that is taken back later."""
     accumulated: AccumulatedFloors
@@ -145,7 +145,7 @@ class Naming:
 
     @property
     def clears(self) -> bool:
-        """Whether no computation is named although one could be. Differing inputs are not a computation."""
+        """Whether no computation is named although one could be. Differing inputs do not count as one."""
         return not (self.not_repeated or any(group not in self.inputs for group in self.named))
 
 
@@ -190,15 +190,15 @@ class Judgement:
                 return self._without_conclusion(naming, mended)
         masked = self._unmask(evidence, naming)
         if naming.clears or self._explains(naming):
-            # Before nothing is named, the target runs often enough to show whether it differs from itself.
+            # Before the verdict names nothing, the target runs often enough to show whether it differs from itself.
             naming.target_not_repeated = self._attempt(
                 "the target against itself", self._runs.target_against_itself, []
             )
-            # A value that the baseline does not repeat either, such as a time, says nothing about the target.
+            # A value that also varies on the baseline, such as a time, says nothing about the target.
             left = evidence.floors.returned_not_repeated
             naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
         if self._explains(naming):
-            # Each group alone and all together, where their errors arise, and hints.
+            # Runs for each group alone, for all together, for the place of their errors, and for hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
         unexplained, without_output, written = self._unexplained(evidence, naming)
         if naming.clears and not naming.target_not_repeated:
@@ -209,7 +209,7 @@ class Judgement:
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
         causes, remarks = self._causes(evidence, naming, swaps)
-        # Inputs are grafted with everything else, so their effect is known where swaps were possible.
+        # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
         if not (causes and all(each.restored <= each.limit for each in causes.values())):
             naming.data += naming.maybe_explained
         rounding = self._rounds_differently(evidence, naming, swaps)
@@ -221,14 +221,13 @@ class Judgement:
             remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = may_have_passed(evidence.grafted, naming.frame, self._threshold)
-        may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        may_be_inherited = unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
         if self._can_trace(evidence, naming):
-            # What cancels, or rounds differently, is not a mistake.
+            # Groups that cancel or round differently are not mistakes.
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)
@@ -256,12 +255,13 @@ class Judgement:
                 remarks=remarks,
                 data=naming.data,
                 inputs=naming.inputs,
-                # Jobs are not known to have begun with equal weights, so theirs come first.
+                # Jobs may have begun with different weights, so their weights are reported first.
                 weights=weights if of_functions else {},
                 weights_lent=bool(self._weights),
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
                 job_remarks=naming.job_remarks,
+                not_grafted=not_grafted(evidence.grafted, naming.frame, self._threshold),
                 unexplained=unexplained,
                 without_output=without_output,
                 failed=self._failed,
@@ -278,7 +278,7 @@ class Judgement:
         )
 
     def _without_conclusion(self, naming: Naming, sentence: str) -> Verdict:
-        """The verdict where grafts are mistakes: of pairs that no longer hold, or of other steps."""
+        """The verdict where grafts would be wrong: the pairs no longer hold, or the sides are in different steps."""
         frame = labelled(naming.frame, naming.named, naming.following, {}, self._threshold, naming.scaled)
         frame["label"] = "unmeasured"
         ranks = self.session.options.target
@@ -292,7 +292,7 @@ class Judgement:
         try:
             return stage()
         except Exception as error:
-            # An error of another kind is a defect of graftlab: its traceback is needed to report it.
+            # Any other error is a defect of graftlab, and a report of it needs the traceback.
             level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
             _log.log(level, "verdict: %s failed", what, exc_info=True)
             self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
@@ -305,7 +305,7 @@ class Judgement:
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
 
     def _measured_without_partial_sums(self) -> tuple[Evidence, dict[str, list[str]]]:
-        """What the runs measured without taps that are partial sums on the ranks; and those taps, by group."""
+        """The measurements without taps that hold partial sums on each rank; and those taps, by group."""
         evidence = self._measure()
         sums: dict[str, list[str]] = {}
         if self._runs.shows_module_inputs and not self._failed:
@@ -341,7 +341,7 @@ class Judgement:
             "the baseline against itself",
             lambda: self._runs.baseline_against_itself(
                 compared[compared["status"].isin(MEASURED)] if self._failed else measured,
-                [output.group for output in outputs],
+                [part.group for output in outputs for part in output.all],
             ),
             [],
         )
@@ -423,7 +423,7 @@ class Judgement:
         )
 
     def _unmask(self, evidence: Evidence, naming: Naming) -> list[str]:
-        """Where something differs and nothing is named, judge masked taps by their other values; returns a remark."""
+        """If something differs and nothing is named, judge masked taps by their other values. Returns a remark."""
         if not naming.clears or not naming.differing:
             return []
         unchanged: tuple[pd.DataFrame, list[str]] = naming.frame, []
@@ -442,10 +442,7 @@ class Judgement:
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 
     def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str], list[str]]:
-        """Sentences on differences that nothing explains, on an output that was not compared, and on state.
-
-        The last are of state that the calls write, beside named groups.
-        """
+        """Sentences on unexplained differences, an output that was not compared, and state that the calls write."""
         if naming.not_repeated:
             return [], [], []
         differences = UnexplainedDifferences(
@@ -459,13 +456,13 @@ class Judgement:
             evidence.floors.returned_not_repeated,
         )
         naming.unseen += differences.not_compared()
-        said = differences.after_last_tap()
+        said = differences.after_last_tap(all_grafted=not (evidence.grafted["status"] == "failed").any())
         written = differences.written() + differences.lost_gradients()
         if naming.clears:
             said += written
             found = differences.no_tap_explains()
             if naming.data_differs:
-                # Data come first, and the difference is still stated.
+                # The data are stated first, the difference after them.
                 naming.maybe_explained = [f"{line} What is listed above may explain it." for line in found]
                 found = []
             said += found
@@ -510,21 +507,19 @@ class Judgement:
         return naming.job_remarks is None or not naming.target_not_repeated
 
     def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
-        """Whether the operations of both sides correspond: in one step of jobs, or in calls that repeat themselves."""
+        """Whether both sides' operations correspond: in one step of jobs, or in calls with equal results each time."""
         of_functions = naming.job_remarks is None
         return self._explains(naming) and not (of_functions and naming.not_repeated)
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
-        """What the named groups do to each output, by the output's group, and remarks on that."""
+        """What the named groups do to each output, by the output's title, and remarks on that."""
         if not (self._explains(naming) and self._can_swap(evidence, naming)):
             return {}, []
         frame, named = naming.frame, naming.named
         causes: dict[str, Causes] = {}
         for output in evidence.outputs:
             rank = place_in_blame(output.group)
-            groups = [
-                g for g in named if judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.place
-            ]
+            groups = [g for g in named if judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.end]
             if not groups or not swaps.can_measure(groups, output):
                 continue
             # The effect of a gradient is measured with the baseline's values, which are computed before it.
@@ -537,21 +532,21 @@ class Judgement:
                 None,
             )
             if found is not None:
-                causes[output.group] = found.with_earlier(
+                causes[output.title] = found.with_earlier(
                     _earlier(frame, output, naming.accumulated, found.limit) if found.agrees else ()
                 )
         changed: list[str] = self._attempt("the last check of the baseline", self._runs.baseline_changed, [])
         if changed:
             # The swaps were measured against a baseline that has changed.
             return {}, [_changed(changed)]
-        alone = self._without_dependents(causes)
+        alone = self._without_dependents(causes, [part.group for each in evidence.outputs for part in each.all])
         causes = {group: each.with_unknown(alone) for group, each in causes.items()}
         return causes, effects_not_measured(named, causes, swaps, evidence.outputs) + _outputs_themselves(alone)
 
-    def _without_dependents(self, causes: Mapping[str, Causes]) -> list[str]:
-        """The minor groups of values that nothing else depends on: they are outputs themselves."""
+    def _without_dependents(self, causes: Mapping[str, Causes], outputs: Collection[str]) -> list[str]:
+        """The minor groups of values that nothing else depends on. They are outputs themselves."""
         labels = (item for each in causes.values() for item in each.labels.items())
-        minor = [group for group, label in labels if label == "minor" and not (kind_of_group(group) or group in causes)]
+        minor = [g for g, label in labels if label == "minor" and not (kind_of_group(g) or g in outputs)]
         if not minor:
             return []
         return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
@@ -569,12 +564,12 @@ class Judgement:
         if measured is None:
             return found
         found = found.with_effect(output.name, *measured)
-        # Sums over ranks round differently in any tensor parallel target, and explain little.
+        # In any tensor parallel target sums over ranks round differently, which explains little.
         return found if found.explains_output else RoundingGroups()
 
 
 def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
-    """The step, and the order in it, at which the group first adds more than rounding."""
+    """The step, and the position in it, at which the group first adds more than rounding."""
     over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
     return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
 
@@ -586,7 +581,7 @@ def _by_size(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
 
 
 def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, limit: float) -> list[int]:
-    """The steps in which the output differs without grafts, before the last time that the model computed it."""
+    """The steps, before the last one, in which the output differs without grafts."""
     # The group may contain other layers.
     is_output = (frame["name"] == output.name) & frame["tags"].map(lambda tags: _is_same_layer(tags, output.tags))
     floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
@@ -599,7 +594,7 @@ def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, 
 
 
 def _is_same_layer(tags: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether two calls of a tap are of one layer; of requests, tokens and other loops they may be different ones."""
+    """Whether two calls of a tap belong to one layer, even if to different requests, tokens or other iterations."""
     return all(tags.get(tag) == others.get(tag) for tag in ("layer", "kind"))
 
 

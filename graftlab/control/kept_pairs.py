@@ -56,7 +56,7 @@ class PairsOnRanks:
 
     def difference_map(self, name: str, rank: int | None, tags: Mapping[str, Any], dims: Sequence[int] | None) -> Any:
         """The :class:`graftlab.diffs.maps.DifferenceMap` of the pair."""
-        # A rank ends where it cannot read a message, so what a user typed must not be in it as it is.
+        # A rank that cannot read a message ends, so a value that a user typed is checked first.
         try:
             chosen = None if dims is None else tuple(operator.index(dim) for dim in dims)
         except TypeError as error:
@@ -85,8 +85,8 @@ class PairsOnRanks:
                 gone.update(
                     (process, max(found["step"], gone.get(process, -1))) for found in answer.missing if fits(found)
                 )
-        # A tap grafted t2b is kept by the other side, so the newest pair of both sides counts.
-        # A rank whose newer pair did not fit its budget is asked first, because it knows that.
+        # A tap grafted t2b is kept by the other side, so the newest pair of both sides counts. A rank whose newer pair
+        # did not fit its budget is asked first, because its answer explains that.
         asked = sorted(steps, key=lambda process: -steps[process])
         if asked:
             later = [process for process, step in gone.items() if step > steps[asked[0]]]
@@ -105,7 +105,7 @@ class PairsOnRanks:
         return self._ask(rank, AskKeptTags(failed), KeptTags).tags
 
     def _receivers(self) -> list[RankHandle]:
-        # Taps are received by the target's ranks, except those that are grafted t2b.
+        # The target's ranks receive at all taps except those that are grafted t2b.
         return sorted((r for r in self._ranks if r.alive), key=lambda r: (r.place.side == "baseline", r.place.rank))
 
 
@@ -119,7 +119,7 @@ def keep_advice(plan: GraftPlan, taps: Sequence[Mapping[str, Any]], name: str, t
     if names and name not in names:
         close = get_close_matches(name, names, n=1)
         return f"No tap seen so far is called {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-    # A tap's place and step are those of its first occurrence, not of the requested pair.
+    # A tap's place and step are those of its first call, not those of the requested pair.
     wanted = {tag: plain(value) for tag, value in tags.items() if tag not in (*PLACE_TAGS, OCCURRENCE)}
     meant = [tap for tap in taps if tap["name"] == name and all(plain(tap.get(k)) == v for k, v in wanted.items())]
     if names and not meant:

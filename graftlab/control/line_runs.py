@@ -38,7 +38,7 @@ LineGraft = dict[int, int]
 
 @dataclass(frozen=True)
 class _Changed:
-    """What one rank's next run changes, as in :class:`OperationChanges`."""
+    """The changes of one rank's next run, as in :class:`OperationChanges`."""
 
     shown: dict[int, str] = field(default_factory=dict)
     passed: dict[int, int] = field(default_factory=dict)
@@ -62,18 +62,18 @@ class _Traced:
     confirmed: set[int] = field(default_factory=set)
     """Indices of the target's operations."""
     appeared: set[int] = field(default_factory=set)
-    """Indices of lines that were not among the first lost before an earlier line had the baseline's value."""
+    """Indices of operations that were lost first only once an earlier line had the baseline's value."""
     is_to_leave_out: bool = False
-    """Whether the next run is to show that the first of two operations is needed."""
+    """Whether the next run leaves out the first of two grafted lines, to see whether it is needed."""
     left_out: LineGraft | None = None
     is_settled: bool = False
     untried: list[Remedy] = field(default_factory=list)
     trying: Remedy | None = None
-    """What the next run changes in place of the grafts."""
+    """The change that the next run makes instead of the grafts."""
     cure: Remedy | None = None
     """The change with which the tap agrees."""
     prefers_graft: bool = False
-    """Whether the first operation has a counterpart that does the same with other arguments."""
+    """Whether the first operation has a counterpart that does the same with different arguments."""
 
     @property
     def grafted(self) -> LineGraft:
@@ -109,7 +109,7 @@ class _Traced:
 
     @property
     def tolerance(self) -> float:
-        """How far equal values may be apart: between what rounding adds at the tap and what was measured there."""
+        """How far apart equal values may be: between the tap's rounding and the error measured there."""
         added, floor = self.row["added"], self.row["floor"]
         between = math.sqrt(added * floor) if math.isfinite(added) and added > 0 and floor > 0 else TOLERANCE
         if self.row["cast"]:
@@ -118,7 +118,7 @@ class _Traced:
 
 
 class LineSearch:
-    """Finds the lines for the named groups of one verdict. ``frame`` has their rows, with labels."""
+    """Finds the lines behind the named groups of one verdict. ``frame`` has their rows, with labels."""
 
     def __init__(self, runs: VerdictRuns, frame: pd.DataFrame, threshold: float, lonely: str | None) -> None:
         self._runs = runs
@@ -147,7 +147,8 @@ class LineSearch:
             return
         self._traced = traced
         for call in self._found_calls:
-            # What differs only in a compiled or fused run has no operation to blame, and a graft would confirm any.
+            # If the tap agrees when traced, only the compiled or fused run differs: no operation is to blame, and any
+            # graft would seem to confirm one.
             call.is_settled = bool(self._agrees(call, traced.rows))
         self._compare([call for call in self._found_calls if not call.is_settled], traced)
 
@@ -178,15 +179,13 @@ class LineSearch:
         for call in calls:
             if call.untried and call.untried[0].is_certain:
                 call.cure, call.is_settled = call.untried[0], True
-        # One is for hints.
+        # One run is left for hints.
         for _ in range(min(MOST_CONFIRMING_RUNS, MOST_RUNS - 1 - self._runs.count)):
             chosen = self._choose(calls, traced)
             if not chosen:
                 break
-            # Fingerprints are for what is compared again.
-            only = frozenset[int]() if all(each.trying is not None for each in chosen) else None
             try:
-                again = self._trace("with other values at single operations", calls, only)
+                again = self._trace("with other values at single operations", calls)
             except RunError:
                 # Where they mean something else, as an index of another tensor, the code raises.
                 for call in chosen:
@@ -196,16 +195,16 @@ class LineSearch:
                 self._not_confirmed = True
                 return
             self._judge(chosen, again, calls)
-            traced = traced if only is not None else again
+            traced = again
 
     @property
     def lines(self) -> list[DifferingLine]:
-        """The lines that were found, in the groups' order; none where the runs cannot be traced."""
+        """The lines that were found, in the groups' order; empty where the runs cannot be traced."""
         found = [line for each in self._found_calls for line in self._found(each)]
         return list({(each.group, each.side, each.file, each.line): each for each in reversed(found)}.values())[::-1]
 
     def _calls(self, group: str) -> list[_Traced]:
-        """The group's call that adds the most, and its first that adds more than rounding, if it has another name."""
+        """The group's call that adds the most, and its first that adds more than rounding, if at another tap."""
         rows = self._frame[(self._frame["group"] == group) & (self._frame["ratio"] > self._threshold)]
         if not len(rows):
             return []
@@ -223,18 +222,22 @@ class LineSearch:
             for row in chosen
         ]
 
-    def _trace(self, why: str, calls: Sequence[_Traced], only: frozenset[int] | None = None) -> TracedRun | NotTraced:
+    def _trace(self, why: str, calls: Sequence[_Traced]) -> TracedRun | NotTraced:
         changes = self._changes(calls)
         filters = RunFilters(b2t="True", leaving=self._lonely)
         wanted = [each.wanted for each in calls]
+        # A run with other values at some operations differs from the first in what follows these alone.
+        first = self._traced
+        only = None if first is None else first.needed
         traced = self._runs.traced(why, filters, wanted, self._grafted, changes, only)
-        if isinstance(traced, NotTraced) or only is not None or not traced.without_fingerprint:
-            return traced
-        # Fingerprints had a budget, and were taken of what is not needed, too.
-        return self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
+        if not isinstance(traced, NotTraced) and traced.without_fingerprint:
+            # Other operations lead to the taps now; or in the first run, their values were over a budget.
+            first = first or traced
+            traced = self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
+        return traced if first is None or isinstance(traced, NotTraced) else traced.beside(first)
 
     def _changes(self, calls: Sequence[_Traced]) -> dict[Side, list[OperationChanges]]:
-        """What the next run changes on each rank of both sides."""
+        """The changes of the next run, for each rank of both sides."""
         options = self._runs.session.options
         sizes: dict[Side, int] = {"baseline": options.baseline, "target": options.target}
         changed: dict[Side, list[_Changed]] = {side: [_Changed() for _ in range(size)] for side, size in sizes.items()}
@@ -266,7 +269,7 @@ class LineSearch:
         target: int | None,
         name: str,
     ) -> None:
-        """Show the results of operations as a tap on each rank that runs them; ranks may run others beside."""
+        """Show the results of these operations as a tap on each rank that runs them. Ranks may run different ones."""
         indices: dict[Side, int | None] = {"baseline": baseline, "target": target}
         for side, index in indices.items():
             for rank, each in enumerate(changed[side]):
@@ -275,7 +278,7 @@ class LineSearch:
                     each.shown[at] = name
 
     def _at(self, call: _Traced, side: Side, own: int, index: int, rank: int) -> int | None:
-        """The index on another rank of an operation that has this one on the call's own; None where it did not run."""
+        """The index on ``rank`` of the operation with ``index`` on the call's rank ``own``; None if it did not run."""
         if rank == own or self._traced is None:
             return index
         place = self._found_calls.index(call)
@@ -308,8 +311,8 @@ class LineSearch:
     def _choose(self, calls: Sequence[_Traced], traced: TracedRun) -> list[_Traced]:
         """Give each unsettled call its next operation to graft; returns the calls that have one.
 
-        An operation that leads to several calls is grafted for one of them at a time, or it would confirm the others,
-        except where it is all that is changed for each of them.
+        An operation that leads to several calls is grafted for one of them at a time, or it would seem to confirm the
+        others too, except where it is the only change for each of them.
         """
         chosen: list[_Traced] = []
         slices = [
@@ -323,7 +326,7 @@ class LineSearch:
                 call.left_out = call.grafts.pop(0)
                 chosen.append(call)
                 continue
-            # The most telling line, or none: what follows one that cannot be confirmed may be its consequence.
+            # The most telling line, or none: lines after one that cannot be confirmed may be its consequence.
             graft = _next_graft(call)
             graft = graft if len(call.grafts) < MOST_GRAFTS else {}
             tries_remedy = bool(call.untried) and not (graft and call.prefers_graft)
@@ -345,14 +348,14 @@ class LineSearch:
         for call in chosen:
             agrees = self._agrees(call, traced.rows)
             if not self._is_as_before(call, traced):
-                # The changes were made at other operations than those that were compared.
+                # The changes reached different operations than those that were compared.
                 self._not_confirmed, agrees = True, None
             if call.trying is not None:
                 if agrees:
                     call.cure, call.is_settled = call.trying, True
                 call.trying = None
             elif call.left_out is not None:
-                # With both it agreed: each that is needed is a fault.
+                # The tap agreed with both lines grafted: each of them that is needed is a fault.
                 call.confirmed.update(call.grafted)
                 call.confirmed.update({} if agrees else call.left_out)
                 call.is_settled = True
@@ -360,7 +363,7 @@ class LineSearch:
                 call.confirmed.update(call.grafted)
                 call.is_settled = True
             elif agrees and all(index in call.appeared for line in call.grafts[1:] for index in line):
-                # Each line read equal values only once the one before it had the baseline's.
+                # Each line read equal values only once the one before it had the baseline's values.
                 call.confirmed.update(call.grafted)
                 call.is_settled = True
             elif agrees or agrees is None:
@@ -392,7 +395,7 @@ class LineSearch:
             which = identity({**own_tags(row["tags"]), "name": row["name"]})
             is_here = row["rank"] == call.row["rank"]
             if is_here and call.wanted.is_at(which, row["step"] - first, row["occurrence"]):
-                # Without a number that is finite on both sides, the graft made it worse.
+                # NaN, where no number is finite on both sides, counts as worse.
                 return ratio(row, Floor(call.row["floor"], call.row["floor_max"])) <= self._threshold
         return None
 
@@ -425,7 +428,8 @@ class LineSearch:
                 frame = each.operation.frames[0]
                 is_cure = cure is not None and each.operation is cure.operation
                 is_confirmed = is_cure or (side == "target" and each.operation.index in call.confirmed)
-                # Other draws have other values: the fault may be in what uses them, such as a swapped weight.
+                # Different random draws have different values: the fault may be in the code that uses them, such as a
+                # swapped weight.
                 is_confirmed = is_confirmed and (not each.operation.is_random or bool(each.operation.inputs))
                 line = DifferingLine(
                     call.group,
@@ -462,7 +466,7 @@ def _with_counterpart(baseline: Sequence[LostOperation], target: Sequence[LostOp
     if counterpart is None:
         return list(baseline)
     same = [each for each in baseline if each.operation.index == counterpart.index]
-    # One that changes nothing is not lost.
+    # A counterpart that changes nothing was not lost.
     first = same or [LostOperation(counterpart, has_equal_inputs=True, follows_inputs=True)]
     return [*first, *(each for each in baseline if each.operation.index != counterpart.index)]
 
@@ -473,7 +477,7 @@ def _all(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
 
 
 def _of_summands(call: _Traced) -> str:
-    """Why a line of code before a sum over the ranks is not confirmed; blank for other calls."""
+    """Why a line before a sum over ranks is not confirmed; blank for other lines."""
     first = [each for each in call.kept if not each.is_suspect][:1]
     if call.confirmed or call.cure is not None or not first or not first[0].operation.frames:
         return ""
@@ -495,7 +499,7 @@ def _what_ran(trace: SliceTrace | None, indices: frozenset[int]) -> list[tuple[i
 
 
 def _written(read: StateRead) -> str:
-    """When and where a tensor was last written, in words; blank where that was not seen."""
+    """When and where a tensor was last written, in words; blank if unknown."""
     if read.writer is None or not read.writer.frames:
         return ""
     frame = read.writer.frames[0]
@@ -503,19 +507,19 @@ def _written(read: StateRead) -> str:
 
 
 def _fed_tap_of(remedy: Remedy) -> str:
-    """The name of the tap that shows what operations read in place of a value."""
+    """The name of the tap that shows the value that operations read instead of their own."""
     return f"{LINE_TAP}.{remedy.partner}.before.{min(remedy.fed)}"
 
 
 def _makes_same_change(call: _Traced, graft: LineGraft, tries_remedy: bool, other: _Traced) -> bool:
-    """Whether the change that is chosen for another call is all that this call is to have."""
+    """Whether the change chosen for ``other`` is also the only change of this call."""
     if tries_remedy:
         return other.trying is not None and other.trying.changes == call.untried[0].changes
     return other.trying is None and not call.grafts and other.grafts == [graft] and other.left_out is None
 
 
 def _has_counterpart(lost: LostOnBothSides) -> bool:
-    """Whether the first lost operation has a partner of its name, or both sides have one alone."""
+    """Whether the first lost operation has a partner of the same name, or each side lost only one."""
     first = next((each for each in lost.target if not each.is_later), None)
     if first is None or first.partner is None:
         return False
@@ -530,7 +534,7 @@ def _tap_of(target: int, baseline: int) -> str:
 
 
 def _next_graft(call: _Traced) -> LineGraft:
-    """The most telling line that has not been grafted, as its operations; empty if one of them cannot be grafted."""
+    """The operations of the most telling line that has not been grafted; empty if one of them cannot be."""
     assert call.lost is not None
     left = [each for each in call.lost.target if each.operation.index not in call.grafted and not each.is_later]
     if not left or not left[0].operation.frames:

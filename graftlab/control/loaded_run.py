@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """The rows in a session's run folder as a frame, also of one that was killed: half a line at the end is left out.
+    """The rows in a session's run folder as a frame. Half a line at the end, as a killed session leaves, is ignored.
 
     Every function of :mod:`graftlab.plots` that takes a frame takes this one. ``report`` writes the rows as a page,
     ``verdict`` names the computation that differs.
 
-    Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or a line or a block
-    is not the one that was written, by its checksum.
+    Raises :class:`SessionError` when there are no rows to read, a line in the middle is damaged, or the checksum of a
+    line or a block does not match.
 
     >>> loaded = gl.load_run(session.folder)
     >>> len(loaded) == len(session.frame)
@@ -39,11 +39,11 @@ def load_run(folder: str | Path) -> LoadedRun:
 
 
 class LoadedRun(pd.DataFrame):
-    """The frame that :func:`graftlab.load_run` returns. Frames that pandas derives from it are plain."""
+    """The frame that :func:`graftlab.load_run` returns. Frames derived from it are plain pandas frames."""
 
     _metadata = ["folder"]  # noqa: RUF012
     folder: Path
-    """The folder that its rows were read from."""
+    """The folder of its rows."""
 
     @property
     def _constructor(self) -> Callable[..., pd.DataFrame]:
@@ -58,8 +58,8 @@ class LoadedRun(pd.DataFrame):
     def report(self, path: str | Path = "report.html", *, verdict: Verdict | None = None) -> Path:
         """Write a report of the newest run in the folder as one page; returns its path.
 
-        It is like that of :meth:`graftlab.Session.report`, but without the plan, the code, the tensors and the
-        environment, which are not among the rows. Raises :class:`SessionError` when it cannot be written.
+        Like that of :meth:`graftlab.Session.report`, without the plan, the code, the tensors and the environment, which
+        rows do not have. Raises :class:`SessionError` when it cannot be written.
         """
         from graftlab.control.report import write_report_of_rows
 
@@ -73,12 +73,12 @@ class LoadedRun(pd.DataFrame):
         run: int | None = None,
         step: int | None = None,
     ) -> Verdict:
-        """Name the computation that differs on the target, judged by rows alone.
+        """Name the computation that differs on the target, judging only the rows.
 
         It needs a step in which every tap was grafted b2t, as with ``GRAFTLAB_B2T_FILTER=True``: there the difference
         at each tap is the error that arose at it. By default it takes the last such step of the newest run that has
         one; ``run`` and ``step`` choose another. The text reports other such steps that show more. ``floor`` is a
-        ``rel_l2``; by default it is assumed for the dtypes. Nothing is run, so the text lists what is not known.
+        ``rel_l2``; by default it is assumed for the dtypes. Nothing is run, so the text lists what remains unknown.
 
         Raises :class:`SessionError` if no step has every tap grafted.
         """
@@ -119,9 +119,9 @@ class LoadedRun(pd.DataFrame):
 
 
 def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame] | None:
-    """The last step in which every measured row, apart from weights and settings, has this status.
+    """The last step in which every measured row except weights and settings has this status.
 
-    It is one of the run's steps with the most rows, since the last step may be incomplete.
+    Only the run's steps with the most rows count, since the last step may be incomplete.
     """
     whole = _whole_steps(rows, status)
     if not len(whole):
@@ -132,7 +132,7 @@ def _last_step(rows: pd.DataFrame, status: str) -> tuple[int, int, pd.DataFrame]
 
 
 def _whole_steps(rows: pd.DataFrame, status: str) -> pd.DataFrame:
-    """The steps in which every measured row has this status, by run and step, with their numbers of rows."""
+    """The steps in which every measured row has this status: their numbers of rows, by run and step."""
     from graftlab.verdict.model_data import without_data
 
     computed = without_data(rows[rows["status"].isin(MEASURED)])

@@ -1,4 +1,4 @@
-"""Taps whose norm is that of values that both sides mask, such as scores of -1e9, judged by their other values."""
+"""Taps whose norm is dominated by values that both sides mask, such as scores of -1e9, judged by their other values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import call_key, records
 
 _LEAST_MASK = 1e4
-"""A value from which the softmax of anything is zero."""
+"""Values below the negative of this have a softmax of zero."""
 _FAR = 1e3
-"""How many times all others a masked value is."""
+"""How many times larger than all other values a masked value is."""
 _SHOWN = 3
 
 
 def without_masked_values(
     runs: VerdictRuns, grafted: pd.DataFrame, frame: pd.DataFrame, lonely: str | None
 ) -> tuple[pd.DataFrame, list[str]]:
-    """The frame of a verdict with masked values left out of ``added`` and ``ratio``; also the names of these taps.
+    """The verdict's frame with ``added`` and ``ratio`` of values that are not masked; and the names of these taps.
 
     ``grafted`` are the rows of the run in which every tap was grafted. Makes a run if a tap may have masked values.
     """
@@ -47,7 +47,7 @@ def without_masked_values(
         try:
             pair = runs.pair(row["name"], row["rank"], row["step"], {OCCURRENCE: row["occurrence"], **tags})
         except SessionError:
-            # A pair that did not fit the budget keeps its judgement with all values.
+            # Where the pair did not fit the budget, the judgement with all values stays.
             continue
         if (rel_l2 := _apart(*pair)) is not None:
             judged[call_key(row)] = rel_l2, rel_l2 / max(largest, roundoff(row["dtype"]))
@@ -60,7 +60,7 @@ def without_masked_values(
 
 
 def _may_be_masked(rows: pd.DataFrame) -> list[str]:
-    """The names of values that differ, whose least is far below all others."""
+    """The names of differing taps whose smallest value is far below all others."""
     measured = rows[rows["status"].isin(MEASURED)]
     least, most = measured["min_baseline"].astype(float), measured["max_baseline"].astype(float)
     is_masked = (least < -_LEAST_MASK) & (most.abs() * _FAR < -least) & (measured["max_abs"].astype(float) > 0)

@@ -25,11 +25,9 @@ from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import BUDGET, RecordedTap
 from graftlab.matching.rounds import ROUNDS, match_in_rounds, match_once
 from graftlab.plan.pairs import PairRule, TapCallName
-from graftlab.plan.plan import FILTERS
-from graftlab.plan.wire import to_wire
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.match_recorder import MatchGraft, MatchRecord, forget_match, record_taps, recorded_value
-from graftlab.ranks.messages import Acknowledgement, AskMatch, FallbackPlan, MatchResult, RecordStep
+from graftlab.ranks.messages import Acknowledgement, AskMatch, MatchResult, RecordStep
 from graftlab.ranks.remote_functions import Callee
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
 
 SENT = 1 << 28
-"""Bytes of values that each rank sends at once; of the rest it sends sketches, and values on request."""
+"""Bytes of values that each rank sends at once. Of all others it sends sketches, and the values on request."""
 
 
 def match(
@@ -114,7 +112,7 @@ class _Match:
     def _progress(self, grafts: Sequence[Pair] = ()) -> str:
         """The number of the run, how many of the target's taps have a partner, and the seconds so far.
 
-        How many runs there will be depends on what each finds.
+        The total is unknown: each run decides whether another follows.
         """
         if not self._runs:
             return "run 1"
@@ -202,7 +200,7 @@ class _Match:
 
 
 class _MatchedRuns(_Match):
-    """Calls both sides' functions: the baseline once, as its record does not change, and the target once a round."""
+    """Calls both sides' functions: the baseline once, since its record does not change, and the target once a round."""
 
     def __init__(
         self,
@@ -248,7 +246,7 @@ class _MatchedRuns(_Match):
         return self._in_order(self._baseline, target)
 
     def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
-        """The grafts that are new since the last run, and the target's taps that are no longer grafted."""
+        """The grafts to add for the next run, and the target's taps to graft no longer."""
         wanted: dict[str, list[Pair]] = {}
         for pair in grafts:
             wanted.setdefault(pair.target, []).append(pair)
@@ -288,7 +286,7 @@ class _MatchedRuns(_Match):
 class _MatchedSteps(_Match):
     """Records steps that jobs make anyway, both sides in each. Pairs are grafted by a plan, as the jobs' own are.
 
-    So data may differ from step to step, and the target continues with what was grafted.
+    The data may differ from step to step, and grafted state stays in the target.
     """
 
     varies = True
@@ -296,21 +294,13 @@ class _MatchedSteps(_Match):
     def __init__(self, session: SessionCore, budget: int, sent: int) -> None:
         super().__init__(session, budget, sent)
         self._jobs = JobSteps(session, "matching", "A match takes two steps of the jobs for each of its rounds")
-        self._before = session.plan
-        self._ours: set[int] = set()
 
     def __enter__(self) -> Self:
-        self._jobs.tell(FallbackPlan(to_wire(self._before)))
+        self._jobs.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._session.closed:
-            return
-        # A newer plan was published by the user, and stays.
-        if self._session.plan.version in self._ours:
-            before = {name: getattr(self._before, name) for name in FILTERS}
-            lend_plan(self._session, **before, pairs=self._before.pairs, transform=self._before.transform)
-        self._jobs.tell(FallbackPlan(None, self._session.plan.version))
+    def __exit__(self, *error: object) -> None:
+        self._jobs.__exit__(*error)
 
     def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
         version = self._session.plan.version + 1
@@ -322,8 +312,6 @@ class _MatchedSteps(_Match):
             names = {TapCallName.of(rule.name(rank.place.side)).name for rule in rules}
             order = RecordStep(version, tuple(sorted(names)), self._budget, self._sent)
             self._jobs.ask(rank, order, Acknowledgement)
-        # Before the edit too, because an interrupt may come between the edit and its result.
-        self._ours.add(version)
         plan = lend_plan(
             self._session,
             pairs=rules,
@@ -333,7 +321,6 @@ class _MatchedSteps(_Match):
             keep=None,
             transform=None,
         )
-        self._ours.add(plan.version)
         why = self._progress(grafts)
         if plan.version != version or self._jobs.after(why, version, 1) is None:
             raise SessionError("match: the plan was edited during the match. Do not edit it until the match is done")
@@ -359,12 +346,12 @@ class _MatchedSteps(_Match):
         return None if packed is None else open_value(rank, packed)
 
 
-# Weights and the state of optimizers are not grafted, because that could not be undone.
+# Weights and optimizer state are not grafted, because that could not be undone.
 _GRAFTED = "not (kind == 'param' or kind == 'optimizer')"
 
 
 def _call(name: str) -> str:
-    """The name of a call as a pair has it: without an occurrence it would stand for all calls."""
+    """The name of one call in a pair. Without its occurrence it would stand for all calls."""
     return name if "#" in name else f"{name}#0"
 
 

@@ -1,4 +1,4 @@
-"""The floors of one verdict: what rounding does to the baseline, at each group of taps, at each tap, and in all."""
+"""The floors of one verdict: how far rounding moves the baseline, at each group of taps, at each tap, and in total."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Key = TypeVar("Key", str, TapName)
 
 
 class MeasuredFloors:
-    """What the baseline's ranks did to themselves, under the names that ``plan`` gives to their taps."""
+    """The runs of the baseline's ranks against themselves, under the names that ``plan`` gives their taps."""
 
     def __init__(self, selves: Sequence[SelfGraft], plan: GraftPlan) -> None:
         self._selves = selves
         self._plan = plan
 
     def paired(self, added: AddedRounding) -> list[str]:
-        """The names of a tap in filters: one for each pair that it is in."""
+        """The names of a tap in filters: one for each of its pairs."""
         return [pairing.name for pairing in self._plan.pairings("baseline", added.name, own_tags(added.tags))]
 
     @property
@@ -36,12 +36,12 @@ class MeasuredFloors:
 
     @property
     def not_repeated(self) -> list[str]:
-        """The taps at which the baseline does not repeat itself."""
+        """The taps at which the baseline differs from itself."""
         return list(dict.fromkeys(tap for each in self._selves for tap in each.not_repeated))
 
     @property
     def returned_not_repeated(self) -> list[str]:
-        """The returned values that the baseline does not repeat, in words."""
+        """The returned values that differ from one run of the baseline to the next, in words."""
         return list(dict.fromkeys(value for each in self._selves for value in each.returned_not_repeated))
 
     def of_groups(self) -> dict[str, Floor]:
@@ -86,7 +86,7 @@ class MeasuredFloors:
         exact: Iterable[AddedRounding],
         key: Callable[[str, AddedRounding], Key],
     ) -> dict[Key, Floor]:
-        """Floors by key; ``exact`` are distances of the baseline in higher precision, which add to them."""
+        """Floors by key. ``exact`` are the distances from the baseline in higher precision, which add to them."""
         floors, distances = (
             pool(
                 (key(name, each), each.rel_l2, each.rel_max, each.squares, each.typical)

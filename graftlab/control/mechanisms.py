@@ -31,29 +31,29 @@ from graftlab.verdict.unexplained import ReturnedValues
 from graftlab.verdict.wording import ShownMap
 
 _MOST_MAPS = 24
-"""Each map has at most 2 MiB."""
+"""How many maps a verdict has, of at most 2 MiB each."""
 _PAIR_BUDGET = 16 << 20
-"""Bytes of the pairs that a verdict keeps, for maps over other dimensions."""
+"""Bytes of the pairs that a verdict keeps, so that its maps can show other dimensions."""
 _WEIGHTS_LOOKED_AT = 8
 """Groups of differing weights whose pairs are kept."""
 
 _WIDEST = 8
 """Bytes of an element, at most."""
 _OUTPUTS = 0.25
-"""How much of the memory for kept pairs the outputs of modules may take beside their inputs."""
+"""The part of the memory for kept pairs that modules' outputs may take beside their inputs."""
 
 _FARTHER = 2.0
-"""Results that the baseline's weights bring this many times farther apart belong to another arrangement of weights."""
+"""If the baseline's weights move the results this many times farther apart, the sides arrange weights differently."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LentWeights:
-    """What a run showed in which the target had the baseline's weights where they differ; false if there was none.
+    """The findings of a run in which the target had the baseline's weights where they differ; false if there was none.
 
-    ``compared`` are its rows, and of the weights those of a run with each side's own. ``hints`` and ``maps`` are of
-    the weights, by group. ``failure`` is the reason if weights differ and could not be lent.
+    ``compared`` are its rows, but the rows of weights are those of a run with each side's own. ``hints`` and ``maps``
+    show the weights, by group. ``failure`` is the reason if weights differ and could not be lent.
     """
 
     compared: pd.DataFrame | None = None
@@ -66,7 +66,7 @@ class LentWeights:
 
     @classmethod
     def of(cls, runs: VerdictRuns, plain: pd.DataFrame, threshold: float) -> LentWeights:
-        """Lend weights from now on, if they differ in ``plain``, the rows of a run without grafts."""
+        """Lend weights from now on if they differ in ``plain``, the rows of a run without grafts."""
         rows = weights_to_lend(plain, threshold) if runs.can_lend_weights else []
         distance = _distance(plain, runs.returned) if rows else math.nan
         if not distance > threshold:
@@ -100,7 +100,7 @@ class LentWeights:
 
 
 def _distance(rows: pd.DataFrame, returned: ReturnedValues | None) -> float:
-    """How far the results of a run are apart, or its last tap, over what is assumed of rounding; NaN if unknown."""
+    """How far apart a run's results are, or else its last tap, as a multiple of assumed rounding; NaN if unknown."""
     found = [
         each.rel_l2 / assumed_floor(each.dtypes)[0]
         for each in (returned.differences if returned is not None else ())
@@ -120,7 +120,7 @@ def _place(row: Mapping[str, Any]) -> tuple[bool, int, int]:
 
 
 class Mechanisms:
-    """Looks at the tensors of named groups. ``lonely`` is a filter for the taps that one side alone has."""
+    """Looks at the tensors of named groups. ``lonely`` is a filter for the taps that only one side has."""
 
     def __init__(self, runs: VerdictRuns, lonely: str | None) -> None:
         self._runs = runs
@@ -142,7 +142,7 @@ class Mechanisms:
     ) -> ErrorOrigins:
         """Graft the inputs of modules too, in one run; returns where the errors of these groups of values arise.
 
-        ``rows`` are those of the run in which every tap was grafted, ``added`` makes a verdict's frame of such rows.
+        ``rows`` are those of the run in which every tap was grafted. ``added`` turns such rows into a verdict's frame.
         """
         values = rows[rows["tags"].map(lambda tags: kind_of(tags) is None).astype(bool)]
         over = frame[frame["group"].isin(list(named)) & (frame["ratio"] > threshold)]
@@ -150,7 +150,7 @@ class Mechanisms:
         before = self._runs.before
         # Inputs have no layout of their own, and no rule renames them.
         pairs = [PairRule(*each) for each in names] if before.pairs or before.rename else []
-        # Where they are as far apart in this run as in that of every tap, no further run is needed to look at them.
+        # Pairs that are as far apart in this run as in that of every tap can be looked at without a further run.
         shown = self._shown(_worst(frame, named), frame)
         of_outputs = _affordable(shown, rows, self._runs.session.options.keep_budget)
         keep = " or ".join(filter(None, (f"kind == {KIND!r}", of_outputs)))
@@ -167,12 +167,12 @@ class Mechanisms:
         return origins
 
     def _look_at_input(self, origin: ErrorOrigin) -> None:
-        """Note a hint and a map of what a right module is given, instead of its output's."""
+        """Note a hint and a map of the input of a module that is right, instead of its output."""
         tags = {"kind": KIND, "argument": origin.arguments[0], OCCURRENCE: origin.input_occurrence}
         try:
             pair = self._runs.pair(origin.input_tap, origin.rank, origin.step, tags)
         except SessionError:
-            # Inputs share the budget with each other. Then the output is looked at.
+            # All inputs share one budget. Without a pair of the input, its module's output is looked at.
             return
         what = "" if origin.arguments[0] == FIRST else f" as {origin.arguments[0]}"
         hint = hint_of(*pair)
@@ -188,7 +188,7 @@ class Mechanisms:
         self.maps[group] = ShownMap(title, difference_map(*pair), hint, pair if kept else None)
 
     def _shown(self, worst: Mapping[str, Any], frame: pd.DataFrame) -> list[Any]:
-        """The rows of these groups that are looked at, and those just before them."""
+        """The rows of these groups whose tensors are looked at, and those just before them."""
         return [*worst.values(), *(each for row in worst.values() for each in _taps_before(frame, row))]
 
     def _note_pairs(self, shown: Sequence[Any], again: pd.DataFrame) -> None:
@@ -200,7 +200,7 @@ class Mechanisms:
                     self._pairs[call_key(row)] = self._runs.pair(*_call_of(row))
 
     def hints(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, str]:
-        """What the tensors of each culprit show, at the tap that adds the most, or at its module's input."""
+        """A hint for each culprit, from the tensors at the tap that adds the most, or from its module's input."""
         worst = {
             group: row
             for group, row in _worst(frame, named).items()
@@ -242,7 +242,7 @@ def _filter_of_rows(rows: Iterable[Any]) -> str | None:
 
 
 def _affordable(shown: Sequence[Any], rows: pd.DataFrame, budget: int) -> str | None:
-    """A filter that keeps the pairs of these rows; None where they would take much of what is kept for inputs."""
+    """A filter that keeps the pairs of these rows; None if they would take too much of the memory for inputs."""
     names = {row["name"] for row in shown}
     size = 2 * _WIDEST * int(rows.loc[rows["name"].isin(names), "numel"].fillna(0).sum())
     return _filter_of_rows(shown) if size <= budget * _OUTPUTS else None
@@ -258,7 +258,7 @@ def _worst(frame: pd.DataFrame, named: Sequence[str]) -> dict[str, Any]:
 
 
 def _call_of(row: Any) -> tuple[str, int, int, dict[str, Any]]:
-    """What a kept pair is asked for by: its tap's name, rank, step, and tags with the occurrence."""
+    """The arguments that select a kept pair: its tap's name, rank, step, and tags with the occurrence."""
     tags = {tag: value for tag, value in row["tags"].items() if value is not None}
     return row["name"], int(row["rank"]), int(row["step"]), {OCCURRENCE: int(row["occurrence"]), **tags}
 
@@ -274,7 +274,7 @@ def _title(row: pd.Series[Any]) -> str:
 
 # An activation follows its inputs: a gated one has two.
 _INPUTS_OF_AN_ACTIVATION = 3
-# A cache of values is read after the queries, keys and values and what is done to them.
+# A cache is read after queries, keys and values, and after the operations on them.
 _TAPS_SHOWN = 8
 
 

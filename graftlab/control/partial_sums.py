@@ -1,6 +1,6 @@
 """Partial sums that no layout declares: each rank of the target has a summand of the value, as before an all-reduce.
 
-Compared as copies they look wrong, and a graft puts the whole on each rank, so that the code which adds them up looks
+Compared as copies they look wrong. A graft would put the whole on each rank, and then the code that adds them up looks
 wrong too. A verdict leaves such taps out.
 """
 
@@ -23,9 +23,9 @@ from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
 from graftlab.verdict.added import coarser_dtype, measured_rows
 
-# Means may add up by chance, so the tensors themselves are added too, in this many calls of a group.
+# Means may add up by chance, so in this many calls of a group the tensors themselves are added too.
 _CALLS = 3
-# The difference of means as a multiple of what independent values give: sums that are right are far below.
+# The difference of means, as a multiple of the one expected of independent values. Right sums are far below it.
 _OF_CHANCE = 0.05
 
 
@@ -98,7 +98,7 @@ def _add_up(runs: VerdictRuns, call: Call) -> bool:
             # A pair that did not fit the budget proves nothing.
             return False
     if all(torch.equal(own, pairs[0][1]) for _, own in pairs):
-        # Copies that are wrong by this factor, as where a sum was divided by the number of ranks.
+        # Copies that are wrong by this factor, as if a sum had been divided by the number of ranks.
         return False
     expected = pairs[0][0].double()
     found = torch.stack([own.double() for _, own in pairs]).sum(0)
@@ -107,7 +107,7 @@ def _add_up(runs: VerdictRuns, call: Call) -> bool:
 
 
 def not_compared(sums: Mapping[str, list[str]]) -> list[str]:
-    """What was left out, as a sentence on what was not checked."""
+    """A sentence on the taps that were left out."""
     if not sums:
         return []
     several = len(sums) > 1

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 GIB_VARIABLE, DAYS_VARIABLE = "GRAFTLAB_RUNS_GIB", "GRAFTLAB_RUNS_DAYS"
 _GIB, _DAYS = 10.0, 30.0
-# Seconds; a folder that was just made has no lock yet.
+# In seconds. A younger folder may not have its lock yet.
 _NEW = 600.0
 # Seconds since the epoch, in the year 2242.
 _LATEST = float(1 << 33)
@@ -29,7 +29,7 @@ _LATEST = float(1 << 33)
 
 @dataclass(frozen=True)
 class PastRun:
-    """One run folder. ``is_open`` tells whether a session, of any process, writes into it."""
+    """One run folder. ``is_open`` means that a session of some process writes into it."""
 
     folder: Path
     started: float
@@ -43,8 +43,8 @@ def runs(folder: str | Path | None = None) -> pd.DataFrame:
 
     Columns are ``started``, ``bytes``, ``row_bytes``, ``open`` and ``folder``. ``folder`` is their parent, by default
     ``$GRAFTLAB_HOME/runs`` or ``~/.graftlab/runs``. :func:`load_run` reads the rows of a run. A launch removes folders
-    older than 30 days (``$GRAFTLAB_RUNS_DAYS``), and the oldest while all together exceed 10 GiB
-    (``$GRAFTLAB_RUNS_GIB``); never an open one, nor one made with ``folder=`` elsewhere.
+    older than 30 days (``$GRAFTLAB_RUNS_DAYS``), then the oldest until all together take at most 10 GiB
+    (``$GRAFTLAB_RUNS_GIB``). It never removes an open one, nor one made elsewhere with ``folder=``.
 
     >>> session.folder in list(gl.runs()["folder"])
     True
@@ -77,7 +77,7 @@ def find_runs(where: Path) -> list[PastRun]:
 
 
 def prune(where: Path | None = None, gib: float | None = None, days: float | None = None) -> list[PastRun]:
-    """Remove the oldest run folders until the rest fit into ``gib`` and are younger than ``days``; returns the removed.
+    """Remove the oldest run folders until the rest fit into ``gib`` and are younger than ``days``; returns those.
 
     None stands for the environment's setting, or 10 GiB and 30 days. Raises :class:`SessionError` for a budget that is
     not a number.
@@ -125,7 +125,7 @@ def _started(path: Path) -> float:
         started = float(description_of(path)["started"])
     except (ValueError, KeyError, TypeError, OverflowError):
         started = math.nan
-    # A file may state any number, and calendars have an end.
+    # The file may contain any number, and datetime raises for years past 9999.
     return started if 0 <= started < _LATEST else path.stat().st_mtime
 
 
@@ -142,7 +142,7 @@ def _remove(run: PastRun) -> bool:
     try:
         if time.time() - rows.stat().st_mtime < _NEW:
             return False
-        # Locked until the folder is removed, so that no session can begin in it.
+        # Keep the lock until the folder is removed, so that no session can begin in it.
         with lock(rows):
             shutil.rmtree(run.folder)
     except OSError as error:

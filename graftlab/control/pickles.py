@@ -1,4 +1,4 @@
-"""Unpickling what ranks send, from processes that this one started only: a pickle can run any code."""
+"""Unpickles what ranks send, but only from processes that this one started, since a pickle can run any code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graftlab.ranks.messages import Failure, Pickled
 
 
 def require_trusted(rank: RankHandle) -> None:
-    """Raises :class:`SessionError` for a rank that is not trusted."""
+    """Raise :class:`SessionError` for a rank that is not trusted."""
     if not rank.trusted:
         raise SessionError(
             f"{rank.label} was not started by this notebook, so what it sends is not unpickled: a pickle "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from graftlab.errors import SessionError
@@ -17,7 +18,7 @@ Action = Literal["undo", "redo"]
 
 
 class Plans:
-    """Oldest first, and never empty after the first :meth:`publish`."""
+    """All published plans, oldest first. Never empty after the first :meth:`publish`."""
 
     def __init__(self, ranks: Sequence[RankHandle]) -> None:
         self._ranks = ranks
@@ -26,7 +27,7 @@ class Plans:
         # sending it.
         self._sending = threading.Lock()
         self._adopted: dict[int, dict[str, int]] = {}
-        # Versions that a verdict, a match or a comparison published for its own runs, and to restore what was before.
+        # Versions that a verdict, a match or a comparison published for its runs, or to restore the plan before them.
         self._temporary: set[int] = set()
         self._done: list[PlanChange] = []
         self._undone: list[PlanChange] = []
@@ -39,7 +40,7 @@ class Plans:
         return list(self._published)
 
     def lasting(self) -> list[GraftPlan]:
-        """All plans except those of a verdict's own runs and the like; never empty."""
+        """All plans except those that a verdict, a match or a comparison published for its runs; never empty."""
         return [plan for plan in self._published if plan.version not in self._temporary]
 
     def publish(self, plan: GraftPlan) -> None:
@@ -49,9 +50,15 @@ class Plans:
             self._send()
 
     def publish_temporary(self, plan: GraftPlan) -> None:
-        """Publish a plan of a verdict's own runs and the like, or the one that restores what was before them."""
+        """Publish a plan for runs of a verdict, a match or a comparison, or one that restores the plan before them."""
         self._temporary.add(plan.version)
         self.publish(plan)
+
+    def restore(self) -> None:
+        """Put the plan from before temporary ones in force again. A plan that the user has published since stays."""
+        lasting = self.lasting()[-1]
+        if PlanChange(lasting, self.newest).parts:
+            self.publish_temporary(replace(lasting, version=self.newest.version + 1))
 
     def publish_edit(self, plan: GraftPlan) -> None:
         """Publish a plan that a person has edited; :meth:`revert` undoes it."""
@@ -82,7 +89,7 @@ class Plans:
         return change.before if action == "undo" else change.plan
 
     def revert(self, action: Action, plan: GraftPlan) -> PlanChange:
-        """Publish the plan that :meth:`wanted` gave, as a new version; returns what it changes."""
+        """Publish the plan that :meth:`wanted` returned, as a new version. Returns what it changes."""
         made = PlanChange(self.newest, plan)
         self.publish(plan)
         source, other = (self._done, self._undone) if action == "undo" else (self._undone, self._done)

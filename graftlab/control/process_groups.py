@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Failure
 
-# How a collective fails: gloo raises a RuntimeError that names its source file, NCCL and the store their own classes.
+# How a failed collective shows: gloo raises a RuntimeError that names its source file; NCCL and the store have their
+# own classes.
 _BACKEND_ERRORS = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 _GLOO = "gloo/transport"
 
@@ -18,14 +19,14 @@ _NEAR = 3
 
 
 class ProcessGroups:
-    """The process groups of one session's sides. A side with a single rank has none to lose."""
+    """The process groups of one session's sides. A side with one rank has none."""
 
     def __init__(self, ranks: Sequence[RankHandle]) -> None:
         self._ranks = ranks
         self._failed: dict[str, str] = {}
 
     def note_failure(self, rank: RankHandle, failure: Failure) -> None:
-        """Note a failed collective: after it gloo's connections are closed and NCCL's communicator is aborted."""
+        """Note a failed collective, which closes gloo's connections or aborts NCCL's communicator."""
         if failure.kind in _BACKEND_ERRORS or (failure.kind == "RuntimeError" and _GLOO in failure.message):
             brief = failure.message.strip().partition("\n")[0][-120:]
             self._failed.setdefault(rank.place.side, f"a collective failed on {rank.label}: {brief}")
@@ -34,7 +35,7 @@ class ProcessGroups:
         """The sides that have lost their group, and why."""
         found: dict[str, str] = {}
         for rank in self._ranks:
-            # The groups of joined jobs are not known here.
+            # Jobs that joined have groups of which this session knows nothing.
             if rank.takes_work and rank.place.world_size > 1 and not rank.alive:
                 found.setdefault(rank.place.side, f"{rank.label} {rank.how_it_ended()}")
         return found | {side: why for side, why in self._failed.items() if side not in found}

@@ -14,7 +14,7 @@ from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refusal,
 
 A = TypeVar("A", bound=Answer)
 
-# Seconds that a rank may take to answer a question that needs no waiting.
+# Seconds that a rank may take to answer a question.
 _ANSWER_TIMEOUT = 5.0
 
 
@@ -40,7 +40,7 @@ class Queries:
         number = next(self._numbers)
         waiting: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._answers[number] = (rank, waiting)
-        # Packing tensors may take time. A rank that takes long to give its stack hangs.
+        # Packing tensors may take time. A stack does not: a rank that takes long to send it hangs.
         limit = _ANSWER_TIMEOUT if isinstance(question, AskStacks) else max(_ANSWER_TIMEOUT, self._timeout)
         try:
             if not rank.alive:
@@ -64,7 +64,7 @@ class Queries:
             waiting[1].put(reply.answer)
 
     def note_gone(self, rank: RankHandle) -> None:
-        """End every wait for the answer of a rank that has died."""
+        """End every wait for an answer of this rank, which has died."""
         for asked, waiting in list(self._answers.values()):
             if asked is rank:
                 waiting.put(Refusal(f"it {rank.how_it_ended()} before it answered"))
@@ -76,7 +76,8 @@ class Queries:
         except SessionError as error:
             if rank.stacks_file is None:
                 return f"{error}; `py-spy dump --pid {rank.pid}` shows its stacks even while the interpreter is blocked"
-            # The control thread cannot run, so some C code holds the interpreter. The signal handler does not need it.
+            # The control thread cannot run, because C code holds the interpreter. The signal handler does not need the
+            # interpreter.
             before = rank.stacks_file.stat().st_size
             rank.signal(signal.SIGUSR1)
             deadline = time.monotonic() + _ANSWER_TIMEOUT

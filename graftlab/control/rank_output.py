@@ -9,12 +9,12 @@ from graftlab.ranks.messages import DisplayData, LiveOutput, Output
 
 Piece = Output | LiveOutput | DisplayData
 
-# What is shown from ranks that this notebook did not start: nothing that a browser would run.
+# What is shown of ranks that this notebook did not start: nothing that a browser could run.
 _HARMLESS = frozenset({"text/plain", "image/png", "image/jpeg"})
 
 
 class RankOutput:
-    """Shows pieces of output until it is closed; each rank and stream has one live area for its progress bars."""
+    """Shows pieces of output until it is closed. Each stream of a rank has one live area for its progress bars."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
@@ -34,7 +34,7 @@ class RankOutput:
             place.show("\n".join(f"{label} | {line}" for line in text.splitlines()))
 
     def close(self) -> None:
-        """Remove the bars: their last state was also sent as a line."""
+        """Remove the bars, whose last state was also sent as a line."""
         for place in self._bars.values():
             place.show("")
 

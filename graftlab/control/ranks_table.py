@@ -1,4 +1,4 @@
-"""Where every rank is now: as a frame, and as the table that sessions and dashboards show."""
+"""The ranks' states as a frame, and as the table that sessions and dashboards show."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def ranks_frame(
 ) -> RanksFrame:
     """One row per rank; see :meth:`Session.status`.
 
-    ``failing`` has the failures of the run in progress by rank, ``lost_groups`` why a side lost its process group.
+    ``failing`` has the failures of the run in progress, by rank; ``lost_groups`` has the reasons why sides lost their
+    process groups.
     """
     lines = []
     for rank in ranks:
@@ -111,7 +112,7 @@ def titled_table(
     failing: Mapping[str, str],
     lost_groups: Mapping[str, str],
 ) -> str:
-    """What a notebook shows for a session: a title, facts, lost process groups with the reason, and the ranks."""
+    """The HTML of a session: a title, facts, lost process groups with the reason, and the ranks."""
     lost = "".join(
         f"<div>the process group of the {side} is gone ({html.escape(why)}): session.restart() brings it back</div>"
         for side, why in lost_groups.items()

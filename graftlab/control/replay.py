@@ -37,7 +37,7 @@ COLUMNS = (
     *("baseline_as_recorded", "target_as_recorded", "error"),
 )
 
-# How a dump names a part of a request that it could not keep as it was.
+# How a dump names a part of a request that it could not keep unchanged.
 _LOST = re.compile(r"(?:the key of )?requests\[(\d+)\]\.request")
 _KEPT_BY_ATTRIBUTES = "kept by its attributes"
 
@@ -110,7 +110,7 @@ def replay(
     )
 
     def ended() -> int:
-        # A step counts as ended when the next one begins, and the last has no next one.
+        # A step counts as ended when the next one begins, and none follows the last.
         return len(batches) if run.done and not run.failing else run.steps
 
     run.wait(bar=LongWait("replay", "batches", ended, total=len(batches), where=run.where))
@@ -127,7 +127,7 @@ class _RequestAsRead:
 
 
 def _read(path: Path, trusted: bool) -> list[_RequestAsRead]:
-    """The requests of a file, or of every file in a folder, sorted by name, which is by time."""
+    """The requests of a file, or of all files in a folder, sorted by name and so by time."""
     if not path.is_dir():
         return _read_file(path, trusted)
     whole = sorted(file for file in path.glob("*.pkl") if not file.name.startswith("."))
@@ -142,7 +142,7 @@ def _read(path: Path, trusted: bool) -> list[_RequestAsRead]:
 
 
 def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_RequestAsRead]:
-    """The requests of a file; of a crash dump, without those that another of these files has too."""
+    """The requests of a file. Of a crash dump, those that another of these files also has are left out."""
     try:
         dump = load_dump(path, trusted)
     except OSError as error:
@@ -162,7 +162,7 @@ def _read_file(path: Path, trusted: bool, names: Collection[str] = ()) -> list[_
 
 
 def _marks(dump: Dump) -> dict[int, str]:
-    """The other files that have the requests of a crash dump, by the request's number."""
+    """For a crash dump: the other file that has each request, by the request's number."""
     crash = dump.get("crash")
     marks = crash.get("marks") if isinstance(crash, dict) else None
     found = enumerate(marks) if isinstance(marks, list) else ()
@@ -170,7 +170,7 @@ def _marks(dump: Dump) -> dict[int, str]:
 
 
 def _lost(dump: Dump) -> dict[int, str]:
-    """The requests that the file does not have as they were, and why."""
+    """The requests that the file could not keep unchanged, and why."""
     found: dict[int, str] = {}
     for dropped in dump["dropped"]:
         match = _LOST.match(str(dropped["where"]))
@@ -211,7 +211,7 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
         at = run.first_step + number
         rows = of_step.get(at)
         suspect = None if rows is None else first_divergent(rows, noise_floor=noise_floor)
-        # Every rank of a side gets every request; the first one represents its side.
+        # Every rank of a side gets every request, so the first rank stands for its side.
         sides = {"baseline": run.baseline[0][number], "target": run.target[0][number]}
         errors = [f"{side}: {fed.error}" for side, fed in sides.items() if fed.error is not None]
         for position, (index, record) in enumerate(batch):

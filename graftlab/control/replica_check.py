@@ -1,4 +1,4 @@
-"""A check of one side alone: its ranks run, and their tensors are compared with each other."""
+"""A check of one side: its ranks run, and their tensors are compared with each other."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def check(
 
 
 def _sketched(session: SessionCore, side: Side, call: Callee) -> list[tuple[list[TapSketch], list[str]]]:
-    """Run this on one side. The stop button stops its code too, since only the check waits for it."""
+    """Run this on one side. The stop button also stops its code, since nothing but the check waits for it."""
     run = session.start(baseline=call) if side == "baseline" else session.start(target=call)
     steps = LongWait(f"check of the {side}'s ranks", "steps", lambda: run.steps)
     try:
@@ -135,7 +135,7 @@ def _sketched(session: SessionCore, side: Side, call: Callee) -> list[tuple[list
 
 
 def _groups_along(mesh: Mapping[str, int] | None, size: int) -> dict[str, list[tuple[int, ...]]]:
-    """For each dimension of a mesh with several, the groups of ranks that differ in that coordinate alone."""
+    """For each mesh dimension with several ranks, the groups of ranks that differ only in that coordinate."""
     along: dict[str, list[tuple[int, ...]]] = {}
     if mesh is None or sum(extent > 1 for extent in mesh.values()) < 2:
         return along

@@ -49,7 +49,7 @@ _FAILED = 20
 _NOTES = 30
 _PICTURES = 12
 _CODE = 100
-# The page's own script by its hash, so that no other one runs, whatever a text contains.
+# The page's script is named by its hash, so no other script runs, whatever a text contains.
 _POLICY = "default-src 'none'; script-src '{script}'; style-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
@@ -115,9 +115,9 @@ def _written(path: str | Path, parts: Sequence[str], found: Conclusion) -> Path:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write the file whole, or leave the former one as it was. Raises OSError."""
+    """Replace the file by a whole new one, or leave it unchanged. Raises OSError."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        # A pipe, a device, or a file that is kept elsewhere: it stays what it is.
+        # A pipe, a device, or a link to a file elsewhere must not be replaced.
         path.write_bytes(content)
         return
     descriptor, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -214,7 +214,7 @@ def _plan(plan: GraftPlan) -> str:
 
 
 def _code(runs: Sequence[Run]) -> str:
-    """Each piece of code once, under the first run that ran it."""
+    """Each piece of code once, under its first run."""
     first: dict[tuple[str, str | CodeType], int] = {}
     for run in runs:
         for where, code in state_of(run).code.items():
@@ -231,7 +231,7 @@ def _environment(session: SessionCore) -> str:
     facts = {"Python": sys.version.split()[0], "platform": platform.platform()}
     for package in _PACKAGES:
         try:
-            # The build matters as well, which the package's metadata leave out.
+            # The build matters too, and the package's metadata lack it.
             facts[package] = torch.__version__ if package == "torch" else metadata.version(package)
         except metadata.PackageNotFoundError:
             continue

@@ -1,4 +1,4 @@
-"""A run: what a user sees of one call on the ranks, while it runs and afterwards."""
+"""A run: one call on the ranks as a user sees it, while it runs and afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import Failure
 
-# Rows of a run that a notebook also shows as a figure; drawing more takes seconds.
+# A run with more rows than this is not drawn in a notebook, because that takes seconds.
 _DRAWN_ROWS = 20_000
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ class Run:
         """Wait until the run is over, showing what the ranks print; returns the run itself.
 
         Raises :class:`RunError` when a rank's code raised or a rank died, TimeoutError after ``timeout`` seconds. A
-        rank that waits in a collective for a rank that failed is ended; a rank that cannot be stopped for another
-        reason is named, and not waited for. An interrupt (the stop button) ends the wait, not the run: it raises
-        KeyboardInterrupt with what to do next. ``bar`` replaces the progress bar, which counts rows.
+        rank that waits in a collective for a failed rank is ended; a rank that cannot be stopped for another reason is
+        named, and not waited for. An interrupt (the stop button) ends the wait, not the run: it raises
+        KeyboardInterrupt with advice. ``bar`` replaces the progress bar, which counts rows.
 
         >>> session.start(forward, forward, args=(x,)).wait(timeout=30).done
         True
@@ -188,7 +188,7 @@ class Run:
 
     @property
     def unmatched(self) -> dict[str, str]:
-        """The filters in force in this run that matched no tap, by name, with what is wrong with each.
+        """The filters of this run that matched no tap, by name, with the reason.
 
         Empty while the run is in progress.
 
@@ -230,7 +230,7 @@ class Run:
         return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {counted(len(frame), 'row')}>"
 
     def _ipython_display_(self, **_: Any) -> None:
-        """Display how the taps ended and, if the run has some, the figure of the last step."""
+        """Display how the taps ended, and the figure of the last step if there is one."""
         figure = self._draw(self.number) if self.done and 0 < len(self.frame) <= _DRAWN_ROWS else None
         if figure is None or jupyter.show_canvas is None:
             raise NotImplementedError("the summary is shown")
@@ -240,7 +240,7 @@ class Run:
         display(figure)  # type: ignore[no-untyped-call]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """What a notebook shows: how the run's taps ended, and its summary."""
+        """The HTML and the text of a run: how its taps ended, and its summary."""
         if not self.done:
             return bundle(repr(self), f"<b>run {self.number}</b> in progress; {html.escape(self.where())}")
         frame = self.frame
@@ -253,5 +253,5 @@ class Run:
 
 
 def state_of(run: Run) -> RunState:
-    """What the package needs of a run and a user does not."""
+    """The state of a run, which only the package uses."""
     return run._state

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 HOME_VARIABLE = "GRAFTLAB_HOME"
 _DESCRIPTION = "session.json"
-# What a session writes is far less: the file may be another's.
+# A session writes far less, so a larger file is not its own.
 _MOST_BYTES, _MOST_RANKS = 1 << 20, 1 << 20
 
 
@@ -71,7 +71,7 @@ def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rende
         said["rendezvous"] = str(rendezvous)
     partial = folder / f"{_DESCRIPTION}.partial"
     try:
-        # Whole or not at all: a disk that is full may not cost the facts that an earlier session wrote.
+        # Whole or not at all: a full disk must not cost the facts that an earlier session wrote.
         descriptor = open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(descriptor, "w") as file:
             json.dump(said, file)

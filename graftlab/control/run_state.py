@@ -19,17 +19,17 @@ from graftlab.ranks.messages import Failure, Output, RunDone
 
 # Output that waits for a call of Run.wait; of more, the oldest pieces are dropped. The logs have all of it.
 _HELD_OUTPUT = 10_000
-# Seconds between two looks at what no thread signals, such as the ranks' steps.
+# Seconds between two looks at values that no thread signals, such as the ranks' steps.
 _LOOK = 0.02
 
 OnFailure = Literal["stop", "continue"]
-"""What happens to the other ranks of a run when one of them fails: they are interrupted, or continue."""
+"""Whether the other ranks of a run are interrupted or continue when one of them fails."""
 
 
 class RunState:
     """What is known of a run. Methods may be called from any thread.
 
-    ``code`` is what was run, by side or rank: text, or the code object of a function, which holds no model.
+    ``code`` is what was run, by side or rank: text, or the code object of a function, which does not hold a model.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RunState:
         # Notified whenever something below changes.
         self.changed = threading.Condition()
         self.output: deque[tuple[str, bool, Piece]] = deque(maxlen=_HELD_OUTPUT)
-        # Whether some rank cannot be stopped after a failure, so that waiting for it makes no sense.
+        # Whether some rank cannot be stopped after a failure, so that waiting for it is pointless.
         self.is_held_up = False
         self._lost_groups = lost_groups
         # All by world rank.
@@ -91,7 +91,7 @@ class RunState:
                 self.changed.notify_all()
 
     def note_return(self, rank: RankHandle) -> None:
-        """Take back a death: only the rank's connection had ended."""
+        """Take back a reported death, since only the rank's connection had ended."""
         with self.changed:
             if self._deaths.pop(rank.place.world_rank, None) is not None:
                 self._failed.pop(rank.place.world_rank, None)
@@ -108,7 +108,7 @@ class RunState:
     # ---- stopping after a failure -------------------------------------------------------------------------------
 
     def mark_stopped(self) -> list[RankHandle]:
-        """Return the ranks that still run, and report their end as a consequence of the failure from now on."""
+        """Return the ranks that still run. From now on their end counts as a consequence of the failure."""
         with self.changed:
             others = [rank for rank in self.ranks if not self.has_ended(rank)]
             self._stopped.update(rank.place.world_rank for rank in others)
@@ -125,7 +125,7 @@ class RunState:
         return done is not None and done.failure is None
 
     def stop_waiting(self, ending: Sequence[RankHandle]) -> None:
-        """Let waits end where a rank still runs that is not among ``ending``, which are about to end."""
+        """End all waits if a rank still runs that is not among ``ending``, the ranks that are about to end."""
         with self.changed:
             self.is_held_up = any(not self.has_ended(rank) for rank in self.ranks if rank not in ending)
             self.changed.notify_all()
@@ -160,7 +160,7 @@ class RunState:
         return True
 
     def wait_until(self, condition: Callable[[], object], bar: LongWait) -> None:
-        """Wait until a condition that no thread signals holds, or the run is over. Raises nothing but an interrupt."""
+        """Wait for a condition that no thread signals, or for the end of the run. Raises nothing but an interrupt."""
         with bar:
             # Evaluated without the lock, which the hub's thread needs to report.
             while not self.done and not condition():
@@ -168,7 +168,7 @@ class RunState:
                     self.changed.wait(min(_LOOK, bar.next_look(None)))
 
     def wait_ended(self, ranks: Sequence[RankHandle], deadline: float) -> None:
-        """Wait until the part of these ranks is over, or for the deadline of the monotonic clock."""
+        """Wait until these ranks have ended their part, or until the deadline, in time of the monotonic clock."""
         with self.changed:
             self.changed.wait_for(lambda: all(map(self.has_ended, ranks)), max(0.0, deadline - time.monotonic()))
 
@@ -181,7 +181,7 @@ class RunState:
         whereabouts = rank.status()
         if whereabouts.state != "idle":
             return str(whereabouts)
-        # Its request, or its report, is on the way.
+        # Its request or its report is on the way.
         return "about to end" if rank.place.world_rank in self._done else "about to begin"
 
     def _unfinished(self) -> list[RankHandle]:
@@ -231,7 +231,7 @@ class RunState:
         failures = self.failures
         if not failures:
             return
-        # Ranks of one side mostly fail in the same way, so a shared message is shown once.
+        # Ranks of one side mostly fail alike, so a shared message is shown once.
         order = {label: at for at, label in enumerate(self.failing)}
         alike: dict[str, list[str]] = {}
         first = None
@@ -264,7 +264,7 @@ class RunState:
         ) from first
 
     def _weight(self, rank: RankHandle, order: int) -> tuple[int, int]:
-        """Sort deaths first, because most other failures follow from them, and ranks ended for a failure last."""
+        """Sort deaths first, since most other failures follow from them, and ranks ended for a failure last."""
         return 2 if rank.was_ended else rank.place.world_rank not in self._deaths, order
 
     def _is_consequence(self, rank: RankHandle, failure: Failure) -> bool:

@@ -1,4 +1,4 @@
-"""The runs of a session, one at a time: begins them, and records what their ranks report."""
+"""Begins the runs of a session, one at a time, and records what their ranks report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAST_LINES = 60
 
 
 class Runs:
-    """Begins runs on these ranks, and holds every run so far. ``rows`` has the rows that :class:`.Run` shows."""
+    """Begins runs on these ranks, and holds all runs so far. :class:`.Run` shows rows of ``rows``."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Runs:
         self._states: list[RunState] = []
         self._next_step = rows.first_step
         self._first_run = rows.first_run
-        # Set while the session ends its ranks: why it does, which is then the reason of every failure.
+        # Why the session is ending its ranks, which is then the reason for every failure; None while it is not.
         self._closing: str | None = None
 
     def all(self) -> list[Run]:
@@ -81,7 +81,7 @@ class Runs:
             )
         for rank in (self._ranks[world_rank] for world_rank in sorted(works)):
             if not rank.alive:
-                # The log of a rank that the session ended does not mention the end.
+                # The log of a rank that the session itself ended says nothing about it.
                 end = "" if rank.was_ended else f" Its log ({rank.log}) ends:\n{rank.log_tail()}"
                 raise SessionClosedError(
                     f"{rank.label} is gone ({rank.how_it_ended()}) and cannot run anything; session.restart(), or "
@@ -106,29 +106,29 @@ class Runs:
         for rank in ranks:
             rank.channel.send(pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])))
         for rank in ranks:
-            # A rank that died before this run existed has no death in it yet.
+            # A rank may have died before this run existed to record it.
             if not rank.alive:
                 self.note_death(rank)
         return run
 
     def resume(self, info: RunInfo) -> Run:
-        """Take over a run that its ranks have already begun, as the first run of this session."""
+        """Take over a run that the ranks have already begun, as the first run of this session."""
         self._first_run, self._next_step = info.run, info.first_step
         return self._make([self._ranks[world_rank] for world_rank in info.participants], "continue")
 
     def begin_joint_run(self) -> RunInfo:
-        """Begin a run of jobs, whose ranks do their own work; a rank may still be in the run before."""
+        """Begin a run of jobs. Its ranks need no work from here, and may still be in the previous run."""
         self._next_step = max(self._next_step, *(rank.status().step + 1 for rank in self._ranks))
         run = self._make(list(self._ranks), "continue")
         return RunInfo(run.number, self._next_step, tuple(rank.place.world_rank for rank in self._ranks))
 
     def note_moved(self, rank: RankHandle) -> None:
-        """Note that the rank has left every run but the newest."""
+        """Note that the rank is in the newest run now."""
         for run in self._states[:-1]:
             run.note_settled(rank)
 
     def note_return(self, rank: RankHandle, number: int) -> None:
-        """Note that the rank is still in this run: only its connection had ended."""
+        """Note that the rank is still in this run, and only its connection had ended."""
         for run in self._states:
             if run.number == number:
                 run.note_return(rank)
@@ -165,11 +165,11 @@ class Runs:
             if rank.status().state in ("running", "waiting"):
                 rank.signal(signal.SIGINT)
             else:
-                # It may be about to begin, and a signal would come too early.
+                # The rank may not have begun yet, and a signal would come too early.
                 rank.channel.send(pack(Interrupt(run.number)))
 
     def close(self, why: str) -> None:
-        """Report every failure from now on as ``why``, such as ``"the session was closed"``: the ranks will end."""
+        """Report ``why``, such as ``"the session was closed"``, as the reason for all failures from now on."""
         self._closing = why
 
     def reopen(self, ended: Sequence[RankHandle]) -> None:

@@ -31,10 +31,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _like(function: Callable[..., Any], leaving_out: str) -> Callable[[F], F]:
-    """Give a method the options and the docstring of the function that it passes its ``options`` to."""
+    """Give a method the options and the docstring of the plot function that it calls."""
 
     def show(method: F) -> F:
-        # A wrapper, because tools that read a method's defaults from its source would not find these options there.
+        # A wrapper, because some tools read a method's defaults from its source, where these options are missing.
         def call(self: SessionPlots, /, *args: Any, **options: Any) -> Any:
             return method(self, *args, **options)
 
@@ -62,7 +62,7 @@ class SessionPlots:
     def divergence(self, *, step: int | None = None, **options: Any) -> Figure:
         """Each tap's difference in one step of the newest run with rows, in execution order; by default the last step.
 
-        While the run is in progress, that is the last step that every rank has ended. By default the line of
+        While the run is in progress, the default is the last step that every rank has ended. By default the line of
         ``noise_floor`` is the floor assumed for these dtypes; None leaves it out.
 
         >>> figure = session.plot.divergence(noise_floor=1e-5)
@@ -115,7 +115,7 @@ class SessionPlots:
         return plots.ranks(self._session.frame, name, **options)
 
     def verdict(self, tap: str | None = None, **options: Any) -> Figure:
-        """The newest verdict; with a tap, where the tensors of that culprit differ. See :meth:`Verdict.plot`.
+        """The newest verdict, or with a tap, a map of that culprit's tensors. See :meth:`Verdict.plot`.
 
         Raises :class:`SessionError` where the session has judged nothing yet.
 
@@ -154,7 +154,7 @@ class SessionPlots:
 
 
 def divergence_of_run(session: SessionCore, number: int) -> Figure:
-    """Each tap's difference in the last step of a run that has ended; for below the run's own sentences."""
+    """Each tap's difference in the last step of a run that has ended, to be shown below the run's summary."""
     frame = session.frame_of(number)
     figure = _divergence_of_step(session, frame, int(frame["step"].max()), {})
     if isinstance(figure, NotebookFigure) and (shown := figure.interactive) is not None:
@@ -174,14 +174,14 @@ def _divergence_of_step(session: SessionCore, frame: pd.DataFrame, step: int, op
     if options.get("ax") is None:
         [ax] = figure.axes
         ax.set_xlabel(f"{ax.get_xlabel()}; run {run}, step {step}{elsewhere}")
-    # The canvas shows the usual value, with a floor.
+    # The canvas only shows the default value, with a floor.
     if isinstance(figure, NotebookFigure) and options.keys() <= {"noise_floor"} and options["noise_floor"]:
         figure.interactive = partial(_canvas, session, frame, step, options["noise_floor"])
     return figure
 
 
 def _canvas(session: SessionCore, frame: pd.DataFrame, step: int, noise_floor: float) -> Canvas:
-    """One step of a run as the interactive canvas; it says too where the run first diverged."""
+    """One step of a run as the interactive canvas, which also shows where the run first diverged."""
     shown = in_order_of(session.taps, newest_rows(frame[frame["step"] == step]))
     rows = [line.row for line in conclude_from(shown).lines]
 
@@ -194,11 +194,11 @@ def _canvas(session: SessionCore, frame: pd.DataFrame, step: int, noise_floor: f
 
 
 def figures_of_pair(session: SessionCore, row: Row, **narrower: Any) -> dict[str, Figure]:
-    """Pictures of the kept pair of a row's tap on its rank, by what they show.
+    """Pictures of the pair that a row's rank keeps of its tap, by title.
 
     Raises :class:`SessionError` where none is kept.
     """
-    # NaN equals nothing, so it cannot select anything.
+    # NaN does not equal itself, so it cannot select a pair.
     own = {
         tag: plain(value)
         for tag, value in row.tags.items()

@@ -1,4 +1,4 @@
-"""The runs of a verdict where each is made by new processes, because a step cannot be repeated in one."""
+"""The runs of a verdict that needs new processes for each, because a process cannot repeat the step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """What two starts of both sides have shown: the records of the first, by rank, and how the second differs."""
+    """The results of starting both sides twice: the first start's records, by rank, and how the second differs."""
 
     folder: str
     records: Mapping[Side, Sequence[RecordSummary]]
@@ -40,7 +40,7 @@ class RecordedSteps:
 class StartedRuns(CalledRuns):
     """Calls ``start`` before each run, after which both sides wait at the same step again.
 
-    The request's functions make that step, once. ``recorded`` is of two runs before the verdict's.
+    The request's functions make that step, once. ``recorded`` comes from two runs before the verdict.
     """
 
     def __init__(
@@ -60,10 +60,8 @@ class StartedRuns(CalledRuns):
         try:
             self._start()
         except LaunchError as error:
-            # Its further runs would end like this one.
+            # All further runs would end like this one.
             raise VerdictAbandoned(str(error)) from error
-        # A start edits the plan, to give the target the baseline's weights.
-        self.expect(self.session.plan.version)
         return super()._run(why, callees, args, kwargs, changes)
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:

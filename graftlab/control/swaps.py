@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
-import torch
 
 from graftlab.base.tags import display_tags
 from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
@@ -35,9 +36,11 @@ from graftlab.verdict.causes import (
 
 @dataclass(frozen=True)
 class OutputTap:
-    """The tap at which effects are measured, with the tags that both sides give it. ``place`` is its step, from the
-    run's first, and its order in it.
-    ``whole`` is the name of a result of several parts of which this is the main one; blank for a value that is whole.
+    """The tap at which effects are measured, with the tags of both sides.
+
+    ``place`` is its step, counted from the run's first, and its position in that step. ``whole`` is the name of the
+    result of several parts of which this is the main one; blank for a value without parts. ``parts`` are the others at
+    which effects are measured too.
     """
 
     name: str
@@ -46,16 +49,36 @@ class OutputTap:
     tags: dict[str, Any]
     place: tuple[int, int]
     whole: str = ""
+    parts: tuple[OutputTap, ...] = ()
+
+    @property
+    def all(self) -> tuple[OutputTap, ...]:
+        """This part and the others."""
+        return self, *self.parts
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """The place of the last part."""
+        return max(each.place for each in self.all)
+
+    @property
+    def title(self) -> str:
+        """Its name in a sentence: the whole result's if several parts are measured."""
+        return self.whole if self.parts else self.group
 
     def is_beside(self, group: str) -> bool:
-        """Whether a group is of other parts of the same result, which does not affect this one."""
-        return bool(self.whole) and group.startswith((f"{self.whole}[", f"{self.whole}."))
+        """Whether a group consists of other parts of the same result, at which no effects are measured."""
+        return (
+            bool(self.whole)
+            and group.startswith((f"{self.whole}[", f"{self.whole}."))
+            and all(group != each.group for each in self.all)
+        )
 
 
 def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str] = ()) -> list[OutputTap]:
     """The last value and the last gradient among the measured rows of one run; ``name`` chooses the value's tap.
 
-    ``returned`` are the paths of what the functions return.
+    ``returned`` has the paths of the functions' returned values.
 
     Raises :class:`SessionError` where no tap of that name was measured.
     """
@@ -72,39 +95,43 @@ def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str]
                     f"are {known}"
                 )
         elif len(chosen):
-            # A token hides the logits that it was chosen by: most mistakes in them leave it.
+            # A token hides the logits that chose it: most mistakes in the logits do not change it.
             rounded = chosen[[roundoff(dtype) > 0 for dtype in chosen["dtype"]]]
             chosen = rounded if len(rounded) else chosen
         if len(chosen):
-            row, whole = _main_part(records(chosen.sort_values(["step", "order"])), set(map(_as_in_taps, returned)))
-            found.append(
-                OutputTap(
-                    row["name"],
-                    group_of(row["name"], row["tags"]),
-                    coarser_dtype(row),
-                    display_tags(row["tags"]),
-                    (int(row["step"]) - zero, int(row["order"])),
-                    whole,
-                )
+            rows_of_result, whole = _last_result(
+                records(chosen.sort_values(["step", "order"])), set(map(_as_in_taps, returned))
             )
+            main, *others = (_output_tap(row, zero, whole) for row in rows_of_result)
+            # A cache has parts of parts, and a list may be long.
+            direct = [each for each in others if _DIRECT.fullmatch(each.name.removeprefix(whole))]
+            found.append(replace(main, parts=tuple(direct) if kind is None and len(direct) < _MOST_PARTS else ()))
     return found
 
 
+def _output_tap(row: Mapping[str, Any], zero: int, whole: str) -> OutputTap:
+    place = int(row["step"]) - zero, int(row["order"])
+    group = group_of(row["name"], row["tags"])
+    return OutputTap(row["name"], group, coarser_dtype(row), display_tags(row["tags"]), place, whole)
+
+
+_MOST_PARTS = 8
+_DIRECT = re.compile(r"\.\w+|\[[^\[\]]*\]")
 _OF_A_CACHE = re.compile(r"((?:.*\.)?output)\..*\[.*")
-"""A part of a part of the model's output, as of a cache beside ``output.logits``."""
+"""A nested part of the model's output, such as a cache beside ``output.logits``."""
 _OF_A_RESULT = re.compile(r"((?:.*\.)?output)([.\[].*)")
 
 
 def _as_in_taps(path: str) -> str:
-    """A path in what a function returns as the names of taps have it: ``['scores']`` is ``.scores``."""
+    """A path in a function's result in the form of taps' names: ``['scores']`` is ``.scores``."""
     return re.sub(r"\['(\w+)'\]", r".\1", path)
 
 
-def _main_part(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> tuple[dict[str, Any], str]:
-    """The last tap of these rows in execution order; of a result with several parts the first one, and the result.
+def _last_result(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> tuple[list[dict[str, Any]], str]:
+    """The last tap of these rows in execution order, or the parts of the last result, and the result's name.
 
-    Models return what they are called for first, and caches after it. A module may be called ``output``, so parts of
-    a result without a number are known by what the functions return.
+    Models return the main result first, and caches after it. A module may be called ``output``, so parts of a result
+    without a number are known by what the functions return.
     """
     last = rows[-1]
     name = str(last["name"])
@@ -114,17 +141,18 @@ def _main_part(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> tup
     of_result = _OF_A_RESULT.fullmatch(name)
     if of_result is not None and _as_in_taps(of_result[2]) in returned:
         whole, has_parts, beginnings = of_result[1], True, (f"{of_result[1]}[", f"{of_result[1]}.")
-    main = last
-    for row in reversed(rows) if has_parts else ():
-        if row["step"] != last["step"] or not str(row["name"]).startswith(beginnings):
-            break
-        main = row
-    return main, whole if has_parts else ""
+    if not has_parts:
+        return [last], ""
+    parts = itertools.takewhile(
+        lambda row: row["step"] == last["step"] and str(row["name"]).startswith(beginnings), reversed(rows)
+    )
+    return list(parts)[::-1], whole
 
 
 class Swaps:
-    """Measures what groups do to an output. ``rows`` are those measured with every tap grafted, ``lonely`` a filter for
-    the taps that one side alone has.
+    """Measures the effect of groups on an output.
+
+    ``rows`` are those measured with every tap grafted, ``lonely`` is a filter for the taps that only one side has.
     """
 
     def __init__(
@@ -145,7 +173,7 @@ class Swaps:
         self.not_swapped: dict[str, None] = {}
         """The taps at which each side waited for the other."""
         self.unlike_ranks: dict[str, None] = {}
-        """The taps at which the target's ranks have different values, so that no single value is the output."""
+        """The taps at which the target's ranks have different values, so that none of them is the output."""
 
     def causes(
         self,
@@ -156,33 +184,36 @@ class Swaps:
         *,
         by_size: Sequence[str] = (),
     ) -> Causes:
-        """Find what each of the groups does to the output. All ``settled`` groups have the baseline's code."""
-        floor = self._floors.of_output(output.group).at_least(roundoff(output.dtype))
-        distance_with = self._distances(groups, settled, output)
+        """Find the effect of each group on the output. All ``settled`` groups have the baseline's code."""
+        measured = [each for each in output.all if each is output or self.can_measure(groups, each)]
+        floors = [self._floors.of_output(each.group).at_least(roundoff(each.dtype)) for each in measured]
+        distances_with = self._distances(groups, settled, measured)
 
         def effect(kept: frozenset[str]) -> float:
-            found = distance_with(kept)
-            return floor.ratio(found.rel_l2, found.rel_max)
+            found = zip(floors, distances_with(kept), strict=True)
+            times = [floor.ratio(each.rel_l2, each.rel_max) for floor, each in found]
+            return max(times, key=lambda one: math.inf if math.isnan(one) else one)
 
-        limits = OutputFloor(floor.rel_l2, roundoff(output.dtype), threshold)
+        largest, dtype = max(zip((each.rel_l2 for each in floors), (each.dtype for each in measured), strict=True))
+        limits = OutputFloor(largest, roundoff(dtype), threshold)
         return find_causes(groups, effect, limits, most=max(2, self._left), by_size=by_size)
 
     def with_and_without(self, groups: Sequence[str], output: OutputTap) -> tuple[float, float]:
         """The rel_l2 of the output with the baseline's code at these groups, and with the target's."""
-        distance_with = self._distances(groups, (), output)
-        return distance_with(frozenset()).rel_l2, distance_with(frozenset(groups)).rel_l2
+        distances_with = self._distances(groups, (), [output])
+        return distances_with(frozenset())[0].rel_l2, distances_with(frozenset(groups))[0].rel_l2
 
     def _distances(
-        self, groups: Sequence[str], settled: Sequence[str], output: OutputTap
-    ) -> Callable[[frozenset[str]], Distance]:
-        """A function of the groups that keep the target's code, to how far the output is then. Each call is a run."""
-        recorded = [each.last.get(output.group) for each in self._selves]
-        name = self._kept_name(output)
-        at_output = self._filter_at(output)
-        later = f"kind in {_computed_after(output.group)!r}"
+        self, groups: Sequence[str], settled: Sequence[str], outputs: Sequence[OutputTap]
+    ) -> Callable[[frozenset[str]], list[Distance]]:
+        """A function of the groups that keep the target's code, to how far each output is then. Each call is a run."""
+        names = [self._kept_name(output) for output in outputs]
+        at_output = " or ".join(f"({self._filter_at(output)})" for output in outputs)
+        of_outputs: set[TapName] = set().union(*(self._names[output.group] for output in outputs))
+        later = f"kind in {_computed_after(outputs[0].group)!r}"
         orders, known = self._orders(), set(self._rows["name"])
 
-        def distance_with(kept: frozenset[str]) -> Distance:
+        def distances_with(kept: frozenset[str]) -> list[Distance]:
             self._left -= 1
             taken = {name for group in (*settled, *groups) if group not in kept for name in self._names[group]}
             # What is computed after the output is for the next step, which begins from the baseline's state.
@@ -190,7 +221,7 @@ class Swaps:
             # The output's pair is kept on the baseline's ranks, whole or in its shards.
             b2t = f"({from_baseline}) and not ({at_output})"
             t2b = f"not ({from_baseline}) or ({at_output})"
-            held = filter_of(sorted(deadlocking_taps(taken, *orders) - self._names[output.group], key=str))
+            held = filter_of(sorted(deadlocking_taps(taken, *orders) - of_outputs, key=str))
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
@@ -198,21 +229,19 @@ class Swaps:
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
                 self.not_swapped.update(dict.fromkeys(waited["name"]))
-                return UNKNOWN
-            refused = frame[
-                (frame["status"] == "failed") & frame["name"].isin({each for each, _ in self._names[output.group]})
-            ]
+                return [UNKNOWN] * len(outputs)
+            refused = frame[(frame["status"] == "failed") & frame["name"].isin({name for name, _ in of_outputs})]
             if refused["error"].astype(str).str.contains(NO_REPLICAS, regex=False).any():
                 self.unlike_ranks.update(dict.fromkeys(refused["name"]))
-                return UNKNOWN
+                return [UNKNOWN] * len(outputs)
             # Before the output tap both sides hold one state, so each side's value is that side's code's.
-            side = 0 if output.group in groups and output.group not in kept else 1
-            return self._distance(recorded, name, output, side)
+            sides = [0 if output.group in groups and output.group not in kept else 1 for output in outputs]
+            return [self._distance(*each) for each in zip(names, outputs, sides, strict=True)]
 
-        return distance_with
+        return distances_with
 
     def can_measure(self, groups: Sequence[str], output: OutputTap) -> bool:
-        """Whether the effect of these groups on the output shows: not if they contain earlier calls of its own tap."""
+        """Whether these groups' effect on the output shows: not if they contain earlier calls of the output's tap."""
         if output.group not in groups:
             return True
         rows = zip(self._rows["name"], self._rows["tags"], self._rows["rank"], self._rows["step"], strict=True)
@@ -230,7 +259,7 @@ class Swaps:
         return not (self._runs.before.pairs or self._runs.before.rename)
 
     def _filter_at(self, output: OutputTap) -> str:
-        """A filter for the output's tap alone where that is possible, otherwise for its group."""
+        """A filter for only the output's tap, if possible, otherwise for its group."""
         if not self._is_exact:
             group = filter_of(sorted(self._names[output.group], key=str))
             assert group is not None
@@ -241,7 +270,7 @@ class Swaps:
         return " and ".join(parts + [f"{tag} == {value!r}" for tag, value in tags.items()])
 
     def _kept_name(self, output: OutputTap) -> str:
-        """The name under which the output's newest pair is kept: that of the pair, where its tap is in several."""
+        """The name under which the output's newest pair is kept: the pair's, where its tap is in several."""
         names = next(
             (
                 names
@@ -258,7 +287,7 @@ class Swaps:
         return output.name if output.name in names else names[-1]
 
     def _names_by_group(self) -> dict[str, set[TapName]]:
-        """The names of each group's taps on either side, as filters know them."""
+        """The names of each group's taps on either side, as filters see them."""
         names: dict[str, set[TapName]] = {}
         for name, tags in zip(self._rows["name"], self._rows["tags"], strict=True):
             names.setdefault(group_of(name, tags), set()).add((name, kind_of(tags)))
@@ -278,8 +307,9 @@ class Swaps:
             theirs[name, kind_of(tags)] = min(theirs.get((name, kind_of(tags)), place), place)
         return ours, theirs
 
-    def _distance(self, recorded: Sequence[torch.Tensor | None], name: str, output: OutputTap, side: int) -> Distance:
+    def _distance(self, name: str, output: OutputTap, side: int) -> Distance:
         """How far the newest kept pair's value of this side is from the baseline's record."""
+        recorded = [each.last.get(output.group) for each in self._selves]
         kind = kind_of_group(output.group)
         tags = {"kind": kind} if kind else {}
         step, _ = output.place
@@ -288,5 +318,5 @@ class Swaps:
 
 
 def _computed_after(group: str) -> tuple[str, ...]:
-    """The kinds of taps that a step reaches when it has computed values, or gradients, like those of this group."""
+    """The kinds of taps that a step reaches after the values, or gradients, of this group."""
     return tuple(kind for kind in KINDS if place_in_blame(f"@{kind}") > place_in_blame(group))

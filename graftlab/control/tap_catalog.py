@@ -12,11 +12,11 @@ from graftlab.ranks.messages import TapSeen
 
 
 class TapCatalog:
-    """Holds the tags of each tap as they were when a rank first reached it."""
+    """Holds each tap's tags as they were when a rank first reached it."""
 
     def __init__(self) -> None:
         self._tags: dict[tuple[Any, ...], dict[str, Any]] = {}
-        # A cache for the names of the newest plan asked about, made from the first `_done` taps.
+        # A cache for the last plan asked about, made from the first `_done` taps.
         self._names: tuple[Any, ...] = ()
         self._listed: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._done = 0
@@ -28,17 +28,17 @@ class TapCatalog:
         self._tags.setdefault((*identity(tags), rank_tags(tags), rank.place.side), tags)
 
     def all(self, plan: GraftPlan) -> list[dict[str, Any]]:
-        """The tags of each tap as this plan's filters see them; a pair is one tap."""
+        """The tags of each tap as this plan's filters see them. A pair counts as one tap."""
         with self._lock:
             names = (plan.pairs, plan.rename)
             if names != self._names:
                 self._names, self._listed, self._done = names, {}, 0
-            # Widgets ask many times a second, mostly without new taps.
+            # Widgets ask many times a second, and mostly no tap is new.
             for seen in list(self._tags.values())[self._done :]:
                 self._done += 1
                 for tags in plan.paired_tags(seen):
                     known = self._listed.setdefault((*identity(tags), rank_tags(tags)), tags)
                     for name in SIDE_NAMES:
-                        # A side may not know the other side's name; then the other side's report has it.
+                        # A side may not know the other's name for the tap; then the other side's report has it.
                         known[name] = known[name] if known[name] is not None else tags[name]
             return list(self._listed.values())

@@ -1,4 +1,4 @@
-"""The lines of source at which one tap differs, without a verdict on the others."""
+"""The lines of source at which one tap differs, without a verdict on other taps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TapLines:
-    """The result of ``session.lines``: where a tap's error arises, from equal values at all taps before it.
+    """The result of ``session.lines``: where a tap's error arises when all earlier taps have equal values.
 
     ``added`` is that error, as ``rel_l2`` on the rank where it is largest, ``floor`` the rounding of its dtype.
 
@@ -48,7 +48,7 @@ class TapLines:
 
     @property
     def text(self) -> str:
-        """How far the tap differs, and the first line of each side."""
+        """How far apart the sides are at the tap, and the first line of each side."""
         return "\n".join([self._headline, *lines_in_words(self.found, [self.tap]), *self.remarks])
 
     @property

@@ -1,4 +1,4 @@
-"""What the runs of a verdict did not measure, in sentences."""
+"""Sentences on what the runs of a verdict did not measure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graftlab.control.swaps import OutputTap, Swaps
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.by_layout import SKETCHED
-from graftlab.transforms.default import DOES_NOT_FIT
+from graftlab.transforms.default import unfit_shapes
 from graftlab.verdict.added import unseen_of
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.model_data import data_rows
@@ -23,7 +23,7 @@ from graftlab.verdict.wording import NOT_CHECKED
 def unseen_taps(
     compared: pd.DataFrame, to_be_grafted: pd.DataFrame, grafted: pd.DataFrame, selves: Sequence[SelfGraft]
 ) -> list[str]:
-    """Taps that a run lacks, that show no tensor, or whose floor was not recorded."""
+    """Sentences on taps that a run lacks, that show no tensor, or whose floor was not recorded."""
     data = data_rows(compared)
     said = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
     measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
@@ -45,7 +45,7 @@ def unseen_taps(
 
 
 def not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
-    """The taps whose floor lacks the distance of the request's twin, as a sentence."""
+    """A sentence on the taps whose floor lacks the distance from the request's twin."""
     if not has_twin:
         return []
     shown = {added.name for each in selves for added in each.exact}
@@ -57,27 +57,32 @@ def not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
     return [f"{first_of(left, 4)} with exact=, which does not reach them; their floor is the same as without it."]
 
 
-def may_have_passed(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
-    """Taps that could not be grafted, before a named one: a difference there is inherited by later taps."""
+def not_grafted(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
+    """A sentence on taps that could not be grafted, before a named one: later taps inherit a difference there."""
     over = frame.loc[frame["ratio"] > threshold, "order"]
     failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
     if not len(failed):
         return []
     groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    first = failed.iloc[0]
-    unfit = DOES_NOT_FIT in str(first["error"])
-    why = f" because the baseline's value does not fit the target's shape, {list(first['shape'])}" if unfit else ""
+    first, *others = groups
     inherited = "later taps may have inherited their named error from there"
-    return [f"{NOT_CHECKED}{first_of(groups)}, where nothing could be grafted{why}: {inherited}."]
+    shapes = unfit_shapes(str(failed.iloc[0]["error"]))
+    if shapes is None:
+        return [f"{NOT_CHECKED}{first_of(groups)}, where nothing could be grafted: {inherited}."]
+    also = f", and at {first_of(others)}" if others else ""
+    return [
+        f"{first} has the shape {shapes[1]} on the baseline and {shapes[0]} on the target. Nothing could be grafted "
+        f"there{also}, so {inherited}."
+    ]
 
 
 def judged_until_sketch(
     frame: pd.DataFrame, grafted: pd.DataFrame, threshold: float
 ) -> tuple[pd.DataFrame, str | None]:
-    """The frame in which taps behind the first sketch that differs are unmeasured, and a sentence on them if any are.
+    """The frame with the taps after the first differing sketch marked unmeasured, and a sentence if there are any.
 
-    ``frame`` is of :func:`.added.added_frame`, ``grafted`` are its rows. A difference that could not be taken out
-    arrives at all of them.
+    ``frame`` comes from :func:`.added.added_frame`, ``grafted`` are its rows. A sketch cannot be grafted, so its
+    difference reaches all of these taps.
     """
     sketched = set(grafted.loc[grafted["note"].astype(str).str.contains(SKETCHED, regex=False), "name"])
     differs = frame["name"].isin(sketched) & (frame["ratio"] > threshold)
@@ -104,7 +109,7 @@ _JUDGED_LAST = place_in_blame("@grad")
 
 
 def judged_at(group: str) -> int:
-    """The output at which a group's effect is measured, as a place in blame: the last value for inputs."""
+    """The kind of output at which a group's effect is measured, as a place in blame: the last value for inputs."""
     return max(place_in_blame(group), place_in_blame(""))
 
 
@@ -112,7 +117,7 @@ def effects_not_measured(
     named: Sequence[str], causes: Mapping[str, Causes], swaps: Swaps, outputs: Sequence[OutputTap] = ()
 ) -> list[str]:
     """Remarks on groups whose effect is unknown."""
-    # An optimizer's update does not affect the output of this step.
+    # An optimizer's update cannot affect the output of its own step.
     left = [g for g in named if judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
     left = [g for g in left if not any(each.is_beside(g) for each in outputs)]
     said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []

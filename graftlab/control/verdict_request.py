@@ -1,4 +1,4 @@
-"""What a caller asks of a verdict."""
+"""The parameters of a verdict."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class VerdictRequest:
     steps: int = 1
     graft_weights: bool = False
     stop: threading.Event = field(default_factory=threading.Event, compare=False)
-    """Set by another thread to interrupt the verdict, as the stop button does on the notebook's own."""
+    """Another thread sets it to interrupt the verdict, as the stop button does on the notebook's thread."""
     say: Callable[[str], object] = field(default=_write, compare=False)
     """Receives a line when the verdict is interrupted."""
 
@@ -62,7 +62,7 @@ class VerdictRequest:
 
     @property
     def constant_floor(self) -> float | None:
-        """The floor that the caller gave for all taps; None where it is measured or assumed."""
+        """The floor that the caller gave for all taps; None if it is to be measured or assumed."""
         return None if self.floor == "auto" else float(self.floor)
 
 

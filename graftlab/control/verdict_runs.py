@@ -16,7 +16,7 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tags import TapIdentity
 from graftlab.base.tap_groups import DATA, filter_of
 from graftlab.base.world import Side
-from graftlab.control.core import internals_of, lend_plan, start_under
+from graftlab.control.core import internals_of, restore_plan, start_under
 from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.control.match_runs import match
 from graftlab.control.run import Run
@@ -28,7 +28,7 @@ from graftlab.grafting.self_graft import SelfGraft
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
 from graftlab.plan.pairs import PairRule
-from graftlab.plan.plan import FILTERS, PlanEdit
+from graftlab.plan.plan import PlanEdit
 from graftlab.ranks.line_tracer import trace_callee
 from graftlab.ranks.remote_functions import (
     Callee,
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 # Without grafts, with every tap grafted, and each side against itself.
 _FEWEST_RUNS = 3
 MOST_RUNS = 20
-"""The runs that a verdict makes at most: the last of them confirm lines of source."""
+"""The most runs that a verdict makes. The last of them confirm lines of source."""
 
 EDITED = "the plan was edited during the verdict. Do not edit the filters until it is done"
 
 
 class VerdictAbandoned(SessionError):
-    """No further run of the verdict is possible."""
+    """Raised when no further run of the verdict is possible."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,23 @@ class TracedRun:
 
     @property
     def without_fingerprint(self) -> bool:
-        """Whether the budget did not suffice for a value that is needed."""
+        """Whether the fingerprint of a value that is needed was left out."""
         return any(trace.without_fingerprint for trace in self._every())
+
+    def beside(self, earlier: TracedRun) -> TracedRun:
+        """This run of certain values, with what the ``earlier`` one has of operations that lead to no wanted call."""
+
+        def merged(ours: Traces, theirs: Traces) -> Traces:
+            return [
+                [one if one is None or other is None else one.beside(other) for one, other in zip(*ranks, strict=True)]
+                for ranks in zip(ours, theirs, strict=True)
+            ]
+
+        return TracedRun(self.rows, merged(self.baseline, earlier.baseline), merged(self.target, earlier.target))
 
     @property
     def needed(self) -> frozenset[int]:
-        """The values that fingerprints are needed of."""
+        """The values whose fingerprints are needed."""
         return frozenset(number for trace in self._every() for number in trace.values)
 
     def _every(self) -> Iterator[SliceTrace]:
@@ -125,7 +136,7 @@ class VerdictRuns:
     """A filter for the taps that are compared in the run without grafts, and never grafted."""
 
     recorded = False
-    """Whether the baseline is a recording, which computes nothing from a graft."""
+    """Whether the baseline is a recording, which ignores grafts."""
 
     shows_module_inputs = False
     """Whether the inputs of watched modules can be compared."""
@@ -134,7 +145,7 @@ class VerdictRuns:
     """Whether weights can be grafted and put back after each run."""
 
     has_twin = False
-    """Whether the request has a twin of the baseline in higher precision."""
+    """Whether the request has a twin of the baseline, in higher precision."""
 
     def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
         self.session = session
@@ -142,18 +153,17 @@ class VerdictRuns:
         self.count = 0
         self.before = session.plan
         self.returned: ReturnedValues | None = None
-        """What both functions returned in the newest run of both; None for jobs, which return nothing."""
+        """The results of both functions in their newest run; None for jobs, which return nothing."""
         self.expected = _FEWEST_RUNS
-        """How many runs there will be, if known."""
+        """The expected number of runs, if known."""
         self._lent: str | None = None
-        """A filter for the weights that are the baseline's in each run."""
+        """A filter for the weights that the target has from the baseline in each run."""
         self._left_out: str | None = None
         """A filter for the taps that are left out of each run."""
-        self._ours: set[int] = set()
         self._began = time.monotonic()
 
     def progress(self) -> str:
-        """The number of the current run, and of all, with the seconds that have passed and those of all."""
+        """The number of the current run and of all runs, with the seconds passed and expected."""
         total, done = max(self.expected, self.count), self.count - 1
         seconds = time.monotonic() - self._began
         times = f", {seconds:.0f} of about {seconds / done * total:.0f} s" if done else ""
@@ -167,10 +177,7 @@ class VerdictRuns:
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             self.request.say(f"the verdict was stopped in run {self.count}; the plan from before is in force again\n")
-        # A newer plan was published by the user, and stays.
-        if not self.session.closed and self.session.plan.version in self._ours:
-            before = {name: getattr(self.before, name) for name in FILTERS}
-            lend_plan(self.session, **before, transform=self.before.transform, pairs=self.before.pairs)
+        restore_plan(self.session)
 
     def changes(self, wanted: RunFilters) -> PlanEdit:
         """The edit that turns the earlier plan into the plan of a run with these filters."""
@@ -181,7 +188,7 @@ class VerdictRuns:
             b2t, t2b, compare = (each and f"({each}) and not ({self._left_out})" for each in (b2t, t2b, compare))
         if self._lent is not None:
             b2t = f"({b2t}) or {self._lent}" if b2t else self._lent
-        # A verdict grafts every tap, so a transform for grafted taps applies at each tap, in all of its runs.
+        # A verdict grafts every tap, so in all its runs a transform for grafted taps applies everywhere.
         transforms = [replace(spec, where=spec.where or "True") for spec in self.before.transforms]
         return {
             "b2t": b2t,
@@ -192,19 +199,15 @@ class VerdictRuns:
             "pairs": (*self.before.pairs, *wanted.pairs),
         }
 
-    def expect(self, version: int | None = None) -> None:
-        """Note that this plan version, or the next one, is the verdict's."""
-        self._ours.add(self.session.plan.version + 1 if version is None else version)
-
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         """The rows of both sides under these filters."""
         raise NotImplementedError
 
     def lend_weights(self, names: Sequence[str], keep: Sequence[str]) -> pd.DataFrame:
-        """Give the target the baseline's weights of these groups in each run from now on, and its own in between.
+        """Give the target the baseline's weights of these groups in each run from now on, and its own between runs.
 
-        Returns the rows of such a run, otherwise without grafts, in which the pairs of the weights ``keep`` are kept.
-        Raises :class:`SessionError` if a weight cannot be grafted.
+        Returns the rows of such a run without other grafts. In it the pairs of the weights ``keep`` are kept. Raises
+        :class:`SessionError` if a weight cannot be grafted.
         """
         raise NotImplementedError
 
@@ -213,7 +216,7 @@ class VerdictRuns:
         self._left_out = filter_of((name, None) for name in names)
 
     def return_weights(self) -> None:
-        """Let the target keep its own weights again."""
+        """Stop lending weights: the target runs with its own again."""
         self._lent = None
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
@@ -225,7 +228,8 @@ class VerdictRuns:
         raise NotImplementedError
 
     def unwritten_memory(self) -> list[str]:
-        """What depends, on the target alone, on memory that it reads before it writes there; none where unknown.
+        """The values on the target that depend on memory that it reads before writing it, if the baseline's do not;
+        empty if unknown.
 
         Known once :meth:`target_against_itself` was called.
         """
@@ -234,15 +238,15 @@ class VerdictRuns:
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
     ) -> tuple[pd.DataFrame, Mapping[Side, Sequence[Mapping[str, ModuleCall]]]]:
-        """The rows of both sides while the inputs of modules are taps too, and each rank's calls of these modules."""
+        """The rows of a run in which the inputs of modules are taps too, and each rank's calls of these modules."""
         raise NotImplementedError
 
     def without_dependents(self, groups: Sequence[str]) -> list[str]:
-        """Those of the groups that nothing else depends on, on any of the baseline's ranks; none where unknown."""
+        """The groups that nothing else depends on, on any of the baseline's ranks; empty if unknown."""
         return []
 
     def present_pairs(self) -> list[Pair]:
-        """The pairs that match by value without grafts, whatever the plan pairs; none where nothing can be called."""
+        """The pairs that match by value without grafts, whatever the plan pairs; empty if nothing can be called."""
         return []
 
     def traced(
@@ -261,15 +265,15 @@ class VerdictRuns:
         raise NotImplementedError
 
     def to_be_grafted(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The rows of taps that are grafted in the run in which every tap is."""
+        """The rows of those taps that the run with every tap grafted can graft."""
         return without_data(rows)
 
     def baseline_changed(self) -> list[str]:
-        """The taps at which the baseline no longer shows the values from before its code was swapped."""
+        """The taps at which the baseline, after the swaps of its code, no longer shows its earlier values."""
         return []
 
     def misaligned_steps(self, compared: pd.DataFrame) -> MisalignedSteps | None:
-        """By how many steps one side is ahead of the other. ``compared`` are the rows of a run without grafts."""
+        """How many steps one side is ahead of the other. ``compared`` are the rows of a run without grafts."""
         return find_misaligned_steps(compared)
 
     def first_difference(self, floors: AccumulatedFloors) -> FirstDifference | None:
@@ -281,7 +285,7 @@ class VerdictRuns:
         return None
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pair that was kept in this step of the newest run of both sides."""
+        """The pair kept in this step of the newest run of both sides."""
         raise NotImplementedError
 
 
@@ -298,7 +302,7 @@ class CalledRuns(VerdictRuns):
         self.shows_module_inputs = self.can_lend_weights = not self.recorded
         self._zero = 0
         self._repetitions: Sequence[Repetition] | None = None
-        """What the newest run against themselves found of the target's ranks; None if none did."""
+        """The newest result of running the target's ranks against themselves; None before the first."""
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
@@ -371,8 +375,8 @@ class CalledRuns(VerdictRuns):
         if len(frame) and set(frame["plan_version"]) != {version}:
             raise VerdictAbandoned(EDITED)
         self._zero = int(frame["step"].min()) if len(frame) else 0
-        # A copy has a block of memory for each dtype instead of one for each column, so a verdict's many selections of
-        # rows take a fraction of the time.
+        # A copy stores one block of memory per dtype instead of one per column, which makes a verdict's many selections
+        # of rows several times faster.
         return frame.copy()
 
     def _run(
@@ -386,10 +390,7 @@ class CalledRuns(VerdictRuns):
         """Make one run to its end; returns it with the version of the plan that it began under."""
         self.count += 1
         before = self.session.row_count
-        if changes:
-            # Before the edit too, because an interrupt may come between the edit and its result.
-            self.expect()
-        # After the first run, which is the plain one, so that displays show that again.
+        # All runs but the first are set aside, so that displays show the plain one again.
         number, set_aside = self._next_number(), internals_of(self.session).set_aside
         if self.count > 1:
             set_aside.add(number)
@@ -398,8 +399,6 @@ class CalledRuns(VerdictRuns):
         except BaseException:
             set_aside.discard(number)
             raise
-        if changes:
-            self.expect(plan.version)
         title = f"verdict, {self.progress()}: {why}"
         bar = LongWait(title, "rows", lambda: self.session.row_count - before, stop=self.request.stop)
         try:
@@ -415,7 +414,7 @@ class CalledRuns(VerdictRuns):
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
         if self.recorded:
-            # A recording shows its values whatever is grafted, so it has no rounding to measure.
+            # A recording repeats its values whatever is grafted, so it has no rounding to measure.
             return []
         args, kwargs = self.request.arguments
         callees = (self._baseline, self.request.exact)
@@ -437,7 +436,7 @@ class CalledRuns(VerdictRuns):
             run, _ = self._run("each side against itself", {"baseline": call, "target": self._repeated(self._target)})
             self._repetitions = run.target
         except RunError:
-            # What the target raises says nothing about the baseline.
+            # A failure of the target says nothing about the baseline.
             run, _ = self._run("the baseline against itself", {"baseline": call})
         measured = list(run.baseline)
         remember_floor(self.session, key, measured)
@@ -468,7 +467,7 @@ class CalledRuns(VerdictRuns):
     def unwritten_memory(self) -> list[str]:
         found = list(dict.fromkeys(tap for each in self._repetitions or () for tap in each.unwritten))
         if found and not self.recorded:
-            # What the baseline reads too is no difference, such as padding that nothing depends on.
+            # Memory that the baseline reads too, such as padding that nothing depends on, makes no difference.
             run, _ = self._run("the baseline against itself", {"baseline": self._repeated(self._baseline)})
             found = [] if any(each.unwritten for each in run.baseline) else found
         return found
@@ -484,7 +483,7 @@ class CalledRuns(VerdictRuns):
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:
-    """The dtype of each tap, by name, that rounds the most of those on either side."""
+    """The coarser of both sides' dtypes at each tap, by name."""
     dtypes: dict[str, str] = {}
     for row in records(rows):
         name = row["name"]

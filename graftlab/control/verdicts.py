@@ -39,7 +39,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """What may overturn the conclusion, the conclusion, and then what was not examined."""
+        """The conclusion, after what may overturn it and before what was not examined."""
         return text_of(self.findings)
 
     @property
@@ -47,8 +47,8 @@ class Verdict:
         """A row for each tap of each receiving rank, in execution order; ``step`` counts from 0 in each run.
 
         ``added`` is the error that arose at the tap, ``floor`` what rounding adds there and ``ratio`` their quotient;
-        ``error`` and ``error_ratio`` are those of a run without grafts. ``alone`` is how far the group alone moves the
-        output, over the output's floor. ``label`` is ``culprit``, ``minor``, ``cancels``,
+        ``error`` and ``error_ratio`` are those of a run without grafts. ``alone`` is how far the group by itself moves
+        the output, as a multiple of the output's floor. ``label`` is ``culprit``, ``minor``, ``cancels``,
         ``inherited``, ``clean``, or ``unmeasured`` where there is no pair of finite numbers.
         """
         return self.findings.frame
@@ -72,29 +72,29 @@ class Verdict:
 
         For each group up to three lines of the target and of the baseline, the most telling first. ``operation`` is
         torch's operation at the line, with its arguments; ``confirmed`` means that the tap agrees once this operation
-        alone has the baseline's value; ``is_suspect`` that values have another order, other signs or another place
-        from here on, which may be meant; ``state`` and ``written`` are the caches and buffers that the line reads and
-        the other side lacks, and the lines that wrote them last. ``tap``, ``step``, ``occurrence`` and ``rank`` are
-        the call that was traced, ``stack`` all lines that led to the operation, innermost first. Empty where nothing
-        was named or could be traced.
+        alone has the baseline's value; ``is_suspect`` means that from here on values have a different order, sign or
+        place, which may be intended; ``state`` and ``written`` are the caches and buffers that the line reads and the
+        other side lacks, and the lines that wrote them last. ``tap``, ``step``, ``occurrence`` and ``rank`` identify
+        the traced call, ``stack`` has all lines that led to the operation, innermost first. Empty where nothing was
+        named or could be traced.
         """
         return lines_frame(self.findings.lines)
 
     @property
     def origins(self) -> tuple[ErrorOrigin, ...]:
-        """Where the errors of named values arise: for each, the innermost module of both sides that gives another
-        output from equal inputs. Empty where no module is watched, for jobs, and without ``explain``.
+        """Where the errors of named values arise: for each, the innermost module of both sides whose outputs differ for
+        equal inputs. Empty where no module is watched, for jobs, and without ``explain``.
         """
         return () if self.findings.origins is None else self.findings.origins.found
 
     def plot(self, tap: str | None = None, **options: Any) -> Figure:
         """Added and inherited error of each tap over the floor, with the culprits marked.
 
-        With ``tap``, a named group or a tap of one, a heat map of where its tensors differ: of the call that adds the
-        most, or of what its module is given, if the module is right, with the verdict's hint drawn in. ``dims`` are the
+        With ``tap``, a named group or a tap of one: a heat map of where its tensors differ in the call that adds the
+        most, or of its module's input if the module is right, with the verdict's hint drawn in. ``dims`` are the
         dimensions to show, rows and columns; the other ``options`` are those of
         :func:`graftlab.plots.draw_difference_map`, such as ``ax``. Raises :class:`SessionError` for a tap whose tensors
-        were not looked at: only culprits' are, and those of 24 groups at most.
+        were not looked at: only those of culprits are, of at most 24 groups.
 
         >>> figure = session.verdict(forward, forward, args=(x,)).plot()
         """
@@ -149,7 +149,7 @@ class Verdict:
 
     def _html(self) -> str:
         before, answer, after = parts_of(self.findings)
-        # What may overturn the answer is as important as the answer.
+        # The remarks that may overturn the answer are as important as the answer.
         bold = len(before) + 1
         said = [*before, *answer, *after]
         first = "".join(f"<p><b>{html.escape(line)}</b></p>" for line in said[:bold])
@@ -166,7 +166,7 @@ class Verdict:
         head = ("group", "label", "added", "floor", "ratio", "alone")
         facts = text + (table(head, lines) if lines else "")
         if self._pictures:
-            # Beside each other, or where that is too narrow the pictures above the text: at once in view.
+            # Side by side; in a narrow window the pictures stand above the text. Both are in view at once.
             parts = "".join(f'<div style="flex:1 1 36em;min-width:0">{part}</div>' for part in (facts, self._pictures))
             facts = f'<div style="display:flex;flex-wrap:wrap-reverse;align-items:flex-end;gap:0 2em">{parts}</div>'
         return first + facts + source_view(self.findings.lines)

@@ -39,7 +39,7 @@ def arguments(call: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[
 class WorkFactory:
     """Makes work requests, and gives each source a unique file name for tracebacks.
 
-    Source that is not Python and values that cannot be sent raise here, before any rank begins.
+    Source that is not Python, and values that cannot be sent, are refused here, before any rank begins.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class WorkFactory:
     def of_cell(self, source: str) -> Execute:
         """The work of executing a cell. Raises :class:`SessionError` if it is not Python."""
         filename = self._named(source, "exec", "the cell")
-        # Here too, for the lines of source that a verdict shows.
+        # Registered here too, because a verdict shows lines of source.
         install_source(filename, source)
         return Execute(source, filename)
 
@@ -117,7 +117,7 @@ def warn_of_grafts_into_recordings(callees: Mapping[Side, Callee | None], plan: 
 
 
 def code_of(callee: Callee) -> str | CodeType:
-    """The text of a callee, or the code object of a function, which holds none of its data."""
+    """The text of a callee, or the code object of a function, which does not hold the function's data."""
     if isinstance(callee, str):
         return callee
     code = getattr(inspect.unwrap(callee), "__code__", None)
@@ -125,7 +125,7 @@ def code_of(callee: Callee) -> str | CodeType:
 
 
 def source_of(code: str | CodeType) -> str:
-    """The source of what :func:`code_of` returned, if it is known."""
+    """The source of the code that :func:`code_of` returned, if known."""
     if isinstance(code, str):
         return code
     try:

@@ -1,7 +1,7 @@
 """A sender's shared memory: one anonymous segment that every receiver maps once.
 
-The segment has no name, so the kernel frees it when the last process that maps it ends. Its size is that of the
-machine's memory, but only written pages take memory, and first fit reuses the low ones.
+The segment has no name, so the kernel frees it when the last process that maps it ends. It is as large as the machine's
+memory, but only written pages take memory, and first fit reuses the low ones.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Arena:
     def __init__(self, descriptor: int, size: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=access)
-        # Receivers map the segment read-only, and no code writes through such a mapping. Not catch_warnings: it may
-        # restore a filter that another thread has set only temporarily.
+        # Receivers map the segment read-only, and no code writes through such a mapping. catch_warnings would not do:
+        # it may restore a filter that another thread has only set temporarily.
         warnings.filterwarnings("ignore", message=".*not writable", module=__name__)
         self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self._views: dict[torch.dtype, torch.Tensor] = {}
@@ -99,13 +99,13 @@ class Arena:
 
 
 def _is_plain_and_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether its elements are contiguous in memory, without a pending negation or conjugation."""
+    """Whether a tensor's elements are contiguous in memory, without a pending negation or conjugation."""
     return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 @functools.lru_cache(maxsize=4096)
 def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The strides of a contiguous tensor of this shape, which has no extent of 0, and its number of elements."""
+    """The strides and the number of elements of a contiguous tensor of this shape, which has no extent of 0."""
     strides, numel = [], 1
     for extent in reversed(shape):
         strides.append(numel)

@@ -1,7 +1,7 @@
 """Frames over a stream socket, with a send that never blocks.
 
-A socket buffers a few hundred small frames; after that a blocking send would make a sender wait for a receiver that is
-busy computing. Here the channel keeps the rest, and a thread sends it, which ends when nothing is left to send.
+A socket buffers a few hundred small frames. After that a blocking send would make a sender wait for a receiver that is
+busy computing. So the channel keeps the rest, and a thread sends it, which ends when nothing is left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Channel(Protocol):
         ...
 
     def drain(self, timeout: float) -> bool:
-        """Wait until the system has all that was sent; False if ``timeout`` seconds pass first."""
+        """Wait until the system has taken everything that was sent; False if ``timeout`` seconds pass first."""
         ...
 
     def receive(self) -> list[bytes]:
@@ -178,7 +178,7 @@ class SocketChannel:
             if end - start - _LENGTH.size < length:
                 break
             start += _LENGTH.size
-            # Not of a slice, which would be one more copy of it.
+            # Not from a slice, which would be one more copy.
             with memoryview(self._received) as received:
                 frames.append(bytes(received[start : start + length]))
             start += length

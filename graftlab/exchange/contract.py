@@ -111,10 +111,10 @@ class Exchange(Protocol[Memo]):
     def receive(self, key: TapKey, near: torch.Tensor | None = None) -> Receipt:
         """Wait until every sender has published, declined, ended the step or died, or the time limit is over.
 
-        Where a sender waits for this very rank, one of the two ends its wait at once.
+        If a sender is waiting for this rank, one of the two ends its wait at once.
 
-        The contributions' tensors are brought to the device of ``near``, the receiver's own tensor; without it they
-        stay on the device where they are. Each key is received once, and its receipt released before the step ends.
+        The contributions' tensors are moved to the device of ``near``, the receiver's own tensor; without it they stay
+        on their device. Each key is received once, and its receipt released before the step ends.
         """
 
     def end_step(self, step: int) -> None:
@@ -135,15 +135,15 @@ class Exchange(Protocol[Memo]):
     def share(self, let_go: Callable[[], bool], take_back: Callable[[], None]) -> None:
         """Let other threads own the exchange while one waits in :meth:`publish` or :meth:`receive`.
 
-        ``let_go`` is called before such a wait and releases the ownership, unless it returns False. After the wait
-        ``take_back`` is called, which waits for the ownership. So a thread that waits for one tap does not keep other
-        threads from theirs.
+        ``let_go`` is called before such a wait, and releases the ownership unless it returns False. After the wait
+        ``take_back`` is called, which waits for the ownership. So a thread that waits for one tap does not block other
+        threads' taps.
         """
 
     def announce(self, step: int, message: bytes) -> None:
         """Send every participant of the run the leader's message about a step, before the step begins. Does not wait.
 
-        The exchange does not look into the message. It reaches the ranks of both sides.
+        The exchange does not read the message. It reaches the ranks of both sides.
         """
 
     def announcements(self, leader: int, step: int) -> list[bytes] | None:

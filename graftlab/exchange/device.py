@@ -4,7 +4,7 @@ A sender copies a tensor into a chunk of GPU memory that every receiver has open
 copy and continues. A receiver makes its own stream wait for that event and reads the bytes in place. Neither rank ever
 waits for the device. A location is free again when the receiver's GPU has passed an event after the last read.
 
-Only the receivers' replies prove that CUDA IPC works here. Until they have arrived, and where they report a failure,
+Only the receivers' replies prove that CUDA IPC works here. Until they have arrived, and if they report a failure,
 tensors go through the host's memory.
 """
 
@@ -141,7 +141,7 @@ class _Chunk:
 
 
 class DeviceStaging:
-    """A rank's own chunks, at most ``budget`` bytes, which are kept for later tensors.
+    """A rank's own chunks, at most ``budget`` bytes. They are kept for later tensors.
 
     ``send(rank, chunk, shared)`` sends a receiver the handle of a chunk. Its reply must be passed to
     :meth:`note_reply`.
@@ -183,7 +183,7 @@ class DeviceStaging:
             try:
                 location = self._put(tensor, nbytes, receivers)
             except Exception as error:
-                # Whatever went wrong, use the host's memory instead; a broken GPU will fail there again.
+                # Whatever the error, use the host's memory instead. A broken GPU will fail there too.
                 self._failure = f"{type(error).__name__}: {error}"
         if self._failure is not None:
             self._note(f"its memory cannot be shared between the ranks ({self._failure})")
@@ -312,7 +312,7 @@ class DeviceReader:
         event = self._gpu.new_event(shared=False)
         chunk = self._chunks[sender, location.chunk]
         assert isinstance(chunk, torch.Tensor)
-        # A failed GPU reads nothing any longer; the user's next CUDA call reports the failure.
+        # A failed GPU reads nothing more, and the user's next CUDA call reports the failure.
         with contextlib.suppress(RuntimeError):
             self._gpu.record(event, chunk.device)
         self.reading.append((event, item))

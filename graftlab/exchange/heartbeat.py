@@ -39,7 +39,8 @@ class Heartbeat:
         reported: object = None
         before: object = None
         while not self._is_over():
-            # Details first: a wait that the page then shows has outlasted the arrival of everything they count.
+            # The details are read first: then a wait that the page shows has outlasted the arrival of everything they
+            # count.
             details = self._details()
             try:
                 status = self._page.read()

@@ -1,4 +1,4 @@
-"""Tell a signal handler where it may raise an exception without harm to an exchange.
+"""Tells a signal handler where it may raise an exception without harm to an exchange.
 
 Anywhere else the exception could leave half a frame on the wire, or lose a frame that has just been read.
 """

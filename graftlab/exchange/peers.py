@@ -1,4 +1,4 @@
-"""The other ranks as one rank knows them: the state that their frames have reported, and their connections.
+"""The other ranks as one rank knows them: their connections, and their state by the frames that they have sent.
 
 A peer's death ends its socket's stream, which the operating system reports at once, whatever killed it. When a whole
 machine or the network fails, the connection ends after a time without an answer (:mod:`.tcp`).
@@ -54,8 +54,8 @@ class Peer:
     gone: str = ""
     ended_step: int = -1
     run_ended: bool = False
-    # Its publications by step and key; None for a declined one. By step, because a sender may be a thousand taps ahead
-    # and the end of a step drops only that step's.
+    # Its publications by step and key; None for a declined one. By step, because a sender may be a thousand taps ahead,
+    # and the end of a step drops only the step's own.
     inbox: defaultdict[int, dict[TapKey, PublishFrame | None]] = field(default_factory=lambda: defaultdict(dict))
     announced: dict[int, bytes] = field(default_factory=dict)
     # The last step that it has announced. A leader that begins later than this rank skips the earlier steps.
@@ -305,7 +305,7 @@ class Peers:
         if isinstance(page, RemoteStatusPage):
             old, new = page.latest, frame.status.restore()
             if (old.state, old.step, old.taps, old.awaits) == (new.state, new.step, new.taps, new.awaits):
-                # The same state as before: the reports only took different times to arrive.
+                # The state is the same as before; the reports only took different times to arrive.
                 new = replace(new, since=old.since)
             page.latest = new
 

@@ -185,7 +185,8 @@ class RankExchange(Generic[Memo]):
         return [peer.announced.pop(earlier) for earlier in sorted(peer.announced) if earlier <= step]
 
     def await_past(self, step: int) -> bool:
-        # Ranks of one side send each other no step ends: waiting for the other side keeps them together too.
+        # Ranks of one side do not send each other step ends, because waiting for the other side keeps them together
+        # too.
         peers = self._peers.others
         self._peers.pump(0)
         if not all(peer.is_past(step) for peer in peers):

@@ -24,9 +24,9 @@ from graftlab.exchange.frames import (
 from graftlab.exchange.peers import Peer, Peers
 from graftlab.exchange.pinned import PinnedMemory
 
-# Releases are sent in batches: after this number, these bytes, or this share of the budget, whichever comes first. The
-# bytes are few so that a sender reuses memory that is still in its cache: copying 4 MiB into one place takes it half
-# as long as into eight places in turn.
+# Releases are sent in batches: after this number, these bytes, or this share of the budget, whichever comes first. Few
+# bytes, so that a sender reuses memory that is still in its cache: copying 4 MiB into one place takes half as long as
+# into eight places in turn.
 _RELEASE_COUNT = 64
 _RELEASE_BYTES = 2 << 20
 _RELEASE_SHARE = 8
@@ -44,10 +44,10 @@ class Receiver:
     """Receives tensors, and releases them in batches.
 
     Two ranks may wait for each other, each for a tap that the other reaches later. Then one of them yields, that is,
-    ends its wait, and the other keeps waiting. The one that yields is the rank that waits for a tap that the other side
-    has never reached; if that does not decide, the higher world rank. A peer's status page alone does not prove that
-    its wait is futile, because this rank's answer may be in transit. So the peer is asked, and it replies only after it
-    has read all earlier frames.
+    ends its wait, and the other keeps waiting. The rank that waits for a tap that the other side has never reached
+    yields; if that does not decide, the higher world rank. A peer's status page does not prove that its wait is futile,
+    because this rank's answer may be in transit. So the peer is asked, and it replies only after it has read all
+    earlier frames.
     """
 
     def __init__(self, peers: Peers, budget: int, gpu: Gpu, pinned: PinnedMemory) -> None:
@@ -206,7 +206,7 @@ class Receiver:
                 peer.yielded_waits.discard(number)
 
     def _query_mutual_waits(self, number: int, key: TapKey) -> None:
-        # Another thread of this rank may be about to reach what the peer waits for.
+        # Another thread of this rank may be about to reach the tap that the peer waits for.
         if self._peers.waiters.several:
             return
         me, is_known = self._peers.place.world_rank, self._has_seen(key)
@@ -265,7 +265,7 @@ class Receiver:
         self._release(self._reader.read(wait=False))
 
     def release_read(self, *, wait: bool) -> None:
-        """Release the tensors that no GPU reads any longer; with ``wait``, wait until that is true of all of them."""
+        """Release the tensors that no GPU reads any longer; with ``wait``, all of them, once that is true."""
         if self._reader.reading:
             self._release(self._reader.read(wait=wait))
             for peer in self._peers.others:

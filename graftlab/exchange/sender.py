@@ -53,7 +53,7 @@ class Staging(Protocol):
         """
 
     def release(self, location: Any) -> None:
-        """Free this location, which no receiver reads any longer."""
+        """Free this location: no receiver reads it any longer."""
 
 
 class HostStaging:
@@ -86,10 +86,10 @@ class _OutgoingTensor(Generic[Memo]):
 
 
 class Sender(Generic[Memo]):
-    """Publishes and declines, and frees what the receivers have released.
+    """Publishes and declines, and frees tensors that the receivers have released.
 
-    ``release_read`` releases what this rank has received itself. It is called while this rank waits for room, because
-    the other senders may be waiting for theirs.
+    ``release_read`` releases tensors that this rank has received. It is called while this rank waits for room, because
+    other senders may be waiting for theirs.
     """
 
     def __init__(
@@ -261,8 +261,8 @@ class Sender(Generic[Memo]):
             before = self._peers.ranks_waiting_for_me()
             quiet = not self._peers.look(min(remaining, _ROOM_POLL))
             if quiet and before & self._peers.ranks_waiting_for_me():
-                # A receiver waits for a later tap of this rank, and takes nothing from the buffer until it has received
-                # that tap: both would wait for each other.
+                # A receiver waits for a later tap of this rank, and takes nothing from the buffer before that: both
+                # would wait for each other.
                 self._warn_once()
                 return
 

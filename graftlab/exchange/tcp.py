@@ -48,13 +48,13 @@ _LARGEST_PIECE = _PIECE + (64 << 10)
 _MOST_STRANGERS = 100
 # Those of them that are older than this, in seconds. Ranks that connect at the same time are many, but quick.
 _MOST_SLOW, _SLOW = 8, 2.0
-# Descriptors that are left to the session's own connections and files.
+# Descriptors reserved for the session's own connections and files.
 _RESERVED = 64
 # One byte each; every frame of an exchange is longer. After the last comes the number of the frame's pieces.
 _HELLO, _WELCOME, _BYE, _IN_PIECES = b"h", b"w", b"b", b"p"
 _COUNT = struct.Struct("<I")
 _DOMAIN = "graftlab"
-# No process listens there, or one with different keys.
+# No process listens there, or its keys are different.
 _CONNECT_FAILED = (
     zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -80,7 +80,7 @@ class TcpChannel:
         # The address connected to; blank where the other end made the connection.
         self.endpoint = endpoint
         self.closed = False
-        # Whether a TCP connection exists. Its other end may have different keys, or be no process of graftlab.
+        # Whether a TCP connection exists. Its other end may have different keys, or not be graftlab.
         self.reached = False
         # Whether the other end has proved that it has the session's keys, and has answered.
         self.linked = False
@@ -138,8 +138,8 @@ class _Strangers:
     def superfluous(self) -> list[int]:
         """The connections to end now.
 
-        The oldest of the slow ones, and any of the others: in a flood neither the oldest nor the newest of those are
-        more often strangers.
+        The oldest of the slow ones, and random ones of the others: in a flood neither the oldest nor the newest of
+        these are more likely to be strangers.
         """
         if len(self.known) <= _MOST_SLOW:
             return []
@@ -158,7 +158,7 @@ class _Strangers:
         """End a connection, unless ``look``, which brings :attr:`known` up to date, finds that it has ended."""
         since = self.known.get(descriptor)
         with contextlib.suppress(OSError):
-            # Held first: once it is closed, its number may stand for something else.
+            # Held first, because once it is closed its number may belong to something else.
             os.dup2(descriptor, self._spare, inheritable=False)
             try:
                 look()
@@ -206,7 +206,8 @@ class RouterSocket:
         # ZeroMQ closes a connection that claims a larger one, before it has read it.
         socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_PIECE)
         socket.setsockopt(zmq.LINGER, int(_LINGER * 1000))
-        # In effect never. -1, which forbids it, makes ZeroMQ drop frames that arrived before the connection ended.
+        # In effect never reconnect. With -1, which forbids it, ZeroMQ would drop frames that arrived before the
+        # connection ended.
         socket.setsockopt(zmq.RECONNECT_IVL, _NEVER)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(_CONNECT_LIMIT * 1000))
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(_CONNECT_LIMIT * 1000))
@@ -405,7 +406,7 @@ class RouterSocket:
             else:
                 self._to_close.add(descriptor)
                 if event["event"] == zmq.EVENT_ACCEPTED:
-                    # Not where its first frame was read before this event.
+                    # Unless its first frame was read before this event.
                     if descriptor not in self._by_descriptor:
                         self._strangers.add(descriptor)
                 elif event["event"] == zmq.EVENT_CONNECTED:

@@ -1,7 +1,8 @@
 """Let several threads of one rank wait for different taps at the same time.
 
 One thread at a time owns the exchange. A thread that waits for other ranks releases it meanwhile, so that the next
-thread can send, receive and wait too. The first thread to own it again reads what has arrived, and wakes the others.
+thread can send, receive and wait too. The first thread to own it again reads the frames that have arrived, and wakes
+the others.
 """
 
 from __future__ import annotations
@@ -88,6 +89,6 @@ class WaiterThreads:
         return True
 
     def wake(self) -> None:
-        """Wake all waiting threads: one of them may wait for what this thread has read."""
+        """Wake all waiting threads: one of them may wait for a frame that this thread has read."""
         for waiter in self._waiting:
             os.eventfd_write(waiter.wake, 1)

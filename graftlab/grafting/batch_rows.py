@@ -1,4 +1,4 @@
-"""The rows of a batch as taps have shown them on this rank, and the layouts of pairs for such a batch."""
+"""The rows of a batch that taps have shown on this rank, and the layouts of pairs for such a batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ RowsOfTaps = Mapping[str, Sequence[ShownRows]]
 
 
 class BatchRows:
-    """What taps have shown in one step, by the thread and the tags around their calls.
+    """The rows that taps have shown in one step, by the thread and the tags around their calls.
 
-    So two requests that are computed at once, each with its own tag around it, do not take each other's rows.
+    So two requests that are computed at once, each with its own tag around it, do not mix up their rows.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class BatchRows:
 
 
 def for_batch(layout: Layout, whole: RowsOfTaps, part: RowsOfTaps) -> Layout:
-    """The layout with the rows that both sides have shown; where one has shown none, it cannot be applied."""
+    """The layout with the rows that both sides have shown. If one side has shown none, it cannot be applied."""
     steps = [
         step.with_found(rows_between(of, into))
         if isinstance(step, Rows) and (of := whole.get(step.of)) and (into := part.get(step.into))

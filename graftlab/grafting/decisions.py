@@ -173,7 +173,7 @@ class Decisions:
             return self.decide(lookup)
 
     def may_take(self, path: str) -> bool:
-        """Whether to show taps whose names begin with ``path``: also the first time, so that they become known."""
+        """Whether to show taps whose names begin with ``path``. True the first time, so that they become known."""
         if path not in self._may_match:
             self._may_match[path] = self.plan.may_match(path)
             return True
@@ -213,7 +213,7 @@ class Decisions:
 
     def _of_pair(self, tags: Mapping[str, Any], given: Mapping[str, Any], pairing: Pairing) -> Decision:
         seen = paired_tags(tags, given, pairing)
-        # Looked up only for a filter that distinguishes it, because it takes a look at the whole stack.
+        # Looked up only for a filter that uses it, because it takes a look at the whole stack.
         if not self._caches and seen["recompute_status"] == "original" and is_checkpointed():
             action = self.plan.action_for({**seen, "recompute_status": CheckpointedStatus("original")})
         else:

@@ -1,7 +1,7 @@
-"""Memory that code reads before anything is written to it, as after ``torch.empty``: right as long as it happens to be.
+"""Finds memory that code reads before writing it, as after ``torch.empty``: its results are right only by chance.
 
-Such memory often has zeros, or what the last call left there, so that two runs agree. A run in which torch fills new
-memory with NaN, and with the largest whole number, shows what is read.
+Such memory often has zeros, or the last call's values, so that two runs agree. A run in which torch fills new memory
+with NaN, or the largest whole number, shows what depends on it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from graftlab.taps.routing import handled_by
 
 @dataclass(frozen=True)
 class Repetition:
-    """The taps, in order, or else the results, of a call that differ when it is repeated, and where memory is filled.
+    """The taps, in order, or else the results, that differ when a call is repeated, and when memory is filled.
 
-    ``unwritten`` is empty where ``differing`` is not, and where code is compiled, which would be compiled anew.
+    ``unwritten`` is empty if ``differing`` is not, and for compiled code, which would be compiled anew.
     """
 
     differing: list[str]
@@ -69,7 +69,7 @@ def _filled() -> Iterator[None]:
     before = torch.get_deterministic_debug_mode()
     fills = memory.fill_uninitialized_memory
     with warnings.catch_warnings():
-        # Of algorithms that are not deterministic.
+        # Warnings of algorithms that are not deterministic.
         warnings.simplefilter("ignore")
         try:
             # Not use_deterministic_algorithms, which imports torch's compiler: seconds, and a hundred megabytes.

@@ -100,7 +100,7 @@ class Grafter:
         # Held by the thread that handles a tap, but released while that thread waits for other ranks.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # Older than any plan, so that the first one is adopted whatever its version.
+        # An older version than any plan's, so that the first plan is adopted.
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
         self._reported_version = -1
@@ -117,14 +117,14 @@ class Grafter:
         self._computes = 0
         # Whether an interrupt arrived during the exchange's work, and must be raised after it.
         self.interrupt_due = False
-        # None outside a run of both sides; then a tap does nothing, without using the plan.
+        # None outside a run of both sides. Then a tap does nothing, and does not use the plan.
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step, self._warn_once)
         self._batch_rows = BatchRows()
         self._warned: set[tuple[str, str]] = set()
         # The number of taps left out of graphs that are already known.
         self._left_out = 0
-        # Set while grafted weights and settings are to be put back afterwards.
+        # Set while grafted weights and settings are to be restored afterwards.
         self._overwritten_data: OverwrittenTensors | None = None
         self._use(exchange)
 
@@ -172,7 +172,7 @@ class Grafter:
         return None if decision is None else self._combined([decision.action, *(o.action for o in decision.others)])
 
     def may_take(self, path: str) -> bool:
-        """Whether to show taps whose names begin with ``path``, which the plan may then not match."""
+        """Whether to show taps whose names begin with ``path``, even if the plan may match none of them."""
         decisions = self._decisions
         return decisions is not None and decisions.may_take(path)
 
@@ -294,7 +294,7 @@ class Grafter:
 
     @contextmanager
     def restoring_data(self) -> Iterator[None]:
-        """Put weights and settings that are grafted within the block back at its end."""
+        """Restore, at the end of the block, weights and settings that were grafted in it."""
         self._overwritten_data = OverwrittenTensors()
         try:
             yield
@@ -355,7 +355,7 @@ class Grafter:
         self._receive_pipeline.log_grafts()
         self.record_unmatched()
         if self._decisions is not None:
-            # Taps that no plan matched are known too, so that a filter can be chosen by them.
+            # Taps that no filter matched are reported too, so that a filter can be written for them.
             for name, tags in left_out_since(self._left_out):
                 self._left_out += 1
                 self._seen.note(all_tags(name, tags, self.place, self._step), tuple(tags.items()))

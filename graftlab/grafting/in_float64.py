@@ -1,4 +1,4 @@
-"""Run code in float64, operator by operator, so that results are not rounded between operators.
+"""Runs code in float64, operator by operator, so that results are not rounded between operators.
 
 Compiled code that fuses operators rounds less often than eager code, so the two differ even if both are correct. The
 distance of eager code from its own result in float64 shows how much of a difference that can explain.

@@ -1,4 +1,4 @@
-"""The pairs of tensors that a plan's ``keep`` filter keeps on a rank, with the transform's input, newest last."""
+"""The pairs of tensors that a plan's ``keep`` filter keeps on a rank, with the transform's inputs, newest last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graftlab.errors import SessionError
 from graftlab.transforms import GraftTransformInput
 
 OCCURRENCE = "occurrence"
-"""The tag by which a question chooses a call of a tap in its step; answers have it from the second call on."""
+"""The tag by which a question chooses a tap's call in its step. Answers have it from the second call on."""
 # The most taps remembered whose newest pair was not kept.
 _MISSING_LIMIT = 10_000
 # How often the heap is trimmed for each budget's worth of kept bytes.

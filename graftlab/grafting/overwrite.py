@@ -1,4 +1,4 @@
-"""Overwrite a model's tensor with a received value, as if the op before the tap had produced it.
+"""Overwrites a model's tensor with a received value, as if the op before the tap had produced it.
 
 Under autograd the graph upstream stays connected: gradients pass as through ``h + (received - h).detach()``.
 """
@@ -95,7 +95,7 @@ def _all_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class OverwrittenTensors:
-    """Remembers tensors as they were before they were overwritten, and puts them back."""
+    """Remembers tensors' values before they are overwritten, and restores them."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -107,7 +107,7 @@ class OverwrittenTensors:
             self._before[place] = own, own.data.clone()
 
     def restore(self) -> None:
-        """Write the values from before into the same memory, those that were overwritten last first."""
+        """Write the earlier values into the same memory, the last overwritten first."""
         for own, before in reversed(self._before.values()):
             overwrite(own, before)
         self._before.clear()

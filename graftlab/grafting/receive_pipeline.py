@@ -94,7 +94,7 @@ class PendingRow(NamedTuple):
 
     def row(self, status: Status | None = None, error: str | None = None) -> Row:
         if status is None:
-            # With checkpointing one side repeats a forward pass; the other side does not lack a tap.
+            # With checkpointing one side repeats a forward pass, so the other side does not lack a tap.
             status = "recomputed" if self.call.tags["recompute_status"] == "recompute" else "unmatched"
         row = row_of(self.call, TapResult(status, [], error=error), self.seconds)
         return row._replace(shape=self.shape, dtype=self.dtype)
@@ -303,7 +303,7 @@ class ReceivePipeline:
             self.log_grafts()
 
     def log_grafts(self) -> None:
-        """Log the grafts since the last call, and what was sent for grafts on the other side.
+        """Log the grafts since the last call, and the tensors sent for grafts on the other side.
 
         Called at the end of each step; rows are reported immediately.
 

@@ -1,6 +1,6 @@
-"""The self-graft: a side against its own recorded run, which measures what rounding alone adds at each tap.
+"""The self-graft: runs a side against its own record, to measure how much rounding alone adds at each tap.
 
-The code runs once and every tap is recorded. It runs again, and must show the same values. Then it runs with each tap
+The code runs once, and every tap is recorded. It runs again, and must show the same values. Then it runs with each tap
 overwritten by its own record, moved by one unit in the last place up or down at random: a tap's difference from its
 record is then the effect of rounding before it. All of this happens on the rank, without the other side.
 """
@@ -32,7 +32,7 @@ Call = Callable[[], Any]
 
 
 class AddedRounding(NamedTuple):
-    """One tap's difference from the record in a repeated run in which the taps before it had their recorded values."""
+    """One tap's difference from the record, in a repeated run in which all earlier taps had their recorded values."""
 
     name: str
     tags: dict[str, Any]
@@ -44,7 +44,7 @@ class AddedRounding(NamedTuple):
     """The sum of the record's squares, which is the tap's weight in its group."""
     dtype: str
     typical: float | None = None
-    """The relative difference of the median row, where few rows have most of the difference; None elsewhere."""
+    """The relative difference of the median row, if few rows have most of the difference; otherwise None."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ def graft_self(
     def dtype_of(name: str) -> str:
         return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
 
-    # First, because a tensor moved in place may be an argument, and would stay moved.
+    # First, because a tensor that is moved in place may be an argument, and would stay moved.
     if exact is not None:
         twin = SelfGrafter(record.taps, dtype_of, moves=False)
         _run(exact, twin)
@@ -150,7 +150,7 @@ def rounded_results(call: Call, *, budget: int) -> RoundedResults:
     _run(call, record)
     exact, failed = None, None
     try:
-        # Before anything is moved, because that may be an argument. This handler takes the grafter's place.
+        # Before any tensor is moved, because it may be an argument. This handler replaces the grafter.
         with in_float64():
             exact = _run(call, SelfGraftRecorder(0))
     except Exception as error:
@@ -199,7 +199,7 @@ def changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]
 
 
 def in_words(paths: Sequence[str]) -> list[str]:
-    """These paths of results as sentences name them."""
+    """The names of these paths of results in sentences."""
     return [value_in_words(path) for path in paths]
 
 
@@ -212,7 +212,7 @@ CallKey = tuple[str, tuple[Any, ...], str, int]
 
 
 class TapRecord:
-    """What a tap showed. ``value`` may be in a file, from which each use reads it anew."""
+    """A tap's record. ``value`` may be in a file, from which each use reads it anew."""
 
     def __init__(self, place: CallKey, tags: dict[str, Any], value: torch.Tensor | SpilledTensor) -> None:
         self.place = place
@@ -281,7 +281,7 @@ class SelfGraftRecorder(CountingHandler):
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
         size = own.numel() * own.element_size()
-        # After a tap that does not fit nothing is recorded: a tap after a gap would have inherited differences.
+        # Nothing is recorded after a tap that does not fit: taps after a gap would inherit differences.
         if self.not_recorded or size > self._left:
             self.not_recorded += 1
             return
@@ -293,7 +293,7 @@ class SelfGraftRecorder(CountingHandler):
             self._file = self._file or SpillFile()
             return self._file.store(value)
         except OSError:
-            # Without room on the disk, the record takes memory.
+            # If the disk is full, the record takes memory.
             return value.clone()
 
 
@@ -325,7 +325,7 @@ _CHANGE = 0.125
 
 
 def _changed(value: torch.Tensor) -> torch.Tensor:
-    """Other numbers of the same size, and no multiple of ``value``, which a norm would take back."""
+    """Different numbers of the same size, and no multiple of ``value``, which a norm would undo."""
     generator = torch.Generator().manual_seed(0)
     factors = 1 + _CHANGE * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device)
     return (value * factors).to(value.dtype)
@@ -347,7 +347,7 @@ class GroupChanger(RepeatComparer):
         return _changed(own.detach())
 
     def _is_as_recorded(self, recorded: TapRecord, own: torch.Tensor) -> bool:
-        # In low precision what depends on the group may move by less than one rounding.
+        # In low precision, dependent values may move by less than one rounding.
         return _same(recorded.value, own)
 
 
@@ -399,7 +399,7 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
         part, signs, into = (each[begin : begin + _BLOCK] for each in (flat, up, written))
         wide = part.to(dtype).double()
         mantissa, _ = torch.frexp(wide)
-        # A number over its mantissa is a power of two, so the quotient is exact; that of zero or infinity is nan.
+        # A number over its mantissa is a power of two, so the quotient is exact; for zero and infinity it is nan.
         unit = (wide * (torch.finfo(dtype).eps / 2)).div_(mantissa).nan_to_num_(0.0)
         into.copy_(torch.addcmul(wide, unit, signs * 2.0 - 1).to(dtype))
     return result if value.is_contiguous() else torch.empty_like(value).copy_(result)
@@ -409,7 +409,7 @@ _BLOCK = 1 << 16
 
 
 def _added(recorded: TapRecord, value: torch.Tensor, own: torch.Tensor) -> AddedRounding:
-    """What was added since the record; ``value`` is the record's value."""
+    """The difference from the record; ``value`` is the record's value."""
     stats = measure(value, own)
     mean_square = stats.mean_baseline**2 + stats.std_baseline**2
     rms = math.sqrt(mean_square) if mean_square > 0 else 0.0
@@ -425,13 +425,11 @@ def _added(recorded: TapRecord, value: torch.Tensor, own: torch.Tensor) -> Added
 
 
 _CONCENTRATED = 0.5
-"""The ratio of a difference's mean to its root mean square below which few rows have most of it."""
+"""If a difference's mean over its root mean square is below this, few rows have most of it."""
 
 
 def _of_median_row(recorded: torch.Tensor, own: torch.Tensor) -> float | None:
-    """The difference of the median row over the root mean square of all rows, as of a router's tokens that kept their
-    expert; None for values without a number.
-    """
+    """The difference of the median row over the root mean square of all rows; None for values without a number."""
     if recorded.is_complex() or recorded.shape != own.shape:
         return None
     rows = recorded.detach().float().flatten(0, -2)
@@ -442,11 +440,11 @@ def _of_median_row(recorded: torch.Tensor, own: torch.Tensor) -> float | None:
 
 
 _LARGEST_OVER_NORM = 10.0
-"""A repeat's largest difference, over the root mean square, may be this many times the limit for its rel_l2."""
+"""The largest difference of a repeat, over the root mean square, may be this many times the limit of its rel_l2."""
 
 
 def _repeated(recorded: TapRecord, own: torch.Tensor) -> bool:
-    """Whether a repeat shows the recorded value, but for the order of its sums, which differs on some devices."""
+    """Whether a repeat shows the recorded value, up to the order of its sums, which varies on some devices."""
     value = recorded.value
     if _same(value, own):
         return True
@@ -477,4 +475,4 @@ def _label(place: CallKey) -> str:
 
 
 def _ignore_warning(name: str, what: str) -> None:
-    """Ignore a warning about an invalid tag, which the grafter showed in the previous run."""
+    """Ignore a warning about an invalid tag, because the grafter showed it in the previous run."""

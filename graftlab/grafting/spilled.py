@@ -1,4 +1,4 @@
-"""Tensors in a temporary file instead of memory: the record of a whole run, read one tensor at a time."""
+"""Stores tensors in a temporary file instead of memory: the record of a whole run, read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpillFile:
     def store(self, tensor: torch.Tensor) -> SpilledTensor:
         """Write a strided tensor of any device. Raises OSError if the disk is full."""
         plain = tensor.detach().resolve_conj().resolve_neg()
-        # A clone of a dense tensor has the same arrangement, and a kernel may round differently in another.
+        # A clone of a dense tensor keeps its arrangement. With a different one a kernel may round differently.
         strides = torch.empty_like(plain, device="meta").stride()
         order = tuple(sorted(range(plain.dim()), key=lambda dim: -strides[dim]))
         arranged = plain.permute(order)

@@ -39,7 +39,7 @@ def plain_tensor(shown: Any) -> torch.Tensor | str:
     if not isinstance(local, torch.Tensor) or local.layout != torch.strided or local.device.type == "meta":
         return f"a {shown.layout} tensor on {shown.device} cannot travel; the tap is skipped"
     if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        # The class of such a tensor defines what its elements are.
+        # The class of such a tensor defines the meaning of its elements.
         return f"a {type(shown).__name__} is not a plain tensor; the tap is skipped (tap the tensors that it contains)"
     return _fault(local) or local
 
@@ -59,9 +59,7 @@ def _fault(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class SentExtras:
-    """Extras with the tensor's layout, the tap's own name and the rows of its batch, sent instead of the bare extras if
-    one of these is needed.
-    """
+    """Extras with the tensor's layout, the tap's own name and its batch's rows, sent instead if one is needed."""
 
     extras: Any
     layout: RankLayout | None = None

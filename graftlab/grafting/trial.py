@@ -1,4 +1,4 @@
-"""A trial of a transform's draft: run it once on a kept pair, and report the result."""
+"""A trial of a transform's draft: runs it once on a kept pair, and reports the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graftlab.plan.plan import GraftPlan, filters_of, first_for
 from graftlab.transforms import TransformSpec, compare, dtype_name, run_transform, user_traceback
 from graftlab.transforms.spec import Specs, each_of
 
-# A draft may print megabytes, or raise an error as long. More than this is of no use to a reader.
+# A draft may print megabytes, or raise an error as long. A reader has no use for more than this.
 PRINTED_LIMIT = 10_000
 
 

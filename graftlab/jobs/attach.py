@@ -21,12 +21,12 @@ _rank: AttachedRank | None = None
 
 
 def attach(config: GraftConfig | None = None, *, mesh: Any = None) -> bool:
-    """Join the graft world that the config (default: the environment) names; return whether this process has joined.
+    """Join the graft world that the config (by default the environment) names; return whether this process has joined.
 
     Waits until every rank of both sides has joined, at most ``timeout`` seconds. If some have not, or joining fails
     otherwise, one :class:`GraftWarning` gives the reason and the job continues without graftlab: its taps do nothing.
-    Call it on every rank of the job, after its process group is set up if it has one. Everything the job does from now
-    on is one run of the session; its part ends with the process.
+    Call it on every rank of the job, after its process group is set up if it has one. From now on everything that the
+    job does is one run of the session, in which it takes part until the process ends.
 
     Raises :class:`ConfigError` for settings that cannot be used or do not fit the job, or the other side, and
     :class:`SessionError` in a process that is a rank already.
@@ -78,13 +78,13 @@ class FirstTapJoiner(active.FirstTap):
 
 
 def arm() -> None:
-    """Join at the first tap or step of this process; warn if it ends before that."""
+    """Arrange to join at this process's first tap or step, and to warn if it ends before one."""
     active.install_handler(FirstTapJoiner(), None)
     atexit.register(_warn_at_exit, os.getpid())
 
 
 def is_armed() -> bool:
-    """Whether this process will join by itself."""
+    """Whether this process will join automatically."""
     return isinstance(calls.grafter(), FirstTapJoiner)
 
 
@@ -112,7 +112,7 @@ def _warn_at_exit(process: int) -> None:
 
 
 def _forget_rank() -> None:
-    """Forget the rank in a forked child, which is none."""
+    """Forget the rank in a forked child, which is not one."""
     global _rank, _joining
     _joining = threading.Lock()
     _rank = None

@@ -76,7 +76,7 @@ _MISSING_LIMIT = 5.0
 
 
 class AttachedRank:
-    """A job's process in a graft world: joins when it is made, is in a run from :meth:`begin` to :meth:`leave`."""
+    """A job's process in a graft world. It joins when made, and is in a run from :meth:`begin` to :meth:`leave`."""
 
     def __init__(self, config: GraftConfig) -> None:
         """Raises :class:`ConfigError` for settings that do not fit, and :class:`SessionError` if joining fails."""
@@ -88,12 +88,12 @@ class AttachedRank:
         self.folder = Path(self._join.answer.folder)
         self._connection = JobConnection(self._join.channel, self._join.wake)
         self._run: RunInfo | None = None
-        # The plan to return to if the session ends while a verdict's plan is in force.
+        # The plan to restore if the session ends while a verdict's plan is in force.
         self._fallback_plan: GraftPlan | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()
-        # The world this rank is in, and the one being set up; read by the control thread, by the thread that sets a
-        # world up, and by the job's own.
+        # The world of this rank, and the one being set up. Read by the control thread, the setup thread and the job's
+        # thread.
         self._world: World | None = None
         self._setup: WorldSetup | None = None
         self._setup_lock = threading.Lock()
@@ -129,12 +129,12 @@ class AttachedRank:
         namespace = sys.modules["__main__"].__dict__
         here = taps.Here(self.place.side, self.place.rank, self.place.world_size, own_device(), namespace)
         active.activate(self._grafter, here)
-        # Not by atexit, which processes that multiprocessing has started skip.
+        # atexit would not do: processes that multiprocessing has started skip it.
         Finalize(self, self.leave, exitpriority=100)
         logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
 
     def _await_request(self) -> tuple[RunRequest, World, list[bytes]]:
-        """Return the request that begins the run, the world to begin it in, and the frames that followed."""
+        """Return the request that begins the run, the run's world, and the frames that followed."""
         channel = self._connection.channel
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLIN)
@@ -154,9 +154,9 @@ class AttachedRank:
                 elif isinstance(message, (WorldRequest, Contacts)):
                     self._set_up_world(message)
                 elif request is not None or isinstance(message, (Query, FallbackPlan)):
-                    # The session server may ask as soon as it has made the run.
+                    # The session server may send questions as soon as it has made the run.
                     rest.append(frame)
-                # Plans that arrive before the request are older than the one that follows it.
+                # Plans that arrive before the request are outdated: the newest follows it.
             if request is not None or not self._worlds.empty():
                 if request is not None and self._setup is not None:
                     self._setup.finish()
@@ -194,7 +194,7 @@ class AttachedRank:
         return "some of the other ranks had not joined"
 
     def _enter(self, world: World, run: RunInfo) -> None:
-        """Continue in this world, whose exchange the grafter uses already."""
+        """Continue in this world. The grafter already uses its exchange."""
         with self._setup_lock:
             before, self._world, self._run = self._world, world, run
         if before is not None and before is not world:
@@ -243,7 +243,7 @@ class AttachedRank:
             self._grafter.offer(None)
 
     def _on_world(self, arrived: World | Exception) -> None:
-        """Take the result of a world setup, on its thread."""
+        """Handle the result of a world setup, on the setup's thread."""
         run = self._run
         if run is None:
             self._worlds.put(arrived)
@@ -277,7 +277,7 @@ class AttachedRank:
             self._grafter.offer(None)
 
     def _on_moved(self, world: World, run: RunInfo) -> None:
-        """Enter the world that the grafter has moved to, on the job's own thread at the end of a step."""
+        """Enter the world that the grafter has moved to. Called on the job's thread at the end of a step."""
         self._enter(world, run)
         self._connection.send(WorldSwitch(world.number, run.first_step))
         logger.info(
@@ -289,7 +289,7 @@ class AttachedRank:
         )
 
     def _own_address(self) -> str:
-        """The address at which other machines reach this one: that from which it reaches the session server."""
+        """The address at which other machines reach this one: the one from which it reaches the session server."""
         endpoint = self._config.endpoint
         if self._proxy is None or endpoint is None:
             return self._join.answer.address
@@ -299,7 +299,7 @@ class AttachedRank:
             raise SessionError(f"this machine has no route to {endpoint}: {error}") from error
 
     def _own_log(self) -> Path:
-        """The log in the session's folder; on another machine, the same name in this job's own folder."""
+        """The log's file: in the session's folder, or on another machine in this job's folder."""
         log = Path(self._join.answer.log)
         if self._proxy is not None:
             folder = (
@@ -362,7 +362,7 @@ class AttachedRank:
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """End this job's part of the run, so the other side's taps stop waiting for it. Safe to call twice."""
+        """End this job's part of the run, so that the other side's taps stop waiting for it. Safe to call twice."""
         with self._ending:
             if self._over.is_set():
                 return
@@ -371,7 +371,8 @@ class AttachedRank:
             try:
                 self._end_run()
             except Exception as error:
-                # A thread may still be in a tap, or the interpreter may no longer start threads; the job ends anyway.
+                # A thread may still be in a tap, or the interpreter may no longer start threads. The job ends in any
+                # case.
                 logger.warning("%s: graftlab did not end as it should: %s", self.place.label, error)
             self._drop_setup()
             self._connection.channel.close()
@@ -412,7 +413,7 @@ class AttachedRank:
                 warn(f"{self.place.label}: {warning}")
 
     def _settle(self) -> bool:
-        """Wait at most ``timeout`` seconds for the others to end too, which shows the tensors not asked for."""
+        """Wait at most ``timeout`` seconds for the others to end too, which shows which tensors had no receiver."""
         read, write = os.pipe()
         timer = threading.Timer(self._config.timeout, os.write, (write, b"x"))
         timer.daemon = True
@@ -434,7 +435,7 @@ class AttachedRank:
             self._over.set()
             active.deactivate()
             try:
-                # Otherwise the other side would wait for each of this job's taps up to its time limit.
+                # Otherwise the other side would wait for each of this job's taps until its time limit.
                 self._grafter.end_run()
             except Exception as second:
                 logger.warning(
@@ -450,7 +451,7 @@ class AttachedRank:
     # ---- without a session --------------------------------------------------------------------------------------
 
     def _on_server_gone(self) -> None:
-        """Continue without a session until another session listens, on the control thread, which ends with this."""
+        """Continue without a session until another one listens. Called on the control thread, which then ends."""
         self._connection.channel.close()
         if self._over.is_set():
             return
@@ -475,7 +476,7 @@ class AttachedRank:
                     return
             except (GraftError, OSError) as error:
                 logger.warning("%s could not join the session that listens: %s", self.place.label, error)
-                # The reason is likely to stay, so ask less often.
+                # The reason will probably stay, so ask less often.
                 self._over.wait(10 * _RETRY)
 
     def _rejoin(self) -> bool:

@@ -19,10 +19,10 @@ _NOWHERE = DeviceAssignment("-", "-")
 
 
 class AttachedRankHandle(RankHandle):
-    """A rank whose process a job brings. Its control connection is made before that: both ends wait here.
+    """A rank whose process comes from a job. Its control connection is made earlier, and both ends wait here.
 
-    A process of the same user is trusted like one that the notebook has started: it can write that user's files and
-    read that user's processes anyway.
+    A process of the same user is trusted like one that the notebook has started, since it can write that user's files
+    and read that user's processes anyway.
     """
 
     takes_work = False
@@ -32,11 +32,11 @@ class AttachedRankHandle(RankHandle):
         log = folder / "logs" / f"{place.side}-{place.rank}.log"
         super().__init__(place, _NOWHERE, channel, wake, None, log)
         self.alive = False
-        # The segment of the world to which it has not moved yet.
+        # The segment of a world to which the rank has yet to move.
         self._next_segment: int | None = None
         self.has_joined = False
         self.links = ""
-        # Its last status, if this process cannot read its status page.
+        # The rank's last status, if this process cannot read its status page.
         self._sent_status: RankStatus | None = None
 
     @property
@@ -49,7 +49,7 @@ class AttachedRankHandle(RankHandle):
         return SocketChannel(ours), wake
 
     def assign_process(self, pid: int, assignment: DeviceAssignment) -> list[int]:
-        """Return the descriptors of the rank's ends, for its new process; see :meth:`close_rank_ends`."""
+        """Return the descriptors of the rank's ends for its new process; see :meth:`close_rank_ends`."""
         self.pid, self.assignment, self.alive, self.has_joined, self._ended = pid, assignment, True, True, None
         return [self._their_end.fileno(), self._their_wake.fileno()]
 
@@ -77,7 +77,7 @@ class AttachedRankHandle(RankHandle):
         return RankStatus("idle" if self.alive else "starting") if status.state == "starting" else status
 
     def close_rank_ends(self) -> None:
-        """Close the rank's ends, which its process has now; kept open here they would hide its death."""
+        """Close the rank's ends, which its process has received. Open here they would hide its death."""
         self._their_end.close()
         self._their_wake.close()
 
@@ -105,7 +105,7 @@ class AttachedRankHandle(RankHandle):
         self._next_segment = segment
 
     def enter_world(self) -> None:
-        """Read the status page of the newest world, because the rank has moved there."""
+        """Read the status page of the newest world from now on: the rank has moved there."""
         if self._next_segment is not None:
             self.adopt_segment(self._next_segment)
             self._next_segment = None

@@ -45,10 +45,10 @@ def attach_script(arguments: argparse.Namespace) -> int:
         if not arguments.as_module and not os.path.exists(arguments.script):
             raise ConfigError(f"{arguments.script} does not exist; use -m for a module")
     except ConfigError as error:
-        # A mistake of the command line or the environment: a traceback would not help.
+        # The command line or the environment is wrong, so a traceback would not help.
         sys.stderr.write(f"graftlab attach: {error}\n")
         return 2
-    # Does nothing if the import has prepared it already.
+    # Does nothing if the import of graftlab has already prepared the job.
     prepare()
     sys.argv = [arguments.script, *arguments.arguments]
     try:

@@ -1,8 +1,8 @@
 """The handshake between a job and a session server: one request and one answer.
 
-Each message begins with the wire version of its sender and the release that it is of, so that two copies of graftlab
-that would not understand each other find that out, and can name both. The rest is plain data, checked on arrival.
-Descriptors that belong to a message follow it.
+Each message begins with its sender's wire version and release, so that two copies of graftlab that do not understand
+each other notice, and name both releases. The rest is plain data, checked on arrival. A message's descriptors follow
+it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from graftlab.errors import MessageError, SessionError
 from graftlab.plan.wire import WirePlan
 
 _LENGTH = struct.Struct("<I")
-# Before each message: a mark, the wire version, and the length of the release's name, which follows.
+# The header of each message: a mark, the wire version, and the length of the release's name, which follows.
 _HEAD = struct.Struct("<4sHB")
 _MARK = b"gl\x00h"
-# A plan's transform may be a function, sent with everything that it captures.
+# A plan's transform may be a function, with everything that it captures.
 _LARGEST = 256 << 20
 
 
@@ -32,10 +32,10 @@ class HandshakeMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fie
 
 
 class RejoinState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job keeps that has lost its session: its run, and the plan in force.
+    """The run and the plan in force of a job that has lost its session.
 
-    ``lost_rows`` counts the rows made while no session listened. With ``linked`` the rank made its own connections, so
-    the server cannot read its memory, and the rank sends its status itself. ``session`` is the last one it was in.
+    ``lost_rows`` counts the rows made while no session listened. ``linked`` means that the rank made its own
+    connections: the server cannot read its memory, so the rank sends its status. ``session`` is its last session.
     """
 
     run: RunInfo
@@ -46,9 +46,9 @@ class RejoinState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JoinRequest(HandshakeMessage, frozen=True):
-    """A process asks to be this rank. With a ``plan`` it starts a run, and every other job must have the same plan.
+    """A process asks to be this rank. With a ``plan`` it starts a run, and all other jobs must have the same plan.
 
-    With ``rejoin`` it is in a run already, and needs only a new control connection; the descriptor of its segment
+    With ``rejoin`` it is already in a run, and only needs a new control connection. The descriptor of its segment
     follows, unless it is ``linked``.
     """
 
@@ -83,12 +83,12 @@ class WorldShare(HandshakeMessage, frozen=True):
 
 
 class JoinAccepted(HandshakeMessage, frozen=True):
-    """The process is that rank from now on. Its ends of the control connection follow as ``descriptors`` descriptors.
+    """The process is that rank from now on. ``descriptors`` descriptors follow, its ends of the control connection.
 
-    With ``address`` ranks may be on several machines, and connect to each other themselves
-    (:mod:`graftlab.jobs.peer_connector`), under the keys of ``token``. A process that asked over TCP gets no
-    descriptors, because that connection becomes its control connection, and no token, because it has it. ``session``
-    names the session uniquely.
+    With ``address``, ranks may be on several machines, and connect to each other themselves
+    (:mod:`graftlab.jobs.peer_connector`), with keys made from ``token``. A process that asked over TCP receives no
+    descriptors, because that connection becomes its control connection, and no token, because it has the token.
+    ``session`` names the session uniquely.
     """
 
     folder: str
@@ -114,10 +114,11 @@ class HoldRequest(HandshakeMessage, frozen=True):
 
 
 class HoldAccepted(HandshakeMessage, frozen=True):
-    """The process is that rank from now on. ``descriptors`` descriptors follow: those of the shared memory and of the
-    sockets to the other ranks, its two ends of the control connection, and its end of the death pipe.
+    """The process is that rank from now on.
 
-    ``include``, ``functions`` and ``inside`` choose what is tapped, as for :func:`graftlab.watch`.
+    ``descriptors`` descriptors follow: those of the shared memory and of the sockets to the other ranks, its two ends
+    of the control connection, and its end of the death pipe. ``include``, ``functions`` and ``inside`` choose the taps,
+    as for :func:`graftlab.watch`.
     """
 
     other_world_size: int
@@ -169,7 +170,7 @@ class StatusReply(HandshakeMessage, frozen=True):
 class RequestRefused(HandshakeMessage, frozen=True):
     """The server refuses the request. ``settings`` is true if the settings of job and session do not fit each other.
 
-    ``again`` is true if the rank may be free soon: its last process may be gone, and the server has not noticed yet.
+    ``again`` is true if the rank may soon be free: its last process may be gone without the server having noticed.
     """
 
     error: str
@@ -235,7 +236,7 @@ def receive_handshake(connection: socket.socket) -> Any:
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes | None:
-    # Not a byte more, because descriptors arrive with the byte after it.
+    # Not a byte more, because descriptors arrive with the next byte.
     parts = bytearray()
     while len(parts) < length:
         try:

@@ -1,6 +1,6 @@
 """The headless session server: a process that serves the session of jobs without a notebook, and ends with them.
 
-The first job starts it, and passes it a socket that listens already, so that no job connects too early.
+The first job starts it, and gives it a socket that already listens, so that no job connects too early.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the job that starts the server writes to its standard input."""
+    """The server's orders, which the job that starts it writes to its standard input."""
 
     rendezvous: str
     run_dir: str | None
@@ -77,7 +77,7 @@ def start_headless_server(
             stderr=log,
             env=environ,
             pass_fds=[listener.fileno()],
-            # A signal to the job's process group must not end the session of the others.
+            # A signal to the job's process group must not end the other jobs' session.
             start_new_session=True,
         )
     finally:
@@ -90,7 +90,7 @@ def start_headless_server(
 
 def main() -> int:
     """Serve the session until the last job is gone."""
-    # Here, because a job imports this module to start the server, and needs nothing of the notebook's side.
+    # Imported here, because a job imports this module to start the server, and needs nothing of the notebook's side.
     from graftlab.control.core import SessionCore
     from graftlab.control.run_folder import make_run_folder
     from graftlab.jobs.session_server import open_session_server

@@ -1,7 +1,7 @@
 """A script's process as a rank: it joins where the script first calls its model, and holds that call and later ones.
 
-While a call is held, the main loop of the rank runs inside it. It repeats the call as the notebook asks; then the
-script continues with the call itself, from the state in which it was reached. Steps of optimizers are held likewise.
+While a call is held, the main loop of the rank runs inside it. It repeats the call as the notebook asks. Then the
+script makes the call itself, from the state in which it was reached. Steps of optimizers are held in the same way.
 """
 
 from __future__ import annotations
@@ -62,17 +62,16 @@ from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.taps.watch import Watch, watch
 
 FOLDER, SIDE, MODEL = "GRAFTLAB_COMPARE_FOLDER", "GRAFTLAB_COMPARE_SIDE", "GRAFTLAB_COMPARE_MODEL"
-"""Environment variables of a script's processes: where they join, as which side, and the class of the models to hold;
-all models without one."""
+"""Environment variables of a script's processes: where they join, as which side, which class of models to hold."""
 
 
 def uncompared_calls(folder: Path, side: Side) -> Path:
-    """The file in a comparison's folder that exists once a process of this side that is not a rank calls a model."""
+    """The file in a comparison's folder which shows that a process of this side that is no rank called a model."""
     return folder / f"{side}-calls-elsewhere"
 
 
 def other_models(folder: Path, side: Side) -> Path:
-    """The file in a comparison's folder with the models that this side called before one that is held, a line each."""
+    """The file in a comparison's folder that lists the models which this side called before one that is held."""
     return folder / f"{side}-other-models"
 
 
@@ -83,9 +82,9 @@ def forget_claims(folder: Path) -> None:
 
 
 def _claims(folder: Path, side: Side, rank: int) -> bool:
-    """Whether this process is the first one of this rank that calls a model, and so becomes it.
+    """Whether this process is the rank's first one to call a model, and so becomes the rank.
 
-    A script may start others, which would be the same rank by their environment.
+    A script may start others, whose environment names the same rank.
     """
     try:
         os.close(os.open(folder / f"{side}-{rank}{_CLAIM}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -105,9 +104,9 @@ _ANSWER_LIMIT = 60.0
 
 
 class HeldScript:
-    """Holds the outermost calls of models in this process, or of those of a class, or of one model.
+    """Holds the outermost calls of all models in this process, of the models of a class, or of one model.
 
-    ``wanted`` is a class, such as ``"Net"``, or with a number the second model of a class that is called, ``"Net[1]"``.
+    ``wanted`` is a class, such as ``"Net"``, or one model of a class: ``"Net[1]"`` is the second one called.
     """
 
     def __init__(self, folder: Path, side: Side, wanted: str | None) -> None:
@@ -117,9 +116,9 @@ class HeldScript:
         self._rank: _ScriptRank | None = None
         self._count = 0
         self._others: Counter[str] = Counter()
-        # The models that were called, by name, with what is known of the training step in progress.
+        # The models that were called, by name, and the state of the training step in progress.
         self._models: WeakValueDictionary[str, torch.nn.Module] = WeakValueDictionary()
-        # In sentences: by class, and by number from the second one of a class on.
+        # The models' names in sentences: the class, with a number from the second model of a class on.
         self._names = WeakIdKeyDictionary()
         self._kinds: Counter[str] = Counter()
         self._gradients = GradientWatch()
@@ -130,7 +129,7 @@ class HeldScript:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take over this call, the first one of a model in this process, and all later ones; returns its result."""
+        """Take over this call, the first one of a model in this process, and all later ones. Returns its result."""
         self._calls.install()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
@@ -145,7 +144,7 @@ class HeldScript:
             hook.remove()
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A data loader's worker is not a rank, and neither is a fork of one: the connections are its parent's.
+        # Neither a data loader's worker nor any fork is a rank: the connections are the parent's.
         if os.getpid() != self._process or torch.utils.data.get_worker_info() is not None:
             self._pass()
             return
@@ -156,9 +155,9 @@ class HeldScript:
             self._kinds[kind] += 1
         name: str = self._names[module]
         if self._is_held:
-            # It belongs to the closure of a step that is held.
+            # The call belongs to the closure of a held step.
             return
-        # An update that raised never ended.
+        # An update that raised has not reached its end.
         self._updating = None
         if self._wanted not in (None, kind, name):
             if name not in self._others:
@@ -188,13 +187,13 @@ class HeldScript:
         )
 
     def _note_other(self, name: str) -> None:
-        """Note the name of a model that is not held, for a script that never calls the one that is."""
+        """Note the name of a model that is not held, to report it if the script never calls the right one."""
         if self._rank is None:
             with contextlib.suppress(FileNotFoundError), other_models(self._folder, self._side).open("a") as file:
                 file.write(f"{name}\n")
 
     def _pass(self) -> None:
-        """Hold nothing in this process, and note that it has called a model."""
+        """Stop holding calls in this process, and note that it has called a model."""
         self.remove()
         with contextlib.suppress(FileNotFoundError):
             # The comparison may be over, and its folder deleted.
@@ -271,14 +270,14 @@ class _ScriptRank(Rank):
         atexit.register(self._report_end, os.getpid())
 
     def waits_in(self, kind: UnitKind, number: int) -> bool:
-        """Whether the script waits in this call or update, or passes it because a later one was chosen."""
+        """Whether the script is to wait in this call or update. It passes those before the chosen one."""
         if self._next_unit not in (None, (kind, number)):
             return False
         self._next_unit = None
         return True
 
     def skip_to(self, kind: UnitKind, number: int) -> None:
-        """Let the script continue to this call or update, unless it waits there."""
+        """Let the script continue to this call or update, unless it is already there."""
         if held_unit() != (kind, number):
             self._next_unit = (kind, number)
             release_call()
@@ -302,9 +301,9 @@ class _ScriptRank(Rank):
         self._runs += 1
 
     def _report_end(self, process: int) -> None:
-        """Answer the notebook's next request: the script has ended, and calls no model again.
+        """Answer the notebook's next request by the script's end: it calls no model again.
 
-        The exit code of its command would not show that: collective libraries may abort while a process ends.
+        The exit code of its command would not tell, because collective libraries may abort while a process ends.
         """
         if os.getpid() != process or self._is_over:
             return
@@ -321,7 +320,7 @@ class _ScriptRank(Rank):
             super().end()
 
     def leave(self) -> None:
-        """Let the script continue without graftlab, also when the notebook ends."""
+        """Let the script continue without graftlab, even when the notebook ends."""
         self._is_over = True
         self._hold_nothing()
         release_call()
@@ -330,7 +329,7 @@ class _ScriptRank(Rank):
     @contextlib.contextmanager
     def _interruptible(self) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            # Python handles signals on the main thread alone, where the script's own code is.
+            # Python handles signals only on the main thread, which runs the script's own code.
             yield
             return
         before = signal.signal(signal.SIGINT, self.on_interrupt)
@@ -352,19 +351,19 @@ _rank: _ScriptRank | None = None
 
 
 def skip_to(kind: UnitKind, number: int) -> None:
-    """Let this process continue to a call or an update; sent to a rank by its name."""
+    """Let this process continue to a call or an update. The notebook sends this function to ranks by its name."""
     assert _rank is not None
     _rank.skip_to(kind, number)
 
 
 def leave() -> None:
-    """End this process's part of the comparison; sent to a rank by its name."""
+    """End this process's part of the comparison. The notebook sends this function to ranks by its name."""
     assert _rank is not None
     _rank.leave()
 
 
 def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _ScriptRank | None:
-    """Become a rank, or end the process with the reason why it cannot; None if another process is this rank."""
+    """Become a rank, or end the process with the reason why it cannot. Returns None if another process is this rank."""
     global _rank
     try:
         if not _claims(folder, side, own_rank()[0]):
@@ -373,7 +372,7 @@ def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _Scri
     except (GraftError, OSError, EOFError) as error:
         sys.stderr.write(f"graftlab compare: {error}\n")
         sys.stderr.flush()
-        # An exception could be caught by the script, which would then compute without being compared.
+        # A script might catch an exception, and then continue without being compared.
         os._exit(1)
     return _rank
 
@@ -417,7 +416,7 @@ def _join(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _Script
 
 
 def begin_from_environment(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Begin as the environment says; see :meth:`HeldScript.begin`."""
+    """Begin with the environment's settings; see :meth:`HeldScript.begin`."""
     side: Side = "baseline" if os.environ[SIDE] == "baseline" else "target"
     script = HeldScript(Path(os.environ[FOLDER]), side, os.environ.get(MODEL))
     return script.begin(module, args, kwargs)

@@ -13,30 +13,30 @@ from graftlab.rows.schema import Row
 
 
 class JobConnection(ControlConnection):
-    """A control connection that may have no session for a while, and keeps what the next session has to know."""
+    """A control connection that may have no session for a while, and keeps facts that the next session needs."""
 
     def __init__(self, channel: SocketChannel, wake: socket.socket) -> None:
         super().__init__(channel, wake)
         self.lost_rows = 0
-        # How often each side has been started; from the second time on rows name it.
+        # How often each side has been started. From the second start on, rows name that number.
         self.generations = (1, 1)
-        # How many sessions have come after the first.
+        # The number of sessions after the first.
         self.generation = 0
         # Every tap seen so far.
         self.taps: list[dict[str, Any]] = []
-        # The job's own rows: how many of each status, and the last error of each.
+        # Of this job's rows: the number and the last error of each status.
         self.statuses: Counter[str] = Counter()
         self.last_errors: dict[str, str] = {}
 
     def reconnect(self, channel: SocketChannel, wake: socket.socket) -> None:
-        """Continue with another session, which gets every tap seen so far before a row of one."""
+        """Continue with another session, which receives all taps seen so far before their rows."""
         sent = len(self.taps)
         for tags in self.taps[:sent]:
             channel.send(pack(TapSeen(tags)))
         self._wake_socket.close()
         self._set_ends(channel, wake)
         self.generation += 1
-        # Taps that other threads have seen meanwhile; sending one twice does no harm.
+        # Taps that other threads have seen meanwhile. Sending a tap twice does no harm.
         for tags in self.taps[sent:]:
             self.send(TapSeen(tags))
 

@@ -1,4 +1,4 @@
-"""The grafter of a job: it continues after any failure, can move to another world, and follows a verdict's orders."""
+"""The grafter of a job. It continues after any failure, can move to another world, and follows a verdict's orders."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from graftlab.taps.untraced import outside_compiled_code
 
 @dataclass(frozen=True)
 class _Takes:
-    """Takes taps by the grafter's own method, whatever replaces it."""
+    """Handles taps by the grafter's original method, whatever replaces it."""
 
     tap: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class WorldOffer:
-    """A new world to continue in, with the run that begins there and its plan.
+    """A new world to move to, with the run that begins there and the run's plan.
 
     ``on_moved`` is called with that run when it begins; ``close`` if it never does.
     """
@@ -52,30 +52,30 @@ class WorldOffer:
 
 
 class JobGrafter(Grafter):
-    """Takes the taps of a job. ``on_failure`` gets errors in graftlab itself, and stops taking taps.
+    """Handles a job's taps. ``on_failure`` receives errors of graftlab itself, and stops the handling of taps.
 
     Mistakes of the user, such as a tap that matches both directions, are raised as on any rank.
     """
 
     on_failure: Callable[[Exception], None]
-    # Whether ranks stay within one step of each other. Without it a rank that only sends runs ahead until its buffer
-    # is full, and a new plan would be in force everywhere only after all those steps.
+    # Whether ranks stay within one step of each other. Otherwise a rank that only sends runs ahead until its buffer is
+    # full, and a new plan would be in force everywhere only after all those steps.
     keeps_step = False
-    # The self-graft, the record for a match, and the trace that were ordered last.
+    # The latest orders: a self-graft, a record for a match, and a trace.
     _self_graft: SelfGraftInSteps | None = None
     _step_record: StepRecord | None = None
     _traced_steps: TracedSteps | None = None
-    # The trace that is in the job's loop now.
+    # The trace in the job's loop now.
     _tracing: TracedSteps | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offer: WorldOffer | None = None
-        # Not the grafter's lock, which a thread that waits in a tap may hold.
+        # Not the grafter's lock, because a thread that waits in a tap may hold that.
         self._offering = threading.Lock()
         # By the version of the plan under which they run. Orders, and the message to forget them, reach the ranks at
         # different times, but a plan is in force on all ranks from the same step on. So an order is followed until
-        # another plan is in force; otherwise some ranks of a side would take the taps of a step and others not.
+        # another plan is in force; otherwise only some ranks of a side would handle the taps of a step.
         self._orders: dict[int, SelfGraftInSteps | StepRecord | TracedSteps] = {}
         self._ordering = threading.Lock()
 
@@ -111,7 +111,7 @@ class JobGrafter(Grafter):
         return self._exchange
 
     def offer(self, offer: WorldOffer | None) -> None:
-        """Continue in this world from the end of the step on; None withdraws the offer. Callable on any thread."""
+        """Continue in this world after the present step; None withdraws the offer. Any thread may call this."""
         with self._offering:
             before, self._offer = self._offer, offer
         if before is not None:
@@ -132,7 +132,7 @@ class JobGrafter(Grafter):
             self._follow(run)
 
     def _move(self) -> bool:
-        """End the step, and begin the next one in the world that was offered; False if none was."""
+        """End the step, and begin the next one in the offered world; False if no world is offered."""
         if self._offer is None:
             return False
         with self._lock:
@@ -153,7 +153,7 @@ class JobGrafter(Grafter):
             old.close()
             run = replace(offer.run, first_step=self._step + 1)
             self._enter_run(run, offer.plan)
-            # Ranks that wait for this one before they begin get this message.
+            # Ranks that wait for this one before they begin receive this message.
             offer.on_moved(run)
             self._join_step(run)
             return True
@@ -189,7 +189,7 @@ class JobGrafter(Grafter):
             self._step_record, self._orders[order.version] = record, record
 
     def match_result(self, value: str | None) -> MatchRecord | torch.Tensor | None:
-        """Return what was recorded, once its step has ended, or the tensor of a tap that is not part of that."""
+        """Return the record once its step has ended, or a tensor that was left out of it."""
         current = self._step_record
         if current is None:
             return None
@@ -202,30 +202,30 @@ class JobGrafter(Grafter):
             self._traced_steps, self._orders[order.version] = traced, traced
 
     def line_traces(self) -> tuple[list[SliceTrace | None] | None, str]:
-        """Return what was traced, once the last step has ended, and why nothing was."""
+        """Return the traces once the last step has ended, or the reason why there are none."""
         current = self._traced_steps
         return (None, "") if current is None else (current.traces, current.obstacle)
 
     def forget_orders(self, version: int) -> None:
-        """Drop recordings and orders. One under a plan older than this version is followed until that plan ends."""
+        """Drop recordings and orders. An order under a plan older than this version stays until that plan ends."""
         with self._ordering:
             self._self_graft = self._step_record = self._traced_steps = None
             self._orders = {at: each for at, each in self._orders.items() if at < version}
 
     def _await_others(self) -> None:
-        """Before a step ends, wait for ranks of the other side that are more than one step behind."""
+        """Before a step ends, wait for ranks of the other side that are over one step behind."""
         with self._lock:
             if self._run is not None and threading.get_ident() not in self._at_work:
                 self._exchange.await_past(self._step - 1)
 
     def _choose_tap_handler(self) -> None:
-        """Before the first tap of a step, pass its taps to what was ordered, or take them again."""
+        """Before the first tap of a step, choose its handler: an order, or the grafter itself."""
         ordered = None
         if self._orders:
             version = self.plan.version
             with self._ordering:
                 last = self._self_graft, self._step_record, self._traced_steps
-                # Drop older orders, but not the one whose plan has yet to come into force.
+                # Drop older orders, but not one whose plan is not in force yet.
                 self._orders = {at: each for at, each in self._orders.items() if at == version or each in last}
                 ordered = self._orders.get(version)
         if self._tracing is not None and self._tracing is not ordered:
@@ -237,7 +237,7 @@ class JobGrafter(Grafter):
             self.__dict__.pop("tap", None)
             return
         calls.want_taps(self, True)
-        # Replaces the method, so that other steps do not pay for a check.
+        # Replaces the method, so that steps without an order pay for no check.
         self.__dict__["tap"] = self._guarded(ordered.handler_at(self._step))
 
     def _guarded(self, handler: TapHandler) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Logging in a job: to a file of the run folder; and warnings, such as that nothing was measured, to its own log."""
+"""Logging in a job: to a file of the run folder, and warnings, such as that nothing was measured, to its log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGE = logging.getLogger(__name__.partition(".")[0])
 
 
 class _WarningForwarder(logging.Handler):
-    """Passes warnings and errors to the job's own handlers, as if this package had no others."""
+    """Passes warnings and errors to the job's handlers, as if this package had none."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
@@ -28,7 +28,7 @@ class _WarningForwarder(logging.Handler):
 
 
 def log_to(path: Path) -> None:
-    """Write graftlab's log, from INFO on, to this file: one line for each graft."""
+    """Write graftlab's log to this file, from INFO on, which includes a line for each graft."""
     for old in [handler for handler in _PACKAGE.handlers if isinstance(handler, (_WarningForwarder, _LogFile))]:
         _PACKAGE.removeHandler(old)
     _PACKAGE.addHandler(_WarningForwarder())
@@ -41,7 +41,7 @@ def log_to(path: Path) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """The log's file. A disk that does not take a line costs it, and one warning until it takes lines again."""
+    """The log's file. A line that the disk does not take is lost, with one warning until the disk takes lines again."""
 
     _is_full = False
 
@@ -71,7 +71,7 @@ _IN_VAIN = ("failed", "missing", "timeout")
 def nothing_measured(
     taps: Sequence[Mapping[str, object]], statuses: Mapping[str, int], errors: Mapping[str, str], folder: Path
 ) -> str:
-    """Return a sentence if a rank reached no tap, or nothing that it was to receive was measured; else ``""``.
+    """Return a sentence if a rank reached no tap, or measured nothing that it was to receive; otherwise ``""``.
 
     ``statuses`` counts its rows by status; ``errors`` has the last error of each status.
     """
@@ -103,7 +103,8 @@ def nothing_measured(
 def unmatched_filters(config: GraftConfig, plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> list[str]:
     """Return a sentence for each filter of the environment that is in force and matches none of these taps.
 
-    A filter that names a step, a side or a rank is left out, because ``taps`` has each tap of one rank as it was first.
+    A filter that names a step, a side or a rank is left out, because ``taps`` has only the first call of each tap on
+    one rank.
     """
     sentences = []
     for name in FILTERS:

@@ -1,8 +1,8 @@
-"""The membership of a session of jobs: which ranks have a process, and the worlds in which they are connected.
+"""The membership of a session of jobs: which ranks have a process, and the worlds that connect them.
 
-When every rank has a process, all set up a new world: each connects to every other again. Ranks that are in a run
-move to the new world at the end of a step, and report the step with which they continue there; then the waiting ranks
-begin. When one dies, the others continue without it until another process takes its place.
+When every rank has a process, all set up a new world: each connects to every other again. Ranks in a run move to the
+new world at the end of a step, and report the step with which they continue; then the waiting ranks begin. If a rank
+dies, the others continue without it until another process replaces it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Membership:
         self._ranks = ranks
         self._joined = joined
         self._makes_links = makes_links
-        # World ranks that have a process, and among these the ones that are ready, in a run, and in the newest run.
+        # World ranks that have a process; of these the ones that are ready, in a run, and in the newest run.
         self.occupied: set[int] = set()
         self._ready: set[int] = set()
         self._at_work: set[int] = set()
         self._current: set[int] = set()
         self._first_steps: dict[int, int | None] = {}
-        # How often each side was started, and whether it has begun a run since.
+        # How often each side was started, and whether it has begun a run since then.
         self._generations = [1, 1]
         self._has_begun = [False, False]
         # The newest world, and its state.
@@ -75,7 +75,7 @@ class Membership:
     # ---- joining and leaving ------------------------------------------------------------------------------------
 
     def enter(self, rank: AttachedRankHandle, run: RunInfo | None, first_step: int | None) -> None:
-        """Note that a process is this rank from now on: a new one, or one that is in this ``run`` already."""
+        """Note that a process is this rank from now on: a new one, or one that is already in this ``run``."""
         number = rank.place.world_rank
         self.occupied.add(number)
         self._first_steps[number] = first_step
@@ -137,7 +137,7 @@ class Membership:
             rank.channel.send(message)
 
     def share_of(self, rank: AttachedRankHandle, world: int) -> tuple[int, list[int]]:
-        """Return the size of a segment, and the rank's descriptors of this world. Raises :class:`SessionError`."""
+        """Return the size of a segment, and the rank's descriptors in this world. Raises :class:`SessionError`."""
         if self._shared is None or world != self._world or rank.place.world_rank in self._linked:
             raise SessionError("this world has started without this process, or was abandoned because a rank is gone")
         return self._shared.segment_size, self._shared.of(rank.place)
@@ -169,7 +169,7 @@ class Membership:
             self._begin_when_all_have_moved()
 
     def note_moved(self, rank: AttachedRankHandle, message: WorldSwitch) -> None:
-        """Note that the rank has moved from its run to the new world, at the end of a step."""
+        """Note that the rank has moved from its run to the new world at the end of a step."""
         if message.world != self._world:
             return
         number = rank.place.world_rank
@@ -189,7 +189,7 @@ class Membership:
         if len(self._linked) < len(self._ranks) or not self._at_work <= self._moved.keys():
             return
         assert self._info is not None
-        # All ranks of a side that continues count the same steps, but may have moved at different ones.
+        # All ranks of a continuing side count the same steps, but may have moved at different ones.
         common_step = max(self._moved.values(), default=self._info.first_step)
         self._setting_up = False
         newcomers: dict[Side, int] = {}
@@ -222,7 +222,7 @@ class Membership:
                 )
 
     def missing(self) -> str:
-        """Describe what the ranks that have not begun wait for."""
+        """Describe what the ranks wait for that have not begun."""
         absent = [rank.label for rank in self._ranks if rank.place.world_rank not in self._ready]
         if absent:
             return f"{', '.join(absent)} had not joined"

@@ -1,4 +1,4 @@
-"""Prepares a job that the environment asks to join or to record, when it imports graftlab."""
+"""Prepares a job, when it imports graftlab, to join or record if the environment asks for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Join, or record, from the first tap or step on.
+    """Arrange to join or record from the first tap or step on.
 
     Raises :class:`ConfigError` if the environment's settings cannot be used.
     """
@@ -58,7 +58,7 @@ def watch_first_model(config: GraftConfig) -> None:
     handle: Any = None
 
     def on_call(module: torch.nn.Module, inputs: Any) -> Any:
-        # The outermost module is called first, so this is one; a loss has no parameters.
+        # The outermost module is called first, so this is one. A loss has no parameters.
         if next(module.parameters(), None) is None or calls.tap_handler() is None:
             return None
         handle.remove()
@@ -75,10 +75,10 @@ def watch_first_model(config: GraftConfig) -> None:
             logger.warning("GRAFTLAB_WATCH=%r matches no module of %s", include, type(module).__name__)
         if config.watch_optimizer:
             _watch_optimizers(module)
-        # Takes effect at the next call, because this one's hooks are listed already. A step ends where the next one
-        # begins, so its backward pass belongs to it.
+        # Takes effect at the next call, because torch has already collected this one's hooks. A step ends where the
+        # next begins, so it includes its backward pass.
         module.register_forward_pre_hook(_end_step, prepend=True)
-        # torch gives the keywords to no hook of this kind, and a tap of one replaces it in the caller's own dict.
+        # torch passes keyword arguments to no hook of this kind, and their taps write into the caller's own dict.
         keywords = sys._getframe(1).f_locals.get("kwargs")
         return watched.catch_up(inputs, keywords if isinstance(keywords, dict) else {})
 

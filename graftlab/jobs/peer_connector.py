@@ -1,8 +1,8 @@
 """Connects a rank to all others, which may be on several machines.
 
-Two ranks share memory if one can send the other a descriptor of its segment, over a Unix socket, and the other finds
-the announced nonce in it. That is tried first, because no name or address can prove it: containers of one machine may
-share nothing, and two machines may have the same name. Otherwise they use TCP.
+Two ranks share memory if one can send the other a descriptor of its segment over a Unix socket, and the other finds the
+announced nonce in it. This is tried first, because names and addresses prove nothing: containers of one machine may
+share no memory, and two machines may have the same name. Otherwise they use TCP.
 
 Of two ranks the one with the higher world rank connects to the other.
 """
@@ -39,7 +39,7 @@ from graftlab.ranks.messages import Contact, LinkReport
 logger = logging.getLogger(__name__)
 
 _NONCE = 32
-# In a segment's first page, behind the rank's status.
+# The nonce's place in a segment's first page, behind the rank's status.
 _NONCE_AT = slice(PAGE - _NONCE, PAGE)
 # Seconds for two processes of one machine to exchange their descriptors.
 _SHARE_LIMIT = 10.0
@@ -48,7 +48,7 @@ _RETRY = 15.0
 
 
 class _PeerHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first message over a Unix socket, and its answer: which rank this is, and which nonce it expects."""
+    """The first message over a Unix socket, and its answer: the sender's rank, and the nonce that it expects."""
 
     world_rank: int
     nonce: bytes
@@ -59,10 +59,10 @@ _decoder = wire.Decoder(_PeerHello)
 
 
 class PeerConnector:
-    """Makes the links of one rank. The caller adds the other ranks, and calls :meth:`work` when it is readable."""
+    """Makes one rank's links. The caller adds the other ranks, and calls :meth:`work` when a descriptor is readable."""
 
     def __init__(self, place: Place, token: str, address: str, ports: Sequence[int] = (0,)) -> None:
-        """``address`` is where other machines reach this one. Raises :class:`SessionError`."""
+        """Other machines reach this one at ``address``. Raises :class:`SessionError`."""
         self._place = place
         self._known: dict[int, Contact] = {}
         self._links: dict[int, Link] = {}
@@ -93,7 +93,7 @@ class PeerConnector:
         """Add ranks that have joined."""
         for contact in contacts:
             if self._nonces.get(contact.world_rank) == contact.nonce:
-                # It has connected before its contact arrived.
+                # The rank has connected before its contact arrived.
                 self._known[contact.world_rank] = contact
                 continue
             self.remove(contact.world_rank)
@@ -142,7 +142,7 @@ class PeerConnector:
     # ---- connecting ---------------------------------------------------------------------------------------------
 
     def descriptors(self) -> tuple[int, int]:
-        """Readable when there is something to :meth:`work` at."""
+        """The descriptors that are readable when :meth:`work` has something to do."""
         return self._listener.fileno(), self._router.fileno()
 
     def work(self) -> None:
@@ -158,7 +158,7 @@ class PeerConnector:
                 continue
             self._trying.pop(world_rank, None)
             if link is not None:
-                # It got this rank's descriptor, but could not verify it.
+                # The other rank has this rank's descriptor, but could not verify it.
                 link[0].close()
                 self._nonces.pop(world_rank, None)
             self._links[world_rank] = (channel, None)
@@ -207,7 +207,7 @@ class PeerConnector:
             hello = self._receive_hello(connection)
             contact = self._known.get(hello.world_rank)
             if contact is None:
-                # Its contact has not arrived here yet. It must prove the same.
+                # Its contact has not arrived here yet. It must still prove who it is.
                 contact = Contact(hello.world_rank, "", hello.nonce, b"", "", 0)
             if hello.yours != self.contact.nonce or hello.nonce != contact.nonce:
                 raise MessageError("it expects a different nonce, or does not have the announced one")
@@ -278,7 +278,7 @@ class PeerConnector:
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:
-    # Not a byte more, because a descriptor arrives with the byte after it.
+    # Not a byte more, because a descriptor arrives with the next byte.
     data = b""
     while len(data) < length:
         more = connection.recv(length - len(data))
@@ -289,7 +289,7 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
 
 
 def _own_folder() -> Path:
-    """A folder of this user only, with a short name, because the path of a socket has at most 107 bytes."""
+    """A folder that only this user can enter, with a short name, because a socket's path has at most 107 bytes."""
     folder = Path("/tmp") / f"graftlab-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -299,17 +299,17 @@ def _own_folder() -> Path:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that packets to that host come from. Raises OSError."""
+    """This machine's address in packets to that host. Raises OSError."""
     kind, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        # Sends nothing; the system only looks up the route.
+        # Sends nothing: the system only looks up the route.
         probe.connect(where)
         address: str = probe.getsockname()[0]
         return address
 
 
 def is_own_address(host: str) -> bool:
-    """Whether this machine has that address."""
+    """Whether the address is this machine's."""
     for kind, *_, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with socket.socket(kind, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((where[0], 0))

@@ -1,7 +1,7 @@
 """Control connections to other machines: a thread that forwards frames between TCP and sockets of this process.
 
-The rank at one end and the hub at the other have sockets, as on one machine. Frames travel in bundles, because to
-encrypt and send a frame costs far more than a row does.
+The rank at one end and the hub at the other have sockets, as on one machine. Frames are sent in bundles, because
+encrypting and sending a single frame costs far more than a row.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 SERVER_NAME = b"session server"
 """The name under which jobs connect to a session server."""
 
-# How a frame begins that is not a row, and should be read at once.
+# The first byte of a frame that is not a row, and should be read at once.
 _MESSAGE = b"m"
-# Milliseconds for which the frames of a rank are gathered, unless it wakes its reader. They are few: frames that were
-# not sent when a process is killed are lost.
+# Milliseconds for which a rank's frames are gathered, unless it wakes its reader. Few, because unsent frames are lost
+# if the process is killed.
 _GATHER = 2
 
 Ends = tuple[socket.socket, socket.socket]
-"""A socket for frames, and one that wakes whatever reads them at the other end."""
+"""A socket for frames, and one that wakes the reader at the other end."""
 
 OnFirstFrame = Callable[[TcpChannel, bytes], Ends | None]
-"""Gets the first frame of a new connection, and returns the ends to which the following frames are forwarded."""
+"""Receives the first frame of a new connection, and returns the ends to which the following frames are forwarded."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _ForwardedPair:
 
 
 class Proxy:
-    """Forwards until :meth:`close`. With ``on_first_frame`` it accepts connections; without it ends with its last."""
+    """Forwards until :meth:`close`. With ``on_first_frame`` it accepts connections; without, it ends with its last."""
 
     def __init__(self, router: RouterSocket, on_first_frame: OnFirstFrame | None = None) -> None:
         self._router = router
@@ -66,7 +66,7 @@ class Proxy:
         self._thread.start()
 
     def forward(self, far: TcpChannel, near: Ends, early: Sequence[bytes] = ()) -> None:
-        """Forward between these from now on, beginning with the bundles that have arrived ``early``."""
+        """Forward between these from now on, first the bundles that have arrived ``early``."""
         connection, wake = near
         wake.setblocking(False)
         pair = _ForwardedPair(far, SocketChannel(connection), wake)
@@ -77,7 +77,7 @@ class Proxy:
         self._wake()
 
     def close(self, *, when_done: bool = False, timeout: float = 5.0) -> None:
-        """Forward what has arrived, and end every connection; with ``when_done``, once this process closes its ends."""
+        """Forward arrived frames, and end every connection; with ``when_done``, once this process closes its ends."""
         if not when_done or not self._pairs:
             self._closing = True
             self._wake()
@@ -135,7 +135,7 @@ class Proxy:
             for pair in list(self._pairs.values()):
                 if pair.near.fileno() in ready:
                     self._forward_from_near(pair)
-            # A session server sends little, and nothing that may wait.
+            # A session server sends little, and all of it is urgent.
             if self._on_first_frame is None and near & ready:
                 self._gather()
         self._forward_from_far()
@@ -160,7 +160,7 @@ class Proxy:
                 if pair is None:
                     far.close()
                 else:
-                    # Its last frames are still to be read.
+                    # The last frames have yet to be read.
                     pair.near.drain(1.0)
                     self._end(pair)
 
@@ -178,12 +178,12 @@ class Proxy:
 
     def _deliver(self, pair: _ForwardedPair, bundle: bytes) -> None:
         """Forward a bundle from the other machine. Raises :class:`MessageError`."""
-        # Checked whole, because half a frame would spoil whatever follows it.
+        # Checked as a whole, because half a frame would spoil all frames after it.
         spans = list(frames_in(bundle))
         wakes = any(bundle.startswith(_MESSAGE, start) for start, _ in spans)
         pair.near.send_bundle(bundle)
         if wakes:
-            # A full socket wakes already.
+            # A full socket wakes the reader anyway.
             with contextlib.suppress(OSError):
                 pair.wake.send(b"!")
 
@@ -212,13 +212,13 @@ class Proxy:
 
 
 class TcpListener:
-    """The port at which a session server accepts jobs of other machines; it accepts none before :meth:`open`.
+    """The port at which a session server accepts jobs of other machines, from :meth:`open` on.
 
     A process that does not know the token cannot send a single frame.
     """
 
     def __init__(self, endpoint: Endpoint, token: str) -> None:
-        """Raises OSError where it cannot listen there, and :class:`ConfigError` for a token that could be guessed."""
+        """Raises OSError if it cannot listen there, and :class:`ConfigError` for a token that could be guessed."""
         self.token = token
         self._router = RouterSocket(derive_keys(token), SERVER_NAME, endpoint.host, (endpoint.port,))
         self.endpoint = Endpoint(endpoint.host, self._router.port)
@@ -244,11 +244,11 @@ class TcpSessionClient:
 
     @property
     def reached_stranger(self) -> bool:
-        """Whether a process listens there that has not proved to know the token."""
+        """Whether a process listens there that has not proved that it knows the token."""
         return self._channel.reached and not self._channel.linked
 
     def ask(self, request: JoinRequest, limit: float) -> tuple[Any, list[bytes]] | None:
-        """Return the answer, and the frames that came with it; None where none came within ``limit`` seconds."""
+        """Return the answer, and the frames that came with it; None if none came within ``limit`` seconds."""
         self._channel.send(pack_handshake(request))
         deadline = time.monotonic() + limit
         while (remaining := deadline - time.monotonic()) > 0:

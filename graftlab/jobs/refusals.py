@@ -1,4 +1,4 @@
-"""Warnings of processes that were refused: a few lines, however many processes there are."""
+"""Warnings about refused processes: a few lines, however many processes come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RefusalLog:
                 self._last = message
 
     def close(self) -> None:
-        """Log how many were only counted."""
+        """Log the number of refusals that were only counted."""
         with self._lock:
             self._log_held()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from graftlab.errors import ConfigError
 from graftlab.exchange.keys import new_token, read_token, write_token
 
-# Within the folder that users name, which other users may be able to enter.
+# A folder within the one that users name, because other users may be able to enter that.
 _FOLDER = ".rendezvous"
 _SOCKET, _LOCK, _TOKEN = "socket", "lock", "token"
 _CREDENTIALS = struct.Struct("3i")
@@ -29,7 +29,7 @@ class Rendezvous:
         self.folder = folder
         private = folder / _FOLDER
         try:
-            # The folder that a port stands for is in a folder of /tmp, which another user may have made.
+            # The folder for a port lies below a folder in /tmp that another user may have made.
             if folder.parent.name == f"graftlab-{os.getuid()}":
                 folder.parent.mkdir(mode=0o700, exist_ok=True)
                 _require_own(folder.parent)
@@ -63,7 +63,7 @@ class Rendezvous:
         return connection
 
     def listen(self) -> socket.socket | None:
-        """Return a listening socket; None if a session server listens already. Call it while :meth:`locked`."""
+        """Return a listening socket; None if a session server already listens. Call it while :meth:`locked`."""
         existing = self.connect(1.0)
         if existing is not None:
             existing.close()
@@ -86,9 +86,8 @@ class Rendezvous:
         return self.folder / _FOLDER / _TOKEN
 
     def session_token(self, given: str | None = None) -> str:
-        """Return the token with which jobs of other machines join: the last one, a new one, or the one ``given``.
-
-        It is kept for the next time.
+        """Return the token with which jobs of other machines join: the last one, a new one, or the one ``given``. It is
+        stored for the next session.
         """
         path = self.token_path
         if given is None:
@@ -102,7 +101,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process at a time look for a session server, and become it."""
+        """Let one process at a time look for a session server, and become it if there is none."""
         descriptor = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -46,15 +46,15 @@ _HANDSHAKE_LIMIT = 10.0
 # Seconds between two calls of the function that shows the progress.
 _LOOK = 0.5
 _LAST_LINES = 20
-# Times as many lines are read, for those that are left out.
+# How many times more lines are read than shown, because some are left out.
 _LOOKED_AT = 8
-# Variables of a job, which would let a script join a session of jobs or record.
+# Variables of jobs, which would make a script join a session of jobs, or record.
 _OF_JOBS = ("GRAFTLAB_ENABLE", "GRAFTLAB_RECORD", "GRAFTLAB_ROLE", "DUMPER_GRAFTER_ENABLE")
 
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """How one side is started: its command, the number of its ranks, its folder, and changes of the environment."""
+    """How to start one side: its command, number of ranks, folder, and changes of the environment."""
 
     arguments: tuple[str, ...]
     ranks: int = 1
@@ -63,19 +63,19 @@ class ScriptCommand:
 
     @property
     def text(self) -> str:
-        """The command as it is typed."""
+        """The command as typed."""
         return shlex.join(self.arguments)
 
 
 class ScriptProcess:
-    """The process that one side's command runs in, with the programs that it starts, and what they print."""
+    """The process of one side's command, with the programs that it starts and their output."""
 
     def __init__(self, side: Side, command: ScriptCommand, log: Path, environment: Mapping[str, str]) -> None:
         """Raises :class:`LaunchError` if the command cannot be started."""
         self.side, self.command, self.log = side, command, log
         self.keeps_going = False
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        # A script that is started again continues the log of its earlier processes.
+        # A script that is started again appends to its log.
         self._log_begins = os.fstat(descriptor).st_size
         try:
             self._process = subprocess.Popen(
@@ -100,7 +100,7 @@ class ScriptProcess:
 
     @property
     def is_done(self) -> bool:
-        """Whether the command has ended as it should."""
+        """Whether the command has ended successfully."""
         return self._process.poll() == 0
 
     def wait(self, timeout: float) -> bool:
@@ -127,28 +127,28 @@ class ScriptProcess:
         return self._process.poll()
 
     def last_lines(self, most: int = _LAST_LINES) -> str:
-        """The last lines that it has printed, without torch's frames in tracebacks."""
+        """The last lines of its output, without torch's frames in tracebacks."""
         try:
             text = self.log.read_bytes()[self._log_begins :].decode("utf-8", errors="replace")
         except OSError as error:
             return f"(its output cannot be read: {error})"
-        # Of a long log only the end is looked at.
+        # Read only the end of a long log.
         lines = _without_frames_between(text.splitlines()[-_LOOKED_AT * most :])
         shown = "\n".join(lines[-most:]) or "(nothing)"
         if not has_room(self.log.parent):
-            # The script itself then fails where it prints, and its traceback is not there either.
+            # The script then fails when it prints, and its traceback is missing too.
             shown += f"\n(the disk of {self.log.parent} is full, so its last output is missing)"
         return shown
 
     def kill(self) -> None:
-        """End it and the programs that it has started, unless it is to keep going."""
+        """End it and the programs that it has started, unless the script is to continue."""
         if not self.keeps_going:
             end_programs_of(self._process.pid)
 
     def release(self) -> None:
-        """End it as :meth:`kill` does, and release what this process holds of it."""
+        """End it as :meth:`kill` does, and close this process's connections to it."""
         if self.ended < 0:
-            # Its number may be that of another process by now.
+            # Its pid may belong to another process by now.
             return
         self.kill()
         if not self.keeps_going:
@@ -157,7 +157,7 @@ class ScriptProcess:
         self.ended = -1
 
 
-# The frames by which a call of a model passes through this package, with their marks.
+# The lines of a traceback, markers included, with which a model's call passes through this package.
 _OF_COMPARISON = re.compile(
     r'(?:^ *File "[^"\n]*[/\\]graftlab[/\\](?:jobs|taps)[/\\][^"\n]*", line .*\n(?:^ {4,}(?!File ").*\n)*)+',
     re.MULTILINE,
@@ -165,7 +165,7 @@ _OF_COMPARISON = re.compile(
 
 
 def _without_frames_between(lines: Sequence[str]) -> list[str]:
-    """Leave out torch's and this package's frames of tracebacks, which may be more than all lines that are shown."""
+    """Leave out torch's and this package's frames of tracebacks, which alone may exceed the lines that are shown."""
     text = "".join(f"{line}\n" for line in lines)
     return without_torch(_OF_COMPARISON.sub("", text))[0].splitlines()
 
@@ -221,10 +221,10 @@ class ScriptRankHandle(RankHandle):
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """What both sides' scripts are started with.
+    """The settings with which both sides' scripts are started.
 
-    ``model`` is the class of the model to hold, or None for the first. With ``inject`` an interpreter that has no
-    graftlab uses this copy. ``timeout`` bounds, in seconds, the time until both sides have called their models.
+    ``model`` is the class of the model to hold, or None for the first. With ``inject`` an interpreter without graftlab
+    uses this copy. ``timeout`` bounds, in seconds, the time until both sides have called their models.
     """
 
     choice: WatchChoice = field(default_factory=WatchChoice)
@@ -277,7 +277,7 @@ def _environment(side: Side, folder: Path, settings: ScriptSettings, given: Mapp
             "PYTHONPATH": os.pathsep.join(path),
             "GRAFTLAB_COMPARE_LENDS": str(Path(package_folder()).parent),
             "GRAFTLAB_COMPARE_PREFIX": sys.prefix,
-            # Otherwise its last lines are not in its log while it waits.
+            # Otherwise its last lines would be missing in its log while it waits.
             "PYTHONUNBUFFERED": "1",
         }
     )
@@ -295,7 +295,7 @@ _WHAT_IS_A_MODEL = (
 
 
 class _Admission:
-    """Admits each process that has reached its model, until all ranks have joined."""
+    """Admits each process that has reached a model's call, until all ranks have joined."""
 
     def __init__(
         self,
@@ -348,7 +348,7 @@ class _Admission:
             self._refusals.close()
 
     def _refuse_ended(self) -> None:
-        """Raise :class:`LaunchError` if a side has ended, of whose ranks some have not joined."""
+        """Raise :class:`LaunchError` if a side has ended before all of its ranks joined."""
         for side, process in self._processes.items():
             if not process.has_ended:
                 continue
@@ -363,7 +363,7 @@ class _Admission:
             )
 
     def _other_models(self, side: Side) -> str:
-        """A sentence on the models that a side has called where another is asked for; blank where there are none."""
+        """A sentence on the models that a side has called instead of the requested one; blank if there are none."""
         path = other_models(self._folder, side)
         called = list(dict.fromkeys(path.read_text().split())) if path.exists() else []
         return f" It has called {', '.join(called)} only; --model names a different model." if called else ""

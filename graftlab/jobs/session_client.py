@@ -1,4 +1,4 @@
-"""Asks a session server to admit this process as a rank, and starts a server where none listens."""
+"""Asks a session server to admit this process as a rank, and starts a server if none listens."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from graftlab.ranks.own_place import own_backend, own_device
 
 # Seconds between two requests.
 _ASK_AGAIN = 0.5
-# How many session servers a job tries to reach: each may end with its last job just as another job asks.
+# How many session servers a job tries to reach: a server may end with its last job just as this one asks.
 _SERVERS = 3
-# Seconds for which a job asks again while the server takes the rank's last process for alive: the server notices that
-# a machine has vanished about 20 seconds later.
+# Seconds for which a job asks again while the server believes the rank's last process to be alive. The server notices
+# after about 20 seconds that a machine has vanished.
 _RANK_TAKEN_LIMIT = 30.0
-# Seconds to wait for the answer of a session server on another machine, before it is asked again.
+# Seconds to wait for the answer of a session server on another machine before asking again.
 _ANSWER_LIMIT = 15.0
 _STRANGER = (
     "the process that listens there has a different token, or is not graftlab: GRAFTLAB_TOKEN (GRAFTLAB_TOKEN_FILE) "
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JoinResult:
-    """What the session server has sent; with a ``proxy`` it was reached over TCP."""
+    """The session server's answer; with a ``proxy`` if it was reached over TCP."""
 
     answer: JoinAccepted
     channel: SocketChannel
@@ -63,7 +63,7 @@ class JoinResult:
 
 
 class _RankTakenError(SessionError):
-    """Another process is this rank; it may be gone without the server having noticed."""
+    """Raised when another process is this rank. It may be gone without the server having noticed."""
 
 
 class SessionClient:
@@ -75,11 +75,11 @@ class SessionClient:
         self._deadline = time.monotonic() + config.timeout
         self._token = config.join_token()
         self._joined_over_network = False
-        # Whether the last request reached a process with another token.
+        # Whether the last request reached a process with a different token.
         self._reached_stranger = False
 
     def remaining(self) -> float:
-        """Seconds until the deadline, at least a millisecond."""
+        """Seconds until the deadline, but at least a millisecond."""
         return max(0.001, self._deadline - time.monotonic())
 
     def join(self) -> JoinResult:
@@ -101,7 +101,7 @@ class SessionClient:
                 return self._join_here(rendezvous, None)
         try:
             if is_own_address(endpoint.host) and not self._is_listening(endpoint):
-                # No session exists yet, or a headless one, which listens at the rendezvous too.
+                # No session exists yet, or a headless one, which also listens at the rendezvous.
                 with Rendezvous(self._config.rendezvous) as rendezvous:
                     return self._join_here(rendezvous, endpoint)
             return self._join_over_network(endpoint)
@@ -136,7 +136,7 @@ class SessionClient:
                 result = self._ask(connection, None)
             if result is not None:
                 return result
-            # It ended before it answered: its last job had gone, or it could not begin.
+            # The server ended before it answered: its last job was gone, or it could not begin.
         log = rendezvous.folder / "session-server.log"
         ended = "" if server is None else f" (exit code {server.poll()})"
         raise SessionError(f"the session server in {rendezvous.folder} ended before it answered{ended}; see {log}")
@@ -192,7 +192,7 @@ class SessionClient:
         return JoinResult(answer, channel, wake, self._token, proxy)
 
     def _warn_of_stranger(self, endpoint: Endpoint, is_stranger: bool) -> None:
-        """Warn at once, because waiting will hardly help, and the job says nothing else until its time is over."""
+        """Warn at once, because waiting will hardly help, and the job is silent until its time is over."""
         if is_stranger and not self._reached_stranger:
             logger.warning("%s: at %s %s. This job keeps trying", self._config.role, endpoint, _STRANGER)
         self._reached_stranger = is_stranger
@@ -215,7 +215,7 @@ class SessionClient:
     def _ask(
         self, connection: socket.socket, state: RejoinState | None, segment: int | None = None
     ) -> JoinResult | None:
-        """Send the request and return the result; None if the server ended before it answered."""
+        """Send the request and return the answer; None if the server ended before answering."""
         connection.settimeout(self.remaining() if state is None else self._config.timeout)
         try:
             send_handshake(connection, self._request(state))

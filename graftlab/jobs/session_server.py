@@ -1,4 +1,4 @@
-"""The session server: admits the processes of jobs to a session, one for each rank that has none."""
+"""The session server: admits the processes of jobs to a session, one per rank."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=SessionCore)
 
 _TOKEN_FILE = "GRAFTLAB_TOKEN_FILE"
-# Seconds that a process has to send something of its request, once it has connected; and all of it.
+# Seconds that a process has, once connected, to send the beginning of its request, and all of it.
 _SILENCE_LIMIT = 10.0
 _HANDSHAKE_LIMIT = 30.0
-# How many of them there are at a time; each has a thread and a descriptor.
+# How many handshakes may be in progress; each has a thread and a descriptor.
 _MOST_HANDSHAKES = 64
 
 
 class SessionServer:
-    """Admits jobs to a session at a rendezvous. ``over`` is set when every process that had joined is gone.
+    """Admits jobs to a session at a rendezvous. ``over`` is set when all processes that had joined are gone.
 
-    With ``agreed`` every job must bring that plan; otherwise the session's plan is in force. With a ``tcp_listener``
-    jobs of other machines can join, and ranks connect to each other themselves.
+    With ``agreed`` every job must bring that plan; otherwise the session's plan holds. With a ``tcp_listener`` jobs of
+    other machines can join, and ranks connect to each other themselves.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class SessionServer:
         self._first_plan = session.plan
         self._tcp_listener = tcp_listener
         self._membership = Membership(self._ranks, self._jobs, makes_links=tcp_listener is None)
-        # For status queries, which are answered one at a time.
+        # Status queries are answered one at a time.
         self._taps = session.live_taps()
         self._status_lock = threading.Lock()
-        # The rank that the last refused process asked for, and why it was refused.
+        # The rank that the last refused process asked for, and the reason for the refusal.
         self._last_refused: tuple[str, str] | None = None
         # Jobs join on this thread and the proxy's, and leave on the hub's.
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class SessionServer:
         internals_of(session).close_first = self.close
         internals_of(session).environment_of = self.environment
         self._refusals = RefusalLog()
-        # The threads that wait for a process's request, each with its connection and the end of its time.
+        # The threads that wait for a process's request, each with its connection and its deadline.
         self._handshakes: dict[threading.Thread, tuple[socket.socket, float]] = {}
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-session-server", daemon=True)
@@ -180,10 +180,10 @@ class SessionServer:
                     connection, _ = self._listener.accept()
                 except OSError as error:
                     logger.warning("a process cannot connect: %s", error)
-                    # Connections that end free descriptors.
+                    # Descriptors become free when other connections end.
                     select.select([self._wake_read], [], [], 1.0)
                     continue
-                # Side by side: a process that connects and is silent delays no other.
+                # In parallel, so that a process that connects and is silent delays no other.
                 thread = threading.Thread(target=self._shake_hands, args=(connection,), name="graftlab-handshake")
                 thread.daemon = True
                 self._handshakes[thread] = connection, time.monotonic() + _HANDSHAKE_LIMIT
@@ -192,12 +192,12 @@ class SessionServer:
             thread.join()
 
     def _end_handshakes(self, now: float) -> list[threading.Thread]:
-        """End those whose time is over, and the oldest where they are too many; returns their threads."""
+        """End the handshakes whose time is over, and the oldest if there are too many; returns their threads."""
         self._handshakes = {thread: each for thread, each in self._handshakes.items() if thread.is_alive()}
         ended = []
         for thread, (connection, end) in list(self._handshakes.items()):
             if end <= now or len(self._handshakes) >= _MOST_HANDSHAKES:
-                # Its thread may have closed it already.
+                # The thread may already have closed it.
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
                 del self._handshakes[thread]
@@ -233,7 +233,7 @@ class SessionServer:
         brings = join.rejoin is not None and not join.rejoin.linked
         segment = receive_descriptors(connection, 1)[0] if brings else None
         with self._lock:
-            # Of a session that closes, a process hears nothing: it asks the next one.
+            # A closing session does not answer, and the process asks the next one.
             refused = None if self._closed else self._refusal(join)
             if refused is not None or self._closed:
                 if refused is not None:
@@ -316,8 +316,8 @@ class SessionServer:
             )
         rank = self._rank_of(join)
         if rank.place.world_rank in self._membership.occupied:
-            # The successor of a killed process may arrive before the server has noticed the death, above all on a
-            # machine that has vanished.
+            # The successor of a killed process may arrive before the server has noticed the death, above all if a whole
+            # machine has vanished.
             again = self._membership.has_begun and (self._tcp_listener is not None or not _is_running(rank.pid))
             other = "target" if join.side == "baseline" else "baseline"
             return (
@@ -347,7 +347,7 @@ class SessionServer:
             self._jobs.send_plan(rank)
 
     def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
-        """Give the process its rank; also return a note about it for the status."""
+        """Give the process its rank. Also returns a note about it for the status."""
         rank = self._rank_of(join)
         if self._agreed is not None and join.plan is not None:
             plan, newest = self._agreed.enter(join.side, from_wire(join.plan)), self._session.plan
@@ -369,12 +369,12 @@ class SessionServer:
             if segment is not None:
                 rank.adopt_segment(segment)
             if join.rejoin.session == self._name:
-                # Its connection was cut, and it has stayed in this session's run.
+                # Only its connection was cut: it has stayed in this session's run.
                 self._jobs.note_return(rank, join.rejoin.run.run)
                 self._jobs.supersede(from_wire(join.rejoin.plan))
             elif not self._resumed:
                 self._resumed = True
-                # A plan published before any job had joined was meant for a new job.
+                # A plan that was published before any job joined was meant for a new job.
                 published = self._session.plan is not self._first_plan
                 self._jobs.resume(join.rejoin.run, from_wire(join.rejoin.plan), published=published)
             else:
@@ -437,7 +437,7 @@ class SessionServer:
             self._membership.leave(attached)
             logger.info("%s has left", rank.label)
             if not had_begun and not self._closed:
-                # It never began, so no run has to report its end; another process may be this rank.
+                # It never began, so no run has to report its end, and another process may become this rank.
                 attached.renew()
                 self._jobs.start_reading(attached)
             if not self._membership.occupied:
@@ -470,7 +470,7 @@ def open_session_server(
     agreed: bool = False,
     listen_at: tuple[Endpoint, str | None] | None = None,
 ) -> tuple[S, SessionServer]:
-    """Open a session of this kind for jobs, and its server, which listens at the rendezvous.
+    """Open a session of this class for jobs, and its server, which listens at the rendezvous.
 
     With ``listen_at``, an endpoint and a token or None for a new one, jobs of other machines can join there too.
 
@@ -513,9 +513,9 @@ def open_session_server(
 
 
 class AgreedPlan:
-    """The plan that the jobs of a session without a notebook bring. Its transforms may differ by side.
+    """The plan of jobs without a notebook, which all of them bring. Only its transform may differ, by side.
 
-    A transform belongs to the side that receives. If only one side brings one, it is the plan's.
+    A transform belongs to the receiving side. If only one side brings one, it is the plan's.
     """
 
     def __init__(self, first: GraftPlan) -> None:
@@ -542,7 +542,7 @@ class AgreedPlan:
         return ""
 
     def enter(self, side: Side, plan: GraftPlan) -> GraftPlan:
-        """Note the transform of a job that joins, and return the plan of all that have joined."""
+        """Note the transform of a job that joins, and return the plan of all jobs so far."""
         self._transforms[side] = plan.transforms
         of_baseline, of_target = (self._transforms.get(each, ()) for each in ("baseline", "target"))
         if not of_baseline or not of_target or of_baseline == of_target:

@@ -1,4 +1,4 @@
-"""The status query: another process of the same user asks the session server what a session of jobs is doing."""
+"""The status query: another process of the same user asks the session server about a session of jobs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.rows.newest import LiveTaps
 from graftlab.verdict.facts import tap_name
 
-# Seconds to wait for the answer: ranks that are asked for their stacks may be busy.
+# Seconds to wait for the answer, since ranks may be slow to send their stacks.
 _LIMIT = 30.0
-# How many of the taps that are furthest apart are listed.
+# How many of the taps that differ the most are listed.
 _TAPS = 12
 
 
@@ -64,7 +64,7 @@ def _ask(connection: socket.socket, stacks: bool) -> StatusReply | None:
 
 
 def _rendezvous_of(folder: Path) -> Path | None:
-    """Return the rendezvous folder of this run folder's jobs, which is usually the run folder."""
+    """Return the rendezvous folder of this run folder's jobs, usually the run folder itself."""
     try:
         description = json.loads(read_all(folder, "session.json"))
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -
 
 
 def format_status(reply: StatusReply) -> str:
-    """Format the ranks, and the taps that are furthest apart, as text."""
+    """Format the ranks, and the taps that differ the most, as text."""
     text = [reply.summary, "", _table([rank.columns for rank in reply.ranks])]
     if reply.taps:
         names = ("tap", "step", "rank", "status", "rel_l2")
@@ -110,7 +110,7 @@ def format_stacks(reply: StatusReply) -> str:
 
 
 def _table(lines: Sequence[dict[str, str]]) -> str:
-    """Format columns side by side, without the empty ones."""
+    """Format columns side by side, leaving out the empty ones."""
     names = [name for name in lines[0] if any(line[name] for line in lines)]
     widths = [max(len(name), *(len(line[name]) for line in lines)) for name in names]
     rows = [names, *([line[name] for name in names] for line in lines)]

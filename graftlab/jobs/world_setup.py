@@ -1,6 +1,6 @@
-"""Connects a job's process to all other ranks, again each time that another process takes the place of one of them.
+"""Connects a job's process to all other ranks, and again whenever a new process replaces one of them.
 
-Each time makes a *world*, with its own memory and connections, so nothing sent in one world can arrive in another.
+Each time makes a *world* with its own memory and connections, so nothing sent in one world arrives in another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHECK_INTERVAL = 0.5
 class World:
     """The connections of this rank to all others, and the run that begins with them.
 
-    ``segment`` is a descriptor of this rank's memory if the session server has made it.
+    ``segment`` is a descriptor of this rank's memory, if the session server made it.
     """
 
     number: int
@@ -63,8 +63,8 @@ class World:
 class SetupContext:
     """What a rank needs to connect to the others.
 
-    ``fetch_share`` gets its share of a world that the session server has made; ``make_connector`` is given where every
-    rank makes its own connections instead.
+    ``fetch_share`` fetches its share of a world that the session server has made. ``make_connector`` is given instead
+    if ranks make their own connections.
     """
 
     place: Place
@@ -77,7 +77,7 @@ class SetupContext:
 class WorldSetup:
     """Sets up one world, on its own thread, until :meth:`finish` or :meth:`abandon`.
 
-    ``report`` gets the world, or the error, on that thread.
+    ``report`` is called with the world, or the error, on that thread.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WorldSetup:
         self._contacts: queue.SimpleQueue[tuple[Contact, ...]] = queue.SimpleQueue()
         self._finished = threading.Event()
         self._abandoned = threading.Event()
-        # Wakes the thread when one of these has changed.
+        # Wakes the thread after a change of one of these.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = threading.Lock()
         self._connector: PeerConnector | None = None
@@ -140,7 +140,7 @@ class WorldSetup:
                 self._wake = -1
 
     def _fetch(self) -> World | None:
-        """Connect by the descriptors that the session server has made. Returns None if abandoned."""
+        """Connect with the descriptors that the session server has made. Returns None if abandoned."""
         context = self._context
         share, descriptors = context.fetch_share(self.world)
         segment = os.dup(descriptors[context.place.world_rank])

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: enough to see that two are equal, also in different layouts, without keeping either."""
+"""Fingerprints of tensors: they show whether two tensors are equal, even in different layouts, and keep neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 Level = Literal[0, 1, 2, 3]
-"""How two tensors agree: not at all; in their magnitudes; in their values in any order; in their values in order."""
+"""How well two tensors agree: not at all, in their magnitudes, in their values in any order, or in order."""
 DIFFERENT: Level = 0
 MAGNITUDES: Level = 1
 ANY_ORDER: Level = 2
@@ -20,31 +20,31 @@ IN_ORDER: Level = 3
 
 QUANTILES = 65
 COUNTS = frozenset({"int64", "int32", "bool"})
-"""The dtypes of indices, positions and masks, which have few different numbers."""
-# Frequencies without a common period: each gives a projection that no reordering keeps.
+"""The dtypes of indices, positions and masks, which have few distinct numbers."""
+# Frequencies without a common period: any reordering changes the projection of each.
 _FREQUENCIES = np.array([0.7390851332, 2.2360679775, 5.1961524227, 9.4247779608])
-# The value that stands for "may not look here" in an additive mask is at least this large.
+# The value that hides a position in an additive mask has at least this magnitude.
 _MASKED = 1e4
 _MOMENTS = 5
 _SUMS = _MOMENTS + len(_FREQUENCIES)
-"""A fingerprint's moments and projections."""
+"""The number of a fingerprint's moments and projections."""
 _FEW_LARGE = 10
-"""A root mean square this many times the median is that of few large values."""
+"""If the root mean square is this many times the median, few large values dominate it."""
 FEWEST_NUMBERS = 3
-"""Fewer numbers than this agree with others by chance."""
+"""Tensors with fewer numbers than this agree by chance."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is kept of a tensor's values.
+    """A summary of a tensor's values.
 
     ``moments`` are sums over the elements, in float64: of the values, their magnitudes, their squares, their third
-    powers and the roots of their magnitudes; ``projections`` are sums with fixed factors in the order of the elements.
-    Both of a whole are the sums of those of its parts on several ranks (moments: of shards; projections: of summands).
-    ``magnitudes`` and ``values`` are quantiles, None where a budget left them out. ``mask`` means that the tensor has
-    just two values, in effect booleans, which count as 1 and -1. Dimensions that are expanded count once.
+    powers and the roots of their magnitudes. ``projections`` are sums with fixed factors, by the elements' order. Added
+    over ranks, the moments of shards and the projections of summands give those of the whole. ``magnitudes`` and
+    ``values`` are quantiles, None where a budget left them out. ``mask`` means that the tensor has just two values, in
+    effect booleans, which count as 1 and -1. Expanded dimensions count once.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Fingerprint:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether tensors of different meaning often have this fingerprint: few numbers, or all alike."""
+        """Whether unrelated tensors often have this fingerprint, because it has few numbers, or equal ones."""
         return self.numel < FEWEST_NUMBERS or self.constant
 
     @cached_property
@@ -69,7 +69,7 @@ class Fingerprint:
         return math.sqrt(max(float(self.moments[2]), 0.0))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A trace has thousands, and to pickle four arrays takes as long as to compute their sums.
+        # A trace has thousands, and pickling four arrays would take as long as computing their sums.
         quantiles = [] if self.magnitudes is None or self.values is None else [self.magnitudes, self.values]
         numbers = b"".join([each.tobytes() for each in (self.moments, self.projections, *quantiles)])
         plain = self.shape, self.dtype, self.numel, self.nonfinite, self.mask, self.constant
@@ -94,7 +94,7 @@ def _unpickled(
 
 
 def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
-    """Return the fingerprint of a tensor; without ``sorts`` it has no quantiles, which take the most time."""
+    """Return the fingerprint of a tensor; without ``sorts`` it has no quantiles, which cost the most."""
     plain = tensor.detach()
     plain = getattr(plain, "_local_tensor", plain)
     shape, dtype = tuple(plain.shape), str(plain.dtype).removeprefix("torch.")
@@ -103,7 +103,7 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
             plain = plain.narrow(dim, 0, 1)
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj().resolve_neg())
-    # In numpy, whose calls take a tenth of the time on small arrays.
+    # numpy's calls take a tenth of torch's time on small arrays.
     wide: Floats = plain.to("cpu", torch.float64).reshape(-1).numpy()
     if not wide.size:
         nothing = np.zeros(0)
@@ -111,7 +111,7 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
         return Fingerprint(shape, dtype, 0, 0, *sums, nothing, nothing, False, True)
     lowest, highest = float(np.minimum.reduce(wide)), float(np.maximum.reduce(wide))
     given = wide
-    # A number that is not finite is the lowest, the highest, or makes both of them nan.
+    # A non-finite number is the lowest or the highest, or makes both nan.
     is_finite = math.isfinite(lowest) and math.isfinite(highest)
     finite = None if is_finite else np.isfinite(wide)
     nonfinite = 0 if finite is None else int(wide.size - np.count_nonzero(finite))
@@ -121,15 +121,15 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
         mask = bool((visible | (wide <= -_MASKED)).all())
         if mask:
             wide, nonfinite = visible.astype(np.float64), 0
-    # Among numbers that are not finite there may be lower ones than nan.
+    # If some numbers are not finite, the lowest may be nan, so look at the finite ones.
     may_hide = plain.is_floating_point() and not mask and not lowest > -_MASKED
     hidden = _hidden(wide) if may_hide else None
     if hidden is not None:
-        # Or the scores that may be seen would vanish beside what stands for infinity.
+        # Otherwise the visible scores would vanish beside the value that stands for infinity.
         nonfinite = int(np.count_nonzero(hidden if finite is None else hidden | ~finite))
         wide = np.where(hidden, 0.0, wide)
     if mask:
-        # So that its opposite is its negation.
+        # So the opposite mask is the negation.
         wide = 2 * wide - 1
     if nonfinite and finite is not None:
         wide = np.where(finite, wide, 0.0)
@@ -137,7 +137,7 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     quantiles: list[Floats | None] = [None, None]
     if sorts:
         at = _places(wide.size)
-        # What was in single precision is sorted so, in half the time.
+        # Numbers that were in single precision are sorted in it, in half the time.
         is_single = plain.is_floating_point() and plain.element_size() <= _SINGLE
         sorted_as = np.float32 if is_single else np.float64
         values = np.sort(wide.astype(sorted_as))
@@ -150,19 +150,19 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
 
 @lru_cache(maxsize=64)
 def _places(size: int) -> npt.NDArray[np.int64]:
-    """Where the quantiles are among as many sorted values."""
+    """The places of the quantiles among ``numel`` sorted values."""
     return np.linspace(0, size - 1, QUANTILES).astype(np.int64)
 
 
 def _sorted_magnitudes(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
     """The magnitudes of sorted values in order."""
     negative = int(np.searchsorted(values, 0))
-    # Both parts are in order, and a stable sort merges them in a fraction of the time of another sort.
+    # Both parts are in order, and a stable sort merges them in a fraction of an ordinary sort's time.
     return np.sort(np.concatenate([-values[:negative][::-1], values[negative:]]), kind="stable")
 
 
 def _hidden(wide: Floats) -> npt.NDArray[np.bool_] | None:
-    """Where scores are hidden by a large negative number that was added; None if nowhere."""
+    """Where a large negative number was added to hide scores; None if nowhere."""
     hidden = wide <= -_MASKED
     if not hidden.any():
         return None
@@ -179,7 +179,7 @@ def _moments(wide: Floats) -> Floats:
     """Sums of the values, their magnitudes, squares, third powers and the roots of their magnitudes."""
     whole = np.zeros(_MOMENTS)
     total = np.add.reduce
-    # In blocks that stay in the processor's cache, and without products of vectors, for which numpy starts threads.
+    # In blocks that stay in the processor's cache, and without vector products, for which numpy starts threads.
     for begin in range(0, wide.size, _BLOCK):
         part = wide[begin : begin + _BLOCK]
         sizes = np.abs(part)
@@ -190,11 +190,11 @@ def _moments(wide: Floats) -> Floats:
 
 
 def _projections(wide: Floats) -> Floats:
-    """Sums over the elements with factors that depend on the place of each."""
+    """Sums over the elements, each with a factor that depends on its place."""
     whole = np.zeros(len(_FREQUENCIES))
     for block, begin in enumerate(range(0, wide.size, _BLOCK)):
         part = wide[begin : begin + _BLOCK]
-        # The blocks share their factors, so the sum of a block gets another factor by the block's place.
+        # All blocks share their factors, so each block's sum gets another factor by the block's place.
         whole += (_factors()[:, : part.size] @ part) * _factors_of_block(block)
     return whole
 
@@ -213,13 +213,13 @@ def _factors() -> Floats:
 
 
 def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
-    """Return how far two tensors agree; ``tolerance`` is relative to the size of their values."""
+    """Return how well two tensors agree; ``tolerance`` is relative to the size of their values."""
     if one.numel != other.numel or one.nonfinite != other.nonfinite or one.mask != other.mask:
         return DIFFERENT
     if one.mask:
         return _of_masks(one, other)
     if COUNTS.issuperset((one.dtype, other.dtype)):
-        # Indices and positions have the same numbers in any order, whatever they mean.
+        # Unrelated indices and positions often have the same numbers in different orders.
         return IN_ORDER if _in_same_order(one, other, tolerance) else DIFFERENT
     in_order = _in_same_order(one, other, tolerance)
     rms = _scale(one, other)
@@ -241,7 +241,7 @@ def agreement(one: Fingerprint, other: Fingerprint, tolerance: float) -> Level:
 
 
 def agree_in_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
-    """Whether the agreement of two tensors is :data:`IN_ORDER`: most that are not are refused by their projections."""
+    """Whether two tensors agree :data:`IN_ORDER`. Projections rule out most that do not."""
     if not one.mask and one.numel == other.numel and not _in_same_order(one, other, tolerance):
         return False
     return agreement(one, other, tolerance) == IN_ORDER
@@ -249,12 +249,12 @@ def agree_in_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bo
 
 def _in_same_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
     limit = tolerance * max(one.norm, other.norm)
-    # A sum with random factors of size one is as large as the norm of what it is a sum of.
+    # A sum with random factors of size one is about as large as the norm of its terms.
     return bool((np.abs(one.projections - other.projections) <= 4 * limit).all())
 
 
 def _scale(one: Fingerprint, other: Fingerprint) -> float:
-    """The size of most values: few large ones must not hide differences in the others."""
+    """The size of most values, because a few large ones must not hide differences in the others."""
     rms = max(one.norm, other.norm) / math.sqrt(max(one.numel, 1))
     if one.magnitudes is None or other.magnitudes is None or not one.magnitudes.size:
         return rms
@@ -276,12 +276,12 @@ def _of_masks(one: Fingerprint, other: Fingerprint) -> Level:
         return IN_ORDER
     if np.allclose(one.projections, -other.projections, rtol=0, atol=near):
         return MAGNITUDES
-    # As many that are true, in other places, are another mask.
+    # Equally many true values in different places are a different mask.
     return DIFFERENT
 
 
 def joined(parts: list[Fingerprint]) -> Fingerprint:
-    """Return the fingerprint of a tensor from those of its shards, without an order and without quantiles."""
+    """Return the fingerprint of a tensor from those of its shards, without projections and quantiles."""
     first = parts[0]
     return Fingerprint(
         first.shape,

@@ -1,8 +1,8 @@
-"""The first operations of each side whose results the other side does not have: where a difference arises.
+"""The first operations of each side whose results the other side lacks: where a difference arises.
 
-From equal values before it, an operation that both sides compute gives values that the other side has, too, perhaps in
-another layout. An operation is *lost* if the other side has neither its result nor that of an operation which depends
-on it. A different decomposition that arrives at the same values is therefore no difference.
+If both sides make an operation on equal values, both have its result, perhaps in different layouts. An operation is
+*lost* if the other side has neither its result nor the result of any operation that depends on it. So a different
+decomposition that arrives at the same values is no difference.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class LostOnBothSides:
-    """The lost operations of both sides, the most telling first. ``operations`` are how many were compared on each.
+    """The lost operations of both sides, the most telling first.
 
-    ``remedies`` are changes of the target's run that may show one line to be at fault.
+    ``operations`` are the numbers of operations compared on each side. ``remedies`` are changes of the target's run
+    that may show one line to be at fault.
     """
 
     baseline: list[LostOperation]
@@ -48,12 +49,12 @@ class LostOnBothSides:
 def first_lost(
     baseline: Sequence[SliceTrace], target: Sequence[SliceTrace], rank: int, tolerance: float = TOLERANCE
 ) -> LostOnBothSides:
-    """Compare the traces of one call, one for each rank of a side, on the target's ``rank`` with the baseline.
+    """Compare the traces of one call, one per rank of each side: the target's ``rank`` with the baseline.
 
-    The baseline's side is that of the same rank, if it has as many ranks as the target, and of rank 0 otherwise.
+    That is the baseline's same rank if both sides have equally many, otherwise its rank 0.
     """
     ours = rank if len(baseline) == len(target) else 0
-    # A step that both sides take as a whole must not be judged by a part of it.
+    # A step that both sides make as a whole must not be judged by a part of it.
     theirs_by_rank, ours_by_rank = _every_value(target), _every_value(baseline)
     elsewhere, ours_elsewhere = (
         _Known([each for trace in side for each in trace.elsewhere], tolerance) for side in (baseline, target)
@@ -64,7 +65,7 @@ def first_lost(
     )
     if (missing := _missing_sum(baseline[ours], target, rank, tolerance)) is not None:
         return LostOnBothSides([], [missing], (len(baseline[ours].operations), len(target[rank].operations)))
-    # Where the results differ in their order alone, so must what leads to them.
+    # Where the results differ only in their order, look for operations that differ in order too.
     results = _result(target[rank]), _result(baseline[ours])
     alike = DIFFERENT if None in results else agreement(*results, tolerance)  # type: ignore[arg-type]
     level = min(alike + 1, IN_ORDER)
@@ -89,7 +90,7 @@ def first_lost(
 def _missing_sum(
     baseline: SliceTrace, target: Sequence[SliceTrace], rank: int, tolerance: float
 ) -> LostOperation | None:
-    """The last operation on the target's rank, if its results on all ranks are summands of the baseline's."""
+    """The last operation on the target's rank, if its results on all ranks add up to the baseline's."""
     whole, found = _result(baseline), [_result(each) for each in target]
     parts = [each for each in found if each is not None]
     if whole is None or len(parts) < 2 or len(parts) < len(found) or not _differ(parts):
@@ -112,13 +113,13 @@ def _every_value(traces: Sequence[SliceTrace]) -> list[Fingerprint]:
 
 
 def _shards(traces: Sequence[SliceTrace]) -> dict[int, list[Fingerprint]]:
-    """By the value's number on the first rank: the fingerprints of the values of all ranks in the same place."""
+    """The fingerprints of one value on all ranks, by its number on the first rank."""
     if len(traces) < 2:
         return {}
     places = [_in_places(each) for each in traces]
     found = {}
     for place, number in places[0].items():
-        # A rank that does more has its own operations beside those of all.
+        # A rank may have more operations than those that all ranks have.
         parts = [trace.fingerprints.get(own.get(place, -1)) for trace, own in zip(traces, places, strict=True)]
         if all(part is not None for part in parts):
             found[number] = [part for part in parts if part is not None]
@@ -126,7 +127,7 @@ def _shards(traces: Sequence[SliceTrace]) -> dict[int, list[Fingerprint]]:
 
 
 def _in_places(trace: SliceTrace) -> dict[tuple[OperationPlace, int], int]:
-    """The number of each value by the operation that read or wrote it, and which of its values it is."""
+    """The number of each value, by the operation that read or wrote it and its position there."""
     return {
         (place, which): number
         for place, each in trace.places.items()
@@ -135,7 +136,7 @@ def _in_places(trace: SliceTrace) -> dict[tuple[OperationPlace, int], int]:
 
 
 class _Known:
-    """Finds a fingerprint among those of the other side."""
+    """Finds fingerprints among those of the other side."""
 
     def __init__(self, fingerprints: Iterable[Fingerprint], tolerance: float) -> None:
         self._tolerance = tolerance
@@ -145,15 +146,15 @@ class _Known:
         self._by_size = {size: sorted(found, key=_total) for size, found in by_size.items()}
 
     def has_sum(self, parts: Sequence[Fingerprint]) -> bool:
-        """Return whether the other side has the sum of these, which are of several ranks."""
+        """Return whether the other side has the sum of these summands of several ranks."""
         alike = self._by_size.get((parts[0].numel, parts[0].mask), [])
         return any(_is_sum(parts, each, self._tolerance) for each in alike)
 
     def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, Level]:
-        """Return the best agreement, and the best with a tensor of the same shape; ``without`` does not count."""
+        """Return the best agreement with any tensor but ``without``, and the best with one of the same shape."""
         found = self._by_size.get((wanted.numel, wanted.mask), [])
         rms = wanted.norm / math.sqrt(max(wanted.numel, 1))
-        # A sum of magnitudes is at most that of equally large ones.
+        # For a given norm, the sum of magnitudes is largest if all are equal.
         reach = 2 * self._tolerance * wanted.numel * rms + 1e-30
         begin = bisect.bisect_left(found, _total(wanted) - reach, key=_total)
         best: Level = DIFFERENT
@@ -190,7 +191,7 @@ def _total(each: Fingerprint) -> float:
 
 @dataclass
 class _Parts:
-    """How much of a value its parts have, and how much of that the other side has."""
+    """How many elements of a value its parts have, and how many of these the other side has."""
 
     all: int = 0
     known: int = 0
@@ -201,7 +202,7 @@ class _Parts:
 
     @property
     def are_most(self) -> bool:
-        """Whether the other side has at least half of what was taken."""
+        """Whether the other side has at least half of the parts."""
         return self.known > 0 and 2 * self.known >= self.all
 
 
@@ -216,12 +217,12 @@ class _Side:
     other_result: Fingerprint | None
     """The other side's value of the tap, which differs from this side's."""
     elsewhere: _Known
-    """What the other side computed before the tap, and not for it."""
+    """Values that the other side computed before the tap, but not for it."""
     _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
     _of_all_ranks: dict[int, list[Fingerprint]] | None = None
 
     def level(self, number: int) -> Level:
-        """How the other side has a value: as it is, or as the whole that this rank has a part of."""
+        """How well the other side has a value: itself, or the whole of which this rank has a part."""
         return self._found(number)[0]
 
     def _found(self, number: int) -> tuple[Level, Level]:
@@ -232,16 +233,16 @@ class _Side:
             found = nothing if own is None else self.known.find(own, without)
             if found[0] < ANY_ORDER and (parts := self._parts(number)):
                 found = max(found, self.known.find(joined(parts), without))
-                # What is copied on the ranks is no summand.
+                # Copies on the ranks are no summands.
                 may_sum = number != self.trace.result and _differ(parts)
                 if found[0] < ANY_ORDER and may_sum and self.known.has_sum(parts):
-                    # A summand before the ranks' sum is taken.
+                    # A summand of a sum over the ranks that is still to come.
                     found = (IN_ORDER, IN_ORDER)
             self._levels[number] = found
         return self._levels[number]
 
     def _parts(self, number: int) -> list[Fingerprint]:
-        """This value on every rank, this one's first; none where the ranks' operations differ."""
+        """This value on every rank, this rank's first; empty where the ranks' operations differ."""
         if self._of_all_ranks is None:
             mine = [self.ranks[self.rank], *(each for n, each in enumerate(self.ranks) if n != self.rank)]
             self._of_all_ranks = _shards(mine)
@@ -249,11 +250,11 @@ class _Side:
 
     @property
     def compared(self) -> ComparedSide:
-        """What a search for partners needs of this side."""
+        """This side as the search for partners needs it."""
         return ComparedSide(self.trace, self._forms, len(self.ranks))
 
     def _forms(self, number: int) -> list[Fingerprint]:
-        """A value as this rank has it, and as the whole that it has a part of."""
+        """A value of this rank, and the whole if this rank has a part of it."""
         own = self.trace.fingerprints.get(number)
         if own is None:
             return []
@@ -261,7 +262,7 @@ class _Side:
         return [own, joined(parts)] if parts and _differ(parts) else [own]
 
     def says(self, number: int) -> bool:
-        """Whether a value's fingerprint distinguishes it from others."""
+        """Whether a value's fingerprint distinguishes it from unrelated values."""
         own = self.trace.fingerprints.get(number)
         return own is not None and not own.says_nothing
 
@@ -272,9 +273,9 @@ class _Side:
     # ---- lost -------------------------------------------------------------------------------------------------------
 
     def first_lost(self, level: int) -> list[LostOperation]:
-        """The lost operations without a lost one before them, judged at this level; the most telling first."""
+        """The lost operations that depend on no other lost one, judged at this level; the most telling first."""
         everything = self._lost_here(level)
-        # What only arranges numbers that the other side has is lost because what reads it is.
+        # Operations that only arrange numbers that the other side has are lost because their readers are.
         lost = [each for each in everything if not self._arranges_known(each, level)] or everything
         follows = self._following_inputs()
         tap_dependent = [each for each in lost if follows[each.index]]
@@ -302,20 +303,24 @@ class _Side:
                 found.setdefault(suspect.index, LostOperation(suspect, False, False, is_suspect=True))
             found.setdefault(each.index, LostOperation(each, self._has_equal_inputs(each), False))
         for each in tap_dependent:
-            # Where the other side does it all in one operation, the fault may be in any of them.
+            # If the other side uses a single operation for all of them, the fault may be in any.
             found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
         return list(found.values())
 
     def at_fault(self, lost: Sequence[LostOperation], level: int) -> list[LostOperation]:
-        """The lost operations without those of their lines that do the same elsewhere with right results.
+        """The lost operations, attributed to the callers of lines that do the same elsewhere with right results.
 
-        What calls such a line is at fault: it calls it once more, or with something else.
+        The caller of such a line is at fault: it calls the line once too often, or with wrong arguments.
         """
         wrong = {each.index for each in self._lost_here(level)}
         of_lost = {each.operation.call for each in lost}
         ran = [each for each in self.trace.operations if each.index not in wrong and each.call in of_lost]
         right = [each for each in ran if any(map(self._is_known_to_agree, each.outputs))]
-        right += [each for each, made in self.trace.ran_elsewhere if self.elsewhere.find(made)[0] >= level]
+        right += [
+            each
+            for each, made in self.trace.ran_elsewhere
+            if each.call in of_lost and any(self.elsewhere.find(own)[0] >= level for own in made)
+        ]
 
         def called(operation: TracedOperation) -> TracedOperation:
             frames = operation.frames
@@ -323,7 +328,7 @@ class _Side:
                 depth = len(operation.frames) - len(frames)
                 same = [each.frames for each in right if each.call == operation.call and len(each.frames) > depth + 1]
                 callers = {(each[depth + 1], each[depth + 1].instruction) for each in same if each[depth] == frames[0]}
-                # A line that runs once more in a loop may be right at first by chance.
+                # A line that runs again in a loop may be right at first by chance.
                 if not callers or (frames[1], frames[1].instruction) in callers:
                     break
                 frames = frames[1:]
@@ -335,12 +340,12 @@ class _Side:
         return self.says(number) and self._is_equal(number)
 
     def part(self, lost: Sequence[LostOperation], level: int) -> LostPart:
-        """Return what a search for remedies needs of this side."""
+        """Return this side as the search for remedies needs it."""
         first = [each.operation for each in lost if not each.is_later]
         return LostPart(self.trace, self._lost_here(level), first[:3], self._is_known_to_agree)
 
     def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
-        """What this reads that outlives a call, also arranged, and whose values the other side does not read."""
+        """Tensors that outlive a call, which this reads, perhaps rearranged, and the other side does not read."""
         sources = self._sources()
         by_index = {each.index: each for each in self.trace.operations}
         found: dict[str, StateRead] = {}
@@ -349,7 +354,7 @@ class _Side:
             number = left.pop(0)
             value = self.trace.values[number]
             if value.path is not None and self.says(number) and not self.level(number):
-                # What was written before this call was not seen.
+                # Earlier calls were not traced, so the writer may be unknown.
                 writer = by_index.get(max(value.sources, default=-1))
                 found.setdefault(value.path, StateRead(value.path, writer))
             for index in sources[number]:
@@ -358,13 +363,13 @@ class _Side:
         return tuple(found.values())
 
     def _is_summand(self, operation: TracedOperation) -> bool:
-        """Whether the ranks have different results of this operation, which a collective puts together later."""
+        """Whether the ranks' results of this operation differ, and a later collective puts them together."""
         parts = [part for number in operation.outputs[:1] for part in self._parts(number)]
         later = (each for each in self.trace.operations if each.is_collective)
         return bool(parts) and _differ(parts) and any(operation.index in _ancestors(each, self.trace) for each in later)
 
     def _arranges_known(self, operation: TracedOperation, level: int) -> bool:
-        """Whether an operation only arranges what the other side has, or what others arranged so."""
+        """Whether an operation only arranges values that the other side has, directly or through others that do so."""
         if not operation.only_arranges:
             return False
         sources = self._sources()
@@ -378,7 +383,7 @@ class _Side:
     def _omitting(
         self, operation: TracedOperation, lost: Sequence[TracedOperation], level: int
     ) -> list[TracedOperation]:
-        """The lost operations that leave out a part of what the other side has, and arrange it for this operation."""
+        """The lost operations that prepare this one's inputs and leave out a part of values that the other side has."""
         by_index = {each.index: each for each in lost if self._arranges_known(each, level)}
         sources = self._sources()
         found: dict[int, TracedOperation] = {}
@@ -394,7 +399,7 @@ class _Side:
         return [found[index] for index in sorted(found)]
 
     def _lost(self, level: int) -> list[TracedOperation]:
-        """The operations of which the other side has neither the result nor any that depends on it."""
+        """The operations for which the other side has neither their results nor any that depend on them."""
         rescued: set[int] = set()
         equal: set[int] = set()
         readers = self._readers_of_values()
@@ -404,10 +409,10 @@ class _Side:
             return self.says(number) and self.level(number) >= level
 
         for each in reversed(self.trace.operations):
-            # A number alone, or a constant, tells nothing of what came before it, but it may be equal itself.
+            # A single number, or a constant, proves nothing about earlier operations, but may itself be equal.
             if each.outputs and all(self._is_silent_and_equal(number) for number in each.outputs):
                 equal.add(each.index)
-            # What takes a part of a value tells of that part alone: a half may agree by chance.
+            # An operation that takes a part of a value proves only that part: the rest may still differ.
             parts = _Parts()
             is_whole = False
             for number in each.outputs:
@@ -415,7 +420,7 @@ class _Side:
                 size = math.prod(self.trace.values[number].shape)
                 taken = _Parts()
                 if self.trace.values[number].dtype in COUNTS:
-                    # A part of what was chosen may be right by chance.
+                    # A part of chosen indices may be right by chance.
                     own |= {*readers[each.index, number]} <= rescued and bool(readers[each.index, number])
                     parts.add(size, own)
                     is_whole |= own
@@ -433,23 +438,24 @@ class _Side:
         return [each for each in self.trace.operations if each.index not in rescued | equal]
 
     def _part_of(self, reader: TracedOperation, number: int) -> int | None:
-        """The size of the part of a value that an operation takes; None for one that reads it as a whole."""
+        """The size of the part of a value that an operation takes; None if it reads the whole."""
         if not reader.only_arranges or len(reader.outputs) != 1:
             return None
         made, read = (math.prod(self.trace.values[each].shape) for each in (reader.outputs[0], number))
         return made if made < read else None
 
     def _lost_here(self, level: int) -> list[TracedOperation]:
-        """The lost operations without those whose results the other side computed, but not for this tap.
+        """The lost operations, without those whose results the other side computed for something else.
 
-        An operation after them reads a wrong value, and the operations that made this value are right.
+        These are right, and an operation after them reads the wrong value.
         """
         lost = self._lost(level)
         follows, drawn = self._following_inputs(), self._drawn_data()
         readers = self._readers()
         excused: set[int] = set()
         for each in reversed(lost):
-            # A constant of another layer may be the mistake; numbers that were drawn are data.
+            # A constant may be another layer's by mistake, so only values that depend on inputs, and drawn numbers,
+            # which are data, count.
             is_known = (follows[each.index] or each.index in drawn) and any(
                 self.says(number) and self.elsewhere.find(self.trace.fingerprints[number])[0] >= level
                 for number in each.outputs
@@ -460,7 +466,7 @@ class _Side:
         return left if any(not each.only_arranges for each in left) else lost
 
     def _readers(self) -> Mapping[int, list[int]]:
-        """The operations that read each one's results."""
+        """The operations that read each operation's results."""
         found: dict[int, list[int]] = defaultdict(list)
         sources = self._sources()
         for each in self.trace.operations:
@@ -470,9 +476,9 @@ class _Side:
         return found
 
     def _readers_of_values(self) -> Mapping[tuple[int, int], list[int]]:
-        """By operation and output, the operations that read it and whose own results tell of what they read.
+        """For each operation and output, the operations that read it and whose results prove something about it.
 
-        A value that several wrote to is an output of each.
+        A value that several operations wrote to is an output of each.
         """
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         sources = self._sources()
@@ -499,7 +505,7 @@ class _Side:
         }
 
     def _following_inputs(self) -> dict[int, bool]:
-        """Whether each operation depends on what a tap set. Where no tap is before the result, on anything."""
+        """Whether each operation depends on a tap's value, or if no tap precedes the result, on any input."""
         values = self.trace.values
         has_taps = any(value.tap is not None for value in values.values())
 
@@ -518,9 +524,9 @@ class _Side:
         return found
 
     def _drawn_data(self) -> set[int]:
-        """The operations that draw random numbers into a new tensor, and those that arrange these.
+        """The operations that draw random numbers into a new tensor, and those that rearrange such numbers.
 
-        What a weight is initialised with, which is drawn in place, is not data.
+        Numbers drawn in place, as for the initialisation of a weight, are not data.
         """
         sources = self._sources()
         found: set[int] = set()
@@ -544,20 +550,20 @@ class _Side:
         )
 
     def _has_equal_inputs(self, operation: TracedOperation) -> bool:
-        # A random generator's state is an input, too.
+        # The state of a random number generator is an input, too.
         return not operation.is_random and all(self._is_equal(number) for number in operation.inputs)
 
     def _is_equal(self, number: int) -> bool:
-        """Whether the other side has this value; in another order only if it has another shape there."""
+        """Whether the other side has this value; in another order only if in another shape."""
         level, shaped = self._found(number)
-        # The same numbers in another order and in this shape are what this side should have made of them.
+        # If the other side has these numbers in this shape in another order, this side should have made that.
         return shaped != ANY_ORDER and (level == IN_ORDER or (level == ANY_ORDER and not shaped))
 
     def _suspects(self, operation: TracedOperation) -> list[TracedOperation]:
-        """The operations before this one from which on a value has another order, or other signs.
+        """The operations before this one that gave a value a different order or different signs.
 
-        Of a value whose order is wrong, those are the operation that first gave it another order, which may be meant,
-        and the one after which it has the shape in which the other side has it in order.
+        For a value in a wrong order, these are the operation that first changed its order, perhaps intentionally, and
+        the one that gave it the shape in which the other side has it in order.
         """
         by_index = {each.index: each for each in self.trace.operations}
         sources = self._sources()
@@ -584,7 +590,7 @@ class _Side:
 
 
 def _without_ancestors(chosen: Sequence[TracedOperation], trace: SliceTrace, others: set[int]) -> list[TracedOperation]:
-    """Those of the operations that depend on none of the others."""
+    """The operations that depend on none of ``others``."""
     return [each for each in chosen if not others & _ancestors(each, trace)]
 
 

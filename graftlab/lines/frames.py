@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 import torch
 
-# Rooms of graftlab that contain models: their lines are lines of a user's code.
+# Rooms of graftlab that contain models. Their lines count as a user's code.
 _ROOMS_OF_MODELS = ("engine", "models", "zoo")
 _GRAFTLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = tuple(os.path.join(_GRAFTLAB, room) + os.sep for room in _ROOMS_OF_MODELS)
@@ -29,7 +29,7 @@ _STANDARD = tuple(
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _INTERNAL, _OF_A_PACKAGE, _OF_THE_USER = range(3)
 
-# A notebook's cell, whose file has a number for a name.
+# A notebook's cell, whose file is named by a number.
 _CELL = re.compile(rf"{re.escape(os.sep)}ipykernel_\d+{re.escape(os.sep)}\d+\.py$")
 
 # A stack of a model has tens of frames; generated code that calls itself may have thousands.
@@ -45,7 +45,7 @@ class SourceFrame:
     function: str
     source: str
     instruction: int = field(default=-1, compare=False, repr=False)
-    """Which instruction of the function ran, to distinguish the calls of one line; -1 where that is not known."""
+    """The instruction of the function, which distinguishes the calls of one line; -1 if unknown."""
 
     def __str__(self) -> str:
         name = "cell" if _CELL.search(self.file) else os.path.basename(self.file)
@@ -54,7 +54,7 @@ class SourceFrame:
 
 @dataclass(frozen=True)
 class StackEntry:
-    """A position in running code, without its text, which is cheap enough to note for each operation."""
+    """A position in running code. Without its text it is cheap enough to note for each operation."""
 
     code: CodeType
     line: int
@@ -64,31 +64,37 @@ class StackEntry:
 
     def read(self) -> SourceFrame:
         """Return the frame with its line of source."""
-        # Not until now: an entry is noted for each operation, and few are shown.
+        # Read only now, because an entry is noted for each operation, and few are shown.
         source = linecache.getline(self.code.co_filename, self.line).strip()
         name = getattr(self.code, "co_qualname", self.code.co_name)
         return SourceFrame(self.code.co_filename, self.line, name.replace("<locals>.", ""), source, self.instruction)
 
 
-def stack_entries(frame: FrameType | None = None) -> list[StackEntry]:
+def stack_entries(
+    frame: FrameType | None = None, known: dict[tuple[int, int], StackEntry] | None = None
+) -> list[StackEntry]:
     """Return the calling code's stack, innermost first, without torch, graftlab and the standard library.
 
-    ``frame`` is where to begin; by default the caller. A stack without any other code, as of torch's own modules called
-    from an expression, has the lines of those modules.
+    ``frame`` is the first frame, by default the caller's. A stack without any other code, as when an expression calls
+    torch's own modules, has the lines of those modules. ``known`` are the entries of earlier calls, which share theirs.
     """
+    entries = {} if known is None else known
     each: FrameType | None = sys._getframe(1) if frame is None else frame
     found: list[StackEntry] = []
     modules: list[StackEntry] = []
     while each is not None and len(found) < _MOST_FRAMES:
         code = each.f_code
-        if code.co_filename.startswith(_RANKS):
-            # What called this is the rank's own loop, and what started the process.
-            break
         origin = _origin(code.co_filename)
         if origin != _INTERNAL:
-            line = each.f_lineno
-            is_of_user = origin == _OF_THE_USER
-            found.append(StackEntry(code, line or code.co_firstlineno, is_of_user, _has_modules(each), each.f_lasti))
+            # The entry has the code, so no other can get its id.
+            place = id(code), each.f_lasti
+            if place not in entries:
+                line = each.f_lineno or code.co_firstlineno
+                entries[place] = StackEntry(code, line, origin == _OF_THE_USER, _has_modules(each), each.f_lasti)
+            found.append(entries[place])
+        elif code.co_filename.startswith(_RANKS):
+            # The callers of this are the rank's loop and the start of the process.
+            break
         elif code.co_filename.startswith(_TORCHS_MODULES) and not code.co_filename.endswith(_CALLING):
             modules.append(StackEntry(code, each.f_lineno or code.co_firstlineno, False, True))
         each = each.f_back
@@ -96,18 +102,16 @@ def stack_entries(frame: FrameType | None = None) -> list[StackEntry]:
 
 
 def model_entry(stack: Sequence[StackEntry]) -> StackEntry | None:
-    """Return the entry to show for an operation: the model's own line, not one in a package's helper.
-
-    That is the innermost entry, if it is the user's own code or in a file that defines modules. An installed helper
-    (the attention function of a model library, an einops call) is passed over for the innermost entry of such a file;
-    and without one, it is shown itself.
+    """Return the entry to show for an operation: the model's line, not one in a package's helper. That is the innermost
+    entry, if it is the user's own code or in a file that defines modules. For an installed helper (a model library's
+    attention function, an einops call) the innermost entry of such a file is returned, or without one the helper's.
     """
     if not stack:
         return None
     innermost = stack[0]
     if innermost.is_of_user:
         return innermost
-    # A notebook defines modules and also calls functions of packages; only its modules' methods are a model's code.
+    # A notebook defines modules and also calls packages' functions. Only its modules' methods are a model's code.
     for each in stack:
         if each.defines_modules and (not each.is_of_user or each.code.co_varnames[:1] == ("self",)):
             return each
@@ -132,7 +136,7 @@ def model_frame(frame: FrameType) -> FrameType | None:
 
 
 def is_of_graftlab(code: CodeType) -> bool:
-    """Whether code is graftlab's own, and no model of its examples."""
+    """Whether code is graftlab's, and not one of its example models."""
     return code.co_filename.startswith(_GRAFTLAB) and _origin(code.co_filename) == _INTERNAL
 
 
@@ -161,10 +165,10 @@ def is_of_model_code(file: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _origin(file: str) -> int:
-    """Whose code a file is. The user's, unless it is installed, or part of torch, of graftlab or of Python."""
+    """Whose code a file is: the user's, unless it is installed, or part of torch, graftlab or Python."""
     if file == "<string>":
-        # All generated code without a name is called so. From Python 3.13 on, linecache has a text for it: that of
-        # python -c, with which the processes of ranks start.
+        # The name of all generated code without a file. From Python 3.13 on, linecache has a text for it: that of
+        # python -c, with which ranks' processes start.
         return _INTERNAL
     if file.startswith("<"):
         # Without a text it is generated code, such as the __init__ of a dataclass.
@@ -179,7 +183,7 @@ def _origin(file: str) -> int:
     return _INTERNAL if path.startswith(_STANDARD) else _OF_THE_USER
 
 
-# By the file: a module's classes are defined before any of its functions runs in a model.
+# Cached by file: a module's classes are defined before any of its functions runs in a model.
 _files_with_modules: dict[str, bool] = {}
 
 

@@ -1,4 +1,4 @@
-"""What a comparison of two traces finds: operations whose results the other side does not have."""
+"""The result of comparing two traces: operations whose results the other side lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graftlab.lines.traces import TracedOperation
 
 @dataclass(frozen=True)
 class StateRead:
-    """A tensor that outlives a call, by its name where it is read, and the operation that wrote it last, if one did."""
+    """A tensor that outlives a call: its name where it is read, and the operation that last wrote it, if any."""
 
     name: str
     writer: TracedOperation | None = None
@@ -19,14 +19,14 @@ class StateRead:
 class LostOperation:
     """An operation at which a side departs from the other.
 
-    ``has_equal_inputs`` means that the other side has all that it read, in the same order or in another shape;
-    ``follows_inputs`` that it depends on the values of taps, and not on constants and parameters alone. ``is_suspect``
-    marks one whose result the other side has in another order, with other signs or in another place, which may be
-    meant, and ``is_later`` one that depends on another lost one. ``lacks_sum`` marks one whose results on the ranks
-    would have to be summed to give the other side's, ``is_summand`` one whose results are summed later, so that none of
-    the other side's values is that of one rank. ``state`` are the tensors that outlive a call, which the operation
-    reads and the other side does not have. ``partner`` is the index of the other side's operation that reads the same
-    and gives the same shape, ``counterpart`` that operation.
+    ``has_equal_inputs``: the other side has all values that it read, in the same order or in another shape.
+    ``follows_inputs``: it depends on the values of taps, not only on constants and parameters. ``is_suspect``: the
+    other side has its result in another order, with other signs or in another place, which may be intended.
+    ``is_later``: it depends on another lost operation. ``lacks_sum``: only the sum of its results over the ranks is the
+    other side's result. ``is_summand``: its results are summed later, so no single rank's is among the other side's
+    values. ``state`` has the tensors that outlive a call, that the operation reads and that the other side lacks.
+    ``partner`` is the index of the other side's operation that reads the same values and gives the same shape,
+    ``counterpart`` that operation.
     """
 
     operation: TracedOperation

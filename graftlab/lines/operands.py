@@ -1,4 +1,4 @@
-"""Where a wrong operand was chosen: the lines that take a part of a value, such as those that unpack a split."""
+"""Finds where a wrong operand was chosen: lines that take a part of a value, such as those that unpack a split."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TOLERANCE = 1e-5
 def with_choices(
     lost: Sequence[LostOperation], others: Sequence[LostOperation], trace: SliceTrace, other: SliceTrace
 ) -> list[LostOperation]:
-    """Return the lost operations, with the lines before them that chose what they read.
+    """Return the lost operations, with the lines before them that chose their operands.
 
-    Where one line does the same on both sides with other parts of a value, the line that took the part is at fault,
-    if that is not the same on both sides. ``trace`` is that of ``lost``, ``other`` that of ``others``.
+    If one line is the same on both sides but reads different parts of a value, the line that took the part is at fault,
+    unless that too is the same on both sides. ``trace`` belongs to ``lost``, ``other`` to ``others``.
     """
     found: dict[int, LostOperation] = {}
     for each in lost:
@@ -31,7 +31,7 @@ def with_choices(
 def _choices(
     each: LostOperation, others: Sequence[LostOperation], trace: SliceTrace, other: SliceTrace
 ) -> list[TracedOperation]:
-    """The operations that took the parts which this reads, where those of its counterpart were taken elsewhere."""
+    """The operations that took the parts which this reads, if its counterpart's parts come from different places."""
     alike = [one for one in others if not (one.is_suspect or one.is_later) and _is_same_line(one, each)]
     if not alike or not each.has_equal_inputs:
         return []
@@ -46,7 +46,7 @@ def _choices(
             ours, partner = makers
             assert ours is not None
             assert partner is not None
-            if _what(ours) == _what(partner):
+            if _line_and_call(ours) == _line_and_call(partner):
                 left.append((ours, partner))
             elif ours.only_arranges and partner.only_arranges:
                 found[ours.index] = ours
@@ -54,7 +54,7 @@ def _choices(
 
 
 def _maker(number: int, trace: SliceTrace) -> TracedOperation | None:
-    """The only operation that wrote a value in the trace; None for what a tap set, and what others wrote to as well."""
+    """The only operation that wrote a value in the trace; None if a tap set it, or several operations wrote it."""
     value = trace.values[number]
     if value.tap is not None or len(value.sources) != 1:
         return None
@@ -62,7 +62,7 @@ def _maker(number: int, trace: SliceTrace) -> TracedOperation | None:
 
 
 def _is_same_line(one: LostOperation, other: LostOperation) -> bool:
-    """Whether both sides do the same on a line of the same text."""
+    """Whether both operations are the same, on lines with the same text."""
     ours, theirs = one.operation, other.operation
     sources = [each.frames[0].source for each in (ours, theirs) if each.frames]
     return len(sources) == 2 and sources[0] == sources[1] != "" and ours.call == theirs.call
@@ -73,6 +73,6 @@ def _differ(mine: int, theirs: int, trace: SliceTrace, other: SliceTrace) -> boo
     return own is not None and found is not None and agreement(own, found, _TOLERANCE) != IN_ORDER
 
 
-def _what(operation: TracedOperation) -> tuple[str, str]:
-    """What an operation does, and the words for it in its line."""
+def _line_and_call(operation: TracedOperation) -> tuple[str, str]:
+    """The text of an operation's line, and its call in words."""
     return operation.frames[0].source if operation.frames else "", operation.call

@@ -1,4 +1,4 @@
-"""Record the torch operations of a call: what each read and wrote, its scalar arguments and its line of source."""
+"""Records a call's torch operations: the values that each read and wrote, its scalar arguments, its line of source."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from graftlab.base.tensor_bytes import memory_of
+from graftlab.base.tensor_bytes import DTYPE_NAMES, memory_of
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
 from graftlab.lines.frames import SourceFrame, StackEntry, frames_of_traceback, model_entry, stack_entries
 from graftlab.lines.state import path_of
@@ -20,24 +21,24 @@ from graftlab.taps.untraced import outside_compiled_code
 
 MOST_OPERATIONS = 50_000
 SORT_BUDGET = 1 << 24
-"""The elements that one recording sorts for fingerprints: about a second of one processor core."""
+"""The most elements that one recording sorts for fingerprints, about a second of one processor core."""
 LARGE = 1 << 16
-"""A tensor of more elements is large: its values are not sorted, which takes thirty times as long as their sums."""
+"""A tensor with more elements is large: its values are not sorted, which takes thirty times as long as their sums."""
 NUMBER_BUDGET = 1 << 29
-"""The elements that one recording reads for fingerprints at all."""
+"""The most elements that one recording reads for fingerprints."""
 
-# A search for the name of what was written in place takes about a millisecond.
+# The search for the name of a tensor written in place takes about a millisecond.
 _MOST_SEARCHES = 200
 _SEARCHES_OF_ONE = 2
 
-# What these write to, they do not read.
+# These do not read the tensors that they write to.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
-# A collective's schema does not say what it writes to. It may still be under way when it returns.
 _FROM_DATA = frozenset({"lift_fresh", "lift_fresh_copy"})
-"""What ``torch.tensor`` calls with the tensor that it has made of Python's numbers."""
+"""``torch.tensor`` calls these with the tensor that it has made of Python's numbers."""
+# A collective's schema does not show what it writes to. It may still be in progress when it returns.
 _COLLECTIVES = frozenset({"c10d"})
 _FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional"})
-# In training these write to the running statistics, which their schemas do not say.
+# In training these write to running statistics, which their schemas do not show.
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS = ("running_mean", "running_var")
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "transpose", "t", "permute", "select", "slice", "expand"})
@@ -45,14 +46,14 @@ LAYOUT_OPERATIONS = _VIEWS | frozenset(
     {"unsqueeze", "squeeze", "split", "chunk", "unbind", "detach", "alias", "clone", "contiguous", "split_with_sizes"}
     | {"as_strided", "lift_fresh", "unfold", "diagonal", "numpy_T", "_reshape_alias", "view_as_real", "view_as_complex"}
 )
-"""Operations that only arrange numbers."""
+"""Operations that only rearrange numbers."""
 
 
 @dataclass(frozen=True)
 class TracedValue:
     """A tensor at one moment of a recording.
 
-    ``sources`` are the operations that wrote it; none for what a tap set (``tap``), and for what existed before.
+    ``sources`` are the operations that wrote it; empty if a tap set it (``tap``), or it existed before.
     """
 
     number: int
@@ -62,8 +63,9 @@ class TracedValue:
     tap: str | None = None
     is_parameter: bool = False
     path: str | None = None
-    """The attribute or variable under which the code that reads it has it, for a tensor that existed before; for one
-    that operations wrote to in place, the attribute or key alone."""
+    """The attribute or variable through which code reads a tensor that existed before; for one written in place, only
+    an attribute or key.
+    """
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,19 @@ class Operation:
     is_random: bool = False
     """Whether the result depends on the state of a random generator."""
     backward_of: tuple[SourceFrame, ...] = ()
-    """For an operation of the backward pass: the lines of the forward operation that it belongs to."""
+    """For an operation of the backward pass: the lines of its forward operation."""
     is_of_backward: bool = False
     step: int = 0
-    """The step of the recording in which it ran, from its first."""
+    """The step in which it ran, counted from the recording's first."""
     arguments: tuple[str, ...] = ()
-    """In words, those that are not tensors and do not have their usual value."""
+    """Arguments in words: those that are not tensors and not at their defaults."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Those of the tensors that it reads, and last that of its first result."""
+    """The shapes of the tensors that it reads, and last that of its first result."""
     is_collective: bool = False
 
     @property
     def only_arranges(self) -> bool:
-        """Whether the operation changes no number."""
+        """Whether the operation leaves all numbers unchanged."""
         return self.name in LAYOUT_OPERATIONS
 
     def frames(self) -> list[SourceFrame]:
@@ -101,7 +103,7 @@ class Operation:
         shown = model_entry(self.stack)
         own = [each.read() for each in ([] if shown is None else [shown, *(e for e in self.stack if e is not shown)])]
         if own and shown is not self.stack[0]:
-            # What called it does not follow it.
+            # The line to show comes first, and its callers do not follow it.
             own[0] = replace(own[0], instruction=-1)
         return [*self.backward_of, *own] if self.backward_of and not _has_own_backward(own) else own
 
@@ -111,52 +113,118 @@ def _has_own_backward(frames: Sequence[SourceFrame]) -> bool:
     return bool(frames) and frames[0].function.rpartition(".")[2] == "backward"
 
 
+class _Layout(NamedTuple):
+    """Where a tensor's elements are in its memory; ``stride`` is None for a tensor of another kind."""
+
+    shape: tuple[int, ...]
+    begin: int = 0
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def extent(self) -> tuple[int, int] | None:
+        """The place of a tensor's first element in its memory, and the distance of the last one."""
+        if self.stride is None:
+            return None
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.begin, sum((size - 1) * stride for size, stride in steps)
+
+
 @dataclass
 class _Writes:
-    """What is known of one storage: its life (addresses are used again), and the operations that wrote to it."""
+    """The state of one storage: its life, because addresses are reused, and the operations that wrote to it."""
 
     life: int
     writes: int = 0
     writers: list[int] = field(default_factory=list)
-    present: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """The values that it holds now, each with the part of the memory that it takes."""
+    present: dict[int, _Layout] = field(default_factory=dict)
+    """The values that it holds now, each with where they are in the memory."""
     is_written_in_place: bool = False
     path: str | None = None
     searches: int = 0
 
 
+class _Argument(NamedTuple):
+    """What a schema says of an argument. ``default`` is empty where it has none."""
+
+    name: str
+    is_by_name: bool
+    is_written: bool
+    default: tuple[Any, ...]
+
+
+class _Signature(NamedTuple):
+    """What is known of an operation before it is called."""
+
+    name: str
+    arguments: tuple[_Argument, ...]
+    is_collective: bool
+    """Whether it may still be under way when it returns, and its schema does not say what it writes to."""
+    has_later_result: bool
+    may_draw: bool
+
+    def given(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
+        """The arguments with the values that were given."""
+        for place, argument in enumerate(self.arguments):
+            if place < len(args):
+                yield argument, args[place]
+            elif argument.name in by_name:
+                yield argument, by_name[argument.name]
+
+
+@lru_cache(maxsize=4096)
+def _signature(func: Any) -> _Signature:
+    # Torch makes each part of a schema anew whenever it is asked.
+    schema = func._schema
+    name = schema.name.rpartition("::")[2].removeprefix("_")
+    is_collective = func.namespace in _COLLECTIVES
+    arguments = [
+        _Argument(
+            each.name,
+            each.kwarg_only,
+            is_collective
+            or (each.alias_info is not None and each.alias_info.is_write)
+            or (name in _BATCH_NORMS and each.name in _STATISTICS),
+            (each.default_value,) if each.has_default_value() else (),
+        )
+        for each in schema.arguments
+    ]
+    has_later_result = func.namespace in _COLLECTIVES | _FUNCTIONAL_COLLECTIVES and name != "wait_tensor"
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return _Signature(name, tuple(arguments), is_collective, has_later_result, draws)
+
+
 def modes_in_force() -> list[TorchDispatchMode]:
-    """Return the modes to which this thread's operations go, the innermost last."""
+    """Return this thread's active modes, the innermost last."""
     return list(_get_current_dispatch_mode_stack())
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """What is noted of an operation before it runs."""
+    """Notes on an operation, made before it runs."""
 
-    name: str
+    signature: _Signature
     read: Sequence[torch.Tensor]
     written: Sequence[torch.Tensor]
     inputs: tuple[int, ...]
     index: int
     node: Any
-    stack: tuple[StackEntry, ...]
-    backward_of: tuple[SourceFrame, ...]
-    call: str
-    arguments: tuple[str, ...]
-    shapes: Sequence[tuple[int, ...]]
+    stack: tuple[StackEntry, ...] = ()
+    backward_of: tuple[SourceFrame, ...] = ()
+    call: str = ""
+    arguments: tuple[str, ...] = ()
+    shapes: Sequence[tuple[int, ...]] = ()
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of this thread while it is entered and not paused.
 
-    Only fingerprints are kept, of each tensor that is read, so memory does not grow with their size. ``only`` limits
-    fingerprints to these values, by number; while ``is_near`` is False, those of large tensors are not taken, and
-    others without quantiles, which take most of the time. While ``is_open`` is False, operations pass unrecorded.
-    ``replaced`` are functions by the index of an operation: each receives the
-    operation's first result, and returns the one to continue with. ``passed`` are the numbers of values, by the index
-    of an operation whose first result each replaces; ``fed`` the number of a value that an operation reads, by its
-    index, with a function that receives the value and returns the one to read.
+    Of each tensor that is read only the fingerprint is kept, so memory does not grow with the tensors' size. ``only``
+    limits fingerprints to these values, by number, and words and lines to operations that read no others. While
+    ``is_near`` is False, large tensors get no fingerprints, and the others ones without quantiles, which take most of
+    the time. While ``is_open`` is False, nothing is recorded. ``replaced`` has functions by the index of an operation:
+    each receives the operation's first result, and returns the one to continue with. ``passed`` has numbers of values,
+    by the index of the operation whose first result each replaces. ``fed`` has, by the index of an operation, the
+    number of a value that it reads, and a function that receives the value and returns the one to read.
 
     >>> from graftlab.lines.operations import OperationRecorder
     >>> with OperationRecorder() as recorder:
@@ -170,17 +238,19 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.values: list[TracedValue] = []
         self.fingerprints: dict[int, Fingerprint] = {}
-        self.over_budget: set[int] = set()
-        """The values whose fingerprints exceeded the budget."""
+        self.left_out: set[int] = set()
+        """The values without a fingerprint: over the budget, far from what is wanted, or not in ``only``."""
         self.is_open = True
         self.present_step: Callable[[], int] = int
-        """Returns the step that the code has reached, from the first."""
+        """Returns the code's present step, counted from the first."""
         self.is_near = True
-        """Whether the code is near a value that is wanted."""
+        """Whether the code is near a wanted value."""
+        self.reads_constants = True
+        """Whether fingerprints are taken, far from what is wanted, of what no operation computed."""
         self.is_cut_short = False
-        """Whether there were too many operations to record them all."""
+        """Whether there were too many operations to record all."""
         self.fails_silently = False
-        """Whether an exception of the recorder itself ends the recording, and not the code that is recorded."""
+        """Whether an exception of the recorder ends only the recording, not the recorded code."""
         self.failure: Exception | None = None
         self.replaced: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         self.passed: dict[int, int] = {}
@@ -188,10 +258,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: dict[int, torch.Tensor] = {}
         self._taps_from: int | None = None
         self._small: dict[int, Fingerprint] = {}
-        self._only = only
+        self.only = only
         self._paused = 0
         self._known: dict[tuple[Any, ...], int] = {}
         self._written: dict[int, _Writes] = {}
+        self._named: set[int] = set()
+        self._entries: dict[tuple[int, int], StackEntry] = {}
         self._lives = 0
         self._searches = _MOST_SEARCHES
         self._sorts, self._numbers = SORT_BUDGET, NUMBER_BUDGET
@@ -207,7 +279,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Or torch imports its compiler, which takes seconds, to keep it from compiling the next method.
+        # Otherwise torch imports its compiler, which takes seconds, just to keep it from compiling the next method.
         return False
 
     @outside_compiled_code
@@ -241,19 +313,16 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure, self.is_open = error, False
 
     def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Begun:
-        """Note what an operation reads, before it may overwrite that."""
-        name = func._schema.name.rpartition("::")[2].removeprefix("_")
-        is_collective = func.namespace in _COLLECTIVES
+        """Note the values that an operation reads, before it may overwrite them."""
+        signature = _signature(func)
         read, written = [], []
-        for argument, value in _arguments(func._schema, args, given):
+        for argument, value in signature.given(args, given):
             found = list(_tensors(value))
-            changes = is_collective or (argument.alias_info is not None and argument.alias_info.is_write)
-            changes |= name in _BATCH_NORMS and argument.name in _STATISTICS
-            if changes:
+            if argument.is_written:
                 written += found
-            if not (changes and (argument.kwarg_only or name in _OVERWRITING)):
+            if not (argument.is_written and (argument.is_by_name or signature.name in _OVERWRITING)):
                 read += found
-        if name in _FROM_DATA:
+        if signature.name in _FROM_DATA:
             # Made without an operation, perhaps where a tensor was that no longer exists.
             for each in read:
                 self._begin_life(each, [])
@@ -262,28 +331,32 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each, number in zip(read, numbers, strict=True):
             self._name_state(each, number)
         self._keep(read)
-        node = _autograd_node()
-        # Without this method and the one that the operation calls.
-        stack = tuple(stack_entries(sys._getframe(2)))
+        node, index = _autograd_node(), len(self.operations)
+        if self.only is not None and not self.only.issuperset(inputs):
+            # An operation that leads to a wanted value reads wanted values alone.
+            return _Begun(signature, read, written, inputs, index, node)
+        # Without the frames of this method and of the method that the operation calls.
+        stack = tuple(stack_entries(sys._getframe(2), self._entries))
         shapes = [tuple(each.shape) for each in _tensors([*args, *given.values()])]
-        index, (call, arguments) = len(self.operations), _in_words(func, args, given)
-        return _Begun(name, read, written, inputs, index, node, stack, _forward_lines(node), call, arguments, shapes)
+        call, arguments = _in_words(signature, args, given)
+        return _Begun(
+            signature, read, written, inputs, index, node, stack, _forward_lines(node), call, arguments, shapes
+        )
 
     def _end(self, begun: _Begun, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> Any:
-        """Record an operation that has run; returns the result to continue with."""
-        # Operations inside this one were not recorded: torch takes the mode away meanwhile.
-        index, written = begun.index, begun.written
+        """Record an operation that has run, and return the result to continue with."""
+        # Operations inside this one were not recorded, because torch disables the mode meanwhile.
+        index, written, signature = begun.index, begun.written, begun.signature
         if index in self.replaced:
             result = _with_first(result, self.replaced[index])
         if (kept := self._kept.get(self.passed.get(index, -1))) is not None:
             result = _passing(result, written, kept)
         for each in written:
             self._write(each, index)
-        changed = {_address(each) for each in written}
-        shared = changed | {_address(each) for each in begun.read}
+        shared = {_address(each) for each in (*written, *begun.read)}
         outputs = [self._number(each, (index,)) for each in written]
-        for each in [] if func.namespace in _COLLECTIVES else written:
-            # Part of a buffer may be written and read only as a part of the whole.
+        for each in [] if signature.is_collective else written:
+            # A part of a buffer may be written and then read only through the whole.
             self.read(each)
         for each in _tensors(result):
             if _address(each) not in shared:
@@ -292,18 +365,18 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations.append(
             Operation(
                 index,
-                begun.name,
+                signature.name,
                 begun.call,
                 begun.inputs,
                 tuple(dict.fromkeys(outputs)),
                 begun.stack,
-                _draws(func, args, given),
+                signature.may_draw and _draws(signature, args, given),
                 begun.backward_of,
                 begun.node is not None,
                 self.present_step(),
                 begun.arguments,
                 (*begun.shapes, *(tuple(each.shape) for each in [*_tensors(result)][:1])),
-                func.namespace in _COLLECTIVES | _FUNCTIONAL_COLLECTIVES and begun.name != "wait_tensor",
+                signature.has_later_result,
             )
         )
         return result
@@ -311,21 +384,25 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def read(self, tensor: torch.Tensor) -> int:
         """Return the number of this tensor's present value, and take its fingerprint."""
         number = self._number(tensor, None)
-        if number not in self.fingerprints and (self._only is None or number in self._only):
+        if number not in self.fingerprints:
             size = tensor.numel()
-            is_near = self.is_near or self._only is not None
-            left_out = size > LARGE and not is_near
-            if size > self._numbers or left_out:
-                self.over_budget.add(number)
+            is_near = self._is_near(number)
+            is_needed = is_near or (self.only is None and (self.reads_constants or self.values[number].sources))
+            if size > self._numbers or not is_needed or (size > LARGE and not is_near):
+                self.left_out.add(number)
             elif _is_plain(tensor):
                 self._numbers -= size
                 sorts = is_near and size <= min(LARGE, self._sorts)
                 self._sorts -= size if sorts else 0
                 self.fingerprints[number] = fingerprint(tensor, sorts=sorts)
+                self.left_out.discard(number)
         return number
 
+    def _is_near(self, number: int) -> bool:
+        return self.is_near if self.only is None else number in self.only
+
     def _keep(self, read: Sequence[torch.Tensor]) -> None:
-        """Copy those of the values that are to be passed on, before an operation overwrites them."""
+        """Copy the values that are to be passed on, before an operation overwrites them."""
         wanted = set(self.passed.values()) - self._kept.keys()
         for each in read if wanted else ():
             number = self._number(each, None)
@@ -335,7 +412,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _fed_to(
         self, begun: _Begun, args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments, with another tensor in place of a value that is fed, but not where it is written to."""
+        """The arguments with fed values replaced, except where the operation writes to them."""
         if begun.index not in self.fed:
             return args, given
         number, replace = self.fed[begun.index]
@@ -350,19 +427,19 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [fed(each) for each in args], {name: fed(each) for name, each in given.items()}
 
     def begin_taps(self) -> None:
-        """Note that taps begin: parameters that were written before are what the model has, however it was built."""
+        """Note that taps begin: parameters written earlier are the model's, however it was built."""
         if self._taps_from is None:
             self._taps_from = len(self.operations)
 
     def without_quantiles(self, number: int) -> Fingerprint:
-        """Return the fingerprint of a value in its smaller form."""
+        """Return a value's fingerprint without quantiles."""
         if number not in self._small:
             own = self.fingerprints[number]
             self._small[number] = own if own.values is None else replace(own, magnitudes=None, values=None)
         return self._small[number]
 
     def set_by_tap(self, tensor: torch.Tensor, tap: str, *, changed: bool) -> int:
-        """Note that a tap showed this tensor, and whether it has overwritten it; returns the value's number."""
+        """Note that a tap showed this tensor, and whether it overwrote it. Returns the value's number."""
         if changed:
             self._write(tensor, None)
         self.begin_taps()
@@ -372,9 +449,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _of_same_numbers(self, tensor: torch.Tensor) -> set[int]:
-        """The known values that hold the same numbers in another shape, as before heads were split."""
-        extent = _extent(tensor)
-        numbers = {number for number, own in self._memory(tensor).present.items() if own == extent}
+        """The known values with the same numbers in another shape, as before heads were split."""
+        extent = _layout(tensor).extent
+        numbers = {number for number, own in self._memory(tensor).present.items() if own.extent == extent}
         return {number for number in numbers if math.prod(self.values[number].shape) == tensor.numel()}
 
     def _write(self, tensor: torch.Tensor, index: int | None) -> None:
@@ -396,33 +473,37 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return memory
 
     def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
-        """The number of a tensor's present value. A view of the same numbers in the same arrangement is one value."""
+        """The number of a tensor's present value. A view with the same numbers in one arrangement is the same value."""
         memory = self._memory(tensor)
-        plain, shape = _is_plain(tensor), tuple(tensor.shape)
-        layout = (tensor.storage_offset(), *tensor.stride()) if plain else ()
-        key = (memory.life, memory.writes, layout, shape, tensor.dtype, plain or type(tensor))
+        layout = _layout(tensor)
+        key = (memory.life, memory.writes, layout, tensor.dtype, None if layout.stride is not None else type(tensor))
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.values)
+            memory.present[number] = layout
             wrote = tuple(memory.writers) if sources is None else sources
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            is_parameter = not wrote and isinstance(tensor, torch.nn.Parameter)
-            path = None if wrote else path_of(tensor, sys._getframe(1))
-            memory.present[number] = _extent(tensor)
-            self.values.append(TracedValue(number, shape, dtype, wrote, is_parameter=is_parameter, path=path))
+            self.values.append(TracedValue(number, layout.shape, DTYPE_NAMES[tensor.dtype], wrote))
         value = self.values[number]
-        if not value.is_parameter and isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value):
-            self.values[number] = replace(value, is_parameter=True, path=path_of(tensor, sys._getframe(1)))
+        if value.sources and not isinstance(tensor, torch.nn.Parameter):
+            return number
+        is_parameter = value.is_parameter or (isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value))
+        path, is_new = value.path, number not in self._named or is_parameter != value.is_parameter
+        if is_new and (is_parameter or not value.sources) and self._is_near(number):
+            # Its name is searched for among thousands of objects.
+            self._named.add(number)
+            path = path_of(tensor, sys._getframe(1))
+        if (path, is_parameter) != (value.path, value.is_parameter):
+            self.values[number] = replace(value, path=path, is_parameter=is_parameter)
         return number
 
     def _name_state(self, tensor: torch.Tensor, number: int) -> None:
-        """Note under which attribute code has a tensor that operations wrote to in place, such as a cache."""
+        """Note the attribute under which code has a tensor that operations wrote in place, such as a cache."""
         memory = self._memory(tensor)
         value = self.values[number]
         if not memory.is_written_in_place or value.path is not None or value.tap is not None:
             return
         if memory.path is None and memory.searches < _SEARCHES_OF_ONE and self._searches:
-            # A value that only a variable has is searched for in vain.
+            # The search for a value that only a variable has finds nothing.
             memory.searches += 1
             self._searches -= 1
             memory.path = path_of(tensor, sys._getframe(1), with_variables=False)
@@ -430,25 +511,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values[number] = replace(value, path=memory.path)
 
     def _is_from_before(self, value: TracedValue) -> bool:
-        """Whether a value is as it was before the first tap."""
+        """Whether a value is unchanged since before the first tap."""
         return all(self._taps_from is None or index < self._taps_from for index in value.sources)
 
 
-def _arguments(schema: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The arguments of a schema with the values that were given."""
-    for place, argument in enumerate(schema.arguments):
-        if place < len(args):
-            yield argument, args[place]
-        elif argument.name in given:
-            yield argument, given[argument.name]
-
-
-def _draws(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether an operation draws random numbers. An attention that drops out nothing does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    values = {argument.name: value for argument, value in _arguments(func._schema, args, given)}
-    drops_out = any(argument.name == "dropout_p" for argument in func._schema.arguments)
+def _draws(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether an operation that may draw random numbers does. An attention that drops out nothing does not."""
+    values = {argument.name: value for argument, value in signature.given(args, given)}
+    drops_out = any(argument.name == "dropout_p" for argument in signature.arguments)
     return not drops_out or bool(values.get("dropout_p"))
 
 
@@ -464,22 +534,19 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The first element of a tensor in its memory, and how far the last one is from it."""
-    if not _is_plain(tensor):
-        return ()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return int(tensor.storage_offset()), sum((size - 1) * stride for size, stride in steps)
+def _layout(tensor: torch.Tensor) -> _Layout:
+    shape = tuple(tensor.shape)
+    return _Layout(shape, int(tensor.storage_offset()), tensor.stride()) if _is_plain(tensor) else _Layout(shape)
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """What identifies a tensor's memory while it lives."""
+    """The identity of a tensor's memory while it lives."""
     inner = getattr(tensor, "_local_tensor", tensor)
     return memory_of(inner) or id(inner)
 
 
 def _passing(result: Any, written: Sequence[torch.Tensor], kept: torch.Tensor) -> Any:
-    """The result of an operation that changes nothing: the value from before it."""
+    """The result of an operation that is skipped: the value from before it."""
     for each in written:
         if each.shape == kept.shape:
             each.copy_(kept)
@@ -494,7 +561,7 @@ def _with_first(result: Any, replace: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _is_captured() -> bool:
-    """Whether operations are captured into a CUDA graph, during which nothing may be read."""
+    """Whether operations are being captured into a CUDA graph, while which no value may be read."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
@@ -504,23 +571,22 @@ _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f1
 _MOST_NUMBERS = 6
 
 
-def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """An operation as its call would be written, with tensors by dtype and shape: ``mul(f32[2, 4], 0.1581)``.
+def _in_words(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """An operation written as a call, with dtypes and shapes for tensors: ``mul(f32[2, 4], 0.1581)``.
 
-    Also its arguments that are not tensors.
+    Also returns its arguments that are not tensors.
     """
     said = []
     plain = []
-    for argument, value in _arguments(func._schema, args, given):
-        if value is None or (argument.has_default_value() and _is_equal(value, argument.default_value)):
+    for argument, value in signature.given(args, given):
+        if value is None or any(_is_equal(value, each) for each in argument.default):
             continue
         shown = _value_in_words(value)
-        by_name = argument.kwarg_only or isinstance(value, (bool, str)) or argument.name in ("scale", "eps", "dim")
+        by_name = argument.is_by_name or isinstance(value, (bool, str)) or argument.name in ("scale", "eps", "dim")
         said.append(f"{argument.name}={shown}" if by_name and not isinstance(value, torch.Tensor) else shown)
         if next(_tensors(value), None) is None:
             plain.append(f"{argument.name}={shown}")
-    name = func._schema.name.rpartition("::")[2].removeprefix("_")
-    return f"{name}({', '.join(said)})", tuple(plain)
+    return f"{signature.name}({', '.join(said)})", tuple(plain)
 
 
 def _is_equal(value: Any, default: Any) -> bool:
@@ -529,7 +595,7 @@ def _is_equal(value: Any, default: Any) -> bool:
 
 def _value_in_words(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = DTYPE_NAMES[value.dtype]
         return f"{_SHORT.get(dtype, dtype)}{list(value.shape)}"
     if isinstance(value, float):
         return f"{value:.7g}"
@@ -550,8 +616,8 @@ def _autograd_node() -> Any:
 def _forward_lines(node: Any) -> tuple[SourceFrame, ...]:
     """The user's lines of the forward operation whose gradient is being computed, innermost first.
 
-    Autograd keeps them while anomalies are looked for, see ``torch.autograd.set_detect_anomaly``. What adds to a
-    gradient of before belongs to no operation, but to the call of ``backward``.
+    Autograd keeps them in anomaly mode, see ``torch.autograd.set_detect_anomaly``. Accumulation into an earlier
+    gradient belongs to no operation, but to the call of ``backward``.
     """
     if node is None or node.name().endswith("AccumulateGrad"):
         return ()

@@ -1,4 +1,4 @@
-"""Which operation of the other side corresponds to a lost one: from equal values, with a result of the same shape."""
+"""Finds the other side's operation that corresponds to a lost one: it reads equal values and gives the same shape."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ComparedSide:
-    """One rank's trace, the fingerprints of a value (its own, and that of the whole it is a part of), and the number of
-    the side's ranks."""
+    """One rank's trace, with a value's fingerprints (its own, and its whole's), and the number of the side's ranks."""
 
     trace: SliceTrace
     forms: Callable[[int], Sequence[Fingerprint]]
@@ -38,7 +37,7 @@ def with_partners(
     other: ComparedSide,
     tolerance: float,
 ) -> list[LostOperation]:
-    """Return the lost operations, each with the other side's one that may correspond, where just one does."""
+    """Return the lost operations, each with its partner on the other side, where exactly one may be it."""
     candidates: dict[int, tuple[int, ...]] = {}
     for each in lost:
         alike = [
@@ -66,7 +65,7 @@ def with_partners(
         candidates[each.operation.index] = tuple(sorted([*(o.operation.index for o in chosen), *found_by_name]))
     partners: dict[int, int] = {}
     for found in {each for each in candidates.values() if each}:
-        # A line may run several times on the same values, as for queries and keys: in the same order on both sides.
+        # A line may run several times on the same values, as for queries and keys, in the same order on both sides.
         own = sorted(index for index, same in candidates.items() if same == found)
         if len(own) == len(found):
             partners.update(zip(own, found, strict=True))
@@ -82,9 +81,9 @@ def with_constants(
     others: Sequence[LostOperation],
     tolerance: float,
 ) -> list[LostOperation]:
-    """The lost operations, after those that correspond to first lost ones of the other side with a constant result.
+    """The lost operations, after those that correspond to the other side's first lost ones with a constant result.
 
-    Such a result tells nothing, as a mask that hides nothing, and is equal to others by chance.
+    Such a result, such as a mask that hides nothing, proves nothing, and equals unrelated values by chance.
     """
     found: dict[int, LostOperation] = {}
     for theirs in others:
@@ -105,16 +104,16 @@ def with_constants(
 
 
 def reads_shape_alone(operation: TracedOperation) -> bool:
-    """Whether the result is new, as of ``zeros_like`` and ``new_full``, and computed from no number of what is read."""
+    """Whether the operation uses only the shape of its input, as ``zeros_like`` and ``new_full`` do."""
     return operation.name.endswith("_like") or operation.name.startswith("new_")
 
 
 def _may_correspond(
     operation: TracedOperation, partner: TracedOperation, side: ComparedSide, other: ComparedSide
 ) -> bool:
-    """Whether the results have one shape, or one is the part of the other that a rank has."""
+    """Whether the results have the same shape, or one is a rank's part of the other."""
     if operation.is_collective or partner.is_collective:
-        # Its result may arrive after it has returned, and would overwrite what is put there.
+        # A collective's result may arrive after it has returned, and would overwrite a graft.
         return False
     shapes = side.shape_of(operation), other.shape_of(partner)
     if shapes[0] == shapes[1]:
@@ -128,9 +127,9 @@ def _may_correspond(
 def _reads_the_same(
     operation: TracedOperation, partner: TracedOperation, side: ComparedSide, other: ComparedSide, tolerance: float
 ) -> bool:
-    """Whether an operation computes from what its partner does, or from the partner's result.
+    """Whether an operation reads its partner's inputs, or its partner's result.
 
-    A constant counts as any other value here: a mask of zeros and one that hides something are not the same.
+    Constants count like any other value here: a mask of zeros is not the same as one that hides something.
     """
     theirs = [form for number in (*partner.inputs, *partner.outputs) for form in other.forms(number)]
     for number in operation.inputs:

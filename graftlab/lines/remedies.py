@@ -1,4 +1,4 @@
-"""What to change in the target's run to see whether one line is at fault: leave its operations out, or put them in."""
+"""Changes of the target's run that show whether one line is at fault: leave its operations out, or put them in."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from graftlab.lines.frames import SourceFrame
 from graftlab.lines.traces import SliceTrace, TracedOperation
 
 _DEEPEST = 4
-"""How many lines of a stack are tried: an operation's own, and those that call it."""
+"""How many lines of a stack are tried: an operation's own, and its callers."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the target's run after which a tap agrees, if the operations of one line are at fault.
+    """A change of the target's run that makes a tap agree if one line's operations are at fault.
 
-    ``side`` is the side whose line it is, ``operation`` one of the line's, with that line first among its frames.
-    ``passed`` are the target's operations that pass a value on unchanged, with the value's number: what only the target
-    does is left out. ``fed`` are those that read the result of the baseline's operation ``partner`` in place of a
-    value, by its number: what the target lacks is put in. ``grafted`` are those whose result is replaced by that of an
-    operation of the baseline. ``is_certain`` means that the values prove it without a run.
+    ``side`` is the line's side, ``operation`` one of its operations, with that line first among the frames. ``passed``
+    leaves out operations that only the target has: they return a value, by its number, unchanged. ``fed`` puts in what
+    the target lacks: these operations read the result of the baseline's operation ``partner`` instead of a value, by
+    its number. ``grafted`` are operations whose result is replaced by that of a baseline's operation. ``is_certain``
+    means that the values prove it without a run.
     """
 
     side: Side
@@ -35,24 +35,24 @@ class Remedy:
 
     @property
     def touched(self) -> frozenset[int]:
-        """The target's operations that it changes."""
+        """The target's operations that this changes."""
         return frozenset((*self.passed, *self.fed, *self.grafted))
 
     @property
     def changes(self) -> object:
-        """What it changes, to compare with another's."""
+        """A key by which equal changes compare equal."""
         changed = (self.passed, self.fed, self.grafted)
         return self.partner, tuple(tuple(sorted(each.items())) for each in changed)
 
     @property
     def is_one_sided(self) -> bool:
-        """Whether the other side does nothing in place of the line."""
+        """Whether the other side has nothing in place of the line."""
         return not self.grafted
 
 
 @dataclass(frozen=True)
 class LostPart:
-    """A side's trace, the operations that the other side lacks, the first of them, and which values it has."""
+    """A side's trace, the operations that the other side lacks, the first of them, and a test for values it has."""
 
     trace: SliceTrace
     lost: Sequence[TracedOperation]
@@ -62,7 +62,7 @@ class LostPart:
 
 @dataclass(frozen=True)
 class _Region:
-    """The lost operations of one line, which make a single value. ``operation`` has the line first in its frames."""
+    """The lost operations of one line, which make a single value. ``operation`` has that line first in its frames."""
 
     operation: TracedOperation
     last: TracedOperation
@@ -72,7 +72,7 @@ class _Region:
 
 
 def remedies(baseline: LostPart, target: LostPart, tolerance: float) -> list[Remedy]:
-    """Return what could be changed, the most likely first."""
+    """Return possible changes, the most likely first."""
     kinds = (
         (2, _without_added(baseline, target, tolerance, alone=True)),
         (2, _with_lacking(baseline, target, tolerance)),
@@ -81,7 +81,7 @@ def remedies(baseline: LostPart, target: LostPart, tolerance: float) -> list[Rem
     )
     found: dict[object, Remedy] = {}
     for most, tried in kinds:
-        # Where the other side's next operation reads the same, that is more likely.
+        # Changes where the other side's next operation reads the same value are more likely.
         likely = sorted(tried, key=lambda pair: not pair[0])
         if (certain := next((each for _, each in likely if each.is_certain), None)) is not None:
             return [certain]
@@ -93,7 +93,7 @@ def remedies(baseline: LostPart, target: LostPart, tolerance: float) -> list[Rem
 def _without_added(
     baseline: LostPart, target: LostPart, tolerance: float, *, alone: bool
 ) -> Iterator[tuple[bool, Remedy]]:
-    """Each with whether the other side has an operation that reads what would be left."""
+    """Yields changes that leave a region out, and whether the other side has an operation that reads what remains."""
     for region in _regions(target, alone=alone):
         after = _readers(region, target.trace)
         for number in _of_same_shape(region, target):
@@ -118,7 +118,7 @@ def _with_lacking(baseline: LostPart, target: LostPart, tolerance: float) -> Ite
             if (idle := _does_nothing(region.last.name, alike, target.trace)) is not None:
                 if _is_of_one_line(idle, alike, target):
                     yield True, Remedy("target", idle, grafted={idle.index: region.last.index})
-                # Otherwise the line that made its other arguments is at fault, such as that of a mask.
+                # Otherwise the line that made its other arguments, such as a mask, is at fault.
                 continue
             if _has_counterpart(region, number, alike, baseline.trace, target, tolerance):
                 continue
@@ -131,12 +131,12 @@ def _with_lacking(baseline: LostPart, target: LostPart, tolerance: float) -> Ite
 
 
 def _readers(region: _Region, trace: SliceTrace) -> list[TracedOperation]:
-    """The operations that read what a region makes."""
+    """The operations that read a region's result."""
     return [each for each in trace.operations if region.made in each.inputs and each.index not in region.indices]
 
 
 def _with_whole_line(baseline: LostPart, target: LostPart, tolerance: float) -> Iterator[tuple[bool, Remedy]]:
-    """Where both sides compute one value from the same ones, each on one line."""
+    """Yields changes where both sides compute one value from equal inputs, each on one line."""
     for own in _regions(target, alone=False, deepest=1):
         for other in _regions(baseline, alone=False, deepest=1):
             shapes = target.trace.values[own.made].shape, baseline.trace.values[other.made].shape
@@ -145,7 +145,7 @@ def _with_whole_line(baseline: LostPart, target: LostPart, tolerance: float) -> 
 
 
 def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterator[_Region]:
-    """From each first lost operation: it alone, or the lost operations of its line, and of the lines that call it."""
+    """For each first lost operation: itself, or the lost operations of its line and of that line's callers."""
     wrong = {each.index for each in (*part.lost, *part.first)}
     right = {
         (each.frames[0], each.call)
@@ -154,7 +154,7 @@ def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterato
     }
 
     def ran_right(operations: Sequence[TracedOperation], frame: SourceFrame | None) -> bool:
-        """Whether the same was done on the lines of these operations, except this one, with right results."""
+        """Whether the lines of these operations, except ``frame``, do the same elsewhere with right results."""
         computing = [each for each in operations if not each.only_arranges and each.frames[0] != frame]
         return all((each.frames[0], each.call) in right for each in computing)
 
@@ -165,11 +165,12 @@ def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterato
             chosen = []
             for depth, frame in enumerate(first.frames[:deepest]):
                 of_line = [each for each in part.lost if frame in each.frames]
-                # Of a line that calls others, those must be right elsewhere, or one of them is at fault.
+                # A line that calls others is tried only if those are right elsewhere; otherwise one of them is at
+                # fault.
                 if depth == 0 or ran_right(of_line, frame):
                     chosen.append((of_line, replace(first, frames=first.frames[depth:])))
         for operations, named in chosen:
-            # Lines that do the same elsewhere with right results are not at fault; the line that calls them is.
+            # If lines do the same elsewhere with right results, not they but their caller is at fault.
             own = named.frames[:1] == first.frames[:1]
             if own and deepest > 1 and len(first.frames) > 1 and ran_right(operations, None):
                 continue
@@ -178,7 +179,7 @@ def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterato
 
 
 def _region(operations: Sequence[TracedOperation], named: TracedOperation, trace: SliceTrace) -> _Region | None:
-    """These operations, if only one of the values that they make is read by others."""
+    """These operations as a region, if others read only one of their results."""
     own = frozenset(each.index for each in operations)
     outside = [number for each in trace.operations if each.index not in own for number in each.inputs]
     values = trace.values
@@ -195,14 +196,14 @@ def _region(operations: Sequence[TracedOperation], named: TracedOperation, trace
 
 
 def _of_same_shape(region: _Region, part: LostPart) -> list[int]:
-    """The values that a region reads, that the other side has, and that could stand in place of its result."""
+    """The values that a region reads, that the other side has, and that could replace its result."""
     values = part.trace.values
     made = values[region.made]
     by_index = {each.index: each for each in part.trace.operations}
     read = dict.fromkeys(region.inputs)
     left = list(read)
     while left:
-        # A part of a value may be read, or the value in another arrangement.
+        # The region may read a part of a value, or the value in another arrangement.
         value = values[left.pop()]
         for index in value.sources if value.tap is None else ():
             if index in by_index and by_index[index].only_arranges and index not in region.indices:
@@ -218,7 +219,7 @@ def _of_same_shape(region: _Region, part: LostPart) -> list[int]:
 
 
 def _equal_values(number: int, trace: SliceTrace, other: SliceTrace, tolerance: float) -> set[int]:
-    """The other side's values that equal this one and have its shape."""
+    """The other side's values that equal this one in values and shape."""
     wanted = trace.fingerprints.get(number)
     if wanted is None:
         return set()
@@ -230,9 +231,9 @@ def _equal_values(number: int, trace: SliceTrace, other: SliceTrace, tolerance: 
 
 
 def _does_nothing(name: str, numbers: set[int], trace: SliceTrace) -> TracedOperation | None:
-    """The operation of this name that leaves one of these values as it is, as one with a mask that hides nothing.
+    """The operation of this name that leaves one of these values unchanged, such as one with a mask that hides nothing.
 
-    Then this side does the same with other arguments, which are at fault.
+    Then this side does the same with different arguments, which are at fault.
     """
     return next(
         (
@@ -245,7 +246,7 @@ def _does_nothing(name: str, numbers: set[int], trace: SliceTrace) -> TracedOper
 
 
 def _is_of_one_line(operation: TracedOperation, numbers: set[int], part: LostPart) -> bool:
-    """Whether the line of an operation computes all that it reads beside these values from what the other side has."""
+    """Whether the operation's line computes all inputs but these values from values that the other side has."""
     by_index = {each.index: each for each in part.trace.operations}
     left = [number for number in operation.inputs if number not in numbers]
     while left:
@@ -262,10 +263,10 @@ def _is_of_one_line(operation: TracedOperation, numbers: set[int], part: LostPar
 def _has_counterpart(
     region: _Region, number: int, numbers: set[int], trace: SliceTrace, other: LostPart, tolerance: float
 ) -> bool:
-    """Whether the other side does to a value what a region does, with other arguments: then neither lacks it.
+    """Whether the other side does the same to a value as a region, with different arguments. Then neither lacks it.
 
-    ``numbers`` are that side's values that equal value ``number``. An operation that this side has elsewhere, with the
-    same arguments, is not a counterpart of the region.
+    ``numbers`` are the other side's values that equal value ``number``. An operation that this side also has elsewhere,
+    with the same arguments, is not the region's counterpart.
     """
     lost = {each.index for each in other.lost}
 
@@ -297,7 +298,7 @@ def _has_counterpart(
 
 
 def _makes_all(region: _Region, part: LostPart, tolerance: float) -> bool:
-    """Whether the region has all lost operations that compute, and its value is the result."""
+    """Whether the region has all lost operations that compute numbers, and its value is the result."""
     if any(each.index not in region.indices and not each.only_arranges for each in part.lost):
         return False
     made, result = (part.trace.fingerprints.get(number) for number in (region.made, part.trace.result))

@@ -1,4 +1,4 @@
-"""Under which name code has a tensor that it reads: a variable, or a path of attributes and keys from one."""
+"""Finds the name under which code reads a tensor: a variable, or a path of attributes and keys from one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_ITEMS = 64
 
 
 def path_of(tensor: torch.Tensor, frame: FrameType, *, with_variables: bool = True) -> str | None:
-    """Return the shortest path to a tensor from the variables of the model's code that runs; None if it has none.
+    """Return the shortest path to a tensor from the variables of the running model code; None if there is none.
 
-    A tensor in the same memory counts too, with ``...`` behind its path: the code reads a part of it, or a view.
-    Without ``with_variables`` only what outlives a call counts: attributes, and the keys of what a variable holds.
+    A tensor in the same memory counts too, with ``...`` after its path: the code reads a part or a view of it. Without
+    ``with_variables`` only names that outlive a call count: attributes, and keys of objects in variables.
     """
     running = model_frame(frame)
     if running is None:

@@ -1,10 +1,10 @@
-"""What a rank is asked to trace, and what it returns: the operations between a tap that differs and those before it."""
+"""The request to trace on a rank, and its answer: the operations between a tap that differs and earlier taps."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graftlab.base.tags import TapIdentity, identity
@@ -15,14 +15,14 @@ from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
 MOST_ELSEWHERE = 4096
 
 LINE_TAP = "graftlab.line"
-"""The beginning of the names of taps at operations, which confirm a line."""
+"""The prefix of the names of taps at operations, which confirm a line."""
 
 
 @dataclass(frozen=True)
 class WantedCall:
-    """One call of a tap: by the name and the tags of its pair, the step from the run's first, and the occurrence.
+    """One call of a tap: the name and tags of its pair, the step counted from the run's first, and the occurrence.
 
-    ``order`` is about how many taps the step has reached by then.
+    ``order`` is the approximate number of taps that the step has reached before.
     """
 
     name: str
@@ -40,10 +40,11 @@ class WantedCall:
 
 @dataclass(frozen=True)
 class OperationChanges:
-    """What a traced run changes at single operations, by their index.
+    """The changes of a traced run at single operations, by their index.
 
-    ``shown`` are operations whose results are shown as taps, each with its name. ``passed`` are the numbers of values
-    that operations return unchanged, ``fed`` those of values in whose place they read what a tap shows.
+    ``shown`` has the tap names of operations whose results are shown as taps. ``passed`` has the numbers of values that
+    operations return unchanged. ``fed`` has the numbers of values that operations read, each with the name of the tap
+    whose value they read instead.
     """
 
     shown: Mapping[int, str] = field(default_factory=dict)
@@ -53,10 +54,10 @@ class OperationChanges:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What to trace in one run.
+    """A request to trace in one run.
 
-    ``grafted`` are the calls of taps that have the baseline's values, each with its step and its occurrence. ``only``
-    are the values to take fingerprints of; all if it is None.
+    ``grafted`` are the calls of taps that have the baseline's values, each with its step and occurrence. ``only`` are
+    the values to take fingerprints of; None means all.
     """
 
     wanted: Sequence[WantedCall]
@@ -102,18 +103,19 @@ class TracedOperation:
 
 
 OperationPlace = tuple[str, SourceFrame | None, int]
-"""Which operation is meant, on each rank: its name, its line, and how many of them the line has run before."""
+"""An operation's identity on all ranks: its name, its line, and how many of that name the line has run before."""
 
 
 @dataclass(frozen=True)
 class SliceTrace:
     """The operations that lead to one value on one rank, in execution order.
 
-    ``values`` are what they read and wrote, by number, and ``fingerprints`` those that were taken. ``result`` is the
-    tap's own value. ``without_fingerprint`` are values for which the budget did not suffice. ``elsewhere`` are
-    fingerprints, without quantiles, of what was computed before and did not lead to the value. ``of_forward`` are, for
-    a value of the backward pass, the fingerprints of what the forward pass computed: only one side's backward pass may
-    read it.
+    ``values`` has the values that they read and wrote, by number, ``fingerprints`` those that were taken. ``result`` is
+    the tap's own value. ``without_fingerprint`` are values whose fingerprints were left out. ``elsewhere`` has the
+    fingerprints, without quantiles, of values computed before that did not lead to the value. ``of_forward`` has, for a
+    value of the backward pass, the fingerprints of the forward pass's values, since only one side's backward pass may
+    read them. ``ran_elsewhere`` are operations that the lines of ``operations`` ran, but not for this value, each with
+    what all that are like it computed. A trace of certain values alone has no values of the last three kinds.
     """
 
     operations: tuple[TracedOperation, ...]
@@ -124,11 +126,16 @@ class SliceTrace:
     is_cut_short: bool
     elsewhere: tuple[Fingerprint, ...] = ()
     of_forward: tuple[Fingerprint, ...] = ()
-    ran_elsewhere: tuple[tuple[TracedOperation, Fingerprint], ...] = ()
+    ran_elsewhere: tuple[tuple[TracedOperation, tuple[Fingerprint, ...]], ...] = ()
+
+    def beside(self, earlier: SliceTrace) -> SliceTrace:
+        """This, with what ``earlier``, a trace of the same call, has of operations that did not lead to its value."""
+        others = earlier.elsewhere, earlier.of_forward, earlier.ran_elsewhere
+        return replace(self, elsewhere=others[0], of_forward=others[1], ran_elsewhere=others[2])
 
     @property
     def places(self) -> dict[OperationPlace, TracedOperation]:
-        """The operations by what identifies them on each rank."""
+        """The operations, by their identity on all ranks."""
         counts = Counter[tuple[str, SourceFrame | None]]()
         found = {}
         for each in self.operations:
@@ -139,7 +146,7 @@ class SliceTrace:
 
 
 def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
-    """Return the operations that lead to a value, by number, from what taps set and what existed before.
+    """Return the operations that lead to a value, by number, from values of taps and values that existed before.
 
     ``recorder`` must have read the value.
     """
@@ -161,7 +168,11 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
     chosen = [recorder.operations[index] for index in sorted(operations)]
     values.update(dict.fromkeys(number for each in chosen for number in each.outputs))
     of_forward: tuple[Fingerprint, ...] = ()
-    if any(each.is_of_backward for each in chosen):
+    elsewhere: tuple[Fingerprint, ...] = ()
+    if recorder.only is None:
+        others = [number for number in recorder.fingerprints if number not in values]
+        elsewhere = tuple(map(recorder.without_quantiles, others[-MOST_ELSEWHERE:]))
+    if recorder.only is None and any(each.is_of_backward for each in chosen):
         outside = {number for each in recorder.operations if not each.is_of_backward for number in each.outputs}
         of_forward = tuple(
             recorder.fingerprints[number]
@@ -169,30 +180,35 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
             if number in recorder.fingerprints
         )
     read = {result, *(number for each in chosen for number in each.inputs)}
-    elsewhere = tuple(recorder.without_quantiles(number) for number in recorder.fingerprints if number not in values)
     return SliceTrace(
         tuple(TracedOperation.of(each) for each in chosen),
         {number: recorder.values[number] for number in values},
         {number: recorder.fingerprints[number] for number in values if number in recorder.fingerprints},
         result,
-        tuple(sorted(read & recorder.over_budget)),
+        tuple(sorted(read & recorder.left_out)),
         recorder.is_cut_short,
-        elsewhere[-MOST_ELSEWHERE:],
+        elsewhere,
         of_forward,
-        tuple(_elsewhere(recorder, chosen)),
+        () if recorder.only is not None else tuple(_elsewhere(recorder, chosen)),
     )
 
 
 def _elsewhere(
     recorder: OperationRecorder, chosen: Sequence[Operation]
-) -> Iterator[tuple[TracedOperation, Fingerprint]]:
+) -> Iterator[tuple[TracedOperation, tuple[Fingerprint, ...]]]:
     def line(operation: Operation) -> object:
         entry = model_entry(operation.stack)
-        return entry and (entry.code, entry.line, operation.call)
+        return entry and (id(entry.code), entry.line, operation.call)
 
     lines = {line(each) for each in chosen}
     indices = {each.index for each in chosen}
+    # A line in a loop runs thousands of operations that differ in what they compute alone.
+    alike: dict[object, list[Operation]] = defaultdict(list)
     for each in recorder.operations:
-        known = [recorder.without_quantiles(number) for number in each.outputs if number in recorder.fingerprints]
-        if known and each.index not in indices and not each.only_arranges and line(each) in lines:
-            yield TracedOperation.of(each), known[0]
+        if each.index not in indices and not each.only_arranges and recorder.fingerprints.keys() & each.outputs:
+            key = (each.call, *map(id, each.stack))
+            alike[key].append(each)
+    for same in alike.values():
+        if line(same[0]) in lines:
+            made = [next(n for n in each.outputs if n in recorder.fingerprints) for each in same]
+            yield TracedOperation.of(same[0]), tuple(map(recorder.without_quantiles, made))

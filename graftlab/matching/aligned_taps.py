@@ -1,4 +1,4 @@
-"""Taps whose rows are in one order on both sides, made from taps of batches that have them in different orders."""
+"""Taps whose rows are in the same order on both sides, made from taps of batches in different orders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sides = tuple[Sequence[RecordedTap], Sequence[RecordedTap]]
 
 @dataclass(frozen=True)
 class _Source:
-    """The tap that an aligned one is made from, and the steps from its tensor to the aligned one, and back."""
+    """The original of an aligned tap, and the steps from its tensor to the aligned one, and back."""
 
     name: str
     there: tuple[Step, ...]
@@ -35,7 +35,7 @@ class _Source:
 class AlignedTaps:
     """Makes taps with common rows from both sides' taps, and turns pairs of those into pairs of the real ones.
 
-    A call that has rows of several calls of the other side is split in as many.
+    A call with rows of several calls of the other side is split into as many.
     """
 
     orders: Sequence[RowOrder]
@@ -56,7 +56,7 @@ class AlignedTaps:
         sources: dict[str, _Source] = {}
         for tap in taps:
             of_call = orders.get(call_of(tap.name), [])
-            # The whole target's rows are as they are where all of them are known.
+            # Where all of the target's rows are known, they keep their order.
             needed = [
                 (number, order) for number, order in of_call if side == "baseline" or bool((order.index < 0).any())
             ]
@@ -104,11 +104,11 @@ class AlignedTaps:
         return replace(pair, baseline=mine.name, target=theirs.name, layout=layout)
 
     def ruled(self, pairs: Sequence[Pair]) -> tuple[list[Pair], str]:
-        """The pairs of real taps for any batch, where a rule finds the rows; and a sentence on that."""
+        """The pairs of real taps for any batch, if a rule finds the rows; and a sentence on that."""
         return with_row_rules([self.real(pair) for pair in pairs], self.orders, *self._real, self.fetch)
 
     def real_proposal(self, proposal: Proposal) -> Proposal:
-        """The proposal on real taps, with rules for the rows where one finds them, and a notice on each order."""
+        """The proposal on real taps, with rules where they find the rows, and a notice on each order."""
         pairs, rule = self.ruled(proposal.pairs)
         said = [each.text for each in self.orders]
         left: dict[Side, dict[str, str]] = {}

@@ -48,7 +48,7 @@ def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
         if twin is None:
             said.append((one.pair.target, one.text))
             continue
-        # Two that hold each other's values are one mistake.
+        # Two that have each other's values are one mistake.
         found.remove(twin)
         text = f"{one.text}, and {twin.short}: the two are swapped"
         said += [(one.pair.target, text), (twin.pair.target, text)]
@@ -56,7 +56,7 @@ def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
 
 
 def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:
-    """The role of each pair's part in a fused parameter, by the order of the parts."""
+    """The role of each pair's part in a fused parameter, known from the order of the parts."""
     fused: dict[str, list[tuple[float, Pair]]] = defaultdict(list)
     for pair in pairs:
         outer = pair.baseline if pair.whole == "baseline" else pair.target
@@ -75,14 +75,14 @@ def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]
 
 @dataclass(frozen=True)
 class _MixedRole:
-    """A pair whose target has one role by its name, or by its place in a fused tensor, and another by its values."""
+    """A pair whose target has different roles by its name, or its place in a fused tensor, and by its values."""
 
     pair: Pair
     named: str
     held: str
     text: str
     short: str
-    """The same after another sentence on the same module."""
+    """The sentence in its short form, after another one on the same module."""
 
     def is_swapped_with(self, other: _MixedRole) -> bool:
         return (
@@ -92,7 +92,7 @@ class _MixedRole:
         )
 
     def nearness(self, other: _MixedRole) -> float:
-        """How much of their names two targets share, from 0 to 1."""
+        """How much two targets' names have in common, from 0 to 1."""
         return SequenceMatcher(None, self.pair.target, other.pair.target).ratio()
 
 
@@ -147,7 +147,7 @@ def _share(pair: Pair) -> tuple[int, int]:
 
 
 def _arrangement(pair: Pair) -> tuple[str, str, str]:
-    """How a pair lies in each other, without the rows of the batch, which may be written in several ways."""
+    """A pair's layout without the steps for the rows of the batch, which may be written in several ways."""
     steps = tuple(step for step in pair.layout.steps if not isinstance(step, (Gather, Rows)))
     layout = pair.layout if len(steps) == len(pair.layout.steps) else Layout(steps, pair.layout.mesh)
     return layout.text, pair.whole, layers_of(pair.baseline)
@@ -157,8 +157,8 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
     """Pairs whose layout or partner differs from that of the same tap in other layers, which may be the fault.
 
     ``baseline`` has the names of the baseline's taps that are in no pair. A different partner is a contradiction only
-    where the usual one exists, and one of the two partners is usually that of a different tap: the first layer's input
-    is the embedding, and one quantity may have two names.
+    if the usual one exists, and one of the two usually belongs to a different tap: the first layer's input is the
+    embedding, and one quantity may have two names.
     """
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -205,9 +205,10 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
 
 
 def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
-    """Taps that take groups of heads out of a fused tap, where a tap of their layer does not match by value.
+    """Taps that are groups of heads of a fused tap, in layers where some tap does not match by value.
 
-    ``unsure`` has the target's taps whose values do not match. If those of a layer do, its parts were read rightly.
+    ``unsure`` has the target's taps whose values do not match. If all of a layer's match, its parts were read
+    correctly.
     """
     layers = {layer_of(name) for name in unsure}
     places: dict[tuple[str, str], Pair] = {}
@@ -223,7 +224,7 @@ def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
 
 
 def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[tuple[str, str]]:
-    """The target's taps that the baseline's show only in part, and those parts. ``shapes`` are the target's."""
+    """The target's taps that the baseline shows only in part, and those parts. ``shapes`` are the target's."""
     parts: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         parts[pair.target].append(pair)
@@ -233,7 +234,7 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
             said.append((name, f"{name} is compared only in part: {rows}, as padding has"))
         if name not in shapes or any(pair.whole == "baseline" or not pair.layout.leaves_out for pair in own):
             continue
-        # Which rows a rule finds is known in a batch alone, and its rows count those that it does not find.
+        # The rows that a rule finds are known only for a given batch, and include those that it does not find.
         gap = uncovered((_without_row_rules(pair.layout) for pair in own), shapes[name])
         if gap is not None:
             shown = ", ".join(pair.baseline for pair in own)
@@ -265,7 +266,7 @@ def _rows_without(pairs: Sequence[Pair]) -> str:
 
 
 def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
-    """A mask of the elements of a whole that none of these layouts takes; None if they take all.
+    """A mask of the whole's elements that none of these layouts takes; None if they take all.
 
     Layouts that do not fit the shape, such as one that counts a complex tensor's numbers singly, take nothing.
     """

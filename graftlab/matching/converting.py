@@ -24,7 +24,7 @@ def {name}(state):
 
 
 Name = tuple[str, str]
-"""A parameter: its side and its name there."""
+"""A parameter: its side, and its name there."""
 
 
 def converter(
@@ -86,7 +86,7 @@ def _assigned(
 
 
 def _fused(pairs: Sequence[Pair], shape: Sequence[int]) -> str:
-    """The code that fuses several parameters into one."""
+    """Code that fuses several parameters into one."""
     parts = [pair.layout.steps[0] for pair in pairs if len(pair.layout.steps) == 1]
     plain = [part for part in parts if isinstance(part, Part) and part.groups == 1]
     if len(plain) == len(pairs) and len({part.dim for part in plain}) == 1:
@@ -101,7 +101,7 @@ def _fused(pairs: Sequence[Pair], shape: Sequence[int]) -> str:
 
 
 def _code(layout: Layout, shape: Sequence[int]) -> str:
-    """The torch calls of a layout, as code that follows a tensor of this shape."""
+    """The torch calls of a layout, as code to append to a tensor of this shape."""
     code = ""
     now = torch.empty(tuple(shape), device="meta")
     for step in layout.steps:

@@ -1,4 +1,4 @@
-"""Pairs of single calls, written so that they hold for all calls: for other requests, steps, lengths and positions."""
+"""Generalises pairs of single calls to all calls: to other requests, steps, lengths and positions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import ANY, TapCallName
 
-# In another layout that fits, values differ as they do in their own.
+# In another layout that also fits, values differ by as much as in their own.
 _ROUNDING = 1e-7
-# Taps have few tags; all sets of up to this many are tried.
+# Taps have few tags, so all sets of up to this many are tried.
 _MOST_OPEN = 8
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ class _CallName:
 
 @dataclass(frozen=True)
 class _TagUse:
-    """The tags in a general pair: ``same`` ones are equal on both sides, and those ``left_open`` only number calls."""
+    """The tags of a general pair: those in ``same`` are equal on both sides, those ``left_open`` only number calls."""
 
     same: frozenset[str] = frozenset()
     left_open: frozenset[str] = frozenset()
@@ -60,9 +60,9 @@ class _TagUse:
 def general_pairs(pairs: Iterable[Pair], order: Mapping[Side, Sequence[str]]) -> list[Pair]:
     """The pairs of calls as pairs of taps, each once.
 
-    Tags that are equal on both sides in every pair are left out, and so are tags of one side that only number its calls
-    and the occurrence in the step, if the calls of both sides pair in their order. ``order`` has the names of each
-    side's calls as they ran. A pair of several calls is as sure as the least sure of them.
+    Tags that are equal on both sides in every pair are left out. So are the occurrence in the step, and tags that only
+    number one side's calls, if the calls of both sides pair in their order. ``order`` has the names of each side's
+    calls in execution order. A pair of several calls is as sure as the least sure of them.
     """
     calls: dict[Side, dict[str, list[_CallName]]] = {side: defaultdict(list) for side in SIDES}
     for side in SIDES:
@@ -102,7 +102,7 @@ def _general(family: Sequence[Pair], calls: Mapping[Side, Sequence[_CallName]]) 
     found: list[Pair] = []
     for (baseline, target), group in merged.items():
         if len({pair.layout.text for pair in group}) > 1:
-            # One layout does not fit all calls, so each keeps its own.
+            # No single layout fits all calls, so each keeps its own.
             found += group
             continue
         weakest = max(group, key=lambda pair: SURENESS.index(pair.sureness))
@@ -114,7 +114,7 @@ def _general(family: Sequence[Pair], calls: Mapping[Side, Sequence[_CallName]]) 
 def _is_consistent(
     use: _TagUse, both: Sequence[tuple[_CallName, _CallName]], calls: Mapping[Side, Sequence[_CallName]]
 ) -> bool:
-    """Whether calls pair as they would by general names: in their order, and each with the taps that it has now."""
+    """Whether general names would pair the calls in the same way: in their order, each with its present taps."""
     places: dict[Side, dict[_CallName, int]] = {}
     for side in SIDES:
         counted: Counter[Any] = Counter()
@@ -145,7 +145,7 @@ def _value(tag: str, call: _CallName) -> Any:
 
 
 def _of_partners_name(tags: Sequence[str], both: Sequence[tuple[_CallName, _CallName]]) -> list[str]:
-    """The tags whose values are numbers in the other tap's name, as a layer's is; of several, the one named for it."""
+    """The tags whose values are numbers in the other tap's name, such as a layer; of several, its namesake."""
 
     def is_number(tag: str) -> bool:
         valued = [
@@ -166,9 +166,9 @@ def _of_partners_name(tags: Sequence[str], both: Sequence[tuple[_CallName, _Call
 def general_layouts(
     pairs: Sequence[Pair], baseline: Mapping[str, RecordedTap], target: Mapping[str, RecordedTap]
 ) -> list[Pair]:
-    """The same pairs; where one layout fits all calls of two taps, all have it.
+    """The same pairs; if one layout fits all calls of two taps, all of them get it.
 
-    A prefill shows that a target keeps the last token, a decode step that it keeps all of one.
+    A prefill shows that a target keeps the last token; in a decode step, which has only one, it keeps all.
     """
     families: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -194,7 +194,7 @@ def _wholes(
 
 
 def _ways(pair: Pair, baseline: Mapping[str, RecordedTap], target: Mapping[str, RecordedTap]) -> list[Layout]:
-    """A pair's layout, and the same with the sizes of other axes given."""
+    """A pair's layout, and the same layout with the sizes of different axes given."""
     layouts = [pair.layout]
     for place, step in enumerate(pair.layout.steps):
         if isinstance(step, Rearrange) and step.sizes:
@@ -209,7 +209,7 @@ def _ways(pair: Pair, baseline: Mapping[str, RecordedTap], target: Mapping[str, 
 
 
 def _fits(layout: Layout, pair: Pair, baseline: Mapping[str, RecordedTap], target: Mapping[str, RecordedTap]) -> bool:
-    """Whether a pair's values match in a layout as they do in its own."""
+    """Whether a pair's values match in a layout as well as in its own."""
     if layout.text == pair.layout.text:
         return True
     if not pair.by_value:

@@ -1,4 +1,4 @@
-"""The order of rows within attention heads: one attention has one, for q and k, and for v and o."""
+"""Checks the order of rows within attention heads, which must be the same for q and k, and for v and o."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from graftlab.matching.recorded_taps import RecordedTap
 
 Order = npt.NDArray[np.int64]
 
-# The parameters whose rows, or for o whose columns, count the features of heads; each with the one it must agree with.
+# The parameters whose rows, or for o columns, are the features of heads, each with the one that it must agree with.
 _AGREE = (("q", "k"), ("v", "o"))
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """The order that a pair's layout gives to the features of heads: place i has the baseline's feature ``order[i]``.
+    """The order that a pair's layout gives to the features of heads: the baseline's feature at place i is ``order[i]``.
 
-    ``size`` is the number of features in each head, if the layout reorders all heads alike and none across heads;
-    ``within`` is the order in one of them. A layout that reorders nothing has heads of any size.
+    ``size`` is the number of features in each head, if the layout reorders all heads alike and nothing across heads;
+    ``within`` is the order in one of them. A layout that reorders nothing fits heads of any size.
     """
 
     pair: Pair
@@ -54,10 +54,10 @@ def odd_heads(
     target: Mapping[str, RecordedTap],
     odd: Collection[str] = (),
 ) -> list[str]:
-    """Sentences on a q and a k, or a v and an o, whose features are in different orders within their heads.
+    """Sentences on pairs of q and k, or of v and o, whose features are in different orders within their heads.
 
-    Scores multiply each feature of q with the same one of k, and o reads the features that v wrote. So the order may be
-    any, but both have it. Heads as a whole may be in another order on one of the two, as groups of queries are. ``odd``
+    Scores multiply each feature of q with the same feature of k, and o reads the features that v wrote. So any order is
+    right if both have it. Whole heads may be in a different order on one of the two, such as groups of queries. ``odd``
     has target parameters whose layout is already known to be a mistake.
     """
     modules: dict[tuple[str, str], dict[str, _Heads]] = defaultdict(dict)
@@ -97,16 +97,16 @@ def odd_heads(
 
 
 def _agree(one: _Heads, other: _Heads) -> bool:
-    """Whether nothing shows that two parameters count the features of their heads in two orders."""
+    """Whether two parameters can have the features of their heads in the same order."""
     few, many = sorted((one, other), key=lambda each: len(each.order))
     if np.array_equal(_repeated(few.order, len(many.order)), many.order):
         return True
     if len(few.order) == many.size:
-        # A single head of keys, beside several of queries.
+        # One head of keys for several of queries.
         return False
     if all(each.is_plain or each.size is not None for each in (one, other)):
         return few.size == many.size and np.array_equal(few.within, many.within)
-    # Whole heads in another order are a question of how the code counts them, but both count the same number.
+    # The code may count whole heads in any order, but both must have the same number.
     mine, theirs = _strides(few.order), _strides(many.order)
     if mine is None or theirs is None:
         return True
@@ -128,12 +128,12 @@ def _strides(order: Order) -> tuple[int, int] | None:
 
 
 def _order(pair: Pair, shape: Sequence[int], *, columns: bool) -> Order | None:
-    """The features of heads in the order in which the layout has them; None if it is no such order."""
+    """The order that the layout gives to the features of heads; None if it is not such an order."""
     if not 1 <= len(shape) <= 2 or (columns and len(shape) == 1):
         return None
     found = None
     for dim in range(len(shape)):
-        # Each element's place along one dimension of the whole.
+        # The place of each element along one dimension of the whole.
         counted = torch.arange(shape[dim]).reshape([-1 if place == dim else 1 for place in range(len(shape))])
         try:
             taken = pair.layout.local(counted.expand(tuple(shape)).contiguous())
@@ -148,10 +148,10 @@ def _order(pair: Pair, shape: Sequence[int], *, columns: bool) -> Order | None:
             found = order
     if found is None or len(found) < 2:
         return None
-    # A part of a fused parameter counts from its own first row.
+    # A part of a fused parameter is counted from its own first row.
     if pair.layout.leaves_out:
         found = np.argsort(np.argsort(found))
-    # Of a fused target the places are where the baseline's rows are.
+    # For a fused target, the places are those of the baseline's rows.
     return np.argsort(found) if pair.whole == "target" else found
 
 
@@ -166,7 +166,7 @@ def _along(taken: torch.Tensor) -> tuple[int, Order] | None:
 
 
 def _head_size(order: Order) -> int | None:
-    """The smallest number of features that the order rearranges alike in all heads; None for other orders."""
+    """The smallest head size with which the order rearranges all heads alike; None for other orders."""
     if (np.diff(order) == 1).all():
         return None
     total = len(order)

@@ -1,6 +1,6 @@
 """Matching by value: two lists of recorded taps become a proposal.
 
-First tensors of equal size whose quantiles agree, then parts of larger ones, then rules over layers. If several
+First come tensors of equal size whose quantiles agree, then parts of larger ones, then rules over layers. If several
 partners have the same values, the kind of module, the name and the order decide.
 """
 
@@ -35,23 +35,23 @@ from graftlab.matching.rules import Rule, rules_of
 from graftlab.matching.search import KnownStrides, ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
 
-# Bytes of values that are fetched for a comparison and kept for the next.
+# Bytes of fetched values that are kept for later comparisons.
 FETCHED = 1 << 28
-# No dtype rounds quantiles further apart than this, relative to the tensor; see sketch.alike.
+# No dtype's rounding moves quantiles further apart than this, relative to the tensor; see sketch.alike.
 COARSEST = 6e-2
 _FEW_QUANTILES = slice(0, None, 16)
-# Partners this much worse than the best are no longer a tie with it.
+# A partner this much worse than the best does not tie with it.
 TIE_FACTOR = 10.0
 TIE_FLOOR = 1e-6
-# Quantiles of tensors that are no further apart than the floor are nearer than this.
+# Tensors within the floor have quantiles nearer than this.
 _EQUAL_QUANTILES = 1e-4
-# Kinds of modules whose output is their input outside training.
+# Kinds of modules that return their input outside training.
 PASS_THROUGH = ("Dropout", "Identity", "DropPath", "StochasticDepth")
 # Other parts of a whole are at most this many taps away from a known one.
 BESIDE = 24
-# After this many taps of one place that are a part of nothing, the next are sought near their own place alone.
+# After this many taps of one place that are part of nothing, the next ones are sought only near their own place.
 _IN_VAIN = 3
-# Names less similar than this say nothing.
+# Names less similar than this prove nothing.
 LEAST_SIMILARITY = 0.5
 
 
@@ -65,18 +65,18 @@ def match_taps(
     trusted: Sequence[Pair] = (),
     guesses: bool = True,
 ) -> Proposal:
-    """Which target tap is which baseline tap, in which layout, from the values that one run of both sides showed.
+    """Find which target tap is which baseline tap, in which layout, by the values of one run of both sides.
 
     ``fetch_baseline`` and ``fetch_target`` fetch values that were recorded only as sketches; without them the sketches
-    are compared. ``before`` is the proposal of an earlier run: pairs by rule whose values now match, after grafts of
-    earlier taps, are ``confirmed``. ``trusted`` are pairs that grafts have shown to be right, whatever their values.
-    With ``guesses``, remaining taps may be paired by name alone; such pairs are never grafted.
+    are compared. ``before`` is the proposal of an earlier run: its pairs by rule whose values match now, after grafts
+    of earlier taps, are ``confirmed``. ``trusted`` are pairs that grafts have proved, whatever their values. With
+    ``guesses``, remaining taps may be paired by name alone; such pairs are never grafted.
     """
     return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses, trusted)
 
 
 class Matcher:
-    """One matching: the pairs so far, and the methods that find more, which :func:`match_taps` calls in order."""
+    """One matching: the pairs so far, and methods that find more, which :meth:`run` calls in order."""
 
     def __init__(
         self,
@@ -93,25 +93,25 @@ class Matcher:
         self.fetch = {"baseline": fetch_baseline, "target": fetch_target}
         self._sizes = {"baseline": _sizes_of(self.baseline), "target": _sizes_of(self.target)}
         self.pairs: list[Pair] = []
-        # Baseline taps with a known partner, even if other taps have the same values.
+        # Baseline taps whose partner is known even if other taps have the same values.
         self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
         self._known: KnownStrides = {}
-        # With the number of pairs at which they were made.
+        # With the number of pairs for which they were made.
         self._names: dict[Side, tuple[int, set[str]]] = {}
         self._alone: dict[Side, tuple[int, set[str]]] = {}
         self._wholes: dict[tuple[Side, int], tuple[int, list[RecordedTap]]] = {}
-        # The places in a model of the taps of this side that contain those of a place.
+        # For each place in a model: the places of this side's taps that contain its taps.
         self._wholes_of: dict[tuple[Side, str], set[str]] = defaultdict(set)
-        # The taps of one place in a model that are a part of no tap of this side.
+        # For each place in a model: the number of its taps that are part of no tap of this side.
         self._in_vain: Counter[tuple[Side, str]] = Counter()
 
     def run(self, before: Proposal | None, guesses: bool, trusted: Sequence[Pair] = ()) -> Proposal:
         self.reserved = {pair.baseline: pair.target for pair in trusted}
         for rule in rules_of(trusted):
-            # The other layers' partners too: another tap with the same values, such as the enclosing module's output,
-            # would take their place.
+            # Find the other layers' partners too, or another tap with the same values, such as the enclosing module's
+            # output, would take them.
             for name in filter(rule.covers, self.target):
                 self.reserved.setdefault(rule.baseline_for(name), name)
         self.match_equals()
@@ -154,17 +154,17 @@ class Matcher:
     # ---- by value -----------------------------------------------------------------------------------------------
 
     def match_equals(self) -> None:
-        """Match taps of equal size: find all candidates, then choose between equally good ones."""
+        """Match taps of equal size: find all candidates, then choose among equally good ones."""
         mine, theirs = _by_size(self.baseline.values()), _by_size(self.target.values())
         found: dict[str, list[ValueMatch]] = {}
         for numel in mine.keys() & theirs.keys():
-            # Equal tensors have nearly equal root mean squares: those of about the same are compared.
+            # Equal tensors have nearly equal root mean squares, so only such tensors are compared.
             others = sorted(mine[numel], key=lambda other: other.sketch.rms)
             sizes = np.array([other.sketch.rms for other in others])
             quantiles = np.stack([other.sketch.quantiles for other in others])
             dtypes = {other.dtype for other in others}
             for tap in theirs[numel]:
-                # All sketches at once; values only for the remaining candidates.
+                # All sketches are compared at once, values only for the remaining candidates.
                 limit = min(COARSEST, 3 * (limit_for(tap.dtype, *dtypes) if self.limit is None else self.limit))
                 size = tap.sketch.rms
                 low, high = np.searchsorted(sizes, [size * (1 - 2 * limit), size * (1 + 2 * limit)])
@@ -187,7 +187,7 @@ class Matcher:
     def _matching(
         self, tap: RecordedTap, others: Sequence[RecordedTap], apart: npt.NDArray[np.float64]
     ) -> list[ValueMatch]:
-        """The matches of a tap with those of equal size, whose quantiles are this far ``apart``, ``[others, each]``."""
+        """A tap's matches among those of equal size; ``apart`` has their quantiles' distances, ``[others, each]``."""
         most = apart.max(axis=1, initial=0.0)
         matching: list[ValueMatch] = []
         is_known = False
@@ -205,7 +205,7 @@ class Matcher:
         try:
             return find(outer, inner, self._bring, self.limit, self._known)
         except LayoutError as error:
-            # One candidate that does not fit is no partner, and no reason to lose the others.
+            # A candidate that cannot be tried is no partner, but must not cost the other candidates.
             tap, other = (inner, outer) if self.target.get(inner.name) is inner else (outer, inner)
             self.why[tap.name] = f"{other.name} could not be tried as its partner: {error}"
             return None
@@ -227,7 +227,7 @@ class Matcher:
 
     def _choose(self, found: dict[str, list[ValueMatch]]) -> None:
         """Choose one partner for each, best fits first; partners are shared only if there are too few."""
-        # If the same values occur several times, all layers take the choice of most layers.
+        # If the same values occur several times, all layers take the choice that most layers take.
         usual: Counter[tuple[str, str]] = Counter()
         for each, _ in self._chosen(found, usual):
             usual[_places(each)] += 1
@@ -258,7 +258,7 @@ class Matcher:
         return list(chosen.values())
 
     def _fit_of(self, found: ValueMatch) -> float:
-        """How well two taps fit together apart from their values: kind, name and place in the order."""
+        """How well two taps fit together by kind, name and place in the order, whatever their values."""
         one, other = found.outer, found.inner
         kind = 0.5 if one.kind and one.kind == other.kind else 0.0
         # A module that returns its input is preferably paired with another such module.
@@ -276,7 +276,7 @@ class Matcher:
         self.pairs.append(Pair(baseline, target, found.layout, whole, sureness, found.rel, note))
 
     def match_parts(self) -> None:
-        """What is left on one side may be a part of something on the other, or the other repeated."""
+        """A remaining tap of one side may be a part of a tap of the other, or a repetition of it."""
         for tap in self.left("target"):
             self._best_part(tap, "baseline")
         for tap in self.left("baseline"):
@@ -287,7 +287,7 @@ class Matcher:
             tap.forget()
 
     def _fill(self, whole: Side) -> None:
-        """Pair the remaining parts of wholes with some known parts: their partners of equal size are nearby."""
+        """Pair the remaining parts of partly known wholes: their partners have equal size and are nearby."""
         wholes, others = (self.target, self.baseline) if whole == "target" else (self.baseline, self.target)
         parts: dict[str, list[Pair]] = defaultdict(list)
         for pair in self.pairs:
@@ -299,7 +299,7 @@ class Matcher:
             gap = uncovered((pair.layout for pair in known), outer.shape)
             have = {pair.baseline if whole == "target" else pair.target for pair in known}
             at = others[next(iter(have))].order
-            # Parts of one whole are of one pass: those of another have the same values where sequences grow.
+            # Parts of one whole come from one pass. Where sequences grow, other passes have the same values.
             calls = {call_of(each) for each in have}
             for inner in sorted(others.values(), key=lambda tap: abs(tap.order - at))[:BESIDE]:
                 if gap is None:
@@ -318,7 +318,7 @@ class Matcher:
                     gap = uncovered((pair.layout for pair in known), outer.shape)
 
     def _possible_wholes(self, whole: Side, numel: int) -> tuple[set[str], list[RecordedTap]]:
-        """The taps without a partner of equal size, and those that may contain a tap of this size: the former first."""
+        """The taps that may contain a tap of this size, those without a partner of equal size first."""
         count, alone = self._alone.get(whole, (-1, set()))
         if count != len(self.pairs):
             # A tap without a partner of equal size is more likely to consist of parts.
@@ -347,12 +347,12 @@ class Matcher:
         likely = self._wholes_of[whole, place]
         alone, outer = self._possible_wholes(whole, inner.sketch.numel)
         if self._in_vain[whole, place] >= _IN_VAIN:
-            # Layers are alike: what several of them do not have anywhere is only sought where it would be.
+            # Layers are alike: a part that several of them lack is only sought in the usual place.
             outer = [other for other in outer if distance(other) <= BESIDE]
         found: list[ValueMatch] = []
 
         def rank(other: RecordedTap) -> tuple[bool, bool, bool, float]:
-            """Those that run at about the same time first, and of these the nearest like those of other layers."""
+            """Sort taps first that run at about the same time, and of these the nearest to other layers' partners."""
             known = place_of(other.name) in likely
             return other.name not in alone, distance(other) > BESIDE, not known, distance(other) if known else 0.0
 
@@ -370,7 +370,7 @@ class Matcher:
             self._in_vain[whole, place] += 1
 
     def _distance(self, tap: RecordedTap, other: Side) -> Callable[[RecordedTap], float]:
-        """How many taps a tap of the other side is away from where this one would be."""
+        """The distance, in taps, between a tap of the other side and this tap's expected place there."""
         taps, own = (self.baseline, self.target) if other == "baseline" else (self.target, self.baseline)
         place = tap.order / max(1, len(own) - 1) * (len(taps) - 1)
         return lambda each: abs(each.order - place)
@@ -378,7 +378,7 @@ class Matcher:
     # ---- by rule, and by name -----------------------------------------------------------------------------------
 
     def trust(self, pairs: Sequence[Pair]) -> None:
-        """Add pairs that grafts have shown to be right although their values do not match."""
+        """Add pairs that grafts have proved although their values do not match."""
         for pair in pairs:
             tap, other = self.target.get(pair.target), self.baseline.get(pair.baseline)
             if tap is not None and other is not None and not self.has(pair.target, "target"):
@@ -394,7 +394,7 @@ class Matcher:
                 if other is None:
                     self.why[tap.name] = f"by the rule of {rule.seen} layers it would be {name}, which does not exist"
                     continue
-                # A whole has several parts, and a tap that passes a grafted tensor on shows it too.
+                # A whole has several parts, and a tap that passes on a grafted tensor shows its values too.
                 shared = (
                     rule.example.whole == "baseline" and rule.example.layout.leaves_out
                 ) or rule.example in trusted
@@ -424,7 +424,7 @@ class Matcher:
         return Pair(baseline.name, target.name, example.layout, example.whole, "rule", rel, note)
 
     def guess(self) -> None:
-        """Pair by name and shape alone what remains, if both taps would choose each other."""
+        """Pair remaining taps just by name and shape, if both would choose each other."""
         mine, theirs = self.left("baseline"), self.left("target")
 
         def best(name: RecordedTap, others: Iterable[RecordedTap]) -> RecordedTap | None:
@@ -443,7 +443,7 @@ class Matcher:
                 )
 
     def _share_elsewhere(self, rule: Rule, partner: str) -> bool:
-        """Whether a tap like ``partner`` has the same baseline tap as the example of a rule."""
+        """Whether a tap like ``partner`` has the same baseline tap as a rule's example."""
         example = rule.example
         return any(
             pair.baseline == example.baseline and pair.target != example.target and pair.by_value
@@ -452,7 +452,7 @@ class Matcher:
         )
 
     def _apply_rules_of_parts(self, rule: Rule) -> None:
-        """Pair the remaining parts of wholes of the target, which have other parts already."""
+        """Pair the remaining parts of the target's wholes, of which other parts are known."""
         left = {tap.name for tap in self.left("baseline")}
         for tap in self.target.values():
             if rule.covers(tap.name) and (name := rule.baseline_for(tap.name)) in left:
@@ -477,7 +477,7 @@ class Matcher:
         return [tap for name, tap in taps.items() if name not in have]
 
     def replace_pairs(self, pairs: Sequence[Pair]) -> None:
-        """Have these pairs in place of those so far."""
+        """Replace all pairs so far by these."""
         self.pairs = list(pairs)
         self._names.clear()
         self._alone.clear()
@@ -536,7 +536,7 @@ def _ties(matching: Sequence[ValueMatch]) -> list[ValueMatch]:
 
 
 def _after(before: Proposal | None, pairs: Iterable[Pair]) -> list[Pair]:
-    """The pairs of a run, some of them confirming those of the run before it."""
+    """The pairs of a run. Some are ``confirmed``, as pairs by rule of the previous run."""
     if before is None:
         return list(pairs)
     ruled = {(pair.baseline, pair.target) for pair in before.pairs if pair.sureness in ("rule", "confirmed")}

@@ -24,7 +24,7 @@ _HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
-    """One sentence for each mistake, in the order of the target's parameters."""
+    """A sentence for each mistake, in the order of the target's parameters."""
     sure = [pair for pair in pairs if pair.by_value]
     wrong = misplaced(sure, baseline)
     said = [text for _, text in wrong]
@@ -45,7 +45,7 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
 
 
 def misplaced(pairs: Sequence[Pair], baseline: Iterable[str]) -> list[tuple[str, str]]:
-    """Targets whose values are of another role, kind or layer, or in another layout than in most layers, and why."""
+    """Targets whose values have a different role, kind or layer, or a different layout than in most layers, and why."""
     said = [*other_roles(pairs), *_other_kinds(pairs)]
     names = {name for name, _ in said}
     said += [(text.partition(" ")[0], text) for text in _other_layers(pairs, names)]
@@ -55,7 +55,7 @@ def misplaced(pairs: Sequence[Pair], baseline: Iterable[str]) -> list[tuple[str,
 
 
 def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
-    """What is unusual but may be intended: rows in a different order, unused parts."""
+    """Sentences on what is unusual but may be intended: rows in a different order, unused parts."""
     said: list[str] = []
     for pair in pairs:
         for step in pair.layout.steps:
@@ -106,7 +106,7 @@ def _other_kinds(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
 
 
 def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
-    """Layers must be in the same order on both sides, each once; any may be left out."""
+    """Layers that are not in the baseline's order, or occur twice; any may be left out."""
     groups: dict[tuple[str, str, str], list[tuple[int, int, Pair]]] = defaultdict(list)
     for pair in pairs:
         mine, theirs = layer_of(pair.baseline), layer_of(pair.target)
@@ -123,7 +123,7 @@ def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
         usual, count = shifts.most_common(1)[0]
         where = f"as in {count} other layers"
         if count < 2 or 2 * count < len(group):
-            # Two swapped of three layers leave no usual place among themselves; other weights of these layers do.
+            # If two of three layers are swapped, they show no usual place, but other weights of these layers do.
             usual, count = Counter(every).most_common(1)[0]
             where = "as for other weights"
             count = count if 2 * count > len(every) else 0
@@ -140,7 +140,7 @@ def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
 
 
 def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
-    """A baseline parameter that two target parameters hold, while the target lacks one of the same shape."""
+    """Baseline parameters that two target parameters hold, while the target lacks one of the same shape."""
     holders: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         if not pair.layout.leaves_out and pair.whole == "baseline":
@@ -162,7 +162,7 @@ def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
 
 def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
     """Square matrices fit either way, so the orientation of the other matrices shows the intended one."""
-    # The orientation of a module's weight says nothing about a parameter that the model's code multiplies with.
+    # The orientation of a module's weight proves nothing about a parameter that the model's code multiplies itself.
     ways: dict[tuple[str, bool], list[Pair]] = defaultdict(list)
     square: list[tuple[Pair, str, bool]] = []
     for pair in pairs:
@@ -191,7 +191,7 @@ def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
 
 
 def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
-    """A weight and its bias that are split, or fused, in two different ways."""
+    """Weights and their biases that are split, or fused, in different ways."""
     modules: dict[tuple[str, str], dict[str, Pair]] = defaultdict(dict)
     for pair in pairs:
         role = last_role(pair.target)
@@ -237,7 +237,7 @@ def rounded_to(baseline: RecordedTap, target: RecordedTap, pair: Pair) -> str | 
 
 
 def _rounding(*dtypes: torch.dtype) -> float:
-    """The largest relative L2 of a parameter and its copy rounded to the coarser of two dtypes."""
+    """The largest relative L2 between a parameter and its copy in the coarser of two dtypes."""
     return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes)
 
 
@@ -260,7 +260,7 @@ def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:
 
 
 def _where(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
-    """Which rows differ, if not all of them."""
+    """The rows that differ, if not all do."""
     if one.value is None or other.value is None:
         return ""
     try:

@@ -13,11 +13,11 @@ from functools import lru_cache
 _NUMBER = re.compile(r"\d+")
 _PATH_NUMBER = re.compile(r"(?<![^\W_])\d+(?![^\W_])")
 _WHOLE_PART = re.compile(r"(?<!\w)\d+(?!\w)")
-# Stands for a number. Not ``#``, which names have: the second call of ``attn`` in a step is ``attn#1``.
+# The placeholder for a number. Not ``#``, which occurs in names: the second call of ``attn`` in a step is ``attn#1``.
 _ANY = "\0"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
-# Different code bases' words for one part of a model. Only for comparing names, so a word may stand for several.
+# Different code bases' words for one part of a model. Only used to compare names, so a word may stand for several.
 _SYNONYMS = {
     "attention": "attn",
     "attend": "attn",
@@ -60,13 +60,14 @@ def pattern_of(name: str) -> str:
 
 @lru_cache(maxsize=65536)
 def place_of(name: str) -> str:
-    """The name with a placeholder for numbers that are parts of its path, as a layer's is and ``norm1``'s is not."""
+    """The name with a placeholder for numbers that are parts of its path, such as a layer's, but not in ``norm1``."""
     return _PATH_NUMBER.sub(_ANY, name) if _PATH_NUMBER.search(name) else pattern_of(name)
 
 
 def layers_of(name: str) -> str:
-    """The name with a placeholder for numbers that count layers: parts of its path, or at the end of a part before the
-    last. ``norm_1`` and ``norm_2`` of one layer are two taps.
+    """The name with a placeholder for numbers that count layers: parts of its path, or ends of parts but the last.
+
+    ``norm_1`` and ``norm_2`` of one layer are two taps.
     """
     if _WHOLE_PART.search(name):
         return _WHOLE_PART.sub(_ANY, name)
@@ -109,7 +110,7 @@ def similarity(one: str, other: str) -> float:
 
 # ---- roles ----------------------------------------------------------------------------------------------------------
 
-# The first match counts. Each place of a model has one role of a family.
+# The first match counts. Each place in a model has one role of a family.
 _ROLES: list[tuple[str, str, re.Pattern[str]]] = [
     (family, role, re.compile(pattern, re.IGNORECASE))
     for family, role, pattern in (
@@ -181,7 +182,7 @@ def role_of(name: str, family: str | None = None) -> tuple[str, str] | None:
     for own, role, pattern in _ROLES:
         if (family is None or own == family) and (found := pattern.search(name)):
             if "." not in name and any(letter.isdigit() for letter in found.group()):
-                # Such as the layer_norm_1 of an exported graph, which counts the operations of one kind.
+                # For example layer_norm_1 of an exported graph, which counts operations of one kind.
                 return None
             # Code that norms before and after a block uses the same words for different roles.
             return None if own == "norm" and "feedforward" in name else (own, role)

@@ -25,10 +25,10 @@ MEANINGS = {
 class Pair:
     """A baseline tap and a target tap that show the same quantity.
 
-    ``layout`` takes one out of the other: the tensor of side ``whole`` is the larger of the two, or of equal size. So a
-    target's fused qkv has three pairs, each with ``whole="target"`` and its part as layout. ``rel`` is their relative
-    L2 in that layout, None if it could not be measured; ``sureness`` is one of ``exact, near, confirmed, rule, guess``.
-    ``note`` is a remark for the reader.
+    ``layout`` takes one out of the other. Side ``whole`` has the larger tensor, or both have equal size. So a target's
+    fused qkv has three pairs, each with ``whole="target"`` and its part as layout. ``rel`` is their relative L2 in that
+    layout, None if it could not be measured; ``sureness`` is one of ``exact, near, confirmed, rule, guess``. ``note``
+    is a remark for the reader.
     """
 
     baseline: str

@@ -1,4 +1,4 @@
-"""A proposal: pairs of taps with their layouts and sureness, and the taps without a partner."""
+"""A proposal: pairs of taps with layouts and sureness, and the taps without a partner."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ COLUMNS = ("target_name", "baseline_name", "matched_by", "match_rel", "layout", 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The result of matching, in the order in which the target's taps ran.
+    """The result of a match, in the execution order of the target's taps.
 
     ``unmatched_baseline`` and ``unmatched_target`` map taps without a partner to the reason. ``problems`` are sentences
-    on contradictions, such as a tap whose layout differs from its neighbours'; ``notices`` are on what is unusual and
-    may be right, such as rows in another order. ``moved`` is the number of bytes of values sent to or from the
-    notebook. ``order`` has each side's taps as they ran, if known.
+    on contradictions, such as a tap whose layout differs from its neighbours'; ``notices`` are on findings that are
+    unusual but may be right, such as rows in another order. ``moved`` is the number of bytes of values sent to or from
+    the notebook. ``order`` has each side's taps in execution order, if known.
     """
 
     pairs: tuple[Pair, ...]
@@ -47,7 +47,7 @@ class Proposal:
     unpaired_rows: str = field(default="", kw_only=True)
     """A sentence if both sides have rows, other than padding, without a partner; blank otherwise."""
     wrong_weights: tuple[str, ...] = field(default=(), kw_only=True)
-    """The problems of weights that have the values of another weight, or a layout unlike their neighbours'."""
+    """The problems of weights: values of another weight, or a layout unlike their neighbours'."""
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -84,7 +84,7 @@ class Proposal:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row a pair, then one a tap without a partner, with no ``matched_by`` and the reason as ``note``."""
+        """A row for each pair, then one for each tap without a partner, which has the reason as ``note``."""
         import pandas as pd
 
         rows: list[dict[str, object]] = [
@@ -104,7 +104,7 @@ class Proposal:
         return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"match_rel": "float64"})
 
     def to_code(self) -> str:
-        """``session.edit(pairs=[...])``, ready to paste; pairs that repeat in several layers are one line."""
+        """``session.edit(pairs=[...])``, ready to paste. Pairs that repeat in several layers are one line."""
         lines = [f"    {rule!r}," for rule in self.rules()]
         return "\n".join(["session.edit(", "    pairs=[", *(f"    {line}" for line in lines), "    ],", ")"])
 
@@ -115,7 +115,7 @@ class Proposal:
         number. Guesses are left out.
         """
         written: list[dict[str, str]] = []
-        # However sure each is, and of whichever layer, they are one line.
+        # Pairs of all layers are one line, however sure each is.
         for group in folded(replace(pair, sureness="near") for pair in self._general()):
             baseline, target = written_as(group)
             rule = {"baseline": baseline, "target": target}
@@ -125,7 +125,7 @@ class Proposal:
         return written
 
     def plan_pairs(self) -> tuple[PairRule, ...]:
-        """The pairs as a plan takes them, one a tap and layer, without guesses, which must never be grafted."""
+        """The pairs for a plan, one per tap and layer, without guesses, which must never be grafted."""
         return tuple(
             PairRule(pair.baseline, pair.target, pair.layout.text, pair.whole, pair.sureness, pair.rel)
             for pair in self._general()
@@ -138,7 +138,7 @@ class Proposal:
             "target": [*(pair.target for pair in self.pairs), *self.unmatched_target],
         }
         order = {side: list(dict.fromkeys([*self.order.get(side, ()), *known])) for side, known in names.items()}
-        # If a tap was reached several times, its plain name is the first call only.
+        # If a tap was reached several times, its plain name means only the first call.
         several = {side: {name.rpartition("#")[0] for name in known if "#" in name} for side, known in order.items()}
 
         def call(side: Side, name: str) -> str:
@@ -153,7 +153,7 @@ class Proposal:
 
     @property
     def summary(self) -> str:
-        """One sentence: how many of the target's taps have a partner, how they were matched, how many problems."""
+        """A sentence on how many of the target's taps have a partner, how they were matched, and the problems."""
         targets = {pair.target for pair in self.pairs}
         total = len(targets) + len(self.unmatched_target)
         found = Counter(pair.sureness for pair in self.pairs)
@@ -202,7 +202,7 @@ class Proposal:
 
 
 def _folded_alone(left: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Taps without a partner and the reasons; those that differ only in numbers share a line."""
+    """Taps without a partner and the reasons. Taps that differ only in numbers share a line."""
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name, why in left.items():
         groups.setdefault((pattern_of(name), pattern_of(why)), []).append((name, why))
@@ -215,7 +215,7 @@ def _folded_alone(left: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _note_of(notes: Sequence[str]) -> str:
-    """The notes of a group of pairs; of notes that differ only in numbers, the first and the number of others."""
+    """The notes of a group of pairs. Of notes that differ only in numbers, the first and the number of others."""
     alike: dict[str, list[str]] = {}
     for note in dict.fromkeys(notes):
         alike.setdefault(re.sub(r"\d[\d.e+-]*", "#", note), []).append(note)
@@ -244,7 +244,7 @@ def _confirmed(pair: Pair) -> Pair:
 
 
 def folded(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Pairs grouped: those of a group differ only in numbers, and by the same step on both sides."""
+    """Pairs in groups: those of a group differ only in numbers, by the same step on both sides."""
     groups: dict[tuple[object, ...], list[Pair]] = {}
     for pair in pairs:
         mine, theirs = numbers_of(pair.baseline), numbers_of(pair.target)

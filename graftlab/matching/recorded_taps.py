@@ -1,4 +1,4 @@
-"""Taps and parameters of one side as they are matched: sketches, and values within a budget."""
+"""One side's taps and parameters as a match uses them: sketches, and values within a budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graftlab.matching.strides import Lookup
 from graftlab.taps.calls import ambient
 
 Fetch = Callable[[str], "Tensor | None"]
-"""Returns the value of one side's tap with this name, or None."""
+"""A function that returns the value of one side's tap of this name, or None."""
 
 BUDGET = 1 << 30
 """Bytes of values that a recorder keeps by default."""
@@ -28,7 +28,7 @@ BUDGET = 1 << 30
 class RecordedTap:
     """One tap of one side: a sketch, and the tensor if the budget allowed.
 
-    ``kind`` is the class of the module, if known; ``order`` counts the taps of its side as they ran.
+    ``kind`` is the class of the module, if known; ``order`` is its place in the execution order of its side's taps.
     """
 
     name: str
@@ -58,20 +58,20 @@ class RecordedTap:
 
     @cached_property
     def lookup(self) -> Lookup:
-        """The places of all values, or only of the extremes if the others were not kept."""
+        """The places of all values, or only of the extremes if no others were kept."""
         return Lookup.of_sketch(self.sketch) if self.flat is None else Lookup(self.flat)
 
     def forget(self) -> None:
-        """Drop what was computed from the values, but not the values."""
+        """Drop everything computed from the values, but not the values."""
         self.__dict__.pop("flat", None)
         self.__dict__.pop("lookup", None)
 
 
 class SketchRecorder:
-    """Records taps for matching: copies up to ``budget`` bytes, beyond that sketches only.
+    """Records taps for a match: copies of up to ``budget`` bytes, and sketches of all others.
 
-    It has a grafter's ``tap``, so :func:`graftlab.taps.calls.handled_by` can install it on a rank. ``kinds`` maps names
-    to classes of modules. Repeated names are distinguished by their tags, or else counted: ``name#1``.
+    Its ``tap`` is like a grafter's, so :func:`graftlab.taps.calls.handled_by` can install it on a rank. ``kinds`` maps
+    names to classes of modules. Repeated names are distinguished by their tags, or else counted: ``name#1``.
     """
 
     def __init__(self, kinds: Mapping[str, str] | None = None, budget: int = BUDGET) -> None:
@@ -118,8 +118,8 @@ class SketchRecorder:
 
 
 def relative_l2(expected: Values, found: Values) -> float:
-    """``||expected - found|| / ||expected||`` over the finite pairs; inf where only one of a pair is finite."""
-    # Of most pairs all are finite, and so are the sums.
+    """``||expected - found|| / ||expected||`` over the finite pairs; inf if only one of some pair is finite."""
+    # Mostly all numbers are finite, and so are the sums.
     with np.errstate(invalid="ignore", over="ignore"):
         norm, difference = _norm(expected), _norm(expected - found)
     if not (math.isfinite(norm) and math.isfinite(difference)):

@@ -1,4 +1,4 @@
-"""Matching in rounds: graft taps that have a partner, run again, and match the values of later taps."""
+"""Matches in rounds: grafts taps that have a partner, runs again, and matches the values of later taps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from graftlab.matching.weight_taps import with_weights, without_weights
 
 Record = Callable[[tuple[Pair, ...]], tuple[Sequence[RecordedTap], Sequence[RecordedTap]]]
 """Runs both sides once and records their taps, with the baseline's values grafted into the target at these pairs. For a
-grafted tap it records the target's own value."""
+grafted tap it records the target's own value.
+"""
 
 INTERRUPTED = "the match was interrupted; this is what was found by then, and later taps may have partners too"
-"""The notice of a proposal that is not complete."""
+"""The notice of an incomplete proposal."""
 
 ROUNDS = 12
 GUESSES = 6
@@ -37,13 +38,13 @@ def match_in_rounds(
     fetch_baseline: Fetch | None = None,
     fetch_target: Fetch | None = None,
 ) -> Proposal:
-    """Match, graft what is matched by value or by rule, run again, until nothing changes.
+    """Match, graft the pairs by value and by rule, and run again, until nothing changes.
 
-    No value after a fault matches until the fault is grafted away. A pair by rule whose values then match is
-    ``confirmed``; the fault itself stays by rule, with its distance. If no rule helps further, likely partners of the
-    first tap without one are tried, one a run, and kept only if more taps match by value with it than without. Matching
-    ends after ``guesses`` failures in a row, or at an interrupt, with what is known by then. With ``varies`` each run
-    may have another batch. The fetches are as in :func:`match_taps`.
+    After a fault no values match until the fault is grafted away. A pair by rule whose values match then is
+    ``confirmed``; the fault itself stays by rule, with its distance. When no rule helps any more, likely partners of
+    the first tap without one are tried, one per run, and kept only if more taps match by value with it than without.
+    Matching ends after ``guesses`` failures in a row, or at an interrupt, with the pairs known by then. With ``varies``
+    each run may have a different batch. The fetches are as in :func:`match_taps`.
     """
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
     every = record(())
@@ -69,7 +70,7 @@ def match_once(
     fetch_baseline: Fetch | None = None,
     fetch_target: Fetch | None = None,
 ) -> Proposal:
-    """Match what one run showed. Where rows are in another order, it is found first."""
+    """Match the taps of one run. If rows are in different orders, their order is found first."""
     match = partial(match_taps, fetch_baseline=fetch_baseline, fetch_target=fetch_target)
     ours, theirs = without_weights(baseline), without_weights(target)
     proposal, rows = _first(ours, theirs, match, {"baseline": fetch_baseline, "target": fetch_target})
@@ -77,9 +78,9 @@ def match_once(
     return with_weights(proposal, baseline, target, fetch_baseline, fetch_target)
 
 
-# Where fewer of the target's taps than this match by value, the rows may be in another order.
+# If a smaller share of the target's taps matches by value, the rows may be in a different order.
 _FEW = 0.9
-# Taps of a call that show whether its rows are in the same order.
+# How many taps of a call show whether its rows are in the same order.
 _FIRST = 8
 
 
@@ -89,7 +90,7 @@ def _first(
     match: Callable[..., Proposal],
     fetch: Mapping[Side, Fetch | None],
 ) -> tuple[Proposal, AlignedTaps | None]:
-    """The proposal of one run, and if more taps match with rows in another order, the taps in that order."""
+    """The proposal of one run; and the taps in another row order, if more of them match in it."""
     proposal = match(baseline, target)
     if _matched(proposal) >= _FEW * len(target):
         return proposal, None
@@ -103,7 +104,7 @@ def _first(
 
 
 def _of_unmatched_calls(target: Sequence[RecordedTap], proposal: Proposal) -> list[RecordedTap]:
-    """The target's taps of calls whose first taps do not match as wholes, so that their rows may be others."""
+    """The target's taps of calls whose first taps do not match as wholes, so that the rows may be different ones."""
     wholes = {pair.target for pair in proposal.graftable if not pair.layout.leaves_out}
     first: dict[CallKey, list[bool]] = defaultdict(list)
     for tap in target:
@@ -117,7 +118,7 @@ def _aligned(record: Record, rows: AlignedTaps, varies: bool) -> Record:
     def aligned(grafts: tuple[Pair, ...]) -> tuple[Sequence[RecordedTap], Sequence[RecordedTap]]:
         if not varies:
             return rows.of(*record(tuple(map(rows.real, grafts))))
-        # The next batch has other lengths, or another order.
+        # The next batch has different lengths, or a different order.
         taps = record(tuple(rows.ruled(grafts)[0]))
         rows.orders = row_orders(*taps, rows.fetch) or rows.orders
         return rows.of(*taps)
@@ -138,7 +139,7 @@ def _in_rounds(
     trusted: list[Pair] = []
     in_vain: set[tuple[str, str]] = set()
     if not proposal.unmatched_target and all(pair.by_value for pair in proposal.pairs):
-        # Everything matches by value, so no fault hides any tap.
+        # Everything matches by value, so no fault hides a tap.
         return proposal
     left, tries = rounds, 0
     grafted: set[tuple[str, ...]] | None = None
@@ -153,7 +154,7 @@ def _in_rounds(
                 left -= 1
                 continue
             proposal = _keep(following, proposal)
-            # Taps that the values have not confirmed are tried too.
+            # Taps whose pairs no values have confirmed are tried too.
             guess = next(suspects(baseline, target, proposal, trusted, in_vain, *fetch), None)
             if guess is None or tries >= guesses:
                 break
@@ -195,7 +196,7 @@ def _more_rules(following: Proposal, proposal: Proposal) -> bool:
 
 
 def _keep(following: Proposal, before: Proposal) -> Proposal:
-    """A round's pairs, and earlier pairs by value for taps that now have none."""
+    """A round's pairs, and earlier pairs by value for taps that have none now."""
     have = {pair.target for pair in following.pairs if pair.sureness != "guess"}
     kept = [pair for pair in before.graftable if pair.target not in have]
     names = {pair.target for pair in kept}

@@ -1,8 +1,8 @@
-"""Rows in another order, or fewer: which row of one side's batch is which of the other's, found by value.
+"""Rows in a different order, or fewer: finds by value which row of one side's batch is which of the other's.
 
-Padded and packed sequences, sorted batches, micro-batches, and a prefill with decode steps beside one pass over all
-tokens have the same rows in tensors of other sizes. Their order is found at one tap, such as the embeddings, and then
-holds for all taps of the same calls.
+Padded against packed sequences, sorted batches, micro-batches, and prefill with decode steps against one pass over all
+tokens have the same rows in tensors of different sizes. Their order is found at one tap, such as the embeddings, and
+then holds for all taps of the same calls.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.sketch import limit_for
 from graftlab.plan.pairs import TapCallName
 
-# The first taps of each call are compared, and of those the likeliest pairs.
+# How many of the first taps of each call are compared, and how many of their likeliest pairs.
 _FIRST = 24
 _TRIED = 24
 # At least this share of the target's rows must be found.
 _ENOUGH = 0.6
 
 CallKey = tuple[tuple[tuple[str, object], ...], int]
-"""The tags that number a call, and its occurrence: equal for all taps of one pass through a model."""
+"""The tags that number a call, and its occurrence. All taps of one pass through a model have the same."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class RowOrder:
 
     @property
     def is_identity(self) -> bool:
-        """Whether both calls have as many rows, in one order. A row without a partner then has other values."""
+        """Whether both calls have equally many rows in one order. Then a row without a partner has different values."""
         known = self.index >= 0
         return len(self.index) == math.prod(self.of) and bool((self.index == np.arange(len(known)))[known].all())
 
     @property
     def inverse(self) -> RowOrder:
-        """The order of the baseline's rows in the target, read from the target."""
+        """The inverse order: the target's row for each of the baseline's rows."""
         index = np.full(math.prod(self.of), -1, np.int64)
         index[self.index[self.index >= 0]] = np.flatnonzero(self.index >= 0)
         return RowOrder(self.target, self.baseline, self.into, self.of, index, self.found_at[::-1])
 
     @property
     def text(self) -> str:
-        """A sentence: how many rows they are, of how many, and in which order."""
+        """A sentence on the number of the rows, their total, and their order."""
         known = self.index[self.index >= 0]
         total = math.prod(self.of)
         of, into = (tuple(extent for extent in dims if extent > 1) for dims in (self.of, self.into))
@@ -112,9 +112,9 @@ def _by_call(taps: Sequence[RecordedTap]) -> dict[CallKey, list[RecordedTap]]:
 def row_orders(
     baseline: Sequence[RecordedTap], target: Sequence[RecordedTap], fetch: Mapping[Side, Fetch | None]
 ) -> list[RowOrder]:
-    """The row orders of calls that have rows of the other side's in another order, or in other numbers.
+    """The row orders of calls that have the other side's rows in a different order, or only some of them.
 
-    Calls whose rows are the same, in one order, have none. One call may have the rows of several of the other side's.
+    Calls with the same rows in the same order have none. One call may have the rows of several calls of the other side.
     """
     mine, theirs = _by_call(baseline), _by_call(target)
     found = _contained(mine, theirs, fetch["baseline"], fetch["target"])
@@ -128,9 +128,9 @@ def row_orders(
 def unpaired_rows(
     orders: Sequence[RowOrder], taps: Mapping[Side, Sequence[RecordedTap]], fetch: Mapping[Side, Fetch | None]
 ) -> str:
-    """A sentence if both sides have rows without a partner that are not padding, so that they may be the same rows.
+    """A sentence if both sides have rows without a partner that are not padding, and so may be the same rows.
 
-    Padding shows one value in all its rows at a tap such as the tokens or their embeddings.
+    All rows of padding have the same values at a tap such as the tokens or their embeddings.
     """
     counts: dict[Side, int] = {}
     sides: tuple[Side, Side] = ("baseline", "target")
@@ -177,12 +177,12 @@ def _contained(
     fetch_mine: Fetch | None,
     fetch_theirs: Fetch | None,
 ) -> list[RowOrder]:
-    """The order of the rows of each call of ``theirs`` in one of ``mine``."""
+    """The order of the rows of each call of ``theirs`` in one call of ``mine``."""
     found: list[RowOrder] = []
     place = -1
     for key, taps in theirs.items():
         best: tuple[float, RowOrder] | None = None
-        # The call of the same number first.
+        # Try the call of the same number first.
         for other in sorted(mine, key=lambda each: each != key):
             each = _order_of((other, mine[other], fetch_mine), (key, taps, fetch_theirs), place)
             if each is not None and (best is None or each[0] > best[0]):
@@ -205,7 +205,7 @@ _FetchedCall = tuple[CallKey, Sequence[RecordedTap], "Fetch | None"]
 
 
 def _order_of(baseline: _FetchedCall, target: _FetchedCall, place: int) -> tuple[float, RowOrder] | None:
-    """The best row order that a pair of taps of two calls shows, with how well rows tell each other apart."""
+    """The best row order that a pair of taps of two calls shows, and how distinct the rows are there."""
     best: tuple[float, RowOrder] | None = None
     for mine, theirs in _anchors(baseline[1], target[1]):
         ours, other = value_of(mine, baseline[2]), value_of(theirs, target[2])
@@ -221,7 +221,7 @@ def _order_of(baseline: _FetchedCall, target: _FetchedCall, place: int) -> tuple
             continue
         order = RowOrder(baseline[0], target[0], of, into, index, (mine.name, theirs.name))
         if order.is_identity and not ids:
-            # Such as positions, which are equal for all sequences; the other taps have no partner in this order.
+            # Positions, for example, are equal for all sequences, and in such an order no other taps would match.
             continue
         score = share * (0.5 + 0.5 * distinct)
         if best is None or score > best[0] + 1e-9:

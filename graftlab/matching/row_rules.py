@@ -1,4 +1,4 @@
-"""Rules for rows in another order: by which taps they are found again in every batch, checked on the batch at hand."""
+"""Rules for rows in a different order: the taps by which every batch's rows are found, checked on this batch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from graftlab.matching.row_orders import CallKey, RowOrder, call_of, value_of
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import TapCallName
 
-# Taps of a side that are tried: the first ones, and those that have shown the order.
+# How many taps of a side are tried: the first ones, and those that have shown the order.
 _TRIED = 6
-# By another way of taking the same rows, values differ as they do by their own.
+# If a rule takes the same rows, values differ by as much as by the list of rows.
 _ROUNDING = 1e-7
 
 _Family = tuple[str, str, Side]
@@ -30,7 +30,7 @@ _Family = tuple[str, str, Side]
 
 @dataclass(frozen=True)
 class _Shown:
-    """The rows that one call of a tap has shown, and the place of that call among its side's taps."""
+    """The rows that one call of a tap has shown, and the call's place among its side's taps."""
 
     order: int
     call: CallKey
@@ -39,14 +39,14 @@ class _Shown:
 
 @dataclass(frozen=True)
 class _RowTaps:
-    """A tap of each side that show the rows of every call."""
+    """A tap of each side; together they show the rows of every call."""
 
     baseline: str
     target: str
     shown: Mapping[Side, Sequence[_Shown]]
 
     def found(self, mine: RecordedTap, theirs: RecordedTap) -> FoundRows | None:
-        """The target's rows in the baseline, for a call of a tap of each; None if either has not shown them yet."""
+        """The target's rows in the baseline, for a call of each side's tap; None if either has yet to show its rows."""
         before = self._before("baseline", mine), self._before("target", theirs)
         return rows_between(*before) if all(before) else None
 
@@ -66,7 +66,7 @@ def with_row_rules(
     target: Sequence[RecordedTap],
     fetch: Mapping[Side, Fetch | None],
 ) -> tuple[list[Pair], str]:
-    """The pairs with rules in place of lists of rows, where a rule gives the same rows; and a sentence on them."""
+    """The pairs with rules instead of lists of rows, where a rule gives the same rows; and a sentence on them."""
     taps: dict[Side, dict[str, RecordedTap]] = {
         "baseline": {tap.name: tap for tap in baseline},
         "target": {tap.name: tap for tap in target},
@@ -149,7 +149,7 @@ def _shown(taps: Sequence[RecordedTap], fetch: Fetch | None) -> Iterator[_Shown]
 
 
 def _shows(taps: _RowTaps, order: RowOrder) -> bool:
-    """Whether these taps show an order that was found."""
+    """Whether these taps show a known order."""
     last: list[list[ShownRows]] = []
     for side, call in (("baseline", order.baseline), ("target", order.target)):
         own = [each for each in taps.shown[side] if each.call == call]  # type: ignore[index]
@@ -168,7 +168,7 @@ def _shows(taps: _RowTaps, order: RowOrder) -> bool:
 
 
 def _ruled(pair: Pair, row_taps: _RowTaps, taps: Mapping[Side, Mapping[str, RecordedTap]]) -> Pair:
-    """The pair by the rule of these taps, or as it is where that gives other rows."""
+    """The pair by the rule of these taps, or unchanged if the rule gives different rows."""
     mine, theirs = taps["baseline"][pair.baseline], taps["target"][pair.target]
     found = row_taps.found(mine, theirs)
     if found is None:
@@ -191,7 +191,7 @@ _Way = tuple[tuple[Step, ...], bool, tuple[Step, ...]]
 
 
 def _ways(steps: tuple[Step, ...], found: FoundRows) -> Iterator[_Way]:
-    """The steps before and after a rule in place of the gathers that give the same rows, and whether it is flat."""
+    """The steps before and after a rule that replaces gathers of the same rows, and whether the rule is flat."""
     places = [number for number, step in enumerate(steps) if isinstance(step, Gather)]
     if not places:
         if len(found.index) == math.prod(found.of) and bool((found.index == np.arange(len(found.index))).all()):
@@ -202,13 +202,13 @@ def _ways(steps: tuple[Step, ...], found: FoundRows) -> Iterator[_Way]:
     assert isinstance(last, Gather)
     index = first.rows
     if len(places) == 2:
-        # From the whole to the rows that both have, and from those to the places in the part.
+        # First from the whole to the rows that both have, then from those to the places in the part.
         index = torch.where(last.rows >= 0, first.rows[last.rows.clamp(min=0)], -1)
     if len(places) > 2 or index.tolist() != found.index.tolist() or math.prod(first.of) != math.prod(found.of):
         return
     before, between, after = steps[: places[0]], steps[places[0] + 1 : places[-1]], steps[places[-1] + 1 :]
     flat = last.into != found.into
-    # The steps between the two have their dimensions behind one of rows.
+    # Between the two, the steps' dimensions come after one dimension of rows.
     if len(first.of) == 1 or not between:
         yield (*before, *between), flat, after
     if len(last.into) == 1 and between:
@@ -216,7 +216,7 @@ def _ways(steps: tuple[Step, ...], found: FoundRows) -> Iterator[_Way]:
 
 
 def _fits(bound: Layout, pair: Pair, outer: RecordedTap, inner: RecordedTap) -> bool:
-    """Whether the rule takes out what the list of rows does."""
+    """Whether the rule takes the same values as the list of rows."""
     try:
         if tuple(bound.local(torch.empty(outer.shape, device="meta")).shape) != inner.shape:
             return False

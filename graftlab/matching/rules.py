@@ -1,4 +1,4 @@
-"""Rules over layer numbers: pairs that two or more layers have are proposed for the others."""
+"""Rules over layer numbers: pairs that two or more layers have are proposed for all others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rule:
     seen: int
 
     def covers(self, target: str) -> bool:
-        """Whether a target tap is one of this rule's. ``norm2`` is not a later layer of ``norm1``."""
+        """Whether the rule applies to a target tap. ``norm2`` is not a later layer of ``norm1``."""
         return pattern_of(target) == self.target and place_of(target) == place_of(self.example.target)
 
     def baseline_for(self, target: str) -> str:
@@ -51,7 +51,7 @@ def rules_of(pairs: Iterable[Pair]) -> list[Rule]:
 
 
 def _numbers(group: Sequence[Pair]) -> tuple[int, tuple[tuple[int | None, int], ...]] | None:
-    """How the baseline's numbers follow from the target's in most pairs, and in how many different ones."""
+    """How the baseline's numbers follow from the target's in most pairs, and in how many distinct ones."""
     mine = [numbers_of(pair.baseline) for pair in group]
     theirs = [numbers_of(pair.target) for pair in group]
     if len(set(theirs)) < 2:

@@ -18,18 +18,18 @@ from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutat
 from graftlab.matching.wording import layout_of
 
 Bring = Callable[[RecordedTap], None]
-"""Fetches the value of a tap that has only a sketch, if possible."""
+"""A function that fetches the value of a tap that has only a sketch, if possible."""
 
-# How near two equal values must be, in root mean squares of the tensor. With finer tolerances more values are unique.
+# How near two equal values must be, as multiples of the root mean square. With finer tolerances more values are unique.
 TOLERANCES = (1e-9, 1e-6, 1e-5, 1e-4)
 # The largest ratio of a whole to a part: smaller parts match anywhere by chance.
 MOST_PARTS = 64
-# From this limit on, the noise of half-width dtypes hides where a value is; see limit_for.
+# From this limit on, the noise of half-width dtypes hides the places of values; see limit_for.
 NOISY = 1e-2
-# The elements that are tried with all arrangements, and the number of arrangements that are then compared closely.
+# The number of elements tried with all arrangements, and of arrangements that are then compared closely.
 TRIED = 16
 NEAREST = 8
-# A mean difference, in root mean squares, far above any dtype's rounding.
+# A mean difference, as a multiple of the root mean square, far above any dtype's rounding.
 FAR = 0.2
 # From this distance on another arrangement may fit better.
 _SURE = 1e-5
@@ -39,9 +39,9 @@ LEAST_OF_A_PART = 16
 
 @dataclass(frozen=True)
 class ValueMatch:
-    """``layout`` takes ``inner`` out of ``outer``, ``rel`` from it in relative L2; ``exact``: equal in every bit.
+    """``layout`` takes ``inner`` out of ``outer``. ``rel`` is their relative L2, and ``exact`` means bit-equal.
 
-    ``sampled``: only the extreme values were compared, because the others were not kept.
+    ``sampled`` means that only the extreme values were compared, because no others were kept.
     """
 
     outer: RecordedTap
@@ -66,12 +66,12 @@ def find(
     limit: float | None = None,
     known: KnownStrides | None = None,
 ) -> ValueMatch | None:
-    """Find ``inner`` in ``outer``, as all of it or a part; None if it is not in there.
+    """Find ``inner`` in ``outer``, as all or a part of it; None if ``outer`` does not contain it.
 
     ``bring`` fetches values that only have a sketch, if the sketches make a match possible. ``known`` strides are tried
     first, and those found are added.
     """
-    # A layout moves elements, and cannot separate the two numbers of a complex one.
+    # A layout moves elements, and cannot separate the two numbers of a complex element.
     if outer.dtype.is_complex != inner.dtype.is_complex:
         return None
     limit = limit_for(outer.dtype, inner.dtype) if limit is None else limit
@@ -102,7 +102,7 @@ def find(
 
 
 def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
-    """Whether one may be a part of the other, or the other repeated, as key/value heads are for queries."""
+    """Whether one may be a part of the other, or a repetition of it, as of key/value heads for queries."""
     if not inner.telling or not outer.telling or min(inner.numel, outer.numel) < LEAST_OF_A_PART:
         return False
     if inner.numel > outer.numel:
@@ -113,11 +113,11 @@ def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
 
 
 def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
-    """The match of the same elements in the same order, perhaps in a different shape."""
+    """The match of equal elements in the same order, perhaps in a different shape."""
     strides = Strides(0, (math.prod(inner.shape),), (1,))
     if outer.flat is None or inner.flat is None:
         return _verified(outer, inner, strides, limit)
-    # The largest values alone may be further apart than all may be.
+    # The largest values by themselves may be further apart than all together.
     apart = inner.flat[outer.sketch.places] - outer.sketch.extremes
     if float(np.nansum(apart * apart)) > _ROOM * (limit * outer.sketch.rms) ** 2 * outer.sketch.numel:
         return None
@@ -129,12 +129,12 @@ def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | 
 
 
 def _are_equal(rel: float, one: Values, other: Values) -> bool:
-    """Whether two arrays that are ``rel`` apart are equal, their NaN too, which takes several times as long to see."""
+    """Whether two arrays that are ``rel`` apart are equal, NaN included, which takes several times as long to check."""
     return rel == 0 and (np.array_equal(one, other) or np.array_equal(one, other, equal_nan=True))
 
 
 def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> Strides | None:
-    """The strides of all elements, rearranged: the places of the extreme values show it without sorting a tensor."""
+    """The strides of a rearrangement of all elements: the extreme values' places show it without sorting a tensor."""
     if outer.flat is None or inner.flat is None:
         return None
     scale = max(outer.sketch.rms, 1e-30)
@@ -158,19 +158,19 @@ def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) 
         elements, values = elements[finite], values[finite]
     scale = max(outer.sketch.rms, 1e-30)
     for tolerance in (*(tolerance for tolerance in TOLERANCES if tolerance <= limit), limit / 2):
-        # Checked with the extremes, which are far apart; other values are often near something by chance. A sketch has
-        # too few values to rule one out.
+        # Checked with the extremes, which are far apart, while other values are often near some value by chance. A
+        # sketch has too few values to rule a part out.
         if outer.flat is not None and outer.lookup.share(inner.sketch.extremes, tolerance * scale) < 0.9:
             continue
         found = fit(outer.lookup, outer.sketch.numel, elements, values, inner.shape, tolerance * scale)
         if found is not None:
             return found
-    # If no value stands out from the noise of a half-width dtype, the usual arrangements are tried on all samples.
+    # If no value stands out from a half-width dtype's noise, the usual arrangements are tried on all samples.
     return _usual(outer, inner, elements, values) if whole or limit >= NOISY else None
 
 
 def _usual(outer: RecordedTap, inner: RecordedTap, elements: Places, values: Values) -> Strides | None:
-    """The usual arrangement that fits these elements best; None if none is near."""
+    """The usual arrangement that fits these elements best; None if none fits."""
     held, own = outer.flat, inner.flat
     if held is None or own is None:
         return None
@@ -225,7 +225,7 @@ def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: f
 
 
 def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | None:
-    """The relative L2 between ``inner`` and what a layout takes out of ``outer``; None if it is unknown."""
+    """The relative L2 between ``inner`` and the result of a layout of ``outer``; None if unknown."""
     if outer.value is None or inner.flat is None:
         return None
     try:

@@ -24,8 +24,8 @@ FEW = 8
 class Sketch:
     """A summary of one tensor: 33 quantiles from the smallest to the largest value, and the 64 most extreme values.
 
-    ``extremes`` are those of largest magnitude with their ``places``, counted over the flattened tensor, largest first.
-    ``rms`` is over the finite values; ``nonfinite`` counts the others, which count nowhere else. ``distinct`` is a
+    ``extremes`` are the values of largest magnitude, largest first, with their ``places`` in the flattened tensor.
+    ``rms`` is over the finite values; ``nonfinite`` counts the others, which are ignored elsewhere. ``distinct`` is a
     lower bound of the number of distinct values.
     """
 
@@ -39,17 +39,17 @@ class Sketch:
 
     @property
     def constant(self) -> bool:
-        """Whether all values are equal, as in a bias of zeros. Such values cannot identify a partner."""
+        """Whether all values are equal, as in a bias of zeros, so that they cannot identify a partner."""
         return self.distinct <= 1
 
     @property
     def telling(self) -> bool:
-        """Whether the values can locate elements."""
+        """Whether there are enough distinct values to locate elements."""
         return self.distinct >= FEW
 
 
 def flat_values(tensor: Tensor) -> Values:
-    """All elements in float64, in one dimension; a complex one is its real and imaginary part."""
+    """All elements in float64, in one dimension. A complex element is two numbers, its real and imaginary part."""
     return _flat(tensor).astype(np.float64)
 
 
@@ -65,7 +65,7 @@ def _flat(tensor: Tensor) -> npt.NDArray[np.generic]:
 
 
 def sketch_of(tensor: Tensor) -> Sketch:
-    """The sketch of a tensor of any dtype. It takes about as long as a sort and has 1.3 KiB."""
+    """The sketch of a tensor of any dtype. Making one takes about as long as a sort, and it has 1.3 KiB."""
     # Not in float64, which takes twice as long to sort.
     flat = _flat(tensor)
     flat = flat.astype(np.float32) if flat.dtype == np.bool_ else flat
@@ -98,7 +98,7 @@ def sketch_of(tensor: Tensor) -> Sketch:
     )
 
 
-# Squares are summed in float64, a block of this many elements at a time.
+# Squares are summed in float64, in blocks of this many elements.
 _BLOCK = 1 << 16
 
 

@@ -18,22 +18,22 @@ from graftlab.matching.sketch import Places, Sketch, Values
 
 # The number of elements to look up for fitting strides and for checking a fit before a full comparison.
 SAMPLES = 160
-# A span of a dimension is at least this part of it; see slices.
+# A span is at least this part of its dimension; see slices.
 MOST_SPANS = 64
-# In practice more splits of dimensions than this never found anything.
+# In practice, more splits of dimensions than this never found anything.
 MAX_SPLITS = 4000
 
 
 @dataclass(frozen=True)
 class Strides:
-    """Where each element of a tensor is in the flattened whole: one radix and one stride a digit, outermost first."""
+    """The place of each element of a tensor in the flattened whole: a radix and a stride per digit, outermost first."""
 
     offset: int
     radices: tuple[int, ...]
     strides: tuple[int, ...]
 
     def places(self, elements: Places) -> Places:
-        """The places of these elements, counted flat, in the flattened whole."""
+        """The places in the flattened whole of these elements, given by flat index."""
         found = np.full(elements.shape, self.offset, np.int64)
         rest = elements
         for radix, stride in zip(reversed(self.radices), reversed(self.strides), strict=True):
@@ -60,9 +60,9 @@ class Lookup:
     """The sorted values of a whole, for finding the place of a value."""
 
     def __init__(self, values: Values, places: Places | None = None) -> None:
-        """``places`` are the values' places in the whole, unless they are all of it in order."""
+        """``places`` are the values' places in the whole; None if they are the whole, in order."""
         self._values, self._places = values, places
-        # Without their places, which take twenty times as long and are rarely needed.
+        # Sorted without their places, which take twenty times as long and are rarely needed.
         self.ordered = np.sort(values)
 
     @classmethod
@@ -76,7 +76,7 @@ class Lookup:
         return order if self._places is None else self._places[order]
 
     def unique(self, values: Values, tolerance: float) -> Places:
-        """The place of each value, or -1 without a value within the tolerance or with several within three times it."""
+        """The place of each value; -1 if no value is within the tolerance, or several are within three times it."""
         low = np.searchsorted(self.ordered, values - 3 * tolerance, "left")
         high = np.searchsorted(self.ordered, values + 3 * tolerance, "right")
         found = np.where(high - low == 1, low, -1)
@@ -158,7 +158,7 @@ def _factored(extent: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
-    """The arrangements to try if no value is unique: dimensions split to fit and permuted."""
+    """The arrangements to try if no value is unique: dimensions are split to fit, and permuted."""
     extents = tuple(extent for extent in whole if extent > 1) or (1,)
     wanted = set(shape)
     seen = set()
@@ -182,8 +182,8 @@ def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides
 def slices(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
     """The parts to try if no value is unique: a span of one dimension, permuted.
 
-    A span begins at a multiple of its length or ends with the dimension, as q, k and v do for any numbers of heads. If
-    the tensor's own dimensions split one, such as heads, the span may be within each.
+    A span begins at a multiple of its length or ends with the dimension, as those of q, k and v do for any numbers of
+    heads. If the tensor's own dimensions split one, such as heads, the span may lie within each.
     """
     total, numel = math.prod(whole), math.prod(shape)
     extents = tuple(extent for extent in whole if extent > 1)

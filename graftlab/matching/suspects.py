@@ -24,13 +24,13 @@ from graftlab.matching.sketch import flat_values
 from graftlab.matching.strides import Strides
 from graftlab.matching.wording import layout_of
 
-# The first tap without a partner is the fault, unless taps that only one side has precede it: this many places in a
-# model, however many layers have them, and this many taps.
+# The first tap without a partner is the fault, unless taps that only one side has precede it: at most this many places
+# in a model, however many layers have them, and this many taps.
 FIRST = 5
 MOST = 60
 # The number of partners to try for each.
 OPTIONS = 3
-# The number of taps around the expected place among which partners are sought.
+# Partners are sought among this many taps around the expected place.
 AROUND = 40
 
 NOTE = "a likely partner; once it is grafted, later taps match"
@@ -45,7 +45,7 @@ def suspects(
     fetch_baseline: Fetch | None = None,
     fetch_target: Fetch | None = None,
 ) -> Iterator[Pair]:
-    """Pairs for the target's first taps without a partner, the likeliest of each first.
+    """Pairs to try for the target's first taps without a partner, the likeliest of each first.
 
     Pairs like the ``trusted`` ones are tried first, and pairs like those tried ``in_vain`` last.
     """
@@ -105,7 +105,7 @@ def suspects(
 
 
 def _size(tap: RecordedTap) -> tuple[int, bool]:
-    """The number of elements, which a layout keeps, and whether they are complex, which it keeps too."""
+    """The number of elements, and whether they are complex: a layout changes neither."""
     return math.prod(tap.shape), tap.dtype.is_complex
 
 
@@ -144,9 +144,9 @@ def _cosine(layout: Layout, outer: torch.Tensor, inner: torch.Tensor) -> float:
 
 
 def copies(baseline: Sequence[RecordedTap], grafted: Pair) -> Callable[[Pair], bool]:
-    """A predicate: does a pair's baseline tap have exactly the grafted values?
+    """Return a predicate: does a pair's baseline tap have exactly the grafted values?
 
-    A tap that passes a grafted tensor on shows them whether or not the graft was right.
+    A tap that passes on a grafted tensor has them, whether or not the graft was right.
     """
     by_name = {tap.name: tap.sketch for tap in baseline}
     given = by_name[grafted.baseline]

@@ -1,7 +1,7 @@
-"""Weights among taps: paired by value, by rule, by their modules, or by most of their values, and never grafted.
+"""Pairs weights among taps: by value, by rule, by their modules, or by most of their values. They are never grafted.
 
-The same weight has other names in a port, may be transposed or a part of a fused one, and may be the mistake. So where
-its values match none, or those of the wrong weight, the other layers and the outputs of the modules show its partner.
+In a port the same weight has a different name, may be transposed or a part of a fused one, and may be the mistake. So
+if its values match no weight, or the wrong one, the other layers and the outputs of the modules show its partner.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from graftlab.matching.sketch import limit_for
 from graftlab.matching.weights import LIMIT, match_constants, match_siblings
 from graftlab.plan.pairs import TapCallName
 
-# A weight with this share of another's values is that weight, partly overwritten.
+# A weight that shares this part of another's values is that weight, partly overwritten.
 _MOST = 0.5
 
 
 def without_weights(taps: Iterable[RecordedTap]) -> list[RecordedTap]:
-    """The taps of computed values. A graft into a weight or a setting would stay there for all later runs."""
+    """The taps of computed values. A graft into a weight or a setting would remain in all later runs."""
     values = (tap for tap in taps if not is_data(tap.tags))
     return [replace(tap, order=place) for place, tap in enumerate(values)]
 
@@ -47,7 +47,7 @@ def with_weights(
     fetch_baseline: Fetch | None = None,
     fetch_target: Fetch | None = None,
 ) -> Proposal:
-    """The proposal on computed values, with the pairs of the weights among these taps, which no graft has changed."""
+    """The proposal on computed values, with the pairs of these taps' weights, which no graft has changed."""
     names = [{_plain_name(tap): tap.name for tap in side if is_data(tap.tags)} for side in (baseline, target)]
     ours, theirs = (
         [
@@ -89,7 +89,7 @@ _LACKING = "the other side taps no weights"
 
 
 def _plain_name(tap: RecordedTap) -> str:
-    """The name without the tag that says that it is a weight, which each of these taps has."""
+    """The name without the tag that marks a weight, which all of these taps have."""
     call = TapCallName.of(tap.name)
     number = f"#{call.occurrence}" if call.occurrence else ""
     return name_with(call.name, {tag: value for tag, value in (call.tags or {}).items() if tag != "kind"}) + number
@@ -105,7 +105,7 @@ def _joined(
     unmatched: Sequence[Mapping[str, str]],
     names: Sequence[Mapping[str, str]],
 ) -> Proposal:
-    """The proposal with these pairs of weights, and those without a partner, under the names of their taps."""
+    """The proposal with these pairs of weights, and weights without a partner, under the names of their taps."""
     mine, theirs = names
     own = [replace(pair, baseline=mine[pair.baseline], target=theirs[pair.target]) for pair in pairs]
     left = [{known[name]: why for name, why in each.items()} for each, known in zip(unmatched, names, strict=True)]
@@ -121,9 +121,9 @@ def _joined(
 
 
 def _put_right(matcher: Matcher) -> tuple[list[str], set[str]]:
-    """Pair weights whose values are another weight's, or in another layout, as most layers do.
+    """Pair weights that have another weight's values, or a different layout, as most layers pair theirs.
 
-    Returns a sentence on each such weight, and the names of those that were put right.
+    Returns a sentence on each such weight, and the names of those that now have the right partner.
     """
     wrong = misplaced([pair for pair in matcher.pairs if pair.by_value], matcher.baseline)
     names = {name for name, _ in wrong}
@@ -138,7 +138,7 @@ def _put_right(matcher: Matcher) -> tuple[list[str], set[str]]:
                 against[place].add(pair.target)
     for place, targets in against.items():
         rule = rules[place]
-        # Where as many layers contradict a rule as follow it, none of them is known to be wrong.
+        # If as many layers contradict a rule as follow it, none is known to be wrong.
         if rule.seen <= len(targets):
             continue
         for name in targets:
@@ -152,9 +152,9 @@ def _put_right(matcher: Matcher) -> tuple[list[str], set[str]]:
 
 
 def _with_modules_put_right(proposal: Proposal, modules: Collection[str]) -> Proposal:
-    """The proposal with the outputs of modules that have another's weights paired as in most layers.
+    """The proposal, with the outputs of modules that have another module's weights paired as in most layers.
 
-    They have the values of another module's outputs only as long as the weights are wrong.
+    They match the other module's outputs only while the weights are wrong.
     """
     rules = [rule for rule in rules_of(proposal.graftable) if any(map(rule.covers, modules))]
     pairs = list(proposal.pairs)
@@ -197,7 +197,7 @@ class _WeightsOfModules:
 
     def match(self) -> None:
         ours, theirs = _by_module(self._matcher.baseline.values()), _by_module(self._matcher.target.values())
-        # How the weights of other modules lie in each other, by their number of dimensions.
+        # The layouts of other modules' weights, by their number of dimensions.
         usual = Counter(
             (len(self._matcher.target[pair.target].shape), pair.layout.text)
             for pair in self._matcher.pairs
@@ -220,17 +220,16 @@ class _WeightsOfModules:
             self._add(mine, tap, max(layouts, key=lambda each: usual[len(tap.shape), each.text]), "baseline")
 
     def _add_part(self, mine: RecordedTap, tap: RecordedTap, module: str) -> None:
-        """Pair a weight with the part of a fused one that no other weight has."""
+        """Pair a weight with the only part of a fused one that is left."""
         known = [pair for pair in self._matcher.pairs if pair.target == tap.name]
         if self._matcher.has(mine.name, "baseline") or not known or any(pair.whole != "target" for pair in known):
             return
         gap = uncovered((pair.layout for pair in known), tap.shape)
         if gap is None or int(gap.sum()) != mine.sketch.numel:
             return
-        free = gap.nonzero()
-        for layout in _parts_like(known, tap.shape):
+        for layout in _parts_like(known):
             # Exactly the free elements.
-            if uncovered([*(pair.layout for pair in known), layout], tap.shape) is None and len(free):
+            if uncovered([*(pair.layout for pair in known), layout], tap.shape) is None:
                 self._add(mine, tap, layout, "target")
                 return
 
@@ -257,7 +256,7 @@ def _by_module(taps: Iterable[RecordedTap]) -> dict[str, list[RecordedTap]]:
 def _with_one_role(
     ours: Sequence[RecordedTap], theirs: Sequence[RecordedTap]
 ) -> Iterator[tuple[RecordedTap, RecordedTap]]:
-    """Weights of two modules that have the same role, or else the same name."""
+    """Weights of two modules with the same role, or else the same name."""
     for tap in theirs:
         role, name = last_role(tap.name), tap.name.rpartition(".")[2]
         same = [
@@ -269,7 +268,7 @@ def _with_one_role(
             yield same[0], tap
 
 
-def _parts_like(known: Sequence[Pair], shape: Sequence[int]) -> Iterator[Layout]:
+def _parts_like(known: Sequence[Pair]) -> Iterator[Layout]:
     """The layouts of the other equal parts of a fused weight."""
     for pair in known:
         for place, step in enumerate(pair.layout.steps):
@@ -284,7 +283,7 @@ def _parts_like(known: Sequence[Pair], shape: Sequence[int]) -> Iterator[Layout]
 
 
 def _match_mostly_equal(matcher: Matcher) -> None:
-    """Pair remaining weights with those that have most of their values, in the same or in a transposed layout."""
+    """Pair remaining weights with those that share most of their values, in the same or a transposed layout."""
     by_shape: dict[tuple[int, ...], list[RecordedTap]] = defaultdict(list)
     for other in matcher.baseline.values():
         by_shape[tuple(sorted(other.shape))].append(other)
@@ -303,7 +302,7 @@ def _match_mostly_equal(matcher: Matcher) -> None:
             matcher.pairs.append(best[1])
 
 
-# Values that are compared before all are.
+# How many values are compared first.
 _FEW = 256
 
 

@@ -1,4 +1,4 @@
-"""``match_weights``: which parameter of one model is which of another, and what their conversion got wrong."""
+"""``match_weights``: finds which parameter of one model is which of another, and the mistakes of their conversion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.search import applied
 from graftlab.matching.sketch import limit_for
 
-# Two trained weights are never this near by chance, and rounding never moves one further.
+# Two trained weights are never this near by chance, and rounding never moves one further than this.
 LIMIT = 3e-2
 
 State = Mapping[str, Any] | nn.Module
@@ -31,7 +31,7 @@ State = Mapping[str, Any] | nn.Module
 
 @dataclass(frozen=True)
 class WeightMatch(Proposal):
-    """Which parameter of the target is which of the baseline; see :func:`match_weights`.
+    """The result of :func:`match_weights`: which parameter of the target is which of the baseline.
 
     ``problems`` are the conversion's mistakes, one sentence each; ``notices`` are unusual but may be right.
     ``shapes`` and ``dtypes`` are those of both states, under ``("baseline", name)`` and ``("target", name)``.
@@ -73,8 +73,8 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     bias of different layouts, scaling, rounding, rows that differ, parameters left at their initial values.
 
     A change that all layers share is not a contradiction: rows permuted alike in all layers, as between two conventions
-    of rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for what is
-    neither a mapping of tensors nor a module.
+    of rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for an
+    argument that is neither a mapping of tensors nor a module.
 
     >>> q, k = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
     >>> match = gl.match_weights({"q": q, "k": k}, {"qk": torch.cat([q, k])})
@@ -142,7 +142,7 @@ def _items(state: Mapping[str, Tensor]) -> list[RecordedTap]:
 
 
 def match_siblings(matcher: Matcher) -> None:
-    """Pair a parameter without a partner as the others of its module are paired, in the same layout."""
+    """Pair a parameter without a partner like the others of its module, in the same layout."""
     for pair in list(matcher.pairs):
         if not pair.by_value:
             continue
@@ -191,7 +191,7 @@ def _append(matcher: Matcher, pair: Pair) -> None:
 
 
 def _for_rows(layout: Layout) -> Layout | None:
-    """The bias's layout for a weight's: parts of rows stay, transpositions go; None for other layouts."""
+    """The bias's layout for a weight's: parts of rows stay, transpositions are dropped; None for other layouts."""
     steps: list[Step] = []
     for step in layout.steps:
         if isinstance(step, Part) and step.dim == 0:
@@ -202,7 +202,7 @@ def _for_rows(layout: Layout) -> Layout | None:
 
 
 def _match_scaled(matcher: Matcher) -> None:
-    """Pair parameters whose values are a baseline parameter's times a factor, plus a constant."""
+    """Pair parameters whose values are those of a baseline parameter times a factor plus a constant."""
     for tap in matcher.left("target"):
         if not tap.sketch.telling:
             continue
@@ -240,12 +240,12 @@ def _scaled(layout: Layout, other: RecordedTap, tap: RecordedTap) -> Pair | None
     factor = float(np.einsum("i,i", spread, tap.flat) / np.einsum("i,i", spread, spread))
     if factor == 0 or not np.isfinite(factor):
         return None
-    # A factor and a constant fit almost anything a little, so they must fit up to rounding.
+    # A factor and a constant fit almost anything roughly, so they must fit up to rounding.
     limit = limit_for(other.dtype, tap.dtype)
-    # A factor near 1 or -1 is that number.
+    # Take a factor near 1 or -1 to be exactly that.
     factor = next((near for near in (1.0, -1.0) if abs(factor - near) <= limit), factor)
     add = float(tap.flat.mean() - factor * taken.mean())
-    # A constant below the noise of the values is 0.
+    # Take a constant below the noise of the values to be 0.
     if abs(add) <= limit * tap.sketch.rms:
         add = 0.0
     elif abs(add - round(add)) <= limit * tap.sketch.rms and round(add):

@@ -1,4 +1,4 @@
-"""Strides expressed as a layout: rearranged dimensions, parts, windows."""
+"""Expresses strides as a layout: rearranged dimensions, parts, windows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass
 class _Atom:
-    """A digit of the whole's flat index; the tensor has ``length`` of its ``size`` values, from ``start`` on."""
+    """A digit of the whole's flat index. The tensor has ``length`` of its ``size`` values, from ``start`` on."""
 
     size: int
     stride: int
@@ -34,7 +34,7 @@ def layout_of(found: Strides, whole: tuple[int, ...], shape: tuple[int, ...]) ->
 
 
 def _cut_at_own(found: Strides, shape: Sequence[int]) -> Strides:
-    """The same strides with digits split at the borders of the tensor's own dimensions."""
+    """The same strides, with digits split at the borders of the tensor's own dimensions."""
     borders = sorted({math.prod(shape[place:]) for place in range(1, len(shape))}, reverse=True)
     radices: list[int] = []
     strides: list[int] = []
@@ -52,7 +52,7 @@ def _cut_at_own(found: Strides, shape: Sequence[int]) -> Strides:
 
 
 def _cut(found: Strides, whole: Sequence[int]) -> Strides:
-    """The same strides with digits split at the borders of the whole's dimensions."""
+    """The same strides, with digits split at the borders of the whole's dimensions."""
     borders = sorted({math.prod(whole[place:]) for place in range(1, len(whole))}, reverse=True)
     radices: list[int] = []
     strides: list[int] = []
@@ -112,7 +112,7 @@ def _atoms(found: Strides, whole: tuple[int, ...]) -> list[_Atom] | None:
     expected, offset = 1, found.offset
 
     def fixed_up_to(stride: int) -> bool:
-        """Add digits that are fixed in the tensor, up to a stride, split at the whole's dimensions."""
+        """Add digits up to a stride that are fixed in the tensor, split at the whole's dimensions."""
         nonlocal expected
         for border in sorted({border for border in borders if expected < border < stride} | {stride}):
             if border == expected:
@@ -168,7 +168,7 @@ def _part(atom: _Atom, dim: int, groups: int) -> Part:
 
 
 def _rearranged(groups: list[list[_Atom]], found: Strides, shape: tuple[int, ...]) -> list[Step] | None:
-    """The step from the whole's dimensions, after parts are taken, to the tensor's; none if they are equal."""
+    """The steps from the whole's dimensions, after parts are taken, to the tensor's; none if they are equal."""
     letters: dict[int, str] = {}
     left: list[list[int]] = []
     for group in groups:
@@ -184,7 +184,7 @@ def _rearranged(groups: list[list[_Atom]], found: Strides, shape: tuple[int, ...
         if math.prod(found.radices[digit] for digit in mine) != extent:
             return None
         right.append(mine)
-    # A digit with one value is not an axis.
+    # A digit with a single value is not an axis.
     left = [[digit for digit in group if found.radices[digit] > 1] for group in left]
     right = [[digit for digit in group if found.radices[digit] > 1] for group in right]
     order = [digit for group in left for digit in group]
@@ -201,7 +201,7 @@ def _rearranged(groups: list[list[_Atom]], found: Strides, shape: tuple[int, ...
         return "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
 
     sizes = [(letters[digit], found.radices[digit]) for digit in added]
-    # One axis of each split dimension follows from the shape.
+    # The size of one axis of each split dimension follows from the shape.
     needed = [digit for group in left for digit in group[1:]]
     sizes += [(letters[digit], found.radices[digit]) for digit in needed]
     pattern = f"{' '.join(map(written, left))} -> {' '.join(map(written, right))}"

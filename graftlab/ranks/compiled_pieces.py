@@ -1,8 +1,8 @@
 """Search for the smallest part of the captured graphs whose compilation makes a result wrong, and its lines of source.
 
-torch captures a call as graphs, and notes with each operation the line that it came from. Here a backend compiles a
-contiguous part of those operations and runs the rest one by one. Halving that part from both ends leaves the operations
-that the compiler turns into wrong code, in whatever backend the mistake is.
+torch captures a call as graphs, and notes the line of each operation. Here a backend compiles a contiguous part of
+those operations and runs the rest one by one. Halving that part from both ends leaves the operations that the compiler
+turns into wrong code, whichever backend has the mistake.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MOST_ATTEMPTS = 40
 class MiscompiledLine:
     """A line of source in the smallest part of the captured graphs that is wrong as soon as it is compiled.
 
-    ``operations`` are the operations of the graph that come from the line, in their order. ``stack`` are the line
-    itself and those that led to it, innermost first.
+    ``operations`` are the graph's operations that come from the line, in their order. ``stack`` has the line and its
+    callers, innermost first.
     """
 
     file: str
@@ -43,7 +43,7 @@ class PieceSearch:
 
     ``lines`` are in the order of execution; compiled alone they make the result wrong, and without the first or the
     last of their operations they do not. ``is_right_uncompiled`` is False where the captured graphs give a wrong result
-    though nothing of them is compiled.
+    even uncompiled.
     """
 
     lines: tuple[MiscompiledLine, ...]
@@ -53,8 +53,8 @@ class PieceSearch:
 def search_pieces(call: CompiledCall, is_right: Callable[[CompiledCall], bool | None]) -> PieceSearch:
     """Compile ever smaller parts of the call's graphs, as long as its result is wrong.
 
-    ``call`` compiles without taps. ``is_right`` compiles and calls; it returns None where that fails, and must answer
-    alike on all ranks.
+    ``call`` compiles without taps. ``is_right`` compiles and calls; it returns None where that fails, and must give all
+    ranks the same answer.
     """
     attempts = 0
 
@@ -70,7 +70,7 @@ def search_pieces(call: CompiledCall, is_right: Callable[[CompiledCall], bool | 
         return PieceSearch((), uncompiled is None)
     cuts = survey.cuts
     begin, end = 0, len(cuts) - 1
-    # As one part it may be right: then what differs is how torch compiles a whole call.
+    # Compiled as one part the result may be right: then the mistake is in how torch compiles a whole call.
     if end < 1 or not is_wrong(begin, end):
         return PieceSearch((), True)
     begin = _last_true(lambda middle: is_wrong(middle, end), begin, end)
@@ -81,7 +81,7 @@ def search_pieces(call: CompiledCall, is_right: Callable[[CompiledCall], bool | 
 
 
 def _last_true(holds: Callable[[int], bool], first: int, beyond: int) -> int:
-    """Return a number at which something holds and after which it does not; it holds at the first."""
+    """Return a number at which the condition holds and after which it does not. It holds at the first."""
     while beyond - first > 1:
         middle = (first + beyond) // 2
         first, beyond = (middle, beyond) if holds(middle) else (first, middle)
@@ -121,7 +121,7 @@ class _CompiledPart:
             return module.forward
 
         def part_of(node: Node) -> int:
-            # What is no operation, such as a weight that is read, belongs to its first reader.
+            # A node that is no operation, such as the read of a weight, belongs to its first reader.
             number = at.get(node, min((at[user] for user in node.users if user in at), default=self._end))
             return 0 if number < self._begin else 1 if number < self._end else 2
 
@@ -137,7 +137,7 @@ def _cuts(operations: Sequence[Node], at: Mapping[Node, int]) -> list[int]:
     needed_until = -1
     for node in operations:
         if not isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, int)):
-            # A tuple, or a context that is open; without a user it is nothing.
+            # A node without users is dropped; any other is a tuple, or an open context.
             needed_until = max([needed_until, *(at.get(user, -1) for user in node.users)])
         if needed_until <= at[node]:
             found.append(at[node] + 1)

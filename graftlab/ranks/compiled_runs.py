@@ -1,4 +1,4 @@
-"""What a comparison with compiled code runs on ranks: a call in a grad mode, a search for the compiler's mistake."""
+"""The part of a comparison with compiled code that ranks run: a call in a grad mode, a search for the mistake."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SWITCHES: dict[str, object] = {
 
 @dataclass(frozen=True)
 class CallInMode:
-    """A call of a side's code in a grad mode; None is the mode of the caller."""
+    """A call of a side's code in a grad mode; None means the caller's mode."""
 
     callee: Callee
     mode: GradMode | None
@@ -57,7 +57,7 @@ class CallInMode:
 
 
 def runs_without_gradients(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run the callee; return whether its results require gradients, and it also runs where none are computed."""
+    """Run the callee; return whether its results require gradients although it also runs without computing any."""
     if not any(tensor.requires_grad for tensor in tensors_of(bind_callee(callee, args, kwargs)())):
         return False
     try:
@@ -70,8 +70,8 @@ def runs_without_gradients(callee: Callee, args: tuple[Any, ...], kwargs: dict[s
 def what_is_compiled(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Compile and call once; return None if torch can compile the call as a whole.
 
-    Otherwise return torch's reason, where the modules that the call makes can be compiled instead. Raises
-    :class:`GraphError` where it calls none.
+    Otherwise return torch's reason, if the modules that it calls can be compiled instead. Raises :class:`GraphError` if
+    it calls none.
     """
     from torch._dynamo.utils import counters
 
@@ -82,13 +82,13 @@ def what_is_compiled(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str
         except Exception as error:  # the compiler raises errors of any class, its own assertions included
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return " ".join([f"{type(error).__name__}:", *lines[:2]]).rstrip(".")
-        # Where torch compiles nothing it runs the call as it is, which is no comparison.
+        # Where torch compiles nothing it runs the call eagerly, which compares nothing.
         return None if counters["stats"].get("unique_graphs") else "torch found nothing to compile in it"
 
     reason = fault_of(call)
     if reason is None:
         return None
-    # Raises what the call itself raises, compiled or not.
+    # If the call also fails uncompiled, this raises its exception.
     modules = call.modules(args, kwargs)
     if not modules or fault_of(replace(call, by_modules=True)) is not None:
         raise GraphError(
@@ -100,12 +100,12 @@ def what_is_compiled(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str
 
 @dataclass(frozen=True)
 class CompilerSearch:
-    """Where a compiler goes wrong.
+    """Where a compiler makes its mistake.
 
     ``settings`` are the switches of inductor that make the result right, the fewest of them together
-    (``{"pattern_matcher": False}``); empty if no switch does. ``stage`` is the most complete backend of torch whose
-    result is right, where no switch of inductor makes it so. ``pieces`` has the lines of source whose compiled code is
-    wrong. ``compilations`` is the number of compilations that it took.
+    (``{"pattern_matcher": False}``); empty if no switch does. ``stage`` is torch's most complete backend with the right
+    result, where no switch of inductor gives it. ``pieces`` has the lines of source whose compiled code is wrong.
+    ``compilations`` is the number of compilations that it took.
     """
 
     settings: Mapping[str, object]
@@ -115,7 +115,7 @@ class CompilerSearch:
 
 
 _STAGES = ("aot_eager_decomp_partition", "aot_eager", "eager")
-"""What inductor does, less and less of it: without its own code, without decompositions, only captured."""
+"""Backends that do less and less of inductor's work: without its code, without decompositions, only captured."""
 
 
 def search_compiler(
@@ -152,9 +152,8 @@ def search_compiler(
 
 
 def _on_all_ranks(answer: bool | None) -> bool | None:
-    """Whether this is true on all ranks of the side, which must compile the same next, or a collective hangs.
-
-    None if any rank has no answer.
+    """Whether this is true on all ranks of the side; None if any rank has no answer. All must compile the same next, or
+    a collective hangs.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return answer
@@ -173,7 +172,7 @@ def _search_switches(call: CompiledCall, is_right: Callable[[CompiledCall], bool
         if hasattr(config, "force_disable_caches"):
             patch["force_disable_caches"] = True
         with config.patch(patch), warnings.catch_warnings():
-            # That profiles are not cached either is meant.
+            # Profiles are not cached either, which is intended.
             warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
             return bool(is_right(call))
 
@@ -182,7 +181,8 @@ def _search_switches(call: CompiledCall, is_right: Callable[[CompiledCall], bool
         return {}
     needed: list[str] = []
     while not needed or not is_right_with(needed):
-        # The shortest beginning of the list that is enough is not enough without its last: that one is needed.
+        # The shortest beginning of the list that suffices does not suffice without its last switch, so that one is
+        # needed.
         wrong, right = 0, len(left)
         while right - wrong > 1:
             middle = (wrong + right) // 2
@@ -204,7 +204,7 @@ def _inductor_config() -> Any:
 
 
 def _setting(config: Any, name: str) -> object:
-    """Return a setting's value; a mark if this release of torch lacks it."""
+    """Return a setting's value; a sentinel if this release of torch lacks it."""
     value = config
     for part in name.split("."):
         value = getattr(value, part, _ABSENT)

@@ -11,14 +11,14 @@ from graftlab.exchange.status_page import RankStatus, WireStatus
 from graftlab.ranks.messages import FromRank, PlanAdopted, StatusUpdate, TapSeen, pack, pack_row
 from graftlab.rows.schema import Row
 
-# Room for some thousand rows: bursts fit into the socket, and need no thread of the rank to send them.
+# Room for some thousand rows: bursts fit into the socket, so no thread of the rank has to send them.
 _SEND_BUFFER = 4 << 20
 
 
 class ControlConnection:
-    """Sends messages and rows, from any thread; a grafter reports to it.
+    """Sends messages and rows, from any thread. A grafter reports to it.
 
-    The session lets rows gather for a moment before it reads them; a byte on the ``wake`` socket makes it read now.
+    The session lets rows gather for a moment before it reads them; a byte on the ``wake`` socket makes it read at once.
     """
 
     def __init__(self, channel: SocketChannel, wake: socket.socket) -> None:
@@ -35,7 +35,7 @@ class ControlConnection:
         self._wake()
 
     def send_status(self, status: RankStatus) -> None:
-        """Send where this rank is, for a session that cannot read its status page."""
+        """Send the rank's status, to a session that cannot read its status page."""
         self.channel.send(pack(StatusUpdate(WireStatus.of(status))))
 
     # ---- what the grafter reports -------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class ControlConnection:
         self.send(PlanAdopted(version, step))
 
     def _send_later(self, frame: bytes) -> None:
-        """Send a frame that may wait for others of its kind."""
+        """Send a frame that the session may read later, with others."""
         self.channel.send(frame)
         # Wake the session once when more rows wait than the socket holds.
         is_full = self.channel.backed_up
@@ -59,6 +59,6 @@ class ControlConnection:
         self._was_full = is_full
 
     def _wake(self) -> None:
-        # A full socket wakes already; one that is closed wakes no reader.
+        # A full socket wakes the session anyway; a closed one has no reader to wake.
         with contextlib.suppress(OSError):
             self._wake_socket.send(b"!")

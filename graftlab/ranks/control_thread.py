@@ -58,9 +58,9 @@ def refuse_post_mortem(command: str) -> str:
 class ControlThread:
     """Receives the notebook's messages; ``tasks`` queues those for the main thread.
 
-    ``stop`` becomes readable on shutdown. ``interrupt`` is called with the number of a run to interrupt, and ``end``
-    once, when the connection to the notebook is lost or carries a message that cannot be read. ``fail`` is called with
-    an unexpected exception, which ends the thread; without ``fail``, ``end`` is called instead.
+    ``stop`` becomes readable on shutdown. ``interrupt`` is called with the number of the run to interrupt. ``end`` is
+    called once, when the connection to the notebook is lost or a message cannot be read. ``fail`` is called with an
+    unexpected exception, which ends the thread; without ``fail``, ``end`` is called instead.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class ControlThread:
                 try:
                     self.take(frame)
                 except GraftError:
-                    # The notebook might wait forever for a reply. It notices the rank's end, and shows this log.
+                    # Otherwise the notebook might wait forever for a reply. It notices the rank's end, and shows this
+                    # log.
                     logger.critical("this rank cannot read a message from the notebook", exc_info=True)
                     self._end()
                     return
@@ -150,7 +151,7 @@ class ControlThread:
 
     def _on_query(self, query: Query) -> None:
         if isinstance(query.question, AskPostMortem):
-            # It evaluates an expression that a user typed, which may never return; this thread has other work.
+            # It evaluates an expression that a user typed, which may never return, and this thread has other work.
             threading.Thread(target=self._reply, args=(query,), name="graftlab-post-mortem", daemon=True).start()
         else:
             self._reply(query)
@@ -170,13 +171,13 @@ class ControlThread:
         return _pack_kept(self._kept.find(question.name, question.tags, failed=True))
 
     def _kept_map(self, question: AskKeptMap) -> KeptValue:
-        # Reduced here, so that only the pixels to draw travel, however large the tensors are.
+        # Reduced here, so that only the pixels to draw are sent, however large the tensors are.
         pair = self._kept.find(question.name, question.tags)
         return _pack_kept(None if pair is None else difference_map(*_both(pair), dims=question.dims))
 
 
 def _both(pair: KeptPair) -> tuple[Any, Any]:
-    # A pair whose transform failed lacks one of them, and only AskKeptInput finds it.
+    # A pair whose transform failed lacks one tensor, and only AskKeptInput finds it.
     assert pair.baseline is not None
     assert pair.target is not None
     return pair.baseline, pair.target

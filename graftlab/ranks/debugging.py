@@ -53,6 +53,10 @@ class LastFailure:
 
     def forget(self) -> None:
         """Release the frames, and the tensors in them."""
+        if self._kept is not None:
+            # Python 3.13's pdb keeps its current frame in the globals of that frame's module.
+            for frame, _ in self._kept[1].stack:
+                frame.f_globals.pop("__pdb_convenience_variables", None)
         self._kept = None
 
     def ask(self, command: str) -> str:
@@ -99,7 +103,7 @@ def _from_user_code(trace: TracebackType | None) -> TracebackType | None:
 
 
 def stacks_of_other_threads() -> str:
-    """Format the stacks of all threads but this one, from the user's code on; ``idle`` for a thread without any."""
+    """Format the stacks of all other threads, from the user's code on; ``idle`` for a thread without user code."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():

@@ -1,4 +1,4 @@
-"""The open descriptors that the ranks of a graft world share: made by the notebook, received and used by each rank."""
+"""The open descriptors that the ranks of a graft world share. The notebook makes them and sends them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEMORY_FILES = hasattr(os, "memfd_create")
 
 
 class SharedDescriptors:
-    """One segment for each rank, one socket pair for any two, and optionally one store file for each side."""
+    """One segment for each rank, one socket pair for each two ranks, and optionally one store file for each side."""
 
     def __init__(self, places: list[Place]) -> None:
         self.segments: list[int] = []
@@ -108,7 +108,7 @@ def make_exchange(
 
 
 def _make_store(path: Path) -> int:
-    """Create the rendezvous store of a side's process group: an unnamed file where the system has such files."""
+    """Create the rendezvous store of a side's process group: an unnamed file where the system supports it."""
     if MEMORY_FILES:
         return os.memfd_create("graftlab-store", os.MFD_CLOEXEC)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)

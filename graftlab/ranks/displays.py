@@ -1,7 +1,7 @@
 """Displays of a rank: figures, frames and other rich values, sent in the forms that a notebook shows.
 
-A rank has no IPython shell. So ``display`` is a builtin here as it is in a notebook, IPython's function of that name
-is replaced too, and pyplot gets graftlab's backend (:mod:`graftlab.ranks.matplotlib_backend`).
+A rank has no IPython shell. So ``display`` becomes a builtin, as in a notebook, which also replaces IPython's function,
+and pyplot gets graftlab's backend (:mod:`graftlab.ranks.matplotlib_backend`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST = 4 << 20
 _A_SECOND = 20
 
 BACKEND = "module://graftlab.ranks.matplotlib_backend"
-# Backends that notebooks set, which can show figures in a notebook only.
+# Backends that notebooks set, and that show figures nowhere else.
 _OF_NOTEBOOKS = ("module://matplotlib_inline", "inline", "module://ipympl", "widget", "ipympl", "nbagg", "notebook")
 
 
@@ -97,7 +97,7 @@ def _call_method(value: Any, method: str) -> Any:
         ask = getattr(value, method, None)
         return ask() if callable(ask) else None
     except Exception:
-        # As in IPython: other forms may succeed, and there is always the plain text.
+        # As in IPython: other forms may succeed, and the plain text always does.
         return None
 
 
@@ -127,7 +127,7 @@ _displays: Displays | None = None
 
 
 def displays() -> Displays | None:
-    """Return the displays of this process; None where it is not a rank."""
+    """Return the displays of this process; None if it is not a rank."""
     return _displays
 
 

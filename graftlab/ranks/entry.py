@@ -14,7 +14,7 @@ from graftlab.ranks.streams import redirect_to
 
 def enter(spec: RankSpec, connection: socket.socket) -> None:
     """Become a rank; never returns."""
-    # Its own session: the stop button's SIGINT goes to the notebook's process group and must not end the ranks.
+    # A new session: the stop button's SIGINT goes to the notebook's process group, and must not end the ranks.
     os.setsid()
     # Before anything that can fail: the notebook shows the end of this log when a rank dies before its hello.
     redirect_to(spec.log)

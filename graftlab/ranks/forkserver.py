@@ -1,4 +1,4 @@
-"""Where processes are started: on one long-lived thread, by default through a forkserver that has imported torch.
+"""Starts processes on one long-lived thread, by default through a forkserver that has imported torch.
 
 The system sends parent-death signals when the *thread* that started a process ends, so that thread must not end.
 """
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PRELOADED = ["graftlab.ranks.worker"]
-"""Modules that the forkserver imports so that ranks need not. Changes take effect until it starts."""
+"""Modules that the forkserver imports so that ranks need not. Changes take effect only before it starts."""
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graftlab-launcher")
 
@@ -33,7 +33,7 @@ def on_starter(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> F
 
 
 def warm_up() -> None:
-    """Start the forkserver, which imports torch, before the first launch needs it. Returns at once."""
+    """Start the forkserver, which imports torch, ahead of the first launch. Returns at once."""
     on_starter(prepare)
 
 
@@ -53,7 +53,7 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
 
 def prepare() -> None:
     """Start the forkserver unless it is running. Raises OSError where it cannot listen."""
-    # Not that of torch, whose import would take this process as long as it takes the forkserver.
+    # Not torch's multiprocessing: importing torch here would take as long as in the forkserver.
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         [preload_first.__name__, *PRELOADED, preload_last.__name__]
     )
@@ -71,7 +71,7 @@ def hidden_main() -> Iterator[None]:
     main_module = sys.modules.get("__main__")
     hidden = {name: getattr(main_module, name) for name in ("__spec__", "__file__") if hasattr(main_module, name)}
     try:
-        # Also where it is missing, as after a notebook's %reset: multiprocessing reads it.
+        # Even where it is missing, as after a notebook's %reset, because multiprocessing reads it.
         main_module.__spec__ = None  # type: ignore[union-attr]
         if "__file__" in hidden:
             del main_module.__file__  # type: ignore[union-attr]

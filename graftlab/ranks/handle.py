@@ -21,19 +21,19 @@ class RankHandle:
     """
 
     trusted = True
-    """Whether this process may unpickle what the rank sends, which can run any code. True of the user's processes."""
+    """Whether this process may unpickle the rank's messages, which can run any code. True of the user's processes."""
 
     is_expected = False
-    """Whether no process has taken this rank yet, so that one may still join."""
+    """Whether no process has joined as this rank yet."""
 
     takes_work = True
-    """Whether it runs code that the notebook sends, and can be interrupted in it."""
+    """Whether the rank runs code that the notebook sends, and can be interrupted."""
 
     can_restart = True
     """Whether the session can start its process again."""
 
     stacks_file: Path | None = None
-    """The file to which a signal makes it write its threads' stacks; None where a signal would end it."""
+    """The file to which the rank writes its threads' stacks on a signal; None if a signal would end it."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class RankHandle:
         self.alive = True
         self._map = mmap.mmap(-1, PAGE)
         if segment is not None:
-            self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(segment, PAGE, prot=mmap.PROT_READ)
         self._page = StatusPage(self._map)
         self._last_status = RankStatus()
         self._ended: str | None = None
         self._ended_by_us: str | None = None
 
     generation = 1
-    """How often its side has been started: more than once where jobs were restarted."""
+    """How often the rank's side has been started: more than once if jobs were restarted."""
 
     links = "shared memory"
-    """How it is connected to the other ranks, in words; empty until that is known."""
+    """How the rank is connected to the others, in words; empty until known."""
 
     def note_links(self, linked: LinkReport) -> None:
         """Record how the rank is connected to the others."""
@@ -92,7 +92,7 @@ class RankHandle:
         self.alive = False
         self.channel.close()
         self.wake_socket.close()
-        # A mapped page would keep the rank's whole segment in memory.
+        # A page that stays mapped would keep the rank's whole segment in memory.
         self._last_status = self.status()
         self._map.close()
 
@@ -117,20 +117,20 @@ class RankHandle:
         raise NotImplementedError
 
     def signal(self, number: int) -> None:
-        """Send a signal to its process, if this process may."""
+        """Send a signal to the rank's process, if this process may."""
         raise NotImplementedError
 
     def join(self, timeout: float) -> bool:
-        """Wait for it to end; False when it has not ended within ``timeout`` seconds."""
+        """Wait for the process to end; False if it has not ended within ``timeout`` seconds."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill the process, whatever it is doing."""
         raise NotImplementedError
 
     @property
     def was_ended(self) -> bool:
-        """Whether :meth:`end` ended it, rather than a failure."""
+        """Whether :meth:`end`, and not a failure, ended the process."""
         return self._ended_by_us is not None
 
     def end(self, why: str) -> None:

@@ -1,6 +1,6 @@
 """A held call: one call of a model that a rank can repeat, each time from the same state.
 
-It is the outermost call of a script's model, in which the script waits, or that of a function
+It is the outermost call of a script's model, in which the script waits, or a call of a function
 (:mod:`graftlab.ranks.held_functions`). The notebook sends the functions of this module to ranks by their names.
 """
 
@@ -25,20 +25,20 @@ from graftlab.taps.calls import here, tap_handler
 from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import Watch, watch, weights_of
 
-# Items that a generator is run for, which may have no end.
+# How many items are taken of a generator, which may be endless.
 _MOST_ITEMS = 1024
 _WHOLE_NUMBERS = (torch.int64, torch.int32)
 _MOST_WHOLE_NUMBERS = 1 << 16
-# Bytes of state that a call has written and that are compared, in each of a verdict's runs.
+# Bytes of written state that each run of a verdict compares.
 _WRITTEN_BUDGET = 32 << 20
 
 UnitKind = Literal["call", "update"]
-"""What a script is held in: a call of a model, or an update of its weights."""
+"""What a script is held in: a model's call, or an update of its weights."""
 
 
 @dataclass(frozen=True)
 class WatchChoice:
-    """What is tapped of a held model: the arguments of the same names of :func:`graftlab.watch`."""
+    """Which parts of a held model are tapped: the arguments of the same names of :func:`graftlab.watch`."""
 
     include: str | None = None
     functions: tuple[str, ...] = ()
@@ -47,14 +47,18 @@ class WatchChoice:
     inputs: bool = True
 
 
+_MOST_NUMBERS = 64 << 20
+"""Bytes that a call's numbers may have, to be sent to the other side."""
+
+
 @dataclass(frozen=True)
 class CallDescription:
     """What a rank reports of its held call.
 
-    ``number`` counts the calls of models from 1. ``taps`` are the names of its taps, in execution order. ``plain``
-    are the tensors that the call returns without taps and those that it writes, by their paths, and ``tapped`` the same
-    with taps. ``not_repeated`` describes the results that a replay without taps does not repeat, and ``not_compared``
-    is what the call writes and repetitions leave out.
+    ``number`` counts the calls of models from 1. ``taps`` are the names of its taps, in execution order. ``plain`` has
+    the tensors that the call returns and writes without taps, by their paths, ``tapped`` the same with taps.
+    ``not_repeated`` describes results that differ in a replay without taps; ``not_compared`` describes written state
+    that repetitions do not compare.
     """
 
     model: str
@@ -65,26 +69,26 @@ class CallDescription:
     tapped: dict[str, torch.Tensor]
     not_repeated: tuple[str, ...] = ()
     others: Mapping[str, int] = field(default_factory=dict)
-    """How often models of other classes than the chosen one were called so far, by class."""
+    """How often models of other classes were called so far, by class."""
     buffers: tuple[str, ...] = ()
-    """The names of the model's buffers, which its own calls may write."""
+    """The names of the model's buffers, which its calls may write."""
     fails_when_repeated: str | None = None
-    """What a repetition raises although the first call returns."""
+    """The exception of a repetition, if the first call returns."""
     whole_numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The integers among the arguments, such as tokens, by their paths."""
     raises: str | None = None
-    """What the call itself raises; then nothing else is described."""
+    """The exception of the call itself; then nothing else is described."""
     not_compared: tuple[str, ...] = ()
 
     @property
     def returned(self) -> dict[str, torch.Tensor]:
-        """What the call returns without taps, and nothing that it writes."""
+        """The tensors that the call returns without taps, without those that it writes."""
         return {path: tensor for path, tensor in self.plain.items() if not is_written(path)}
 
 
 @dataclass(frozen=True)
 class ScriptEnd:
-    """What a rank reports in place of a held call when its script has ended; ``failure`` is the exception, if any."""
+    """A rank's report that its script has ended, instead of a held call; ``failure`` is the exception, if any."""
 
     failure: str | None = None
 
@@ -92,9 +96,9 @@ class ScriptEnd:
 class HeldCall:
     """A call that can be repeated: calling this object restores the state, calls, and returns the named tensors.
 
-    These are the tensors of its result, and those that the call has written: buffers and attributes of modules, and
-    tensors and caches among the arguments. ``models`` are what is tapped, by the prefix of the names of their taps;
-    ``state`` what the call may change besides, by name. ``name`` is that of the model in sentences, or its class.
+    These are the tensors of its result, and those that the call has written: buffers and attributes of modules, tensors
+    and caches among the arguments. ``models`` are the tapped models, by the prefix of their taps' names; ``state`` has
+    other objects that the call may change, by name. ``name`` names the model in sentences; by default it is the class.
     """
 
     def __init__(
@@ -131,7 +135,7 @@ class HeldCall:
         self._restore()
         result = self._call()
         if isinstance(result, GeneratorType):
-            # What it computes would arise in the script's own code, after the call.
+            # Taken later, the items would be computed in the script's code, after the call.
             result = list(itertools.islice(result, _MOST_ITEMS))
         results = named_tensors(result)
         state = self._written() if self._shows_written else {}
@@ -155,17 +159,17 @@ class HeldCall:
     def prepare(self, backward: bool) -> None:
         """Install the taps for one call in this process, with or without a backward pass."""
         self._has_backward = backward
-        # One call alone does not show which memory has no values yet.
+        # A single call does not show which memory has no values yet.
         self._shows_written = False
         self._watch()
 
     def describe(self, *, reports_failure: bool = False) -> CallDescription:
-        """Call it without taps, again, and with them. ``reports_failure`` describes what the first call raises."""
+        """Call it twice without taps, once with them. ``reports_failure`` describes an exception of the first call."""
         names = TapLister()
         not_repeated: list[str] = []
         fails = None
         with handled_by(names):
-            # A tap in the model's own code stays, and does nothing else here.
+            # Taps in the model's own code stay, and do nothing else here.
             try:
                 first = self()
             except Exception as error:
@@ -202,7 +206,7 @@ class HeldCall:
         )
 
     def describe_result(self, *, reports_failure: bool = False) -> CallDescription:
-        """Call it once, without taps; what this does not show is left out."""
+        """Call it once, without taps, and describe its result."""
         try:
             with handled_by(TapLister()):
                 result = self()
@@ -226,7 +230,7 @@ class HeldCall:
 
     @property
     def unit(self) -> tuple[UnitKind, int]:
-        """What this is, with its number among those of this process."""
+        """The call's kind, and its number among those of this process."""
         return "call", self._number
 
     @property
@@ -236,9 +240,8 @@ class HeldCall:
         return " and ".join(dict.fromkeys(type(model).__name__ for model in self._models.values()))
 
     def try_backward(self) -> str | None:
-        """From now on each repetition includes a backward pass, whose gradients are tapped too.
-
-        Returns the reason if that fails; then repetitions are as before.
+        """Include a backward pass in each repetition from now on, and tap its gradients. Returns the reason if that
+        fails; then repetitions are as before.
         """
         self._unwatch()
         self._has_backward = True
@@ -252,7 +255,7 @@ class HeldCall:
         return None
 
     def take_weights(self) -> None:
-        """Tap the weights and buffers, and let repetitions and the script continue with what the taps leave."""
+        """Tap the weights and buffers; repetitions and the script continue with the values that the taps return."""
         self._restore()
         handler = tap_handler()
         for prefix, model in self._models.items():
@@ -262,18 +265,29 @@ class HeldCall:
         self._snapshot = self._narrow_snapshot = self._taken()
 
     def drop_backward(self) -> None:
-        """Repeat the forward pass alone again."""
+        """Repeat only the forward pass again."""
         self._unwatch()
         self._has_backward = False
         self._watch()
 
-    def widen(self) -> str | None:
-        """Repeat the call from now on in float32 in the place of 16 bits; returns why, if that is not possible."""
+    def numbers(self) -> dict[str, torch.Tensor] | None:
+        """The floating-point tensors that the call may read, without weights, by path; None if they are too many."""
         self._restore()
-        reached = [tensor for _, tensor in tensors_by_path({**self._models, **self._state})]
+        found = tensors_by_path({**self._models, **self._state})
+        numbers = {path: tensor.detach() for path, tensor in found if tensor.is_floating_point()}
+        return numbers if sum(each.nbytes for each in numbers.values()) <= _MOST_NUMBERS else None
+
+    def widen(self, numbers: Mapping[str, torch.Tensor]) -> str | None:
+        """Repeat the call from now on in float32 in the place of 16 bits; returns why, if that is not possible.
+
+        ``numbers`` are values to take in the place of those that the call would read, by path.
+        """
+        self._restore()
+        reached = dict(tensors_by_path({**self._models, **self._state}))
         weights = [weight for model in self._models.values() for weight in model.parameters()]
+        given = {id(tensor): numbers[path] for path, tensor in reached.items() if path in numbers}
         try:
-            self._wide = WideTensors([*reached, *weights])
+            self._wide = WideTensors([*reached.values(), *weights], given)
         except SessionError as error:
             return str(error)
         self._snapshot = self._taken()
@@ -294,10 +308,10 @@ class HeldCall:
             self._restore()
 
     def _go_backward(self, results: Mapping[str, torch.Tensor]) -> None:
-        """Run a backward pass from random gradients of the results, and tap the weights' gradients as they end up.
+        """Run a backward pass from random gradients of the results, and tap the weights' final gradients.
 
         The real gradients come from a loss that the script computes after the call. The backward pass is linear in
-        them, so a mistake in it shows for any of them.
+        them, so any gradients show a mistake in it.
         """
         weights = {
             f"{prefix}{name}": weight
@@ -308,7 +322,7 @@ class HeldCall:
         for weight in weights.values():
             weight.grad = None
         reached = [tensor for tensor in results.values() if tensor.requires_grad]
-        # What was computed before the call has its own graph, which the script's backward pass needs.
+        # Tensors computed before the call have a graph that the script's backward pass needs.
         torch.autograd.backward(
             reached,
             [_gradient_of(place, tensor) for place, tensor in enumerate(reached)],
@@ -321,7 +335,7 @@ class HeldCall:
                 handler.tap(name, weight.grad, None, {"kind": "param_grad"})
 
     def end(self) -> None:
-        """Take the taps away and leave the state as it was before the first replay."""
+        """Remove the taps, and restore the state from before the first replay."""
         self.is_released = True
         self._unwatch()
         self.narrow()
@@ -350,7 +364,7 @@ class HeldCall:
 
 
 def _reshard(model: torch.nn.Module) -> None:
-    """Let each rank have its part of the weights alone again, where FSDP gathers them for a call."""
+    """Shard the weights again, where FSDP gathers them for a call."""
     if "torch.distributed.fsdp" in sys.modules:
         for module in model.modules():
             if isinstance(module, torch.distributed.fsdp.FSDPModule):
@@ -362,7 +376,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _gradient_of(place: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A random gradient of a result, the same on every rank of both sides for a result of this shape and place."""
+    """A random gradient of a result: the same on all ranks of both sides for one shape and place."""
     generator = torch.Generator().manual_seed(place)
     drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
     return drawn.to(tensor.device, tensor.dtype)
@@ -398,7 +412,7 @@ _held: HeldCall | HeldUpdate | ScriptEnd | None = None
 
 
 def hold(call: HeldCall | HeldUpdate | ScriptEnd) -> None:
-    """Make this the call or the update that the functions below repeat; or report from now on that there is none."""
+    """Make this the call or the update that the functions below repeat, or report the script's end from now on."""
     global _held
     _held = call
 
@@ -434,13 +448,13 @@ def describe_result() -> CallDescription | UpdateDescription | ScriptEnd:
 
 
 def _is_alone() -> bool:
-    """Whether no other rank of this side would wait for one whose call raises."""
+    """Whether this rank's side has no other rank, which would wait for one whose call raises."""
     me = here()
     return me is None or me.world_size == 1
 
 
 def prepare_once(backward: bool) -> tuple[UnitKind, int] | ScriptEnd:
-    """Install the taps for one run of the held call or update; returns what is held, with its number."""
+    """Install the taps for one run of the held call or update; returns its kind and number."""
     if isinstance(_held, ScriptEnd):
         return _held
     held = _held_here()
@@ -449,7 +463,7 @@ def prepare_once(backward: bool) -> tuple[UnitKind, int] | ScriptEnd:
 
 
 def held_unit() -> tuple[UnitKind, int] | ScriptEnd:
-    """What is held, with its number among those of this process; or how the script has ended."""
+    """The kind and number of the held call or update; or how the script has ended."""
     return _held if isinstance(_held, ScriptEnd) else _held_here().unit
 
 
@@ -458,23 +472,23 @@ def repeat_call() -> dict[str, torch.Tensor]:
     return _held_here()()
 
 
-def show_given() -> None:
-    """Tap what the held update is given; see :meth:`HeldUpdate.show_given`."""
-    held_update().show_given()
+def show_inputs() -> None:
+    """Tap the inputs of the held update; see :meth:`HeldUpdate.show_inputs`."""
+    held_update().show_inputs()
 
 
-def take_given() -> None:
-    """Begin repetitions of the held update with what taps leave; see :meth:`HeldUpdate.take_given`."""
-    held_update().take_given()
+def take_inputs() -> None:
+    """Let repetitions of the held update begin with the taps' results; see :meth:`HeldUpdate.take_inputs`."""
+    held_update().take_inputs()
 
 
-def keep_given() -> None:
-    """Let the script continue with what :func:`take_given` left."""
-    held_update().keep_given()
+def keep_inputs() -> None:
+    """Let the script continue with the inputs that :func:`take_inputs` set."""
+    held_update().keep_inputs()
 
 
 def take_weights() -> None:
-    """Tap the weights of the held call's models, and repeat it from now on with what the taps leave."""
+    """Tap the weights of the held call's models, and repeat it from now on with the taps' results."""
     held_call().take_weights()
 
 
@@ -484,13 +498,18 @@ def try_backward() -> str | None:
 
 
 def drop_backward() -> None:
-    """Repeat the forward pass alone again."""
+    """Repeat only the forward pass again."""
     held_call().drop_backward()
 
 
-def widen_call() -> str | None:
+def call_numbers() -> dict[str, torch.Tensor] | None:
+    """The tensors that the held call may read; see :meth:`HeldCall.numbers`."""
+    return held_call().numbers()
+
+
+def widen_call(numbers: Mapping[str, torch.Tensor]) -> str | None:
     """Repeat the held call in float32; see :meth:`HeldCall.widen`."""
-    return held_call().widen()
+    return held_call().widen(numbers)
 
 
 def narrow_call() -> None:
@@ -504,5 +523,5 @@ def release_call() -> None:
 
 
 def arguments_by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names in sentences: ``args[0]`` for a positional one, which has no name."""
+    """The arguments of a call by the names that sentences give them: ``args[0]`` for the first positional one."""
     return {**{f"args[{place}]": each for place, each in enumerate(args)}, **kwargs}

@@ -1,4 +1,4 @@
-"""Functions whose calls a rank holds: those of a file that load a model, or are called with the inputs themselves.
+"""Functions of a file whose calls a rank holds: they load a model, or are called with the inputs themselves.
 
 The notebook sends the functions of this module to ranks by their names.
 """
@@ -34,13 +34,13 @@ from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import watch
 
-# Set before a function loads its model and makes its inputs, so that both sides draw the same random numbers.
+# Set before a function loads its model and makes its inputs, so that both sides draw equal random numbers.
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class FunctionInFile:
-    """A function in a Python file, by their names, for a rank to import and call. ``name`` may have dots.
+    """The names of a function and its file, for a rank to import and call. The function's may have dots.
 
     Raises :class:`SessionError` where the file has no such function.
     """
@@ -53,7 +53,7 @@ class FunctionInFile:
         return found(*args, **kwargs) if callable(found) and not isinstance(found, torch.nn.Module) else found
 
     def find(self) -> Any:
-        """Import the file, and return what has this name."""
+        """Import the file, and return the object of this name."""
         path = Path(self.path).resolve()
         folder = str(path.parent)
         if folder not in sys.path:
@@ -71,7 +71,7 @@ class FunctionInFile:
 
 
 def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool) -> CallDescription:
-    """Load a model and hold its call with these inputs; returns its description. ``backward`` calls it with gradients.
+    """Load a model, hold its call with these inputs, and return its description. ``backward`` calls it with gradients.
 
     ``load`` returns a model, or a function of the inputs; if it has parameters without defaults, it is that function
     itself. ``inputs`` is a tensor, a tuple of positional arguments, a mapping of named ones, or a function that returns
@@ -99,7 +99,7 @@ def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool
 
 
 def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], choice: WatchChoice) -> CallDescription:
-    """Hold a call of this code, as it is. Its models are tapped, unless it has taps already."""
+    """Hold a call of this code. Its models are tapped, unless it has taps of its own."""
     call = bind_callee(callee, args, kwargs)
     models, has_taps = _models_called(call, (args, kwargs))
     watched: Mapping[str, torch.nn.Module] = {} if has_taps else models
@@ -115,9 +115,10 @@ CALL = "graftlab_call(*graftlab_args, **graftlab_kwargs)"
 
 
 def define_call(function: FunctionInFile, inputs: Any, include: str | None) -> None:
-    """Define what :data:`CALL` calls, and tap its models: a function that takes arguments, or what one without returns.
+    """Define the function that :data:`CALL` calls, and tap its models.
 
-    That is a model, or a function of the inputs; a function whose result is neither is called itself.
+    If ``function`` takes arguments, it is called itself. Otherwise it returns the callee: a model, or a function of the
+    inputs. If it returns neither, it is called itself too.
     """
     _seed()
     found: Any = function.find()
@@ -136,7 +137,7 @@ def define_call(function: FunctionInFile, inputs: Any, include: str | None) -> N
 
 
 def _function_of_inputs(load: Callee, inputs: Any) -> Callable[..., Any] | None:
-    """What was given in the place of a function that loads a model, if it is a function of the inputs itself."""
+    """Return ``function`` if it takes the inputs itself, rather than loading a model."""
     function = load.find() if isinstance(load, FunctionInFile) else load
     if isinstance(function, (str, type, torch.nn.Module)) or not (required := _required(function)):
         return None
@@ -197,9 +198,9 @@ def _seed() -> None:
 
 
 def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch.nn.Module], bool]:
-    """Call once, and return the models that were called outermost, by the prefix of the names of their taps.
+    """Call once, and return the models called outermost, by the prefix of their taps' names.
 
-    The second result is whether the call reaches taps by itself. The call leaves ``state`` and the models as they were.
+    The second result is whether the call reaches taps without ours. The call leaves ``state`` and the models unchanged.
     """
     found: dict[int, torch.nn.Module] = {}
     before = [StateSnapshot([state])]

@@ -1,7 +1,7 @@
 """A held update: one step of an optimizer that a rank can repeat, each time from the same weights, gradients and state.
 
-What both sides are given is compared first: weights, gradients and settings. Then the target takes the baseline's
-values of these, so that repetitions show what the update itself computes differently.
+The inputs of both sides are compared first: weights, gradients and settings. Then the target takes the baseline's, so
+that repetitions show what the update itself computes differently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_ELEMENTS = 4096
 
 @dataclass(frozen=True)
 class TensorSample:
-    """Elements of a tensor at fixed places, in float64, with the norm, the shape and the dtype of the whole."""
+    """Elements of a tensor at fixed places, in float64, with the whole tensor's norm, shape and dtype."""
 
     values: torch.Tensor
     norm: float
@@ -35,7 +35,7 @@ class TensorSample:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSample:
-        """Draw the sample. A DTensor's is of the whole tensor, so all of its ranks must call this."""
+        """Draw the sample. For a DTensor it is of the whole tensor, so all of its ranks must call this."""
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         flat = whole.detach().reshape(-1)
         places = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), _MOST_ELEMENTS), dtype=torch.float64)
@@ -48,12 +48,12 @@ class TensorSample:
 class UpdateDescription:
     """What a rank reports of its held update.
 
-    ``number`` counts the updates from 1, and ``calls`` the calls of models since the last one. ``settings`` has the
-    optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
-    backward passes left before anything else changed them, and ``previous`` those of the last update; ``of_results``
-    those that the loss gave to the results of the calls. ``frozen`` are the weights of the models that the optimizer
-    does not have, ``without_gradient`` those that it has and that no gradient reached. ``scale`` is the factor of a
-    gradient scaler in ``of_results``; 1 without one.
+    ``number`` counts the updates from 1, ``calls`` is the number of model calls since the last one. ``settings`` has
+    the optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
+    backward passes left before anything else changed them, ``previous`` those of the last update, and ``of_results``
+    those that the loss gave to the results of the calls. ``frozen`` are weights of the models that the optimizer lacks,
+    ``without_gradient`` those of its weights that no gradient reached. ``scale`` is a gradient scaler's factor in
+    ``of_results``; 1 without one.
     """
 
     optimizer: str
@@ -70,7 +70,7 @@ class UpdateDescription:
     not_repeated: bool
     scale: float = 1.0
     has_closure: bool = False
-    """Whether the step calls the model itself, by a closure. It is described without being made."""
+    """Whether the step itself calls the model, by a closure. Then it is described without being made."""
 
 
 class GradientWatch:
@@ -79,7 +79,7 @@ class GradientWatch:
     def __init__(self) -> None:
         self.accumulated: dict[int, TensorSample] = {}
         self.of_results: dict[str, TensorSample] = {}
-        # A script may make one model after the other.
+        # A script may make several models, one after the other.
         self._hooked = WeakTensorKeyDictionary()
 
     def add_weights(self, model: torch.nn.Module) -> None:
@@ -114,9 +114,9 @@ _WHOLE = (torch.nn.Parameter, torch.Tensor)
 
 
 class HeldUpdate:
-    """A step of an optimizer that can be repeated: calling this object restores what it was given, and steps.
+    """A step of an optimizer that can be repeated: calling this object restores the step's inputs, and steps.
 
-    ``models`` are those whose weights the optimizer may have, by name. A step with a closure calls the model itself:
+    ``models`` are those whose weights the optimizer may have, by name. If the step calls the model, by a closure,
     ``watch_calls`` taps that.
     """
 
@@ -154,14 +154,14 @@ class HeldUpdate:
 
     @property
     def unit(self) -> tuple[Literal["update"], int]:
-        """What this is, with its number among those of this process."""
+        """The update's kind, and its number among those of this process."""
         return "update", self._number
 
     def prepare(self, backward: bool) -> None:
-        """Do nothing: taps are installed with the first run, and gradients are among them in any case."""
+        """Do nothing: the first run installs the taps, those of gradients included."""
 
     def describe(self) -> UpdateDescription:
-        """Describe what the update is given, and whether it repeats itself."""
+        """Describe the update's inputs, and whether its repetition gives the same result."""
         weights = self._weights()
         held_by_optimizer = {id(w) for group in self._optimizer.param_groups for w in group["params"]}
         scale = scale_of(self._optimizer)
@@ -190,8 +190,8 @@ class HeldUpdate:
             has_closure,
         )
 
-    def show_given(self) -> None:
-        """Tap what the update is given: weights, the optimizer's state and the gradients."""
+    def show_inputs(self) -> None:
+        """Tap the update's inputs: weights, the optimizer's state and the gradients."""
         self._unwatch()
         self._base.restore()
         handler = tap_handler()
@@ -211,17 +211,17 @@ class HeldUpdate:
             elif weight.grad is not None:
                 tap_scaled(handler, name, weight.grad, scale)
 
-    def take_given(self) -> None:
-        """Tap what the update is given, and begin repetitions with what the taps leave."""
-        self.show_given()
+    def take_inputs(self) -> None:
+        """Tap the update's inputs, and let repetitions begin with the taps' results."""
+        self.show_inputs()
         self._base = StateSnapshot([self._optimizer], weights=True)
 
-    def keep_given(self) -> None:
-        """Let the script continue with what :meth:`take_given` left."""
+    def keep_inputs(self) -> None:
+        """Let the script continue with the inputs that :meth:`take_inputs` set."""
         self._first = self._base
 
     def end(self) -> None:
-        """Take the taps away, and leave the state as it was before the first repetition."""
+        """Remove the taps, and restore the state from before the first repetition."""
         self.is_released = True
         self._unwatch()
         self._first.restore()
@@ -257,7 +257,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named(models: Mapping[str, torch.nn.Module], optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    """The model whose weights an optimizer has; several models, and weights of none of them, in one module."""
+    """The model whose weights an optimizer has; for several models, or weights of none, one module that holds all."""
     left = {id(w): w for group in optimizer.param_groups for w in group["params"]}
     order = list(left)
     used = {}
@@ -276,12 +276,12 @@ def _named(models: Mapping[str, torch.nn.Module], optimizer: torch.optim.Optimiz
     return together
 
 
-# Settings of how a step is computed, which do not change its result.
+# Settings of how a step is computed, which leave its result unchanged.
 _NO_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 def _settings_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
-    """Each setting of an optimizer by the name of the weight that it is for."""
+    """Each setting of an optimizer, by the name of its weight."""
     names = {id(weight): name for name, weight in weights.items()}
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -294,7 +294,7 @@ def _settings_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.T
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a plain value; None for one that has none."""
+    """A setting as a plain value; None if it has no such form."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else None
     if isinstance(value, (list, tuple)):

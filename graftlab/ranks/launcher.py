@@ -53,7 +53,7 @@ def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> Seque
         try:
             return launching.result()
         except BaseException:
-            # The stop button ended this wait but not the launch on the other thread, whose ranks would stay.
+            # The stop button ended only this wait. The launch on the other thread continues, and its ranks would stay.
             give_up.send(b"x")
             wait([launching])
             if launching.exception() is None:
@@ -62,7 +62,7 @@ def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> Seque
 
 
 def end_ranks(ranks: Sequence[RankHandle], patience: float = 2.0) -> None:
-    """End every rank: ask, wait ``patience`` seconds in all, then kill the rest.
+    """End every rank: ask them to end, wait ``patience`` seconds in all, and kill the rest.
 
     Their last messages can still be read until :meth:`RankProcess.release`.
     """
@@ -73,7 +73,7 @@ def end_ranks(ranks: Sequence[RankHandle], patience: float = 2.0) -> None:
     try:
         left = [rank for rank in ranks if not rank.join(max(0.0, deadline - time.monotonic()))]
     finally:
-        # Also when the stop button ends the wait. All are killed before any is waited for, or the last ones would see
+        # Even if the stop button ended the wait. All are killed before any is waited for, or the last ones would see
         # their peers die, and raise.
         for rank in left:
             rank.kill()

@@ -51,7 +51,7 @@ def _eagerly() -> contextlib.AbstractContextManager[object]:
     """Let compiled functions run eagerly.
 
     Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well. A verdict
-    traces what has run before, so where torch's compiler has not been imported, nothing is compiled. Its import takes
+    traces code that has run before, so if torch's compiler is not imported, nothing is compiled. Importing it takes
     seconds, and a hundred megabytes of each rank.
     """
     if COMPILER not in sys.modules:
@@ -62,14 +62,18 @@ def _eagerly() -> contextlib.AbstractContextManager[object]:
 
 def _lines_of_backward(request: TraceRequest) -> contextlib.AbstractContextManager[None]:
     """Let autograd keep the lines of each operation for its backward pass, if a gradient is wanted."""
-    if any(kind_of(each.tags) is not None for each in request.wanted):
+    if _has_gradient(request):
         lines: contextlib.AbstractContextManager[None] = torch.autograd.set_detect_anomaly(True, check_nan=False)
         return lines
     return contextlib.nullcontext()
 
 
+def _has_gradient(request: TraceRequest) -> bool:
+    return any(kind_of(each.tags) is not None for each in request.wanted)
+
+
 class SteppingGrafter(Protocol):
-    """What a tracer asks of the grafter."""
+    """The part of the grafter that a tracer uses."""
 
     @property
     def plan(self) -> GraftPlan:
@@ -83,8 +87,8 @@ class SteppingGrafter(Protocol):
 class TracedSteps:
     """Traces the operations of a job in its own loop, during ``steps`` whole steps.
 
-    The first is the next step that is a multiple of ``steps``. ``takes`` takes the taps, whether they are traced or
-    not. A failure of the trace is not a failure of the job: it ends the trace, and is its ``obstacle``.
+    The first is the next step that is a multiple of ``steps``. ``takes`` handles the taps, traced or not. A failure of
+    the trace does not fail the job: it ends the trace, and is its ``obstacle``.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class TracedSteps:
 
     @property
     def is_left(self) -> bool:
-        """Whether nothing of the trace is left in the job's loop."""
+        """Whether the job's loop is free of the trace."""
         return self._is_over and (self._tracer is None or not self._tracer.is_in_force)
 
     def handler_at(self, step: int) -> TapHandler:
@@ -136,13 +140,13 @@ class TracedSteps:
             self._tracer.recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Record nothing from now on. What the trace left in the job's loop is removed when that thread calls this."""
+        """Record nothing from now on. Called by the job's thread, it also removes the trace from the loop."""
         self._is_over = True
         if self._tracer is None:
             return
         recorder = self._tracer.recorder
         recorder.is_open = False
-        # A mode that the job has entered meanwhile is to be left first.
+        # If the job has entered another mode meanwhile, it must leave that first.
         if modes_in_force()[-1:] == [recorder]:
             recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._open.close()
@@ -163,13 +167,15 @@ def _obstacle() -> str:
 
 
 class _LineTracer:
-    """Passes taps on to ``takes``, and notes what each shows and sets. ``first_step`` is the run's first step."""
+    """Passes taps on to ``takes``, and notes their values before and after. ``first_step`` is the run's first step."""
 
     def __init__(
         self, request: TraceRequest, side: Side, grafter: SteppingGrafter, takes: TapHandler, first_step: int
     ) -> None:
         self.recorder = OperationRecorder(request.only)
         self.recorder.present_step = self._present_step
+        # Of what the forward pass reads, the backward pass of one side alone may read a part.
+        self.recorder.reads_constants = _has_gradient(request)
         self.recorder.is_near = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
         self._request = request
@@ -200,7 +206,7 @@ class _LineTracer:
         return [self.found.get(place) for place in range(len(self._request.wanted))]
 
     def let_go(self) -> None:
-        """End the circle of references with the recorder, or what it noted stays until Python looks for circles."""
+        """Break the reference cycle with the recorder, or its notes stay until Python collects cycles."""
         self.recorder.present_step = int
         self.recorder.replaced.clear()
         self.recorder.fed.clear()
@@ -224,7 +230,7 @@ class _LineTracer:
             self._note(paired, paired_tags if paired_tags is not None else given, own) for paired, paired_tags in names
         ]
         result = self._takes.tap(name, value, extras, tags, replace)
-        # A call that only one side makes has its own value, and what it computed belongs to what differs.
+        # A call that only one side makes keeps its value, and the operations before it count as part of the difference.
         is_grafted = any(call in self._request.grafted for call in calls)
         is_copied = is_grafted and replace and result is value and kind_of(given) == "grad"
         if is_copied:
@@ -247,7 +253,7 @@ class _LineTracer:
             self._step, self._taps = step, 0
             self._reached.clear()
         self._taps += 1
-        # Of a large model, few tensors lead to a tap. Where a large one further back does, another run takes its
+        # In a large model, few tensors lead to a tap. If a large one further back does, another run takes its
         # fingerprint.
         self.recorder.is_near = any(
             each.step == self._step and each.order - _TAPS_BEFORE <= self._taps for each in self._request.wanted
@@ -268,11 +274,11 @@ class _LineTracer:
         return shown
 
     def _show_once(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Show a value at the first operation that reads it; the others read the same."""
+        """Show a value at the first operation that reads it, since all others read the same."""
         if name not in self._fed:
             self._fed[name] = self._show(name, value)
         return self._fed[name]
 
 
 def _ignore_warning(name: str, what: str) -> None:
-    """Ignore a warning about an invalid tag, which the grafter showed in an earlier run."""
+    """Ignore a warning about an invalid tag, because the grafter has shown it in an earlier run."""

@@ -34,7 +34,7 @@ class MatchGraft:
 
 @dataclass
 class MatchRecord:
-    """One rank's taps in order. ``notes`` report those that were not recorded or grafted as planned."""
+    """One rank's taps in order. ``notes`` are about those that were not recorded or grafted as planned."""
 
     taps: list[RecordedTap]
     layouts: dict[str, RankLayout] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class MatchRecord:
     notes: list[str] = field(default_factory=list)
 
 
-# Tensors of the last run that were not sent, and the grafts in force: both for later calls of the same match.
+# Tensors of the last run that were not sent, and the grafts in force, for later calls of the same match.
 _held: dict[str, Tensor] = {}
 _grafts: dict[str, list[MatchGraft]] = {}
 
@@ -102,7 +102,7 @@ class StepRecord:
     """Records the taps of one step of a job, the first under a plan, and passes those in its pairs on to the grafter.
 
     ``pass_on`` is the grafter's tap, for taps of these ``names``. All other taps of this step and of later ones under
-    that plan are left alone, so that every rank skips the same.
+    that plan are ignored, so that all ranks skip the same ones.
     """
 
     def __init__(self, names: Collection[str], budget: int, send: int, pass_on: Callable[..., Any]) -> None:
@@ -134,7 +134,7 @@ class StepRecord:
 
 
 class _MatchRecorder(SketchRecorder):
-    """Records the tensors of this rank with their layouts, then overwrites those that have a graft."""
+    """Records this rank's tensors with their layouts, then overwrites those that have a graft."""
 
     def __init__(self, grafts: Mapping[str, list[MatchGraft]], budget: int, step: int | None = None) -> None:
         super().__init__(kinds_of_watched(), budget)

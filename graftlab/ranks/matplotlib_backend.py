@@ -1,7 +1,7 @@
 """pyplot's backend on a rank: ``plt.show()`` sends the open figures to the notebook, and closes them.
 
-A module apart, because it imports matplotlib: only a rank that uses pyplot loads it, by ``MPLBACKEND``, which a call
-of ``matplotlib.use`` overrides.
+A separate module, because it imports matplotlib. Only a rank that uses pyplot loads it, through ``MPLBACKEND``, which
+``matplotlib.use`` overrides.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The messages between the notebook and its ranks: one tagged struct per message, as msgpack, one frame each.
 
-A message is checked against its type when it arrives, and reading one never runs code. Objects that users send to
-their own ranks, or get back from them, are pickled: they are fields of type :data:`Pickled`, stay bytes here, and are
-unpickled only by a process that trusts the sender.
+A message is checked against its type when it arrives, and reading one never runs code. Objects that users send to their
+ranks, or get back, are pickled. They are fields of type :data:`Pickled`, remain bytes here, and are unpickled only by a
+process that trusts the sender.
 
-Rows are the exception, because of their number: they travel as the JSON line that is also written to disk. The first
-byte of a frame distinguishes the two.
+Rows are different, because of their number: they are sent as the JSON line that is also written to disk. The first byte
+of a frame distinguishes the two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROW = b"r"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The base class of all messages; on the wire each is tagged with its class's name."""
+    """The base class of all messages. On the wire each has its class's name as tag."""
 
 
 # ---- from the notebook to a rank ------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Execute(Message, frozen=True):
 
 
 class JobCode(Message, frozen=True):
-    """The code of a job, which runs anyway: the session sends the job no work."""
+    """The work of a job: its own code, since a session sends jobs no work."""
 
 
 Work = Call | Evaluate | Execute | JobCode
@@ -87,10 +87,9 @@ class PlanUpdate(Message, frozen=True):
 
 
 class FallbackPlan(Message, frozen=True):
-    """The plans that follow are temporary: should the notebook go away, this plan is in force again.
-
-    Until then no rank gets more than a step ahead. With None the temporary plans have ended: tensors recorded under
-    them are released, and ``version`` is that of the plan after them.
+    """The plans that follow are temporary: if the notebook goes away, this plan is in force again. Until then no rank
+    gets more than a step ahead. None means that the temporary plans have ended: tensors recorded under them are
+    released, and ``version`` is that of the plan after them.
     """
 
     plan: WirePlan | None
@@ -98,9 +97,8 @@ class FallbackPlan(Message, frozen=True):
 
 
 class Interrupt(Message, frozen=True):
-    """Raise KeyboardInterrupt in the code of this run, even before it begins. For a rank that appeared idle.
-
-    A rank that appeared busy gets a signal instead, which also ends waits in C.
+    """Raise KeyboardInterrupt in the code of this run, even before it begins. Sent to a rank that seemed idle. A rank
+    that seemed busy gets a signal instead, which also ends waits in C.
     """
 
     run: int
@@ -111,7 +109,7 @@ class Shutdown(Message, frozen=True):
 
 
 class Contact(Message, frozen=True):
-    """How other ranks reach this one, where each makes its own connections; see :mod:`graftlab.jobs.peer_connector`.
+    """How other ranks reach this one, if ranks make their own connections; see :mod:`graftlab.jobs.peer_connector`.
 
     ``socket`` is a path on its machine, and ``nonce`` the bytes that a rank sharing its memory reads there; ``name``
     identifies it at ``port`` of ``address``. Sent to the notebook by the rank, and by the notebook to others.
@@ -126,13 +124,13 @@ class Contact(Message, frozen=True):
 
 
 class Contacts(Message, frozen=True):
-    """The contacts of ranks that have joined. One that is already known has been replaced by a new process."""
+    """The contacts of ranks that have joined. A new contact of a known rank replaces the old one."""
 
     contacts: tuple[Contact, ...]
 
 
 class StoreAddress(Message, frozen=True):
-    """Where the rendezvous store of a side's process group listens: sent by its rank 0, and to its other ranks."""
+    """The address of the rendezvous store of a side's process group, which its rank 0 sends for its other ranks."""
 
     host: str
     port: int
@@ -141,8 +139,8 @@ class StoreAddress(Message, frozen=True):
 class WorldRequest(Message, frozen=True):
     """All ranks have joined: connect to each of them again, and send a :class:`LinkReport`.
 
-    These connections are a world, and have its number. A rank that is at work stays in its world until it has received
-    :class:`WorldStart` and ends a step; one that waits begins with a :class:`RunRequest`.
+    Together these connections are a world, with a number. A rank at work stays in its old world until it has received
+    :class:`WorldStart` and ends a step; a waiting rank begins with a :class:`RunRequest`.
     """
 
     world: int
@@ -157,7 +155,7 @@ class WorldStart(Message, frozen=True):
 
 
 class WaitReason(Message, frozen=True):
-    """Why a rank has to wait, in words."""
+    """The reason why a rank has to wait, in words."""
 
     what: str
 
@@ -172,7 +170,7 @@ class Hello(Message, frozen=True):
 
 
 class LinkReport(Message, frozen=True):
-    """The rank is connected to all others of this world: by shared memory to those in ``memory``, by TCP to ``tcp``."""
+    """The rank is connected to all others of this world: to ``memory`` by shared memory, to ``tcp`` by TCP."""
 
     world: int
     memory: tuple[int, ...]
@@ -180,7 +178,7 @@ class LinkReport(Message, frozen=True):
 
 
 class WorldSwitch(Message, frozen=True):
-    """The rank, which was at work, has switched to this world, and continues from this step."""
+    """The rank has switched to this world while at work, and continues from this step."""
 
     world: int
     step: int
@@ -216,7 +214,7 @@ class DisplayData(Message, frozen=True):
 
 
 class TapSeen(Message, frozen=True):
-    """Tags that the rank reached for the first time, whether any filter matches them or not. Plain values only."""
+    """The tags of a tap that the rank reached for the first time, whatever the filters match. Plain values only."""
 
     tags: dict[str, Any]
 
@@ -234,8 +232,8 @@ class PlanAdopted(Message, frozen=True):
 class Failure(Message, frozen=True):
     """An exception that ended a rank's work. ``traceback`` starts at the user's own code.
 
-    ``exception`` is the object itself, if it can be pickled. It lets the notebook raise the same class. Unpickling it
-    can run any code, so that is only for processes of the notebook's own user.
+    ``exception`` is the object itself, if it can be pickled. It lets the notebook raise the same class. Unpickling can
+    run any code, so the notebook does it only for processes of its user.
     """
 
     kind: str
@@ -245,7 +243,7 @@ class Failure(Message, frozen=True):
 
 
 class RunDone(Message, frozen=True):
-    """This rank's work of the run has ended, with a result or a failure."""
+    """This rank's work in the run has ended, with a result or a failure."""
 
     run: int
     result: Pickled | None
@@ -269,7 +267,7 @@ class Stacks(Message, frozen=True):
 
 
 class KeptTags(Message, frozen=True):
-    """The tags of every kept pair, oldest first; and in ``missing`` those of taps whose newest pair is not kept.
+    """The tags of every kept pair, oldest first; ``missing`` has those of taps whose newest pair is not kept.
 
     Plain values only.
     """
@@ -333,7 +331,7 @@ class AskStacks(Message, frozen=True):
 
 
 class AskPostMortem(Message, frozen=True):
-    """What does a debugger print for this command, in the frames of the last failure? Runs the user's command."""
+    """What does the debugger print for this command of the user, in the frames of the last failure?"""
 
     command: str
 
@@ -378,7 +376,7 @@ class RunSelfGraft(Message, frozen=True):
     """Run these passes of a self-graft, each of ``steps`` steps, once the plan of this version is in force.
 
     See :class:`graftlab.grafting.self_graft_in_steps.SelfGraftInSteps`. Answered by
-    :class:`Acknowledgement`. For jobs, whose code a session cannot call again.
+    :class:`Acknowledgement`. For jobs, because a session cannot call their code again.
     """
 
     version: int
@@ -396,7 +394,7 @@ class AskSelfGraft(Message, frozen=True):
 class RecordStep(Message, frozen=True):
     """Record the taps of the first step under the plan of this version, for a match.
 
-    Taps of these names are then handled as the plan says, all others are left alone. See
+    Then taps of these names are handled by the plan, and all others are ignored. See
     :class:`graftlab.ranks.match_recorder.StepRecord`. Answered by :class:`Acknowledgement`.
     """
 
@@ -407,7 +405,7 @@ class RecordStep(Message, frozen=True):
 
 
 class AskMatch(Message, frozen=True):
-    """What was recorded? With ``value``, the tensor of that tap alone. Answered by :class:`MatchResult`."""
+    """What was recorded? With ``value``, only the tensor of that tap. Answered by :class:`MatchResult`."""
 
     value: str | None = None
 
@@ -529,7 +527,7 @@ def _require_plain(tags: dict[str, Any]) -> None:
 
 
 class Dispatch(Generic[P, R]):
-    """A table from the type of a message to its handler, which also receives the other arguments of the call."""
+    """A table from a message's type to its handler, which also receives the other arguments of the call."""
 
     def __init__(self) -> None:
         self._handlers: dict[type[msgspec.Struct], Callable[..., R]] = {}

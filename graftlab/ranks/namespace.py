@@ -37,7 +37,7 @@ class Namespace:
         self._handle.on(Execute, self._execute)
 
     def run(self, work: Work) -> Any:
-        """Run it and return its value; raises what the user's code raises."""
+        """Run the work and return its value. Raises what the user's code raises."""
         return self._handle(work)
 
     def _call(self, call: Call) -> Any:
@@ -46,7 +46,7 @@ class Namespace:
 
     def _evaluate(self, work: Evaluate) -> Any:
         install_source(work.filename, work.source)
-        # Without dont_inherit this module's own __future__ imports would apply to the user's code.
+        # Without dont_inherit, this module's __future__ imports would apply to the user's code.
         return eval(compile(work.source.strip(), work.filename, "eval", dont_inherit=True), self.variables)
 
     def _execute(self, work: Execute) -> Any:
@@ -70,7 +70,7 @@ def failure_of(error: BaseException) -> Failure:
         pickled: bytes | None = pickle.dumps(error)
         pickle.loads(pickled)  # type: ignore[arg-type]
     except Exception:
-        # The text suffices; the object only lets the notebook raise the same class.
+        # The text suffices without the object, which only lets the notebook raise the same class.
         pickled = None
     message = _message_of(error)
     if isinstance(error, SystemExit):
@@ -88,15 +88,15 @@ def _message_of(error: BaseException) -> str:
 # ---- a cell's last value --------------------------------------------------------------------------------------------
 
 LARGEST_SHOWN = 32 << 20
-"""Bytes of the largest last value of a cell that is sent to the notebook."""
+"""The most bytes of a cell's last value that are sent to the notebook."""
 
-# Values nested more deeply, and parts beyond this number, are not measured.
+# Deeper values, and parts beyond this number, are not measured.
 _DEPTH = 24
 _PARTS = 10_000
 
 
 def replace_large(value: Any, limit: int = LARGEST_SHOWN) -> Any:
-    """Return the value, or in place of a large one a text that says how to fetch it."""
+    """Return the value, or if it is large a text that says how to fetch it."""
     size = _size(value, limit, 0, set())
     if size <= limit:
         return value

@@ -21,7 +21,7 @@ _LONGEST = 1e6
 
 
 class RankStarter(Protocol):
-    """Starts a session's ranks somewhere else than as processes of the notebook's machine."""
+    """Starts a session's ranks elsewhere than on the notebook's machine."""
 
     def start_ranks(self, options: LaunchOptions, folder: Path, plan: GraftPlan) -> Sequence[RankHandle]:
         """Start every rank under this plan; ``folder`` is the session's. Raises :class:`LaunchError`."""
@@ -72,7 +72,7 @@ class LaunchOptions:
 
     @property
     def tap_limit(self) -> float:
-        """Seconds that a tap waits: less than a collective, which may itself be waiting for this rank."""
+        """Seconds that a tap waits: less than a collective, which may be waiting for this rank."""
         return self.timeout / 2 if self.tap_timeout is None else self.tap_timeout
 
 
@@ -85,9 +85,9 @@ def _require_seconds(name: str, given: object) -> None:
 class RankSpec:
     """Everything that a rank receives when it starts.
 
-    ``store`` is the path of the rendezvous store of its side's process group; empty where that is an unnamed
-    file, which is passed as a descriptor. ``multiprocessing`` is the start method of the notebook's process; None where
-    it has not chosen one.
+    ``store`` is the path of the rendezvous store of its side's process group; empty for an unnamed file, which is
+    passed as a descriptor. ``multiprocessing`` is the start method of the notebook's process; None where it has not
+    chosen one.
     """
 
     place: Place

@@ -1,4 +1,4 @@
-"""Imported last, by the forkserver alone, which outlives a killed notebook and removes its temporary folder.
+"""The forkserver's last import: lets it outlive a killed notebook and remove that notebook's temporary folder.
 
 multiprocessing makes a folder ``pymp-*`` for the forkserver's socket, and removes it when the notebook's process exits
 normally. This module also hides all earlier imports from the garbage collectors of the ranks.
@@ -20,7 +20,7 @@ _PATIENCE = 1000
 
 
 def remove_after(pid: int, folder: str) -> None:
-    """When this process ends, remove the folder of the process ``pid``, if that has ended too."""
+    """When this process ends, remove the folder of the process ``pid``, if it has ended too."""
     try:
         notebook = os.pidfd_open(pid)
     except (AttributeError, OSError):  # another system
@@ -28,7 +28,7 @@ def remove_after(pid: int, folder: str) -> None:
     own = os.getpid()
 
     def remove() -> None:
-        # Ranks are forks of this process, and their ends do not matter here.
+        # Ranks are forks of this process, and must not remove the folder.
         if os.getpid() != own:
             return
         poller = select.poll()

@@ -1,4 +1,4 @@
-"""How a process ends with its notebook, and the programs that it has started end with it."""
+"""Ends a process together with its notebook, and the programs that it has started with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a fresh process becomes one in which a side's code can run."""
+"""Prepares a fresh process to run a side's code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def set_up_process(spec: RankSpec, store: str) -> None:
     os.environ.update(spec.environ)
     sys.path[:] = spec.sys_path
     os.chdir(spec.cwd)
-    # The forkserver's own method cannot start functions that a cell defines, such as a data loader's workers.
+    # With the forkserver's start method a data loader could not start workers whose functions a cell defines.
     multiprocessing.set_start_method(spec.multiprocessing, force=True)
     join_process_group(
         spec.place,
@@ -80,7 +80,7 @@ def log_to_stderr() -> None:
 
 
 class _QuickFormatter(logging.Formatter):
-    """Formats date and time once per second: each graft logs a line, most of whose cost would be its time."""
+    """Formats date and time once per second: each graft logs a line, and formatting its time would cost the most."""
 
     _second = -1
     _shown = ""

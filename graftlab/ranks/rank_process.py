@@ -63,14 +63,14 @@ class RankProcess(RankHandle):
             end_programs_of(self.pid)
 
     def release(self) -> None:
-        """Close the connections to the process; a rank that is still running ends now."""
+        """Close the connections to the process. A rank that is still running ends then."""
         self._death_pipe.close()
         self.end_programs()
         super().release()
         if self._ended is None:
             self._ended = self.how_it_ended()
             if self.pid is not None:
-                # torch counts the users of shared CUDA memory in files of these names, which only a clean exit removes.
+                # torch counts the users of shared CUDA memory in files of these names. Only a clean exit removes them.
                 for left in Path("/dev/shm").glob(f"torch_{self.pid}_*"):
                     left.unlink(missing_ok=True)
             # Release its descriptor now, not at some garbage collection; a process that cannot be killed keeps it.

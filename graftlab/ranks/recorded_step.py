@@ -1,4 +1,4 @@
-"""A held call or update that is made once in a process: its record is a file, which the rank's next process reads.
+"""A held call or update that a process can make only once. Its record is a file, which the rank's next process reads.
 
 The notebook sends these functions to ranks by their names. See :mod:`graftlab.grafting.self_graft`, which does all of
 this in one process.
@@ -34,7 +34,7 @@ from graftlab.taps.routing import handled_by
 
 @dataclass(frozen=True)
 class RecordSummary:
-    """What a rank reports of its record: the taps' names, in order, and the tensors that the step returned."""
+    """A rank's report of its record: the taps' names, in order, and the tensors that the step returned."""
 
     taps: tuple[str, ...]
     results: dict[str, torch.Tensor]
@@ -63,7 +63,7 @@ def record_step(folder: str, budget: int) -> RecordSummary:
 
 
 def compare_with_record(folder: str) -> list[str]:
-    """Make the step; returns the taps at which it differs from the record, in order, or the results that do."""
+    """Make the step; returns the taps, in order, or the results, that differ from the record."""
     taps, results = _read(folder)
     repeat = RepeatComparer(taps)
     with handled_by(repeat):

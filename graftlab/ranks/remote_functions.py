@@ -1,7 +1,7 @@
-"""Functions that the notebook sends to ranks by their names: each runs a side's code there, and returns what it found.
+"""Functions that the notebook sends to ranks by their names. Each runs a side's code there, and returns its findings.
 
-They are here rather than with their callers because a rank imports the module of a function that it is sent: the
-notebook's modules would bring pandas into every rank.
+They are not with their callers, because a rank imports the module of a function that it receives: the notebook's
+modules would bring pandas into every rank.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any],
 def call_with_module_inputs(
     callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[str], known: list[str]
 ) -> dict[str, ModuleCall]:
-    """Run the callee while the inputs of modules are taps; see :class:`graftlab.taps.module_inputs.ModuleInputs`."""
+    """Run the callee with the inputs of modules as taps; see :class:`graftlab.taps.module_inputs.ModuleInputs`."""
     with ModuleInputs(wanted, known) as inputs:
         bind_callee(callee, args, kwargs)()
     return inputs.calls
@@ -139,14 +139,14 @@ def call_in_float64(callee: Callee, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """One rank's answer to a batch: one output for each request, or the traceback of what its function raised."""
+    """One rank's answer to a batch: an output for each request, or the traceback of its function's exception."""
 
     outputs: list[Any]
     error: str | None = None
 
 
 def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[BatchAnswer]:
-    """Give a rank's function one batch per step. An exception that it raises fails that batch alone."""
+    """Give a rank's function one batch per step. An exception fails only its batch."""
     if isinstance(function, str):
         function = eval(function, _namespace())
     if not callable(function):

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-# What torch itself keeps in a module, apart from its buffers. Parameters are no state of a forward pass.
+# Attributes in which torch keeps a module's parts, apart from its buffers. A forward pass does not change parameters.
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _OF_TORCH = _OF_MODULES - {"training", "_buffers", "_modules"}
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-# Kinds of objects whose attributes are looked at in their own way.
+# Kinds of objects that are looked at in other ways than by their attributes.
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 # Objects nest a few levels below a module or an argument: a cache, its layers, their tensors.
 _MAX_DEPTH = 6
 
 
 def _is_of_sharding(value: Any) -> bool:
-    """Whether this is what torch keeps of a model that it shards, which goes with where its weights are at the time."""
+    """Whether this is torch's state of a sharded model, which must match where its weights are at the moment."""
     return type(value).__module__.startswith("torch.distributed.") and not isinstance(value, _KNOWN)
 
 
 class StateSnapshot:
-    """The state of modules and arguments at the moment at which it is made. :meth:`restore` brings it back, in place.
+    """The state of modules and arguments when this object is made. :meth:`restore` brings it back, in place.
 
     It covers the tensors, their gradients, lists, dicts, sets and attributes of objects that can be reached from
     ``roots``, and the random numbers of torch, numpy and Python. The values of parameters are copied only if
@@ -44,17 +44,17 @@ class StateSnapshot:
         self._random = _random_states()
 
     def restore(self) -> None:
-        """Bring the state back. Containers come before what they hold, so that replaced objects are in place again."""
+        """Bring the state back. Containers come before their contents, so that replaced objects are in place again."""
         for undo in self._undo:
             undo()
         for put_back in self._random:
             put_back()
 
     def written(self, roots: Mapping[str, Any], budget: int) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """What was written since the snapshot: a copy of each tensor with new values, by its path from ``roots``.
+        """The tensors written since the snapshot: a copy of each one with new values, by its path from ``roots``.
 
-        Values that are as they were are 0 in the copy, because memory that is reserved and not written yet may have any
-        values. The second result are the paths of tensors for which ``budget`` bytes have no room.
+        Unchanged values are 0 in the copy, because memory that is reserved and not written yet may have any values. The
+        second result has the paths of tensors that do not fit into ``budget`` bytes.
         """
         found: dict[str, torch.Tensor] = {}
         left: list[str] = []
@@ -76,7 +76,7 @@ class StateSnapshot:
     def _look_at(self, value: Any, depth: int) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen or _is_of_sharding(value):
             return
-        # Keeps the object alive, so that its id stays its own.
+        # Keeps the object alive, so that no other object gets its id.
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             if value.is_leaf and value.requires_grad:
@@ -114,7 +114,7 @@ class StateSnapshot:
         self._keep_attributes(vars(module), _OF_TORCH, depth)
         for weight in module._parameters.values():
             self._look_at(weight, depth)
-        # Modules nest as deeply as they like.
+        # The nesting of modules has no limit.
         for child in module._modules.values():
             self._look_at(child, 0)
 
@@ -156,7 +156,7 @@ class StateSnapshot:
         self._kept[id(tensor)] = kept
 
         def undo() -> None:
-            # Only what has changed: writing counts as a change of a tensor that a backward pass may need.
+            # Only changed tensors: autograd counts any write as a change, and a backward pass may need the tensor.
             if not _same_bits(local.detach(), kept):
                 local.data.copy_(kept)
 
@@ -164,7 +164,7 @@ class StateSnapshot:
 
 
 def tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that can be reached from ``roots``, without parameters, each once, as a snapshot finds them."""
+    """The tensors that a snapshot of ``roots`` finds, each once, without parameters."""
     seen: set[int] = set()
 
     def of(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,7 +179,7 @@ def tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
             for name, each in {**own, **value._buffers}.items():
                 yield from of(each, f"{path}.{name}", depth + 1)
             for name, child in value._modules.items():
-                # Modules nest as deeply as they like.
+                # The nesting of modules has no limit.
                 yield from of(child, f"{path}.{name}", 0)
         elif depth > _MAX_DEPTH or isinstance(value, type) or callable(value):
             return
@@ -216,7 +216,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _generator_state(value: Any) -> Callable[[], None] | None:
-    """A function that sets a generator of random numbers to its present state; None for another object."""
+    """A function that sets a random number generator to its present state; None for any other object."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
 
@@ -235,7 +235,7 @@ def _generator_state(value: Any) -> Callable[[], None] | None:
 
 
 def _random_states() -> list[Callable[[], None]]:
-    """Functions that set each generator of random numbers to its present state."""
+    """Functions that set each random number generator to its present state."""
     on_cpu, of_python = torch.get_rng_state(), random.getstate()
     found: list[Callable[[], None]] = [lambda: torch.set_rng_state(on_cpu), lambda: random.setstate(of_python)]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

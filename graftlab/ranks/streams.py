@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 from graftlab.errors import SessionError
 
-# A line that has reached this length is sent unfinished, as a progress bar may never end its line.
+# A line of this length is sent unfinished, because a progress bar may never end its line.
 _LONGEST = 1 << 16
 # The notebook shows at most this much per second: more than a reader can follow, and sending more delays the model.
 _LINES_A_SECOND = 10_000
@@ -32,7 +32,7 @@ def redirect_to(log: str) -> None:
     os.dup2(log_descriptor, 2)
     os.close(log_descriptor)
     os.close(nothing)
-    # A forked process has its parent's stream objects; these use the descriptors above.
+    # A forked process has its parent's stream objects, so it needs new ones for the descriptors above.
     refuse_input()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -114,7 +114,7 @@ class LabelledStream(io.TextIOBase):
             self._show(live.text + "\n")
 
     def _to_log(self, text: str = "") -> None:
-        # The disk may be full, or user code may have closed the descriptor: no reason to stop a model.
+        # The disk may be full, or user code may have closed the descriptor, which is no reason to stop a model.
         with contextlib.suppress(OSError, ValueError):
             self._log.write(text) if text else self._log.flush()
 
@@ -153,7 +153,7 @@ class LabelledStream(io.TextIOBase):
 
 _PARTS = re.compile(r"\r|\n|\x1b\[A|\x1b\[[0-9;?]*[A-Za-z]|[^\r\n\x1b]+|\x1b")
 _UP = "\x1b[A"
-# Nested bars take a line each; lines pushed up further than this are final.
+# Nested bars take a line each. Lines further up than this are final.
 _MOST_LINES = 8
 _WIDEST = 1000
 
@@ -164,7 +164,7 @@ def is_live(text: str) -> bool:
 
 
 class LiveLines:
-    """A few lines of a terminal, which progress bars rewrite in place, each bar its own."""
+    """A few lines of a terminal that progress bars rewrite in place, one line a bar."""
 
     def __init__(self) -> None:
         self._lines = [""]

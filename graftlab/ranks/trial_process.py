@@ -1,4 +1,4 @@
-"""Trials of a draft, each in a separate process, where a draft may loop forever or exit without harm to a rank."""
+"""Trials of a draft, each in a separate process, so that a draft that loops forever or exits harms no rank."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _enter(connection: multiprocessing.connection.Connection) -> None:
         os.dup2(nothing, descriptor)
     kept = None if spec.kept is None else shipping.unpack_result(spec.kept)
     connection.send_bytes(b"ready")
-    # The notebook sends nothing more, so any event on the connection is the notebook's end.
+    # The notebook sends nothing more, so any event on the connection means that it has ended.
     die_with_notebook(connection.fileno())
     connection.send_bytes(pickle.dumps(try_draft(spec.draft, kept, device_here(spec.device), spec.plan)))
 

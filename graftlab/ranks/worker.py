@@ -59,7 +59,7 @@ from graftlab.taps import calls as taps
 
 # Seconds until an interrupt that came at a bad moment is retried.
 _LOOK_AGAIN = 0.01
-# Seconds that an interrupt waits for an import to end. A script that is imported may never end.
+# Seconds that an interrupt waits for an import, since the import of a script may never end.
 _FOR_AN_IMPORT = 2.0
 _IMPORTER = importlib.__import__.__code__.co_filename
 
@@ -132,11 +132,11 @@ class Rank:
         self._control.open()
 
     def end(self) -> None:
-        """End the process: without a notebook the results of this rank would be lost."""
+        """End the process, because without a notebook this rank's results would be lost."""
         os._exit(1)
 
     def drain(self, seconds: float) -> None:
-        """Wait at most so long until the system has taken everything that was sent to the notebook."""
+        """Wait at most ``seconds`` until the system has taken everything that was sent to the notebook."""
         self._line.channel.drain(seconds)
 
     def redirect_output(self) -> None:
@@ -210,8 +210,9 @@ class Rank:
         if frame is None and self._run_number < 0:
             return
         if frame is None or not is_harmless:
-            # Retry when the user's code has begun, or the exchange has finished, unless the run has ended by then. A
-            # loop of little more than taps and steps may be in the exchange each time, so those check the flag too.
+            # Retry once the user's code has begun or the exchange has finished, unless the run has ended by then. A
+            # loop of little more than taps and steps may be in the exchange each time, so taps and steps check the flag
+            # too.
             self._grafter.interrupt_due = True
             again = threading.Timer(_LOOK_AGAIN, self._interrupt_again, (self._run_number, number))
             again.daemon = True
@@ -221,7 +222,7 @@ class Rank:
         raise KeyboardInterrupt
 
     def _spares_import(self, frame: types.FrameType | None) -> bool:
-        """Whether a module is being imported, which gets some time: a half-imported C extension stays broken."""
+        """Whether to let a running import finish, because a half-imported C extension stays broken."""
         while frame is not None and frame.f_code.co_filename != _IMPORTER:
             frame = frame.f_back
         if frame is None:

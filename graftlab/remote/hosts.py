@@ -1,4 +1,4 @@
-"""What a launch asks of a cluster: room for all ranks, and one supervised process for each."""
+"""What a launch needs of a cluster: room for all ranks, and one supervised process for each."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from graftlab.remote.rank_supervisor import HostFacts, RankEnd
 
 
 class RemoteProcess(Protocol):
-    """A rank's process on another machine, and its supervisor there. No method raises if either is gone."""
+    """A rank's process on another machine, with its supervisor there. No method raises if either is gone."""
 
     def start(self, spec: bytes) -> None:
-        """Start it with this packed specification."""
+        """Start the process with this packed specification."""
 
     def end(self, timeout: float) -> RankEnd | str | None:
-        """Return how it ended, in words if its supervisor is gone; None if it has not within ``timeout`` seconds."""
+        """Return how the process ended, in words if the supervisor is gone; None if it has not within ``timeout``
+        seconds.
+        """
 
     def log_tail(self, timeout: float) -> bytes:
-        """Return the end of its output; empty if that cannot be reached within ``timeout`` seconds."""
+        """Return the end of the output; empty if it cannot be fetched within ``timeout`` seconds."""
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -39,22 +41,22 @@ class RankHosts(Protocol):
     """The port at which the notebook listens; 0 lets the system choose."""
 
     uses_folder: bool
-    """Whether ranks work in the notebook's folder where their machine has it."""
+    """Whether ranks work in the notebook's folder, if their machine has it."""
 
     threads: int
     """How many threads torch uses on each rank."""
 
     gpus: float
-    """How many GPUs each rank has; less than 1 where ranks share one."""
+    """How many GPUs each rank has; less than 1 if ranks share one."""
 
     def facts(self) -> list[HostFacts]:
-        """Return what is known of each rank's machine, in world-rank order. Raises :class:`LaunchError`."""
+        """Return the facts of each rank's machine, in world-rank order. Raises :class:`LaunchError`."""
 
     def process(self, place: Place) -> RemoteProcess:
         """Return the process of this rank, which has not been started."""
 
     def release(self) -> None:
-        """End every process and give the machines back. Never raises for what is gone already."""
+        """End every process and give the machines back. Never raises for processes or machines that are gone."""
 
 
 class Cluster(Protocol):
@@ -63,5 +65,5 @@ class Cluster(Protocol):
     def reserve(self, options: LaunchOptions, folder: Path) -> RankHosts:
         """Wait until every rank of both sides has a place; ``folder`` is the session's.
 
-        Raises :class:`LaunchError` that says what is lacking.
+        Raises :class:`LaunchError` with what is lacking.
         """

@@ -1,7 +1,7 @@
 """Launch a session's ranks on other machines, from the notebook.
 
 A cluster finds the machines and starts a supervised process for each rank. The ranks connect to the notebook and to
-each other as those of jobs do, and are then ranks like any other: they run what the notebook sends.
+each other like those of jobs. Then they are ranks like any other: they run the code that the notebook sends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _LOOK = 0.5
 def launch_remote_ranks(
     options: LaunchOptions, folder: Path, plan: GraftPlan, cluster: Cluster
 ) -> Sequence[RankHandle]:
-    """Start every rank under this plan where the cluster places it, and wait until each is ready.
+    """Start every rank under this plan on the machine that the cluster chooses, and wait until each is ready.
 
     Raises :class:`LaunchError`, with the end of the log if a rank died; then nothing is left of the launch.
     """
@@ -82,10 +82,10 @@ def launch_remote_ranks(
 
 
 class _RemoteLaunch:
-    """One launch. What it has opened is closed when its last rank is released."""
+    """One launch. Its connections are closed when its last rank is released."""
 
     def __init__(self, options: LaunchOptions, folder: Path, plan: GraftPlan, hosts: RankHosts) -> None:
-        """Raises :class:`LaunchError` where a machine does not fit, or the notebook cannot listen."""
+        """Raises :class:`LaunchError` if a machine is unsuitable, or the notebook cannot listen."""
         self._options, self._plan, self._hosts = options, plan, hosts
         places = Place("baseline", 0, options.baseline, options.target).everyone()
         facts = hosts.facts()
@@ -137,7 +137,7 @@ class _RemoteLaunch:
                 for frame in rank.channel.receive():
                     message = unpack_from_rank(frame)
                     if isinstance(message, Hello):
-                        # The session's hub reads what follows.
+                        # The session's hub reads all later messages.
                         poller.unregister(descriptor)
                         del self._waiting[descriptor]
                     elif not isinstance(message, bytes):
@@ -146,7 +146,7 @@ class _RemoteLaunch:
                     raise LaunchError(_describe_death(rank))
 
     def abandon(self) -> None:
-        """End what has been started."""
+        """End all processes that have been started."""
         end_ranks(self.ranks, patience=0)
         for rank in self.ranks:
             rank.release()
@@ -181,7 +181,7 @@ class _RemoteLaunch:
     # ---- on the proxy's thread ----------------------------------------------------------------------------------
 
     def _admit(self, far: TcpChannel, frame: bytes) -> Ends | None:
-        """Connect a process that has proved to know the token with the handle of its rank."""
+        """Connect a process that has proved that it knows the token with its rank's handle."""
         request = unpack_handshake(frame)
         if not isinstance(request, JoinRequest):
             raise MessageError(f"it sent {type(request).__name__} instead of a request to join")
@@ -243,14 +243,14 @@ def _describe_death(rank: RemoteRankHandle) -> str:
 
 
 def _require_fit(places: Sequence[Place], facts: Sequence[HostFacts]) -> None:
-    """Refuse machines on which functions and messages of this notebook could not be read."""
+    """Refuse machines that could not read functions and messages of this notebook."""
     for place, fact in zip(places, facts, strict=True):
         if fact.wire_version != WIRE_VERSION:
             raise LaunchError(
                 f"{place.label}: {fact.node} has graftlab {fact.release}, of wire version {fact.wire_version}, and the "
                 f"notebook {graftlab_release()}, of {WIRE_VERSION}; install the notebook's release there"
             )
-        # Functions travel as byte code, which differs between minor versions of Python.
+        # Functions are sent as byte code, which differs between minor versions of Python.
         if fact.python.split(".")[:2] != platform.python_version().split(".")[:2]:
             raise LaunchError(
                 f"{place.label}: {fact.node} has Python {fact.python}, and the notebook {platform.python_version()}; "
@@ -264,7 +264,7 @@ class _Assignments:
     def __init__(
         self, options: LaunchOptions, places: Sequence[Place], facts: Sequence[HostFacts], gpus: float
     ) -> None:
-        """Raises :class:`LaunchError` for a device that a rank does not have."""
+        """Raises :class:`LaunchError` for a device that some rank does not have."""
         self.devices = [_device(options, place, gpus) for place in places]
         nodes: dict[tuple[Side, str], list[int]] = {}
         for place, fact in zip(places, facts, strict=True):
@@ -272,7 +272,7 @@ class _Assignments:
         self.local = []
         for place, fact in zip(places, facts, strict=True):
             here = nodes[place.side, fact.node]
-            # A rank that sees only its own GPUs counts them from 0, and so do programs that choose by LOCAL_RANK.
+            # A rank that sees only its own GPUs counts them from 0, and so must programs that choose by LOCAL_RANK.
             self.local.append((0, 1) if gpus else (here.index(place.world_rank), len(here)))
 
 

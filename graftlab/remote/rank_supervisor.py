@@ -1,8 +1,8 @@
 """Runs a rank as a child process on its machine, keeps the end of its output, and ends it.
 
-The rank has its own process, so its main thread is free for the model, as on the notebook's machine. It reads what it
-needs, its session's token included, from its standard input, where no other user can read it. This module imports no
-torch: a supervisor would need hundreds of MiB for it.
+The rank has its own process, so that its main thread is free for the model, as on the notebook's machine. It reads its
+specification, the session's token included, from standard input, where no other user can read it. This module does not
+import torch, for which a supervisor would need hundreds of MiB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEPT = 1 << 20
 _PIECE = 1 << 16
 # Seconds for the rest of the output, once the process has ended: programs with their own session may still write.
 _REST_LIMIT = 2.0
-# Its import path is this process's, which a scheduler may have put together.
+# The rank gets this process's import path, which a scheduler may have composed.
 _BEGIN = (
     "import sys, json; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
     "from graftlab.remote.remote_rank import main; main()"
@@ -33,7 +33,7 @@ _BEGIN = (
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the notebook has to know of a rank's machine: its name, and its graftlab and Python."""
+    """Facts of a rank's machine that the notebook needs: its name, and its versions of graftlab and Python."""
 
     wire_version: int
     release: str
@@ -43,14 +43,14 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank's process ended, as :attr:`subprocess.Popen.returncode` has it, and the end of its output."""
+    """How a rank's process ended, as a :attr:`subprocess.Popen.returncode`, and the end of its output."""
 
     code: int
     tail: bytes
 
 
 class RankSupervisor:
-    """Supervises one rank. The rank also ends with this process, whatever ends that."""
+    """Supervises one rank, which also ends with this process, however that ends."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,7 +92,7 @@ class RankSupervisor:
             with self._process.stdin as stdin:
                 stdin.write(json.dumps(sys.path).encode() + b"\n" + spec)
         except BrokenPipeError:
-            # It has ended; its output says why.
+            # The process has ended, and its output shows why.
             return
 
     def signal(self, number: int) -> None:
@@ -100,7 +100,7 @@ class RankSupervisor:
         self._started().send_signal(number)
 
     def log_tail(self) -> bytes:
-        """Return the end of what the rank has printed, at most a MiB."""
+        """Return the end of the rank's output, at most a MiB."""
         with self._lock:
             return bytes(self._tail[-_KEPT:])
 
@@ -114,6 +114,6 @@ class RankSupervisor:
         while data := os.read(process.stdout.fileno(), _PIECE):
             with self._lock:
                 self._tail += data
-                # Seldom, because each time moves a MiB.
+                # Only seldom, because it copies a MiB each time.
                 if len(self._tail) > 2 * _KEPT:
                     del self._tail[:-_KEPT]

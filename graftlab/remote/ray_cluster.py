@@ -1,7 +1,7 @@
 """Ranks on a Ray cluster: an actor for each rank, which supervises its process, in one placement group a side.
 
-Ray finds the machines, gives each rank its GPUs, and ends the actors when the session is gone; with an actor its rank
-ends. Ray itself is imported in a separate process (:mod:`graftlab.remote.ray_driver`).
+Ray finds the machines, gives each rank its GPUs, and ends the actors when the session is gone; a rank ends with its
+actor. Ray itself is imported in a separate process (:mod:`graftlab.remote.ray_driver`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from graftlab.remote.ray_messages import RayRequest, RayReservation
 
 Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
-# Seconds for the driver to give everything back.
+# Seconds that the driver has to give everything back.
 _RELEASE_LIMIT = 5.0
-# Seconds beyond the launch's own timeout, within which the driver reports what is lacking.
+# Seconds beyond the launch's timeout in which the driver reports what is lacking.
 _REPORT_LIMIT = 30.0
 _BEGIN = "import sys, json; sys.path[:] = json.loads({path!r}); from graftlab.remote.ray_driver import main; main()"
 
@@ -48,10 +48,10 @@ _BEGIN = "import sys, json; sys.path[:] = json.loads({path!r}); from graftlab.re
 class Ray:
     """A Ray cluster on which :func:`launch` starts its ranks, for models that do not fit on the notebook's machine.
 
-    ``address`` is that of the cluster's head, as ``ray.init`` takes it: ``"10.0.0.5:6379"`` or ``"auto"`` on a machine
-    of the cluster, ``"ray://10.0.0.5:10001"`` from elsewhere; by default ``"auto"``. ``resources`` is what each rank
-    gets, such as ``{"GPU": 1, "CPU": 8}``, in Ray's names and units; by default one GPU. ``runtime_env`` is Ray's, for
-    the ranks. ``placement`` says how the ranks of a side are spread over machines: ``"pack"``, ``"spread"``,
+    ``address`` is that of the cluster's head, in the form of ``ray.init``: ``"10.0.0.5:6379"`` or ``"auto"`` on a
+    machine of the cluster, ``"ray://10.0.0.5:10001"`` from elsewhere; by default ``"auto"``. ``resources`` are those of
+    each rank, such as ``{"GPU": 1, "CPU": 8}``, in Ray's names and units; by default one GPU. ``runtime_env`` is Ray's,
+    for the ranks. ``placement`` chooses how the ranks of a side are spread over machines: ``"pack"``, ``"spread"``,
     ``"strict_pack"`` or ``"strict_spread"``.
 
     The ranks connect to the notebook at ``listen``, such as ``"tcp://10.0.0.7:29500"``; by default at the address from
@@ -88,7 +88,7 @@ class Ray:
         return launch_remote_ranks(options, folder, plan, self)
 
     def reserve(self, options: LaunchOptions, folder: Path) -> RayHosts:
-        """Reserve the resources of both sides. Raises :class:`LaunchError` that says what the cluster lacks."""
+        """Reserve the resources of both sides. Raises :class:`LaunchError` with what the cluster lacks."""
         if importlib.util.find_spec("ray") is None:
             raise DependencyError(
                 "ranks on a Ray cluster need ray, which is not installed; `pip install 'graftlab[ray]'` brings it"
@@ -110,7 +110,7 @@ class RayHosts:
 
     def __init__(self, wanted: Ray, options: LaunchOptions, driver: _DriverProcess) -> None:
         self._driver = driver
-        # A working directory of Ray's is where the code is, so ranks stay there.
+        # If Ray sets a working directory, the code is there, so ranks stay in it.
         self.uses_folder = "working_dir" not in (wanted.runtime_env or {})
         self.threads = max(1, int(wanted.resources.get("CPU", 1)))
         self.gpus = float(wanted.resources.get("GPU", 0))
@@ -157,7 +157,7 @@ class RayProcess:
         return tail
 
     def signal(self, number: int) -> None:
-        # Without waiting for the answer: its machine may be gone.
+        # Without waiting for the answer, because the machine may be gone.
         self._driver.ask("signal", self._world_rank, number)
 
     def release_in_child(self) -> None:
@@ -183,7 +183,7 @@ def _reserve(wanted: Ray, options: LaunchOptions, driver: _DriverProcess) -> Ray
 
 
 def _own_address(head: str) -> str:
-    """The address of this machine from which it reaches the cluster's head."""
+    """This machine's address in packets to the cluster's head."""
     endpoint = Endpoint.parse(head)
     if endpoint is None:
         raise LaunchError(f"the address {head!r} of the Ray cluster's head cannot be read; give listen=")
@@ -222,7 +222,7 @@ class _DriverProcess:
         threading.Thread(target=self._read_answers, name="graftlab-ray", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """Return the answer to come; its exception is a :class:`LaunchError`."""
+        """Return the future answer; its exception is a :class:`LaunchError`."""
         answer = Future[Any]()
         with self._lock:
             if self._asked is None:
@@ -230,13 +230,13 @@ class _DriverProcess:
                 return answer
             number = next(self._numbers)
             self._asked[number] = answer
-            # If it is gone, the thread that reads its answers ends every wait.
+            # If the driver is gone, the thread that reads its answers ends every wait.
             with contextlib.suppress(OSError):
                 self._connection.send((number, method, arguments))
         return answer
 
     def close(self) -> None:
-        """Have it give everything back, and wait for its end; where its cluster does not answer, it is killed."""
+        """Let it give everything back, and wait for its end; kill it if its cluster does not answer."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -247,7 +247,7 @@ class _DriverProcess:
         self._socket.close()
 
     def release_in_child(self) -> None:
-        """Close a forked child's copies of the connection, whose end is that of the session."""
+        """Close a forked child's copies of the connection, so that it still ends with the session."""
         self._socket.close()
         self._connection.close()
 

@@ -1,8 +1,8 @@
-"""The process of a session that is connected to a Ray cluster: it reserves resources, and calls the actors.
+"""The process of a session that is connected to a Ray cluster: reserves resources, and calls the actors.
 
 It stands between the notebook and Ray, because Ray ends a process whose cluster is gone, handles its signals and prints
-into its output; a notebook keeps its variables. When the notebook closes the connection, or ends, this process gives
-back what it has reserved, and ends. It imports no torch.
+into its output, and a notebook must keep its variables. When the notebook closes the connection, or ends, this process
+gives back its reservations, and ends. It does not import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 class _Driver:
-    """Handles requests, each with a number that its answer repeats; answers come when they are known."""
+    """Handles requests. Each has a number that its answer repeats, and answers are sent as soon as they are known."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -61,7 +61,7 @@ class _Driver:
             "log_tail": self._log_tail,
             "signal": self._signal,
         }
-        # The end of the connection is the end of the session.
+        # The end of the connection means the end of the session.
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 number, method, arguments = self._connection.recv()
@@ -125,7 +125,7 @@ class _Driver:
         return RayReservation(_head(request.address), facts)
 
     def _run(self, number: int, world_rank: int, spec: bytes) -> None:
-        # An object, because arguments are part of a task's description, which Ray keeps and shows.
+        # Passed as an object, because arguments are part of a task's description, which Ray keeps and shows.
         self._answer_with(number, self._actors[world_rank].run.remote(ray.put(spec)))
 
     def _log_tail(self, number: int, world_rank: int) -> None:
@@ -164,7 +164,7 @@ def _connect(request: RayRequest) -> None:
 
 
 def _head(address: str) -> str:
-    """The host and port of the cluster's head, as this machine reaches it."""
+    """The host and port at which this machine reaches the cluster's head."""
     client = "ray://"
     if address.startswith(client):
         return address.removeprefix(client).partition("/")[0]
@@ -185,7 +185,7 @@ def _actor_options(bundle: Mapping[str, float], group: Any, index: int) -> dict[
 
 
 def _by_node(group: Any) -> list[int]:
-    """The bundles of a placement group, so that ranks of one machine follow each other."""
+    """The bundles of a placement group, ordered so that ranks of one machine are neighbours."""
     nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     return sorted(nodes, key=lambda index: (nodes[index], index))
 

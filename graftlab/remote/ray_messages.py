@@ -1,4 +1,4 @@
-"""What a session and the process that is connected to its Ray cluster tell each other; needs neither torch nor Ray."""
+"""The messages between a session and the process connected to its Ray cluster. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graftlab.remote.rank_supervisor import HostFacts
 
 @dataclass(frozen=True)
 class RayRequest:
-    """What a launch needs. ``resources`` are those of one rank, ``ranks`` the number of ranks of each side."""
+    """A launch's needs. ``resources`` are those of one rank, ``ranks`` has the number of ranks of each side."""
 
     address: str
     resources: Mapping[str, float]
@@ -24,7 +24,7 @@ class RayRequest:
 
 @dataclass(frozen=True)
 class RayReservation:
-    """Where the cluster's head is, and what is known of each rank's machine, in world-rank order."""
+    """The address of the cluster's head, and the facts of each rank's machine, in world-rank order."""
 
     head: str
     facts: Sequence[HostFacts]

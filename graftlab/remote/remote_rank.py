@@ -1,4 +1,4 @@
-"""A rank on any machine: the same loop as on the notebook's machine, with connections that it makes itself.
+"""A rank on any machine: the same loop as on the notebook's machine, but it makes its own connections.
 
 It reaches the notebook over TCP, under the keys of the session's token, and the other ranks by shared memory or TCP.
 """
@@ -56,7 +56,7 @@ class RemoteRankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that a rank on any machine receives when it starts.
 
     ``search_path`` and ``folder`` are the notebook's import path and folder, used where they exist. ``local_rank`` and
-    ``local_world_size`` are what ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` say. Times are in seconds, budgets in bytes.
+    ``local_world_size`` are for ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``. Times are in seconds, budgets in bytes.
     """
 
     place: Place
@@ -91,7 +91,7 @@ def main() -> None:
     sys.argv[:] = [""]
     spec: RemoteRankSpec = _decoder.decode(sys.stdin.buffer.read())
     refuse_input()
-    # Not the buffer of a file: the last lines are wanted when the process is killed.
+    # Line by line, not with a file's buffer, so that the last lines are known if the process is killed.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     log_to_stderr()
@@ -99,21 +99,21 @@ def main() -> None:
     rank = _connected(spec)
     rank.redirect_output()
     signal.signal(signal.SIGINT, rank.on_interrupt)
-    # A thread of a Ray actor blocks it, and what it starts inherits that.
+    # A Ray actor's thread blocks this signal, and its child processes inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     rank.serve()
     end_cleanly(rank)
 
 
 def _find_modules(spec: RemoteRankSpec) -> None:
-    """Use the notebook's folder and import path where this machine has them, after its own."""
+    """Use the notebook's folder and import path, where they exist here, after this machine's own."""
     if spec.folder and os.path.isdir(spec.folder):
         os.chdir(spec.folder)
     sys.path += [path for path in spec.search_path if path not in sys.path and os.path.exists(path)]
 
 
 class _RemoteRank(Rank):
-    """A rank whose connections go through a proxy, which sends what is left when the rank ends."""
+    """A rank whose connections go through a proxy, which sends all remaining frames when the rank ends."""
 
     proxy: Proxy
 
@@ -177,7 +177,7 @@ def _joined(spec: RemoteRankSpec) -> tuple[ControlConnection, Proxy]:
 
 
 class _LaunchSetup:
-    """The part of a rank's life before its first run: it connects to the others, and finds its side's store."""
+    """A rank's setup before its first run: it connects to the others, and finds its side's store."""
 
     def __init__(self, spec: RemoteRankSpec, line: ControlConnection) -> None:
         self._spec = spec
@@ -186,7 +186,7 @@ class _LaunchSetup:
         self._store_address: StoreAddress | None = None
         self._started = False
         self._address = address_towards(spec.host, spec.port)
-        # gloo would look up this machine's name, which may be that of its loopback interface.
+        # gloo would look up this machine's name, which may belong to the loopback interface.
         if (interface := _interface_of(self._address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
@@ -223,7 +223,7 @@ class _LaunchSetup:
         """The rendezvous store of the side's process group, at its rank 0. Raises :class:`SessionError`."""
         place, limit = self._spec.place, timedelta(seconds=self._spec.timeout)
         if place.world_size == 1:
-            # No other process has to reach it.
+            # No other process needs to reach it.
             return HashStore()
         if place.rank == 0:
             store = TCPStore(self._address, 0, place.world_size, True, limit, wait_for_workers=False)
@@ -245,7 +245,7 @@ class _LaunchSetup:
         return self._deadline - time.monotonic()
 
     def _receive(self) -> list[Any]:
-        """Return the notebook's messages; those of the start are noted here."""
+        """Receive the notebook's messages, and note those of the start."""
         channel = self._line.channel
         messages = [unpack_to_rank(frame) for frame in channel.receive()]
         if channel.closed:

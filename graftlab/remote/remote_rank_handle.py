@@ -15,22 +15,22 @@ from graftlab.remote.hosts import RemoteProcess
 
 # Seconds to wait for the report of a process whose connection has ended.
 _END_LIMIT = 1.0
-# Seconds to wait for the log of one that runs.
+# Seconds to wait for the log of a running process.
 _LOG_LIMIT = 10.0
-# Ends that are further apart than this, in seconds, are waited for separately.
+# Ranks that end further apart than this, in seconds, are waited for separately.
 _BETWEEN = 5.0
 
 
 class EndPatience:
     """Bounds how long the notebook waits for the reports of ranks that end at about the same time.
 
-    On a machine that has vanished all ranks end together, and no report comes.
+    If a machine vanishes, all of its ranks end together, and no report arrives.
     """
 
     _until = 0.0
 
     def remaining(self) -> float:
-        """Seconds that are left to wait, for all of them together."""
+        """The seconds left for all of them together."""
         now = time.monotonic()
         if now > self._until + _BETWEEN:
             self._until = now + _END_LIMIT
@@ -40,7 +40,8 @@ class EndPatience:
 class RemoteRankHandle(AttachedRankHandle):
     """The handle of a rank that a session has launched elsewhere. ``on_release`` is called once, when it is released.
 
-    Its log is on its own machine while it runs; the end of it is fetched when it is read, and when it has ended.
+    While it runs, its log is on its own machine. The end of the log is fetched when it is read, and when the rank has
+    ended.
     """
 
     takes_work = True
@@ -62,7 +63,7 @@ class RemoteRankHandle(AttachedRankHandle):
 
     @property
     def reported(self) -> str | None:
-        """How its process ended, as its supervisor has reported it by now; None if it has not."""
+        """How its process ended, if its supervisor has reported that by now; otherwise None."""
         return self._look(0.0)
 
     def _look(self, timeout: float) -> str | None:
@@ -95,7 +96,7 @@ class RemoteRankHandle(AttachedRankHandle):
         self.process.signal(signal.SIGKILL)
 
     def release(self) -> None:
-        """Release what this process holds of it; the machine is given back when all ranks of a launch are released."""
+        """Close this process's connections to it. The machine is given back once all ranks of a launch are released."""
         if not self._released:
             self._released = True
             self._look(0.0)
@@ -111,7 +112,7 @@ class RemoteRankHandle(AttachedRankHandle):
 
     def log_tail(self, lines: int = 30) -> str:
         if self._look(0.0) is None:
-            # A machine that has vanished does not answer, and the session's other ranks would not be read meanwhile.
+            # A vanished machine does not answer, and meanwhile the session's other ranks would not be read.
             limit = self._patience.remaining() if self.has_joined and not self.alive else _LOG_LIMIT
             if limit and (tail := self.process.log_tail(limit)):
                 self._keep_log(tail)
@@ -120,7 +121,7 @@ class RemoteRankHandle(AttachedRankHandle):
 
     def _keep_log(self, tail: bytes) -> None:
         self._tail = tail
-        # Where the folder's disk is full, the log is only shown.
+        # If the folder's disk is full, the log is only shown.
         with contextlib.suppress(OSError):
             self.log.parent.mkdir(parents=True, exist_ok=True)
             self.log.write_bytes(tail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -79,6 +80,13 @@ NO_REPLICAS = "the senders are not replicas"
 """In a note, or in an error where it would have been grafted."""
 DOES_NOT_FIT = "the default transform cannot make a tensor"
 """Begins the error where nothing makes the receiver's shape out of what was received."""
+_UNFIT = re.compile(rf"{DOES_NOT_FIT} of shape (\[.*?\]) \(rank .*?\) from (.*?) \(senders")
+
+
+def unfit_shapes(error: str) -> tuple[str, str] | None:
+    """The shapes of the receiver and of what it received, if this is the error of shapes that do not fit."""
+    found = _UNFIT.search(error)
+    return (found[1], found[2]) if found else None
 
 
 def _one_of(received: Sequence[Tensor], senders: Sequence[int], partner: int, outcome: Outcome) -> Outcome:

@@ -34,9 +34,9 @@ _COARSE_TOLERANCE = 5e-3
 
 
 def activation_hint(baseline: Tensor, target: Tensor, before: Mapping[str, Tensor]) -> Hint | None:
-    """Both sides' activations at a tap, found from the values of earlier taps; None if the baseline's is not found.
+    """Both sides' activations at a tap, found among functions of earlier taps; None if the baseline's is not found.
 
-    Each is a function of one earlier tap, perhaps times a second one (a gated MLP). All have the tap's shape.
+    Each is a function of one earlier tap, perhaps times a second one (a gated MLP). All these taps have its shape.
     """
     inputs = {name: value.double() for name, value in before.items() if value.shape == baseline.shape}
     if not inputs or not baseline.is_floating_point() or not target.is_floating_point():

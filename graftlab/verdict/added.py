@@ -91,23 +91,24 @@ def added_frame(
 
 
 _UNLIKE = 10
-"""From this ratio of a group's floor to a tap's own, the group pools unlike taps, as an ``nn.Sequential`` does."""
+"""If a group's floor is this many times a tap's own, the group pools unlike taps, as an ``nn.Sequential`` does."""
 _FEWEST_NUMBERS = 64
-"""Fewer numbers than this may have a small floor by luck."""
+"""With fewer numbers than this, a floor may be small by chance."""
 _SPREAD = 0.5
-"""The least ratio of a difference's mean to its root mean square if it is spread over a tensor: for a normal
-distribution 0.8. Where rounding flips a choice (a router's, a rounding to integers), a few rows are off entirely."""
+"""A difference is spread over a tensor from this ratio of its mean to its root mean square on (0.8 for a normal
+distribution). Where rounding flips a choice (a router's, a rounding to integers), a few rows are off entirely.
+"""
 
 
 def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
-    """The floor of a row: its group's, or its tap's own if the group has unlike taps.
+    """The floor of a row: its group's, or the tap's own if the group pools unlike taps.
 
-    Pooling averages out the luck of single taps, such as routers whose choices rounding may flip. Such a difference is
-    in few rows of the tensor, and keeps the pooled floor.
+    Pooling averages out chance at single taps, such as routers whose choices rounding may flip. Such a difference is in
+    few rows of the tensor, and is judged by the pooled floor.
     """
     if (row["numel"] or 0) < _FEWEST_NUMBERS or not (row["rel_l2"] and is_spread(row)):
         return group
-    # What is in most of the rows is not explained by a choice in few of them.
+    # Choices in a few rows do not explain a difference in most of them.
     if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2:
         return group.of_spread()
     return own.of_spread()
@@ -129,7 +130,7 @@ def measured_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows as dicts, with None for missing values."""
-    # As one array: to iterate over a frame of fifty columns takes as long as a run of a small model.
+    # Through one array, since iterating over a frame of fifty columns takes as long as a run of a small model.
     columns = [str(column) for column in frame.columns]
     cells = frame.to_numpy(dtype=object, copy=True)
     cells[frame.isna().to_numpy()] = None
@@ -168,7 +169,7 @@ def ratio(row: Mapping[str, Any], floor: Floor) -> float:
 
 
 def coarser_dtype(row: Mapping[str, Any]) -> str:
-    """The dtype that rounds more, of those that a tap had on both sides; they differ if the row has a cast."""
+    """The coarser of a tap's dtypes on both sides, which differ if the row has a cast."""
     names = [row["dtype"] or ""]
     cast = re.match(r"(\w+) -> (\w+)", row["cast"] or "")
     if cast:
@@ -190,7 +191,7 @@ def labelled(
     threshold: float,
     even: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """The frame of a verdict with the columns ``label`` and ``alone``. Of the groups of ``even`` nothing is held."""
+    """The frame of a verdict with the columns ``label`` and ``alone``. The groups of ``even`` are never culprits."""
     labels = {
         **dict.fromkeys(named, "culprit"),
         **dict.fromkeys(following, "inherited"),
@@ -216,9 +217,9 @@ _LONGEST_FILTER = 4_000
 
 
 def lonely_filter(rows: pd.DataFrame) -> str | None:
-    """A filter for the groups without any measured tap, which only one side has; None if every group has one.
+    """A filter for the groups without a measured tap, which only one side has; None if there are none.
 
-    If the filter would be too long, it leaves out the last groups.
+    A filter that would be too long leaves out the last groups.
     """
     names: dict[str, set[tuple[str, str | None]]] = {}
     measured = set()
@@ -237,7 +238,7 @@ def lonely_filter(rows: pd.DataFrame) -> str | None:
 
 
 def unseen_of(frame: pd.DataFrame) -> list[str]:
-    """What these rows did not measure: a sentence for each status, with the taps' names."""
+    """Sentences on what these rows did not measure: one for each status, with the taps' names."""
     said = []
     repeated = frame[[tags.get("recompute_status") == "recompute" for tags in frame["tags"]]] if len(frame) else frame
     repeated = repeated[repeated["status"].isin(("missing", "unmatched", "recomputed"))]
@@ -324,7 +325,7 @@ def _taps(names: Iterable[str]) -> str:
     return f"{len(distinct)} tap{'s' if len(distinct) > 1 else ''} ({shown})"
 
 
-# Two runs of the same code agree to this, on devices whose kernels are not deterministic.
+# Two runs of the same code agree to this, even on devices whose kernels are not deterministic.
 _SAME_ERROR = 1e-6
 
 
@@ -334,9 +335,9 @@ _RESULT = re.compile(rf"{ROOT}(?:[.\[].*)?$")
 def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
     """The groups whose graft changed no later tap, although a later tap is named.
 
-    The graft may have gone into a copy that the model does not read, such as ``h.float()``; later errors then look as
-    if they arose later. ``frame`` is :func:`added_frame`'s: a tap that adds exactly its error of the run without grafts
-    got none of it from the grafted taps.
+    The graft may have gone into a copy that the model does not read, such as ``h.float()``. Then errors seem to arise
+    at later taps. ``frame`` is :func:`added_frame`'s: a tap that adds exactly its error of the run without grafts was
+    reached by no graft.
     """
     found: dict[str, None] = {}
     is_value = frame["group"].map(lambda group: kind_of_group(group) is None)
@@ -349,7 +350,7 @@ def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
         changed = ~known | (np.abs(apart) > _SAME_ERROR * error)
         last = int(np.flatnonzero(changed).max(initial=-1))
         groups = rows["group"].tolist()
-        # Nothing reads the parts of a result, which come last.
+        # The parts of a result come last, and nothing reads them.
         results = [bool(_RESULT.match(name)) for name in rows["name"]]
         end = len(groups) - next((n for n, each in enumerate(reversed(results)) if not each), len(results))
         first = {group: place for place, group in reversed(list(enumerate(groups))) if differed[place] and place < end}
@@ -361,7 +362,7 @@ def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
 
 
 def unread_grafts_text(groups: list[str]) -> list[str]:
-    """A sentence on what was not checked."""
+    """A sentence on grafts whose effect was not checked."""
     if not groups:
         return []
     return [

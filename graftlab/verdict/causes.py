@@ -1,4 +1,4 @@
-"""Which of the named groups are causes: labels from the output when some keep the target's code."""
+"""Finds which named groups are causes, from the output of runs in which only some keep the target's code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from graftlab.base.tap_groups import described, kind_of, kind_of_group
 from graftlab.base.text import listed, spans
 
 MOST_SWAPS = 13
-"""Runs that the search for causes may take. With the others a verdict takes at most 20."""
+"""The most runs that the search for causes takes. With the others a verdict takes at most 20."""
 _LARGEST_FLOOR = 2e-3
-"""A floor that excuses an output within a few times of it. A larger one, of low precision, would excuse too much."""
+"""Up to this floor, an output agrees within a few times the floor. A larger one would excuse too much."""
 _RISE = 3.0
-"""In low precision an output moves if it is this many times as far off as without any of the named groups."""
+"""In low precision a group moves the output if it is this many times farther off than with no group's target code."""
 
 Effect = Callable[[frozenset[str]], float]
 """The output's distance from the baseline's, over its floor, when these groups keep the target's code."""
@@ -41,10 +41,10 @@ class OutputFloor:
     threshold: float
 
     def limit(self, restored: float) -> float:
-        """Up to how many times its floor the output agrees, ``restored`` being what it is without any named group.
+        """Up to how many times its floor the output agrees. ``restored`` is its effect without any named group.
 
-        In low precision rounding adds up to several percent of the output, which says little about a single group. What
-        is left when every named group is the baseline's has been measured under the same rounding.
+        In low precision rounding adds up to several percent of the output, far more than many a group. ``restored`` was
+        measured under the same rounding.
         """
         if self.floor <= _LARGEST_FLOOR or math.isnan(restored):
             return self.threshold
@@ -53,10 +53,10 @@ class OutputFloor:
 
 @dataclass(frozen=True)
 class Causes:
-    """The ``labels`` of the named groups, and the effect of each ``alone``, over the output's floor.
+    """The ``labels`` of the named groups, and the effect of each one ``alone``, over the output's floor.
 
-    ``restored`` is the effect if none of them keeps the target's code, ``total`` if all do. The output agrees up
-    to ``limit``. ``cut_short`` means that more sets might cancel than were tried, ``untested`` are the groups that were
+    ``restored`` is the effect if none of them keeps the target's code, ``total`` if all do. Up to ``limit`` the output
+    agrees. ``cut_short`` means that not all sets that might cancel were tried; ``untested`` are the groups that were
     not swapped alone.
     """
 
@@ -67,7 +67,7 @@ class Causes:
     limit: float = 5.0
     cancelling: tuple[frozenset[str], ...] = ()
     together: frozenset[str] = frozenset()
-    """Groups that move the output together, and none of them alone."""
+    """Groups that move the output together, but not alone."""
     cut_short: bool = False
     untested: tuple[str, ...] = ()
     earlier: tuple[int, ...] = ()
@@ -79,11 +79,13 @@ class Causes:
         return self.total <= self.limit
 
     def with_unknown(self, groups: Collection[str]) -> Causes:
-        """The same where the effect of these groups is unknown, so that they count as culprits."""
+        """Return a copy in which the effect of these groups is unknown, so that they count as culprits."""
         return replace(self, labels={g: "culprit" if g in groups else label for g, label in self.labels.items()})
 
     def with_earlier(self, steps: Iterable[int]) -> Causes:
-        """The same for an output that differs in these steps, whose cause is unknown: only the last step is swapped."""
+        """Return a copy for an output that also differs in these steps. Only the last is swapped, so their cause is
+        unknown.
+        """
         known = tuple(sorted(set(steps)))
         if not known:
             return self
@@ -93,7 +95,7 @@ class Causes:
 def find_causes(
     named: Sequence[str], effect: Effect, floor: OutputFloor, *, most: int = MOST_SWAPS, by_size: Sequence[str] = ()
 ) -> Causes:
-    """Label the named groups by what they do to the output: alone, all together, and in sets.
+    """Label the named groups by their effect on the output: alone, all together, and in sets.
 
     A set *cancels* when each of its groups alone moves the output, and all of them together do not. Groups that do not
     move it alone are *minor*, unless they move it together. If the baseline's code at all named groups does not
@@ -113,7 +115,7 @@ def find_causes(
     total, restored = of(named), of(())
     limit = floor.limit(restored)
     order = [*by_size, *(group for group in named if group not in by_size)] if by_size else list(named)
-    # Two runs of the rest are for what is not swapped alone, and for minor groups together.
+    # Two of the runs left are for the groups not swapped alone, and for all minor groups together.
     tested = order if len(order) <= most - 3 else order[: max(1, most - 4)]
     untested = tuple(group for group in order if group not in tested)
     alone = {group: of([group]) for group in tested}
@@ -161,30 +163,30 @@ def find_causes(
 
 
 def _sets(groups: Sequence[str], alone: Mapping[str, float], named: int) -> Iterator[frozenset[str]]:
-    """The sets that may cancel, likely ones first: those of two, three and all but one, of groups with like effects."""
+    """The sets that may cancel, likely ones first: those of two, three and all but one, with similar effects."""
     sizes = sorted({2, 3, len(groups) - 1} & set(range(2, named)))
     sets = itertools.chain.from_iterable(itertools.combinations(groups, size) for size in sizes)
     yield from map(frozenset, sorted(sets, key=lambda chosen: _unlike([alone[group] for group in chosen])))
 
 
 def _unlike(effects: Sequence[float]) -> float:
-    """How far the largest of these effects is from the sum of the others, which has to take it back."""
+    """How far the largest of these effects is from the sum of the others, which would have to cancel it."""
     largest = max(effects)
     return abs(math.log((largest + 1.0) / (sum(effects) - largest + 1.0))) if math.isfinite(sum(effects)) else math.inf
 
 
 @dataclass(frozen=True)
 class Distance:
-    """From an output to its record: ``rel_l2``, and the largest difference over the record's root mean square."""
+    """An output's distance from its record: ``rel_l2``, and the largest difference over the root mean square."""
 
     rel_l2: float
     rel_max: float
 
 
 def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> Distance:
-    """How far an output is from its record; each shard is a record and a value.
+    """How far an output is from its record. Each shard has a record and a value.
 
-    Infinite where only one of them is finite, NaN if a shard has no record of its shape. Numbers that are infinite or
+    Infinite if only one of some pair is finite, NaN if a shard has no record of its shape. Numbers that are infinite or
     NaN in both, such as the logits of forbidden tokens, are left out; NaN if no others remain.
     """
     off = whole = largest = 0.0
@@ -216,12 +218,12 @@ def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: 
     """Taps to leave out of a swap that takes these taps from the baseline and all others from the target.
 
     Each side receives at the taps where the other's code is used. If the baseline reaches such a tap before a taken
-    one, and the target reaches the taken one first, both sides wait for each other. Neither tap depends on the other,
-    since each is first on one side; so both sides compute the tap that is left out from the same state.
+    one, and the target reaches the taken one first, both sides would wait for each other. Neither tap depends on the
+    other, since each comes first on one side, so both sides compute the left-out tap from the same state.
     """
     places = sorted((baseline[tap], target[tap]) for tap in set(taken) if tap in baseline and tap in target)
     ours = [place for place, _ in places]
-    # The earliest place on the target of the taken taps from each on, in the baseline's order.
+    # For each taken tap, in the baseline's order: the earliest place on the target of it and all later ones.
     earliest = [*itertools.accumulate((theirs for _, theirs in reversed(places)), min)][::-1]
     return {
         tap
@@ -259,9 +261,9 @@ def consequences(frame: pd.DataFrame, named: Sequence[str], threshold: float) ->
 
 
 def _read_by(names: Sequence[str], groups: Sequence[str], wrong: Sequence[bool]) -> set[str]:
-    """The taps with a wrong value between them and the next tap of their group."""
+    """The taps that a wrong value follows before the next tap of their group."""
     found = set()
-    # From the end: the number of wrong values so far, and at the next tap of each group.
+    # Counted from the end: wrong values so far, and up to the next tap of each group.
     wrongs = 0
     wrongs_at_next: dict[str, int] = {}
     for name, group, is_wrong in zip(reversed(names), reversed(groups), reversed(wrong), strict=True):
@@ -279,12 +281,12 @@ def _shows(module: str, modules: set[str]) -> bool:
 
 
 def _over_floor(times: float) -> str:
-    """A multiple of the floor in words: infinite for whole numbers that differ, or where one side is not finite."""
+    """A multiple of the floor in words. It is infinite for differing whole numbers, or if one side is not finite."""
     return "above any floor" if math.isinf(times) else f"{times:.2g} x its floor"
 
 
 def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]:
-    """Sentences on what the named groups do to one output."""
+    """Sentences on the named groups' effect on one output."""
     groups = ", ".join(group.removesuffix("@input") for group in causes.labels)
     is_itself = {*causes.labels} == {output}
     # The last tap of a model that is watched as a whole has this name.
@@ -311,7 +313,7 @@ def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]
     elif causes.agrees:
         lines.append(f"The output{output} still agrees ({_over_floor(causes.total)}).")
     elif not is_itself:
-        # With its own values an output agrees in any case.
+        # An output that is itself grafted agrees in any case.
         lines.append(
             f"With the baseline's {groups} the output{output} agrees ({_over_floor(causes.restored)}; "
             f"{_over_floor(causes.total).removesuffix(' its floor')} without)."

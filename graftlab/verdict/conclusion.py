@@ -1,4 +1,4 @@
-"""The conclusion on a run: its taps and where they diverge, as tables and figures show them."""
+"""The conclusion on a run, as tables and figures show it: its taps, and where they diverge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graftlab.verdict.facts import GRAFTED, Facts
 from graftlab.verdict.order import is_missing, tap_codes
 from graftlab.verdict.summary import differences, divergent_rows, first_divergent_of, floor_in_words, sentence_of_first
 
-# Computing the history of a running run takes at most this share of the time.
+# While a run is in progress, computing its history takes at most this share of the time.
 _SHARE = 0.1
 
 _Key = tuple[str | None, TapIdentity]

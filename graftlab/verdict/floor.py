@@ -12,7 +12,7 @@ from typing import TypeVar
 class Floor:
     """The difference that rounding adds at a group's taps: ``rel_l2``, and the largest over the root mean square.
 
-    ``typical`` is the ``rel_l2`` without the few rows in which rounding turned a choice, such as a router's.
+    ``typical`` is the ``rel_l2`` without the few rows in which rounding flipped a choice, such as a router's.
     """
 
     rel_l2: float
@@ -20,11 +20,11 @@ class Floor:
     typical: float | None = None
 
     def ratio(self, rel_l2: float, rel_max: float) -> float:
-        """The larger of both distances, each as a multiple of its floor. A wrong row among many shows in the second."""
+        """The larger of both distances, as multiples of their floors. A single wrong row shows in the second."""
         return max(times(rel_l2, self.rel_l2), times(rel_max, self.rel_max))
 
     def at_least(self, roundoff: float) -> Floor:
-        """This floor, but at least one rounding of the value itself.
+        """This floor, raised to at least one rounding of the value itself.
 
         The largest element of a difference is a few times its root mean square, however small the sample.
         """
@@ -37,7 +37,7 @@ class Floor:
         return Floor(math.hypot(self.rel_l2, other.rel_l2), math.hypot(self.rel_max, other.rel_max), typical)
 
     def of_spread(self) -> Floor:
-        """The floor of a difference that is in most rows, which a choice in a few does not explain."""
+        """The floor of a difference in most rows, which choices in a few rows do not explain."""
         return self if self.typical is None else Floor(min(self.typical, self.rel_l2), self.rel_max)
 
 
@@ -55,8 +55,8 @@ def pool(rows: Iterable[tuple[Key, float, float, float, float | None]]) -> dict[
     """The floor of each key, such as a group, from (key, rel_l2, rel_max, sum of squares, typical) of its taps.
 
     Squares of differences and of values are summed over the taps, so that a single tap at which rounding had a large
-    effect, for example where a router chose a different expert, does not set a floor by itself. ``typical`` is the
-    ``rel_l2`` of a tap without such rows, and None where it is the same.
+    effect, for example where a router chose a different expert, does not set a floor by itself. ``typical`` is a tap's
+    ``rel_l2`` without such rows, None if it is the same.
     """
     sums: dict[Key, tuple[float, float, float, float]] = {}
     with_typical: set[Key] = set()

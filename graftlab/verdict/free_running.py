@@ -1,4 +1,4 @@
-"""Whether a side is fed what it chose itself, as in generation, and which values a verdict held to the baseline's."""
+"""Finds out whether a side reads its own choices, as in generation, and which values a verdict replaced."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import first_of
 from graftlab.diffs.rounding import roundoff
 
-# A token that differs changes whole rows; rounding and most mistakes change all rows a little.
+# A different token changes whole rows; rounding and most mistakes change all rows a little.
 _LEAST_ADDED = 0.05
 _OF_TRAINING = ("param_grad", "optimizer")
 
 
 def runs_freely(frame: pd.DataFrame, named: Collection[str], threshold: float) -> list[str]:
-    """A sentence where the first value of a step is named from a later step on, so that something untapped is fed back.
+    """A sentence if the first value of each step is named from a later step on, so that something untapped is fed back.
 
-    ``frame`` is that of a verdict, of the run in which every tap had the baseline's value. A float that is computed
-    before all other taps of its step can only read what no tap shows: its inputs, or state from the step before.
+    ``frame`` is a verdict's, from the run in which every tap had the baseline's value. A float that is computed before
+    all other taps of its step can only read values that no tap shows: its inputs, or state of the previous step.
     """
     if any(kind_of(tags) in _OF_TRAINING for tags in frame["tags"]):
-        # An update changes what the next step begins with.
+        # An update changes the state with which the next step begins.
         return []
     values = _values(frame)
     for _, rows in values.groupby("rank"):
@@ -39,7 +39,7 @@ def runs_freely(frame: pd.DataFrame, named: Collection[str], threshold: float) -
         if not at["added"] > _LEAST_ADDED:
             continue
         if not in_steps and at["occurrence"] == first["occurrence"]:
-            # Another tap of the name, such as that of another layer, and no later call of this one.
+            # A different tap of the same name, such as another layer's, and not a later call of this one.
             continue
         unit = "step" if in_steps else "occurrence"
         where, reader = f"{unit} {at[unit]}", f"{at['name']}, the first tap{' of each step' if in_steps else ''},"
@@ -64,7 +64,7 @@ def held_choices(frame: pd.DataFrame, named: Collection[str]) -> list[str]:
         return []
     names = list(dict.fromkeys(parted["name"]))
     in_steps = values["step"].nunique() > 1
-    # What is chosen last is fed to nothing.
+    # Nothing reads the last choice.
     first = parted.iloc[0]
     later = values[(values["step"] > first["step"]) | (values["order"] > first["order"])]
     if not (later["error"] > 0).any():

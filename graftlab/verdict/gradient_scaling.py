@@ -1,4 +1,4 @@
-"""Gradients that differ by one factor: of ranks that share a batch, of a scaled loss, or of gradient clipping."""
+"""Gradients that differ by one factor, because ranks share a batch, the loss is scaled, or gradients are clipped."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class GradientScaling:
     groups: tuple[str, ...] = ()
     text: str = ""
     left: Mapping[int, float] = field(default_factory=dict)
-    """The error that each row has left without the factor, by its place, where that is only rounding."""
+    """The remaining error of each row without the factor, by its place, if it is only rounding."""
 
     def taken_out_of(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The frame with these errors instead of those that the factor makes."""
+        """The frame with these remaining errors instead of the factor's."""
         added = [self.left.get(place, was) for place, was in enumerate(frame["added"])]
         ratios = [
             self.left[place] / floor if place in self.left else was
@@ -44,14 +44,15 @@ class GradientScaling:
 def gradient_scaling(
     frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float
 ) -> GradientScaling:
-    """The named groups of gradients that differ by a factor which the gradients of weights undo, or by a global one.
+    """The named groups of gradients that differ by a global factor, or by one that the gradients of weights undo.
 
     With twice the ranks, each takes the mean over half of the batch, so the gradients of its values are twice the
-    baseline's. The weights' gradients are averaged over the ranks, so computed from the baseline's gradients, with
-    which every tap is grafted, they are one half. A loss that is scaled before the backward pass and unscaled after it
-    shows the same with its own factor; then the weights' gradients must also agree without grafts. Both factors must
-    appear on all ranks; one without the other is a fault. ``frame`` is :func:`added_frame` of the rows ``grafted``,
-    ``baseline`` and ``target`` are the numbers of ranks. For a global factor see :func:`_global_factor`.
+    baseline's. The weights' gradients are averaged over the ranks. Every tap is grafted, so they are computed from the
+    baseline's gradients, and are one half of the baseline's. A loss that is scaled before the backward pass and
+    unscaled after it shows the same with its own factor; then the weights' gradients must also agree without grafts.
+    Both factors must appear on all ranks; one without the other is a fault. ``frame`` is :func:`added_frame` of the
+    rows ``grafted``, ``baseline`` and ``target`` are the numbers of ranks. For a global factor see
+    :func:`_global_factor`.
     """
     return _undone(frame, grafted, named, baseline, target, threshold) or _global_factor(
         frame, grafted, named, threshold
@@ -62,7 +63,7 @@ def _undone(
     frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float
 ) -> GradientScaling | None:
     lines = list(zip(frame["group"], frame["ratio"], frame["error_ratio"], measured_rows(grafted), strict=True))
-    # Only those that arise at the loss: other gradients are computed from the baseline's.
+    # Only those that arise at the loss, because all others are computed from the baseline's.
     of_values = [row for group, ratio, _, row in lines if kind_of_group(group) == "grad" and ratio > threshold]
     if not of_values:
         return None
@@ -96,7 +97,7 @@ _MOST_OF_ALL = 0.75
 def _global_factor(
     frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], threshold: float
 ) -> GradientScaling:
-    """The named groups of weights' gradients that differ by one factor for all, where a few others differ otherwise.
+    """The named groups of weights' gradients that share one factor, if a few other groups differ in other ways.
 
     Clipping by the norm of all gradients changes each of them if one is wrong, and so does a scale of the loss. Each
     step has its own factor, the median over its rows. A row is explained if only rounding is left without it.
@@ -120,7 +121,7 @@ def _global_factor(
     for place, group, step, floor, over_floor, row in lines:
         left = left_over(row, own[step])
         if left <= threshold * floor:
-            # A smaller error that is over its floor is in few elements, which one factor does not explain.
+            # A smaller error above its floor is in few elements, which one factor does not explain.
             if _is_off_in_few(row, own[step], threshold * floor):
                 others[group] = None
             elif row["rel_l2"] > threshold * floor:
@@ -140,7 +141,7 @@ def _global_factor(
 
 
 def best_factor(row: Mapping[str, Any]) -> float:
-    """The factor of the baseline's tensor that is closest to the target's; NaN if it is unknown."""
+    """The factor that brings the baseline's tensor closest to the target's; NaN if unknown."""
     before, after = norms_of(row)
     if not before or not math.isfinite(after):
         return math.nan
@@ -163,11 +164,11 @@ def left_over(row: Mapping[str, Any], factor: float) -> float:
 
 
 _PEAK = 3.0
-"""How far rounding may move one element, in units of what it does to a tensor's root mean square."""
+"""How far rounding may move one element, as a multiple of its effect on a tensor's root mean square."""
 
 
 def _is_off_in_few(row: Mapping[str, Any], factor: float, limit: float) -> bool:
-    """Whether single elements differ by more than the factor and rounding, although the tensor as a whole does not."""
+    """Whether single elements differ by more than the factor and rounding, although the whole tensor does not."""
     before, _ = norms_of(row)
     low, high = row["min_baseline"], row["max_baseline"]
     peak = max(abs(low), abs(high))
@@ -195,7 +196,7 @@ def _times(row: Mapping[str, Any]) -> float:
 
 
 def norms_of(row: Mapping[str, Any]) -> tuple[float, float]:
-    """The root mean squares of a row's tensors, of the baseline's first; NaN if they are not finite or not known."""
+    """The root mean squares of a row's tensors, the baseline's first; NaN if not finite or unknown."""
     if row["nonfinite_differ"] or row["rel_l2"] is None:
         return math.nan, math.nan
     before, after = (math.hypot(row[f"mean_{side}"], row[f"std_{side}"]) for side in ("baseline", "target"))
@@ -203,7 +204,7 @@ def norms_of(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _is_scaled(row: Mapping[str, Any], factor: float) -> bool:
-    """Whether the target's tensor is the baseline's times this factor, but for rounding."""
+    """Whether the target's tensor is the baseline's times this factor, up to rounding."""
     before, after = norms_of(row)
     if before == after == 0:
         return True  # as the gradients of weights that nothing depends on

@@ -22,7 +22,7 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True)
 class Hint:
-    """``fit`` is the share of the difference that is explained, 1 for all of it.
+    """A change that explains a share, ``fit``, of the difference: 1 is all of it.
 
     ``spans`` are the places to which the difference is confined: a dimension, its first index and its last.
     """
@@ -39,11 +39,11 @@ class Hint:
 def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
     """The simplest change that turns ``baseline`` into ``target``; None if no known change does.
 
-    Where the two differ only at some places of a dimension, the hint says where, and the change is sought there.
+    If the two differ only at some places of a dimension, the hint names them, and the change is sought there.
     """
     if baseline.shape != target.shape or baseline.numel() == 0 or not _is_real(baseline) or not _is_real(target):
         return None
-    x, y = baseline.detach().double(), target.detach().double()
+    x, y = baseline.double(), target.double()
     finite = x.isfinite() & y.isfinite()
     if not finite.all():
         count = int((~y.isfinite() & x.isfinite()).sum())
@@ -72,9 +72,9 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _confined(x: Tensor, y: Tensor, *patterns: Pattern) -> tuple[str, dict[int, Tensor]]:
-    """The places of each dimension where the two differ, in words and as indices, where these form a pattern."""
+    """The places of each dimension where the two differ, in words and as indices, if they form a pattern."""
     off = (x - y).abs()
-    # Beside a difference a thousand times larger, rounding elsewhere does not count.
+    # Rounding does not count beside differences a thousand times larger.
     differs = off > off.max() * 1e-4
     # Where both are zero they agree whatever is wrong.
     known = (x != 0) | (y != 0)
@@ -92,8 +92,9 @@ def _confined(x: Tensor, y: Tensor, *patterns: Pattern) -> tuple[str, dict[int, 
 
 
 Pattern = Callable[[Tensor, int, int, bool], str | None]
-"""The indices of a dimension at which tensors differ, its extent, its number, and whether it is the last, to words;
-None for no pattern."""
+"""Describes the indices of a dimension at which tensors differ, given its extent, its number, and whether it is the
+last; None if there is no pattern.
+"""
 
 
 def _at_few(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str | None:
@@ -137,9 +138,9 @@ def _at_every_nth(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str |
 
 
 def _in_few_rows(x: Tensor, y: Tensor, dtype: torch.dtype) -> Hint | None:
-    """In low precision, the number of rows that are further apart than rounding, if they are few.
+    """In low precision: a sentence on the rows that are further apart than rounding, if they are few.
 
-    A router chooses by values that may be as close as one rounding. Then a token's row is off entirely.
+    A router chooses by values that may be within one rounding of each other. Then a token's whole row may be off.
     """
     if dtype.itemsize != 2 or x.dim() < 2:
         return None
@@ -156,11 +157,11 @@ def _in_few_rows(x: Tensor, y: Tensor, dtype: torch.dtype) -> Hint | None:
 
 
 _FAR_ROW, _NEAR_ROW = 8.0, 2.0
-"""How many roundings of its values a row is off entirely, and how many roundings explain the median row."""
+"""From how many roundings of its values on a row is off entirely, and how many roundings explain the median row."""
 
 
 def _any(mask: Tensor, dims: list[int]) -> Tensor:
-    """Reduce these dimensions, the last one first, so that the numbers of the others stay."""
+    """Reduce these dimensions, the last one first, so that the others keep their numbers."""
     for dim in sorted(dims, reverse=True):
         mask = mask.any(dim)
     return mask
@@ -191,7 +192,7 @@ def _constant(x: Tensor, y: Tensor) -> Tell:
     if not y.any():
         yield "the target's values are all zero", torch.zeros_like(x)
     elif y.numel() > 1 and (y == y.flatten()[0]).all() and (x != x.flatten()[0]).any():
-        # Such as weights that were never updated. Any coarse enough rounding would explain them too.
+        # For example weights that were never updated. Any coarse enough rounding would explain them too.
         yield f"the target's values are all {float(y.flatten()[0]):.6g}", y
 
 
@@ -251,7 +252,7 @@ def _moved(x: Tensor, y: Tensor) -> Tell:
         if extent >= _FEWEST_ROWS:
             for by in dict.fromkeys((1, -1, *_shift(x, y, dim))):
                 shifted = x.roll(by, dim)
-                # The edge has no value of the baseline.
+                # The edge has no values of the baseline.
                 edge = (slice(None),) * dim + (slice(0, by) if by > 0 else slice(extent + by, extent),)
                 shifted[edge] = y[edge]
                 places = "one place" if abs(by) == 1 else f"{abs(by)} places"
@@ -279,7 +280,7 @@ def _moved(x: Tensor, y: Tensor) -> Tell:
 
 
 def _shift(x: Tensor, y: Tensor, dim: int) -> list[int]:
-    """By how many places the row in the middle of the target has moved, if at most by a quarter of the dimension."""
+    """How many places the middle row of the target has moved, if at most a quarter of the dimension."""
     extent = x.shape[dim]
     rows = x.movedim(dim, 0).reshape(extent, -1)[:, :_SAMPLED]
     middle = extent // 2
@@ -320,4 +321,4 @@ def _scaled(x: Tensor, y: Tensor, dims: tuple[int, ...], text: str) -> Tell:
 _WHOLE = (_constant, _factor, _rounded, _clamped, _offset, _moved, _permuted)
 """Changes of a whole tensor, the simplest first."""
 _FITTED = (_by_channel, _by_row)
-"""Changes with a fitted number for each row or channel, which explain much by themselves."""
+"""Changes with a fitted number for each row or channel, which fit much just by their many numbers."""

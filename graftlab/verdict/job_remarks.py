@@ -1,4 +1,4 @@
-"""What a verdict on jobs reports beside its conclusion: whether they repeat a step, and what that leaves unknown."""
+"""Remarks of a verdict on jobs beside its conclusion: whether they repeat a step, and what remains unknown."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _shows_weights(compared: pd.DataFrame) -> bool:
 
 
 def remarks_on_recording(compared: pd.DataFrame, grafted: pd.DataFrame, given: float | None) -> JobRemarks:
-    """The remarks on a recording as baseline, which shows the same values whatever is grafted into it."""
+    """The remarks on a recording as baseline, which shows the same values whatever is grafted."""
     constant, word, words = _floor(grafted, given, repeats=False)
     basis = (
         f"The baseline is a recording, which computes nothing. So {words}, and no code was swapped to see what moves "
@@ -85,7 +85,7 @@ def remarks_on_rows(
     threshold: float,
     where: str,
 ) -> JobRemarks:
-    """The remarks on rows alone: those of a step in which every tap was grafted, and perhaps of one without grafts.
+    """The remarks on a verdict from rows: of a step in which every tap was grafted, and perhaps of one without grafts.
 
     ``where`` names the step, ``shown`` has the rows of inputs and weights.
     """
@@ -110,7 +110,7 @@ def remarks_on_rows(
 def _given_to_both(
     compared: pd.DataFrame, weights_grafted: int | None, threshold: float, graft_them: str
 ) -> tuple[list[str], list[str], list[str]]:
-    """What is not known of inputs and weights, a caveat if anything is named, and how the target was changed."""
+    """Sentences on unknown inputs and weights, a caveat if anything is named, and how the target was changed."""
     unseen: list[str] = []
     of_named: list[str] = []
     last: list[str] = []
@@ -132,7 +132,7 @@ def _given_to_both(
 
 
 def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> list[str]:
-    """As :func:`.differing_data`, where the inputs of either of two runs may differ between the sides."""
+    """Like :func:`.differing_data`, where the inputs of either run may differ between the sides."""
     said = differing_data(compared, threshold)
     if not any(sentence.startswith("The inputs") for sentence in said):
         said += [sentence for sentence in differing_data(grafted, threshold) if sentence.startswith("The inputs")]
@@ -174,6 +174,6 @@ def _floor(grafted: pd.DataFrame, given: float | None, *, repeats: bool) -> tupl
 
 
 def updates(rows: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows show the result of an optimizer's step: a weight, or the optimizer's state."""
+    """A mask of the rows that show the result of an optimizer's step: a weight, or the optimizer's state."""
     found = [kind_of(tags) in ("param", "optimizer") and not is_data(tags) for tags in rows["tags"]]
     return pd.Series(found, index=rows.index, dtype=bool)

@@ -12,25 +12,25 @@ from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 
 MOST_LINES = 3
-"""How many lines of a side are reported for a group."""
+"""The most lines of a side that are reported for a group."""
 INDENT = "  "
-"""What lines of source begin with in a verdict's text."""
+"""The indent of lines of source in a verdict's text."""
 
 
 @dataclass(frozen=True)
 class DifferingLine:
     """A line of source at which a side's computation departs from the other's.
 
-    ``group`` is the named group that it explains, ``tap`` the tap's call that was traced, with its ``step``,
+    ``group`` is the named group that it explains, ``tap`` the tap whose call was traced, with its ``step``,
     ``occurrence`` and the side's ``rank``. ``operation`` is torch's operation with its arguments, tensors by dtype and
-    shape; ``arguments`` are those that are not tensors, and ``shapes`` those of the tensors that it reads, and last
-    that of its result. ``confirmed`` means that the tap agrees with the baseline's value at this operation alone;
-    ``is_suspect`` that a value has another order, other signs or another place from here on, which may be meant;
-    ``lacks_sum`` that the results of the ranks are summands of the baseline's value, and are not summed;
-    ``is_only_here`` that the sides agree without what this line does, so that only this side does it. ``state`` are the
-    names of tensors that the line reads, that outlive a call, and whose values the other side does not read: a weight,
-    a buffer, a cache; ``written`` is for each of them the step and the line that wrote it last, blank where that was
-    not seen. ``stack`` are the line itself and then all lines that led to it, innermost first.
+    shape; ``arguments`` are the arguments that are not tensors; ``shapes`` are those of the tensors that it reads, and
+    last that of its result. ``confirmed`` means that the tap agrees when just this operation has the baseline's value;
+    ``is_suspect`` that from here on a value has a different order, sign or place, which may be intended; ``lacks_sum``
+    that the ranks' results are summands of the baseline's value, and are not summed; ``is_only_here`` that the sides
+    agree without this line, so that only this side has it. ``state`` has the names of tensors that the line reads, that
+    outlive a call, and whose values the other side does not read: a weight, a buffer, a cache. ``written`` has for each
+    of them the step and the line that wrote it last, blank if unknown. ``stack`` is the line itself and then its
+    callers, innermost first.
     """
 
     group: str
@@ -63,14 +63,14 @@ def lines_frame(lines: Sequence[DifferingLine]) -> pd.DataFrame:
 
 
 def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_several: bool = False) -> list[str]:
-    """The first line of each side behind these groups, as text: a heading, and indented lines. None without lines.
+    """The first line of each side behind these groups, as text: a heading and indented lines. None without lines.
 
     ``are_several`` means that the groups have several sentences before it.
     """
     with_lines = [group for group in groups if first_places(lines, [group])]
     if not with_lines:
         return []
-    # Of several groups, the first that is confirmed, or else the first; all are in verdict.lines.
+    # Of several groups, those of the first confirmed one, or else of the first; verdict.lines has all.
     of_group = {group: [each for each in lines if each.group == group] for group in with_lines}
     shown_of_group = {group: _first_of_sides(found) for group, found in of_group.items()}
     confirmed = [group for group, shown in shown_of_group.items() if any(each.confirmed for each in shown)]
@@ -95,14 +95,14 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
 
 
 def first_places(lines: Sequence[DifferingLine], groups: Sequence[str]) -> tuple[tuple[Side, str, int, str], ...]:
-    """The file, the line and its source that the text shows of each side for the first of these groups with lines."""
+    """The line of each side (file, number, source) that the text shows for the first of these groups with lines."""
     found = [each for each in lines if each.group in groups]
     shown = _first_of_sides([each for each in found if each.group == found[0].group]) if found else []
     return tuple((each.side, each.file, each.line, each.source) for each in shown)
 
 
 def explained_by_code(lines: Sequence[DifferingLine]) -> set[str]:
-    """The groups with a confirmed line whose operation differs between the sides, and not only its values."""
+    """The groups with a confirmed line whose operation itself differs between the sides, not only its values."""
     shown = {group: _first_of_sides([each for each in lines if each.group == group]) for group in _groups(lines)}
     return {
         group
@@ -136,7 +136,7 @@ def _in_words(line: DifferingLine, place: str) -> str:
 
 
 def state_in_words(line: DifferingLine) -> str:
-    """What a line reads that outlives a call, with values that the other side does not read, and what wrote it last."""
+    """Tensors that outlive a call, which a line reads and the other side does not, with their writers, in words."""
     other = "target" if line.side == "baseline" else "baseline"
     last = dict.fromkeys(filter(None, line.written))
     said = f"{', '.join(line.state)}, whose values the {other} does not read"
@@ -144,5 +144,5 @@ def state_in_words(line: DifferingLine) -> str:
 
 
 def only_here_in_words(line: DifferingLine) -> str:
-    """What it means that only one side does what a line does."""
+    """Which side alone has the operation of this line, in words."""
     return "only the target does this" if line.side == "target" else "the target lacks this"

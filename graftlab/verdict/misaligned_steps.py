@@ -1,4 +1,4 @@
-"""Whether one side is ahead by some steps or calls, found by the values that both sides show in several of them."""
+"""Finds out whether one side is ahead by some steps or calls, from the values of both sides in several of them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.facts import tap_name
 
 MOST_STEPS = 8
-"""The largest shift that is looked for."""
+"""The largest shift that is tried."""
 ENOUGH_STEPS = 6
-"""The steps in which jobs are compared for a search."""
+"""The number of steps in which a search compares jobs."""
 _FEWEST_CALLS = 4
 _FEWEST_PAIRS = 2
 _STATISTICS = ("mean", "std", "min", "max")
-# Both sides may compute a value in another order, or in another dtype.
+# The sides may compute a value in different orders or dtypes.
 _ROUNDINGS = 4
 _LEAST_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class MisalignedSteps:
-    """How far one side is ahead, in ``unit``, with the tap that shows it in ``pairs`` pairs of calls."""
+    """One side is ahead by ``by`` of ``unit``. The tap shows it in ``pairs`` pairs of calls."""
 
     ahead: str
     by: int
@@ -64,17 +64,17 @@ _FIRST_TAPS = 3
 
 
 def may_be_misaligned(rows: pd.DataFrame) -> bool:
-    """Whether one of the first values in these rows is so far apart that the sides may be in different steps."""
+    """Whether some of the first values in these rows are so far apart that the sides may be in different steps."""
     values = [row for row in records(rows[rows["status"].isin(MEASURED)]) if kind_of(row["tags"]) in (None, "input")]
     return any((row["rel_l2"] or 0.0) > _FAR for row in values[:_FIRST_TAPS])
 
 
 def find_misaligned_steps(rows: pd.DataFrame) -> MisalignedSteps | None:
-    """Find by how many steps, or calls in a step, one side is ahead of the other; None if that explains nothing.
+    """Find how many steps, or calls in a step, one side is ahead of the other; None if that explains nothing.
 
     ``rows`` are of steps without grafts, in execution order. Two tensors count as equal if their mean, standard
-    deviation, least and largest element agree. A shift is found if at the first tap whose values change from call to
-    call all calls are equal that many calls apart, and if no such tap shows equal values in the same calls.
+    deviation, least and largest element agree. A shift is found if, at the first tap whose values change from call to
+    call, all calls are equal that many calls apart, and no such tap has equal values in the same calls.
     """
     shifted: list[tuple[_CallSequence, int]] = []
     for calls in _sequences(rows):
@@ -86,7 +86,7 @@ def find_misaligned_steps(rows: pd.DataFrame) -> MisalignedSteps | None:
         return None
     first, shift = shifted[0]
     same = [calls for calls, other in shifted if other == shift]
-    # One counter, such as a position, may be wrong by as much.
+    # A single counter, such as a position, may itself be wrong by as much.
     if not any(calls.is_float for calls in same) and len({calls.baseline.tobytes() for calls in same}) < 2:
         return None
     per_step = first.calls_in_a_step
@@ -122,7 +122,7 @@ class _CallSequence:
         return not any(_equal(self.baseline[1:], self.baseline[:-1], self.tolerance))
 
     def is_aligned(self, shift: int) -> bool:
-        """Whether the target shows, in each call, what the baseline shows ``shift`` calls later."""
+        """Whether the target's values in each call are the baseline's ``shift`` calls later."""
         ours, theirs = self.baseline[max(shift, 0) :], self.target[max(-shift, 0) :]
         length = min(len(ours), len(theirs))
         return length >= _FEWEST_PAIRS and all(_equal(ours[:length], theirs[:length], self.tolerance))

@@ -1,4 +1,4 @@
-"""Whether both sides have the same inputs, weights and settings, which is checked before any code is blamed."""
+"""Checks whether both sides have the same inputs, weights and settings, before any code is blamed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_LOW_PRECISION = 1e-5
 
 
 def data_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of weights and settings in the first step; those of later steps were computed."""
+    """The rows of weights and settings in the first step. In later steps they are computed."""
     if not len(frame):
         return frame
     chosen: pd.DataFrame = frame[_is_data(frame) & (frame["step"] == frame["step"].min())]
@@ -47,8 +47,8 @@ def without_data(frame: pd.DataFrame) -> pd.DataFrame:
 class RunData:
     """The rows of one run that show both sides' inputs, weights and settings, as rows of one step.
 
-    Grafted weights are equal from then on, so their rows are those of the run's first step; ``grafted_from`` is the
-    step of the first such graft.
+    Grafted weights are equal from then on, so the rows are those of the run's first step. ``grafted_from`` is the step
+    of the first such graft.
     """
 
     rows: pd.DataFrame
@@ -77,7 +77,7 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     """The taps of the model's inputs: those of kind ``input``, and integers before all computation.
 
     Tokens, positions and masks are whole numbers or booleans that are tapped before the first floating-point number.
-    Without such a number, what is computed may be whole numbers too. ``frame`` is in execution order.
+    Without such a number, whole numbers may be computed ones. ``frame`` is in execution order.
     """
     found: dict[str, None] = {}
     rows = records(without_data(frame))
@@ -92,7 +92,7 @@ def input_names(frame: pd.DataFrame) -> list[str]:
 BELOW = "The code that uses them is judged below."
 WITH_THE_BASELINES = "Everything below was measured with the baseline's weights."
 AGREES_WITH_THE_BASELINES = "With the baseline's weights the target agrees."
-"""What follows a sentence on weights: where each side kept its own, and where the target had the baseline's."""
+"""The ending of a sentence on weights if each side kept its own, and if the target had the baseline's."""
 
 
 def differing_data(
@@ -107,14 +107,14 @@ def differing_data(
 
     Weights of different dtypes, or that were merged, may be rounded: they differ above ``threshold`` times one
     rounding, and in one dtype of low precision above one, because nothing accumulates in a weight. ``of_weights``
-    follows the sentence on weights. ``settings`` has how those of the optimizer differ.
+    follows the sentence on weights. ``settings`` is the difference of the optimizers' settings.
 
-    Inputs of later steps may be computed, as a decode's tokens are. They count only if they also differ in ``grafted``,
-    the rows of a run in which every tap had the baseline's values.
+    Inputs of later steps may be computed, such as a decode's tokens. They count only if they also differ in
+    ``grafted``, the rows of a run in which every tap had the baseline's values.
     """
     said = list(settings.lacking)
     for kind, groups in _differing(compared, threshold, grafted).items():
-        # What only the weights that one side lacks make differ was said.
+        # Settings that differ only because one side lacks weights are reported by that.
         shown = {group: rows for group, rows in groups.items() if settings.values.get(group) != ""}
         if shown:
             ending = of_weights if kind == "param" else BELOW
@@ -129,9 +129,9 @@ def differing_weights(compared: pd.DataFrame, threshold: float) -> dict[str, str
 
 
 def weights_to_lend(compared: pd.DataFrame, threshold: float) -> list[dict[str, Any]]:
-    """The row of each group of weights that differ which differs the most; none where a run may change weights itself.
+    """The row that differs the most of each group of differing weights; none if a run may change weights itself.
 
-    The latter is possible in a run with gradients of weights, updates or more than one step.
+    It may if it has gradients of weights, updates or more than one step.
     """
     changing = [kind_of(tags) in ("param_grad", "optimizer") or "updated" in tags for tags in compared["tags"]]
     if any(changing) or compared["step"].nunique() > 1:
@@ -144,7 +144,7 @@ def weights_to_lend(compared: pd.DataFrame, threshold: float) -> list[dict[str, 
 
 
 def with_data_of(compared: pd.DataFrame, plain: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a run with lent weights, and of ``plain``, in which each side had its own, those of the weights."""
+    """The rows of a run with lent weights, but the rows of weights from ``plain``, in which each side had its own."""
     return pd.concat([data_rows(plain).assign(step=compared["step"].min()), compared])
 
 
@@ -171,7 +171,7 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
 
 
 def _later_settings(compared: pd.DataFrame) -> list[dict[str, Any]]:
-    """The settings of optimizers after the first step, which a schedule sets, with their step as ``later``."""
+    """The settings of optimizers after the first step, which a schedule may set, with their step as ``later``."""
     first = compared["step"].min() if len(compared) else 0
     rows = compared[_is_data(compared) & (compared["step"] > first)]
     return [{**row, "later": int(row["step"] - first)} for row in records(rows) if _kind(row) == "optimizer"]
@@ -200,13 +200,13 @@ def _differs(row: Mapping[str, Any], threshold: float) -> bool:
         return False
     if row["cast"] is None and rounding > _OF_LOW_PRECISION and kind_of(row["tags"]) == "param":
         largest = max(abs(row["min_baseline"]), abs(row["max_baseline"]))
-        # A single row may differ in much, and be small beside all others.
+        # A single row may differ a lot, and still be small beside all others.
         return bool(distance > rounding or row["max_abs"] > 2.02 * rounding * largest)
     return bool(distance > threshold * rounding)
 
 
 def unequal_weights(compared: pd.DataFrame, differing: Collection[str]) -> list[str]:
-    """A sentence on weights that have one dtype on both sides and are not bit-equal, apart from the ``differing``."""
+    """A sentence on weights of one dtype that are not bit-equal, without those in ``differing``."""
     unequal: dict[str, list[dict[str, Any]]] = {}
     for row in records(data_rows(compared)):
         if _kind(row) == "param" and row["status"] in MEASURED and row["cast"] is None and row["rel_l2"]:

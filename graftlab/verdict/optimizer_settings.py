@@ -1,4 +1,4 @@
-"""How the settings of both sides' optimizers differ: which setting, with which values, for which weights."""
+"""Differences of both sides' optimizer settings: which setting, with which values, for which weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import records
 
 SETTINGS = "kind == 'optimizer' and not updated"
-"""A filter for the taps of an optimizer's settings, which are as small as the number of weights."""
+"""A filter for the taps of an optimizer's settings, which have one number per weight."""
 _MOST_NAMES = 4
 _MOST_VALUES = 3
 
@@ -27,8 +27,8 @@ PairOf = Callable[[str, int, int, Mapping[str, Any]], tuple[torch.Tensor, torch.
 
 @dataclass(frozen=True)
 class SettingsDifference:
-    """How the settings differ. ``lacking`` are sentences on weights that one side's optimizer does not have; ``values``
-    is the difference of each setting in words, by the name of its tap, blank where ``lacking`` explains it.
+    """How the settings differ. ``lacking`` has sentences on weights that one side's optimizer lacks; ``values`` has the
+    difference of each setting in words, by its tap's name, blank where ``lacking`` explains it.
     """
 
     lacking: Sequence[str]
@@ -57,7 +57,7 @@ def settings_difference(compared: pd.DataFrame, pair_of: PairOf) -> SettingsDiff
         try:
             pair = pair_of(name, int(row["rank"]), step, {"occurrence": int(row["occurrence"]), **tags})
         except SessionError:
-            # It did not fit what a rank keeps; the row has its distance.
+            # The pair did not fit the rank's budget. The row has the distance.
             continue
         baseline, target = ([float(each) for each in side.flatten()] for side in pair)
         weights = _weights(rows, row, len(target))
@@ -74,7 +74,7 @@ def settings_difference(compared: pd.DataFrame, pair_of: PairOf) -> SettingsDiff
 
 
 def _weights(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any], count: int) -> list[str]:
-    """The names of the weights that a setting has a value for, in its order, in which the updated ones are tapped."""
+    """The names of the weights that a setting has values for, in its order, which is that of the taps of updates."""
     names = dict.fromkeys(
         each["name"]
         for each in rows
@@ -87,7 +87,7 @@ def _weights(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any], count: i
 
 
 def _in_words(baseline: Sequence[float], target: Sequence[float], weights: Sequence[str]) -> str:
-    """The values of both sides where both have one and these differ; blank if they differ nowhere."""
+    """Differing values of weights that both sides have, in words; blank if none differ."""
     by_values: dict[tuple[float, float], list[str]] = {}
     for name, ours, theirs in zip(weights, baseline, target, strict=True):
         if ours == ours and theirs == theirs and ours != theirs:

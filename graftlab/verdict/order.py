@@ -16,7 +16,7 @@ from graftlab.base.tags import distinguishes_taps
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor
 from graftlab.rows.schema import COLUMNS, MEASURED, are_whole
 
-# The statuses of a tap that the other side does not have.
+# The statuses of a tap that the other side lacks.
 _ALONE = ("missing", "unmatched", "recomputed")
 
 Array = np.ndarray[Any, np.dtype[Any]]

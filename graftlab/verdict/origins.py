@@ -1,4 +1,4 @@
-"""Where the errors of named groups arise: in the module behind a tap, or before it, in what the module is given.
+"""Finds where the errors of named groups arise: in the module behind a tap, or before it, in the module's inputs.
 
 The rows are those of a run in which the inputs of modules were grafted like all other taps. A module that gives the
 baseline's output from equal inputs is right, and its error arises between earlier taps and its inputs.
@@ -23,12 +23,12 @@ from graftlab.taps.watch import ROOT
 from graftlab.verdict.added import call_key
 
 ModuleCalls = Mapping[Side, Sequence[Mapping[str, ModuleCall]]]
-"""By side and rank, the call of the module behind each tap."""
+"""The call of the module behind each tap, by side and rank."""
 
 
 @dataclass(frozen=True)
 class WantedInputs:
-    """The taps of a side behind which modules are examined, and all of its taps, by the side's own names."""
+    """A side's taps whose modules are examined, and all of its taps, by the side's own names."""
 
     wanted: list[str]
     known: list[str]
@@ -42,10 +42,10 @@ class ErrorOrigin:
     side, the innermost module of both sides between whose equal inputs and output the error arises; empty where no
     inputs of it were compared. ``taps`` are all taps of the group with the same origin.
 
-    If ``is_itself``, the module is the one behind the tap. Otherwise that one is right, and the error is in the
-    ``arguments`` that ``given_to`` is given, which is the same module or one around it. They are computed after the
-    taps ``before``, in ``function`` (``is_method`` of the target's module). ``not_compared`` are arguments of the
-    module that have no partner, ``tensors`` the numbers of the first tensors that ``given_to`` is given.
+    If ``is_itself``, the module is the one behind the tap. Otherwise that module is right, and the error is in the
+    ``arguments`` of ``given_to``, which is the same module or one around it. They are computed after the taps
+    ``before``, in ``function`` (``is_method`` of the target's module). ``not_compared`` are arguments of the module
+    without a partner, ``tensors`` the numbers of the first tensors among the arguments of ``given_to``.
     """
 
     group: str
@@ -74,14 +74,14 @@ class ErrorOrigin:
 class ErrorOrigins:
     """The origins of errors, and the watched groups that may be right: their modules' inputs were not all compared.
 
-    ``not_compared`` has the arguments of each of those, none where no argument was compared.
+    ``not_compared`` has the arguments of each of those groups that were not compared, none if no argument was.
     """
 
     found: tuple[ErrorOrigin, ...] = ()
     not_compared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def are_right(self, group: str) -> bool:
-        """Whether the modules behind a group are right at all of its taps, and only what they are given is wrong."""
+        """Whether the modules behind a group are right at all of its taps, and only their inputs are wrong."""
         of_group = [origin for origin in self.found if origin.group == group]
         return bool(of_group) and not any(origin.is_itself for origin in of_group)
 
@@ -91,7 +91,7 @@ class ErrorOrigins:
 
 
 def wanted_inputs(rows: pd.DataFrame, names: Sequence[str]) -> tuple[dict[Side, WantedInputs], list[tuple[str, str]]]:
-    """What to examine for the taps of these names, and the pairs of names of both sides' inputs.
+    """The modules to examine for the taps of these names, and the pairs of names of both sides' inputs.
 
     ``rows`` are measured rows of values.
     """
@@ -154,7 +154,7 @@ class _Search:
         self._not_compared = _dicts(left[_are_inputs(left)])
 
     def of_group(self, group: str, over: pd.DataFrame) -> tuple[list[ErrorOrigin], tuple[str, ...] | None]:
-        """The origins of one group, and the arguments that were not compared; None where nothing is left out."""
+        """The origins of one group, and the arguments that were not compared; None if all were."""
         is_right: dict[str, bool] = {}
         worst = {}
         for row in _dicts(over.sort_values("ratio", ascending=False, kind="stable")):
@@ -195,7 +195,7 @@ class _Search:
         return next((tap for tap, call in calls.items() if call.module in _behind(now["target_name"])), None)
 
     def _chain(self, tap: str, now: Mapping[str, Any]) -> list[_Given]:
-        """The measured inputs of the module behind a tap, and of those around it, the innermost first."""
+        """The measured inputs of the module behind a tap, and of the modules around it, the innermost first."""
         calls = self._calls_on(now)
         by_module = {call.module: each for each, call in calls.items()}
         chain = []
@@ -227,12 +227,12 @@ class _Search:
         )
 
     def _before(self, group: str, now: Mapping[str, Any], chain: Sequence[_Given]) -> ErrorOrigin | None:
-        """The origin for a tap that agrees when all modules around it are given the same."""
+        """The origin for a tap that agrees when all modules around it have the same inputs."""
         floor = now["floor"] or np.finfo(float).tiny
         sizes = [_sizes(each.rows) / floor for each in chain]
         largest = [float(each.max()) for each in sizes]
         over = [place for place, ratio in enumerate(largest) if ratio > self._threshold]
-        # An ill-conditioned module makes much of a small difference.
+        # An ill-conditioned module amplifies a small difference.
         place = over[0] if over else int(np.nanargmax(largest)) if np.isfinite(largest).any() else None
         if place is None or not largest[place] > 0:
             return None
@@ -252,7 +252,7 @@ class _Search:
             given_to=given.call.module,
             arguments=tuple(dict.fromkeys(tags["argument"] for tags in wrong["tags"])),
             before=self._taps_before(given, around),
-            # A comprehension is a function of its own until Python 3.11.
+            # Until Python 3.11 a comprehension is a function by itself.
             function=None if (given.call.function or "").startswith("<") else given.call.function,
             is_method=around is not None and given.call.is_method and given.call.within[0] == around.call.module,
             not_compared=() if around is None else self._left_out(around),
@@ -272,7 +272,7 @@ class _Search:
         return tuple(self._left_out_by_side(given)[self._side_left_out(given)])
 
     def _side_left_out(self, given: _Given) -> Side:
-        """The side by whose names the arguments that were not compared are called: the target, if it has some."""
+        """The side whose names of uncompared arguments are used: the target, if it has some."""
         of_side = self._left_out_by_side(given)
         return "baseline" if of_side["baseline"] and not of_side["target"] else "target"
 
@@ -319,10 +319,10 @@ def _dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:
-    """One origin for all taps of a group that share it: that of the tap that adds the most."""
+    """One origin for all taps of a group with the same one: that of the tap that adds the most."""
     alike: dict[Any, list[ErrorOrigin]] = {}
     for each in origins:
-        # The taps before it vary from layer to layer, in the first one above all: one sentence is enough.
+        # The taps before it vary by layer, above all in the first. One sentence is enough.
         where = (group_of(each.given_to), _place_in_code(each), each.arguments, each.not_compared)
         what = None if each.is_itself else where
         alike.setdefault(what, []).append(each)
@@ -343,7 +343,7 @@ NOT_EXAMINED = "What modules are given was not compared: a module that is named 
 
 @dataclass(frozen=True)
 class OriginWords:
-    """Where the error of modules that are right arises, as parts of a sentence.
+    """Parts of a sentence on where an error arises outside modules that are right.
 
     ``subject`` is what is computed differently, ``between`` the place in it, blank or beginning with a comma,
     ``right`` the modules that are right, and ``unsure`` a sentence on arguments that were not compared.
@@ -365,7 +365,7 @@ def shared_origin(origins: ErrorOrigins, groups: Sequence[str]) -> Sequence[Erro
 
 
 def origin_in_words(alike: Sequence[ErrorOrigin]) -> OriginWords:
-    """What differs before modules that are right, all of one :func:`shared_origin`."""
+    """The words for an error that arises before modules that are right, all with one :func:`shared_origin`."""
     first = min(alike, key=lambda each: len(each.before))
     around = _module_of(first)
     given_to = list(dict.fromkeys(_relative(group_of(each.given_to), around) for each in alike))
@@ -411,7 +411,7 @@ def _at(origin: ErrorOrigin) -> str:
 
 
 def _not_compared_text(origin: ErrorOrigin) -> str | None:
-    """A sentence on arguments that may be at fault too: the other side's module has none that correspond to them."""
+    """A sentence on arguments that may also be at fault: the other side's module has no counterparts of them."""
     if not origin.not_compared:
         return None
     module = _shown(group_of(origin.modules[origin.not_compared_of]))

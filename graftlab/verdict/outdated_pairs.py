@@ -1,4 +1,4 @@
-"""Pairs that were matched by value and whose values no longer match, because the code may have changed since."""
+"""Pairs that were matched by value, but whose values no longer match, perhaps because the code has changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_VALUE = ("exact", "near", "confirmed")
 
 @dataclass(frozen=True)
 class OutdatedPair:
-    """A pair of the plan, with the relative L2 of its tensors when it was matched, and now, from equal inputs."""
+    """A pair of the plan, with the relative L2 of its tensors at the match, and now, from equal inputs."""
 
     baseline: str
     target: str
@@ -30,16 +30,16 @@ class OutdatedPair:
     matched: float
     now: float
     present: str = ""
-    """What the target's tap now has the values of, if that is another tap of the baseline, or another layout."""
+    """The baseline's tap, or the layout, that the target's tap matches now, if different, in words."""
     is_mended: bool = False
-    """Whether names say that the present values are the right ones."""
+    """Whether the names show that the present values are the right ones."""
 
 
 def outdated_pairs(grafted: pd.DataFrame, plan: GraftPlan, given: Collection[str]) -> list[OutdatedPair]:
     """The pairs by value that differ in rows of a run in which every tap was grafted, in their order.
 
-    Matching pairs by value what no mistake precedes, or once earlier taps are grafted. So a difference beyond what
-    matching allows is new. ``given`` are names of taps that show the model's inputs, which no code explains.
+    A match pairs by value taps that no mistake precedes, or with earlier taps grafted. So a difference larger than a
+    match allows is new. ``given`` are the names of taps of the model's inputs, which no code explains.
     """
     found: dict[str, OutdatedPair] = {}
     for row in records(grafted):
@@ -59,7 +59,7 @@ def outdated_pairs(grafted: pd.DataFrame, plan: GraftPlan, given: Collection[str
 def with_present_partners(
     outdated: Sequence[OutdatedPair], planned: Sequence[Pair], present: Sequence[Pair]
 ) -> list[OutdatedPair]:
-    """The outdated pairs, with the tap, and the layout, that each target's tap now has the values of.
+    """The outdated pairs, with the tap and the layout that each target's tap matches now.
 
     ``planned`` are all pairs of the plan, ``present`` those that match by value now.
     """
@@ -73,7 +73,7 @@ def with_present_partners(
             values = (
                 f"takes it in the layout {now[0].layout.text!r}" if same else f"has the values of {now[0].baseline}"
             )
-            # A tap that gets another tap's values by mistake keeps its name; after the fix it has its own values again.
+            # A tap with another tap's values by mistake keeps its name, and after the fix has its own values again.
             fits = similarity(now[0].baseline, pair.target) > similarity(pair.baseline, pair.target) or (
                 pair.target in other_before and pair.target not in other_now
             )
@@ -83,7 +83,7 @@ def with_present_partners(
 
 
 def learned_from_other_code(outdated: Sequence[OutdatedPair]) -> str:
-    """A sentence on the pairs whose target now has the values that belong to its name; blank if there are none."""
+    """A sentence on pairs whose target now has the values that fit its name; blank if there are none."""
     mended = [pair for pair in outdated if pair.is_mended]
     if not mended:
         return ""
@@ -97,7 +97,7 @@ def learned_from_other_code(outdated: Sequence[OutdatedPair]) -> str:
 
 
 def no_longer_equal(outdated: Sequence[OutdatedPair]) -> str:
-    """A remark on outdated pairs, which either a mistake or a fixed target explains."""
+    """A remark on outdated pairs, whose reason is either a mistake or a fixed target."""
     pair = next((pair for pair in outdated if pair.present), outdated[0])
     more = f" and {len(outdated) - 1} more" if len(outdated) > 1 else ""
     now = f"now {pair.present}" if pair.present else f"differs by {pair.now:.2g} now"

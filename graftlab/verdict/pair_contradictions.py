@@ -21,10 +21,10 @@ _MOST_SAID = 4
 
 
 def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
-    """A sentence on contradictions among the plan's pairs that appear in these rows, or none.
+    """A list with a sentence on contradictions among the plan's pairs that appear in these rows, or an empty one.
 
-    If a target swaps k and v in one layer, a match by value pairs its k with the baseline's v. Every graft is then
-    right, and the code that reads the two is named instead of them.
+    If a target swaps k and v in one layer, a match by value pairs its k with the baseline's v. Then every graft agrees,
+    and the code that reads the two is named instead.
     """
     pairs = pairs_of(rows, plan)
     shapes = _shapes(rows)
@@ -44,7 +44,7 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
         f"{own} is compared in the layout {text!r}, though both shapes are equal and no other tap needs one"
         for text, taps in rearranged.items()
         for own in list(taps)[:1]
-        # An order that several taps have, such as tokens before the batch, is a convention. Two names of one quantity
+        # An order that several taps share, such as tokens before the batch, is a convention. Two names of one quantity
         # count once.
         if len(set(taps.values())) == 1 and own not in names
     ]
@@ -59,7 +59,7 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
 
 
 def compared_in_part(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
-    """A sentence on the target's taps that the plan pairs, and so compares, only in part; one for all layers."""
+    """Sentences on the target's taps that the plan pairs, and so compares, only in part; one for all layers."""
     groups: dict[str, list[str]] = {}
     for name, text in in_part(pairs_of(rows, plan), _shapes(rows)):
         groups.setdefault(layers_of(name), []).append(text)
@@ -70,7 +70,7 @@ def compared_in_part(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
 
 
 def pairs_of(rows: pd.DataFrame, plan: GraftPlan) -> list[Pair]:
-    """The plan's pairs that appear in these rows, without those that a name alone makes."""
+    """The plan's pairs that appear in these rows, without those made just by name."""
     pairs: dict[tuple[str, str, str], Pair] = {}
     for row in records(rows):
         own = row["target_name"]

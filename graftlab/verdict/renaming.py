@@ -11,7 +11,7 @@ import pandas as pd
 
 from graftlab.rows.schema import MEASURED
 
-# At most this many names are compared; a rule that holds shows in fewer.
+# At most this many names are compared. A valid rule shows in fewer.
 _TRIED = 60
 # The least share of names that must pair, on the side with fewer names.
 _ENOUGH = 0.8
@@ -43,9 +43,9 @@ def suggested_rename(frame: pd.DataFrame) -> str | None:
 
 
 def pairing_advice(frame: pd.DataFrame, of_jobs: bool) -> str | None:
-    """What to do where both sides have taps and no name pairs those that one side alone has; None elsewhere.
+    """Advice if both sides have taps and no names are equal; otherwise None.
 
-    ``of_jobs`` says whether the sides are jobs, which a match records in the steps that they make anyway.
+    ``of_jobs`` means that the sides are jobs, which a match records in the steps that they make anyway.
     """
     ours, theirs = (
         set(frame.loc[(frame["status"] == status) & (frame["side"] == side), "name"])

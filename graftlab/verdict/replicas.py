@@ -1,4 +1,4 @@
-"""Compares the ranks of one side: replicas that differ, sums that were not reduced, inputs.
+"""Compares the ranks of one side: finds replicas that differ, sums that were not reduced, and different inputs.
 
 A rank sends a sketch of each tap: a short linear random projection, so distances and sums of tensors are those of their
 sketches to a few per cent. Equal tensors have equal sketches.
@@ -22,7 +22,7 @@ Relation = Literal["agrees", "disagrees", "own data"]
 
 # Up to this distance two ranks' tensors count as copies. Shards of random data are further apart.
 _NEAR = 0.2
-# From this cosine on they do, if they differ by a known partial sum.
+# From this cosine on they also do, if they differ by a known partial sum.
 _RESEMBLES = 0.2
 # A partial sum is added to a copy a few taps later.
 _LOOKED_BACK = 16
@@ -53,8 +53,8 @@ class TapAcrossRanks:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def first_of(self, rank: int) -> int:
-        """The rank whose copy this rank's is compared with."""
-        return next((group[0] for group in self.groups if rank in group), 0)
+        """The rank with whose copy this rank's is compared."""
+        return next(group[0] for group in self.groups if rank in group)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def check_replicas(
     ways += [Replicas(f"{_INFERRED} along {name}", tuple(groups)) for name, groups in (mesh or {}).items()]
     held = [_relate(each, declared, ways) for each in whole.values()]
     copied = {each.shown[0].shape for each in held if each.relation == "agrees" and not is_data(each.tags)}
-    # Parts of a sequence are near each other if what they share, such as a bias, is large.
+    # Parts of a sequence are near each other if they share something large, such as a bias.
     held = [
         replace(each, relation="own data", layout=_INFERRED, apart=0.0, ranks=())
         if _is_guess(each) and _is_part(each.shown[0].shape, copied, size)
@@ -124,12 +124,12 @@ def check_replicas(
 
 
 def _is_guess(each: TapAcrossRanks) -> bool:
-    """Whether only nearness suggests that the ranks hold copies of this value or gradient, which differ."""
+    """Whether only nearness suggests that the ranks' differing values or gradients are meant to be copies."""
     return each.relation == "disagrees" and each.layout.startswith(_INFERRED) and each.kind in (None, "grad")
 
 
 def _is_part(shape: tuple[int, ...], copied: Collection[tuple[int, ...]], size: int) -> bool:
-    """Whether this is the shape of an equal part of a copy, and of no copy."""
+    """Whether this is the shape of an equal part of a copy, but not of any copy."""
     wholes = ((*shape[:dim], extent * size, *shape[dim + 1 :]) for dim, extent in enumerate(shape))
     return shape not in copied and any(whole in copied for whole in wholes)
 
@@ -142,10 +142,10 @@ def _second_look(
     ways: Sequence[Replicas],
     copied: Collection[tuple[int, ...]],
 ) -> TapAcrossRanks:
-    """Check whether a tap that is not near on its ranks is a copy nevertheless. ``copied`` are the shapes of copies.
+    """Check whether a tap is a copy although its ranks' tensors are not near. ``copied`` are the shapes of copies.
 
-    A sum that was not reduced has the shape of what it is added to. Shards of one tensor, such as parts of a sequence,
-    have a smaller shape, and a bias that is added to each of them makes them no sum.
+    A sum that was not reduced has the shape of the tensor to which it is added. Shards of one tensor, such as parts of
+    a sequence, have a smaller shape, and do not become a sum by a bias that is added to each.
     """
     weight = _weight_of(each, weights) if each.kind in ("param_grad", "optimizer") else None
     like = weight or equal.get(each.group)
@@ -172,7 +172,7 @@ def _relate(
     if layout is not None:
         return _compared(shown, layout)
     every = [_compared(shown, way) for way in ways]
-    # A copy that agrees along one dimension of the mesh is not a failed copy along a different one.
+    # A tensor that is a copy along one dimension of the mesh is no failed copy along another.
     for held in every:
         if held.relation == "agrees":
             return held
@@ -183,7 +183,7 @@ def _relate(
 
 
 def _said(shown: Mapping[int, TapSketch]) -> Replicas | None:
-    """The tap's own layout on all ranks, which may be on several meshes, as data parallel groups are."""
+    """The tap's declared layout on all ranks, which may be on several meshes, such as data parallel groups."""
     said = [each.declared for each in shown.values() if each.declared is not None]
     if not said:
         return None

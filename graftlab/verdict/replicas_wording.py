@@ -9,12 +9,12 @@ from graftlab.base.tap_groups import described, is_data, numbers_in
 from graftlab.base.text import counted, first_of, spans
 from graftlab.verdict.replicas import FROM_GROUP, ReplicaComparison, TapAcrossRanks, unreduced
 
-# Later groups have mostly inherited the difference.
+# Later groups mostly inherit the difference.
 _MOST_TOLD = 3
 
 
 def text_of_check(checked: ReplicaComparison, inputs: Sequence[str]) -> str:
-    """The conclusion, after what was not checked. ``inputs`` are the taps of the model's inputs."""
+    """The conclusion, after the sentences on what was not checked. ``inputs`` are the taps of the model's inputs."""
     lines = []
     if checked.skipped:
         lines.append(f"Not checked: {', '.join(checked.skipped[:4])} show no tensor to compare.")
@@ -55,7 +55,7 @@ def text_of_check(checked: ReplicaComparison, inputs: Sequence[str]) -> str:
 
 
 def judged(checked: ReplicaComparison, inputs: Sequence[str]) -> list[TapAcrossRanks]:
-    """The copies that differ; no values among them if the ranks have different inputs."""
+    """The copies that differ, without values if the ranks have different inputs."""
     differ = any(each.name in inputs and each.relation != "agrees" for each in checked.taps)
     found = [each for each in checked.disagreeing if each.name not in inputs]
     if differ:
@@ -64,7 +64,7 @@ def judged(checked: ReplicaComparison, inputs: Sequence[str]) -> list[TapAcrossR
 
 
 def _sentences(checked: ReplicaComparison, found: Sequence[TapAcrossRanks]) -> list[str]:
-    """A paragraph for each kind of value: its first group, with the layer in which it begins, and the others."""
+    """A paragraph for each kind of value: its first group, with the layer where it begins, and all others."""
     kinds: dict[tuple[bool, str | None], dict[str, list[TapAcrossRanks]]] = {}
     for each in found:
         what = described(each.group)

@@ -1,4 +1,4 @@
-"""Groups that round differently: in low precision, the only ones that are not bit-equal from equal inputs."""
+"""Groups that round differently: in low precision, the only ones that are not bit-equal for equal inputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pandas as pd
 import torch
 
+from graftlab.base.tap_groups import kind_of_group
 from graftlab.base.text import first_of
 
 LABEL = "rounds differently"
@@ -17,10 +18,10 @@ _MOST_SHOWN = 6
 
 @dataclass(frozen=True)
 class RoundingGroups:
-    """The groups, and how many groups were always bit-equal.
+    """The groups, and the number of groups that were always bit-equal.
 
-    ``restored`` is how far an output is with the baseline's code at these groups, ``total`` how far without (rel_l2);
-    NaN where that was not measured.
+    ``restored`` is the distance of an output with the baseline's code at these groups, ``total`` the distance without
+    (rel_l2); NaN if not measured.
     """
 
     groups: tuple[str, ...] = ()
@@ -31,12 +32,12 @@ class RoundingGroups:
     total: float = math.nan
 
     def with_effect(self, output: str, restored: float, total: float) -> RoundingGroups:
-        """The same with what was measured at an output."""
+        """Return a copy with the distances measured at an output."""
         return replace(self, output=output, restored=restored, total=total)
 
     @property
     def explains_output(self) -> bool:
-        """Whether the baseline's code at these groups brings the output at least half of the way back."""
+        """Whether the baseline's code at these groups brings the output at least halfway back."""
         return math.isnan(self.total) or self.restored <= self.total / 2
 
     def sentences(self, in_float32: float | None = None) -> list[str]:
@@ -60,11 +61,11 @@ class RoundingGroups:
             why = f"In float32 the sides agree, so {right}."
         said = [f"{found} {why}"]
         if not math.isnan(self.total):
+            output = "" if self.output == "output" else f" {self.output}"
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
-            # The last tap of a model that is watched as a whole has this name.
-            output = "the output" if self.output == "output" else f"the output {self.output}"
             said.append(
-                f"With the baseline's {shown} {output} is {now}; with the target's it is off by {self.total:.2g}."
+                f"With the baseline's {shown} the output{output} is {now}; with the target's it is off by "
+                f"{self.total:.2g}."
             )
         return said
 
@@ -72,12 +73,14 @@ class RoundingGroups:
 def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGroups:
     """Find the groups of low precision that are never bit-equal from equal inputs, where most others always are.
 
-    ``frame`` is :func:`.added.added_frame`'s. Groups that are ``named`` already, and rows whose sides have different
-    dtypes, are left out: the latter cannot be bit-equal.
+    ``frame`` is :func:`.added.added_frame`'s. Groups that are already ``named``, and rows with different dtypes, which
+    cannot be bit-equal, are left out.
     """
     comparable = frame[frame["added"].notna() & frame["cast"].isna()]
     rows = comparable[comparable["dtype"].map(_is_coarse).astype(bool)]
-    rows = rows[~rows["group"].isin(list(named))]
+    # What the model is given was not computed from equal inputs.
+    given = rows["group"].map(lambda group: kind_of_group(group) in ("input", "param"))
+    rows = rows[~(rows["group"].isin(list(named)) | given.astype(bool))]
     if not len(rows):
         return RoundingGroups()
     differs = (rows["added"] > 0).groupby(rows["group"], sort=False)

@@ -16,7 +16,7 @@ _PRE = "overflow-x:auto;margin:0.2em 0;font-size:12px;line-height:1.45"
 
 
 def source_view(lines: Sequence[DifferingLine], link: Callable[[str, str], str] = file_link) -> str:
-    """Return the lines of each group: the target's beside the baseline's, each in its source, marked.
+    """Return the lines of each group, the target's beside the baseline's, each marked in its source.
 
     ``link`` makes HTML from a file's path and the text that names it.
     """
@@ -62,17 +62,17 @@ def _confirmation(line: DifferingLine) -> str:
 
 def _numbered(number: int, text: str, is_marked: bool) -> str:
     shown = f"{number:>5}  {html.escape(text)}"
-    # The arrow is for readers to whom the mark's colour says nothing.
+    # The arrow is for readers who cannot see the mark's colour.
     return f"<mark>▶{shown[1:]}</mark>" if is_marked and shown[0] == " " else shown
 
 
 def _source_around(line: DifferingLine) -> list[tuple[int, str]]:
-    """Return lines of source by their numbers; the line alone where the file here is not the one that ran."""
+    """Return lines of source by their numbers; only the line itself if the file here is not the one that ran."""
     known = [each.rstrip("\n") for each in linecache.getlines(line.file)]
     if not (0 < line.line <= len(known) and known[line.line - 1].strip() == line.source):
         return [(line.line, line.source)]
     first = max(1, line.line - AROUND)
     around = list(enumerate(known[first - 1 : line.line + AROUND], start=first))
-    # A common indent says nothing.
+    # Remove the common indent.
     indent = min((len(text) - len(text.lstrip()) for _, text in around if text.strip()), default=0)
     return [(number, text[indent:]) for number, text in around]

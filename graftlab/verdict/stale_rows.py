@@ -1,4 +1,4 @@
-"""Hints at caches: rows of a tensor that were not computed in this call, or that stand in a wrong place."""
+"""Hints at caches: rows of a tensor that were not computed in this call, or are in a wrong place."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from graftlab.verdict.hints import Hint
 
 _SAME = 1e-5
 _COARSE_SAME = 1e-2
-# A row that was rounded, as in a cache of 8 bits, was computed in this call.
+# A row that was only rounded, as in an 8-bit cache, was computed in this call.
 _ANOTHER = 0.25
 _PROBES = 4
 _MOST_ROWS = 16_384
 
 
 def stale_rows(baseline: Tensor, target: Tensor, before: Mapping[str, Tensor]) -> Hint | None:
-    """Whether rows that differ are another call's, found from the values of earlier taps that agree; None if not.
+    """A hint if differing rows are another call's, found from the values of earlier taps that agree; otherwise None.
 
     A tensor is taken for a cache if some of its rows, along any dimension, are those of an earlier tap, which feeds it,
-    and others are not. The rows that differ then come from an earlier call, or are a row of this call in a wrong place.
+    and others are not. Then differing rows come from an earlier call, or are this call's in a wrong place.
     """
     if baseline.shape != target.shape or not (baseline.is_floating_point() and target.is_floating_point()):
         return None
@@ -83,5 +83,5 @@ def _places(rows: Tensor, others: Tensor, same: float) -> Tensor:
     finite = rows.nan_to_num(), others.nan_to_num()
     nearest = torch.cdist(finite[0] @ probes, finite[1] @ probes).argmin(dim=1)
     equal = (rows - others[nearest]).norm(dim=1) <= same * others[nearest].norm(dim=1)
-    # Rows of zeros are places that were not filled yet.
+    # Rows of zeros are places that are not filled yet.
     return torch.where(equal & (rows.norm(dim=1) > 0), nearest, -1)

@@ -18,7 +18,7 @@ from graftlab.rows.schema import MEASURED, Row, are_whole
 from graftlab.verdict.facts import COMPARED, FAILED, GRAFTED, Facts, tap_name
 from graftlab.verdict.order import Array, divergent, numbers
 
-# A recompute that only one side has is not among them: its original has a row.
+# A recomputation on only one side is not among them, because its original has a row.
 _ABSENT = ("missing", "timeout", "unmatched")
 
 
@@ -80,7 +80,7 @@ def _largest(facts: Facts, mask: Array) -> str:
 
 
 def not_compared(statuses: Mapping[str, int]) -> str:
-    """The number of rows of each status without a counterpart to compare with; blank without such rows."""
+    """The number of rows of each status that lack a counterpart, in words; blank if there are none."""
     return ", ".join(f"{count:,} {status}" for status in _ABSENT if (count := statuses.get(status, 0)))
 
 
@@ -103,7 +103,7 @@ def first_divergent_at(frame: pd.DataFrame, noise_floor: float) -> int | None:
 
 
 def first_divergent_of(facts: Facts, noise_floor: float) -> int | None:
-    """The same of the facts of a frame."""
+    """The same for the facts of a frame."""
     mask = divergent_rows(facts, noise_floor)
     return _first(mask) if mask.any() else None
 
@@ -119,7 +119,7 @@ def _first(mask: Array) -> int:
 
 
 def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> str:
-    """Where the two sides diverge: after grafted taps, if there are any."""
+    """A sentence on where the two sides diverge: after grafted taps, if there are any."""
     in_words = floor[1]
     grafted, compared = facts.kind == GRAFTED, facts.kind == COMPARED
     start, which = "", "first divergent"
@@ -197,15 +197,15 @@ def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[s
 
 
 def _may_match(text: str, frame: pd.DataFrame) -> bool:
-    """Whether a filter matches one of these rows, or may have matched tags that the row has only as a repr."""
+    """Whether a filter matches one of these rows, or may have matched tags of which the row has only a repr."""
     filter_ = compile_filter(text)
     names = sorted(filter_.names)
     asked = set()
     for tags, *sides in zip(*(frame[column].to_numpy() for column in ("tags", *SIDE_NAMES)), strict=True):
-        # A name that a side lacks is NaN in a column that has others.
+        # A name that a side lacks is NaN in a column with others.
         seen = {side: name if isinstance(name, str) else None for side, name in zip(SIDE_NAMES, sides, strict=True)}
         seen.update(tags)
-        # Many rows are equal in the tags that a filter reads.
+        # Many rows have the same values of the tags that a filter reads.
         values = [seen.get(name) for name in names]
         known = repr(values)
         if known in asked:
@@ -217,7 +217,7 @@ def _may_match(text: str, frame: pd.DataFrame) -> bool:
 
 
 def _is_as_given(value: object) -> bool:
-    """Whether a row has a tag's value as filters saw it, rather than its repr."""
+    """Whether a row has a tag's value as filters saw it, and not only a repr."""
     return type(value) in (int, float, bool, type(None)) or (
         type(value) is str and value[:1] not in ("(", "[", "{", "<")
     )

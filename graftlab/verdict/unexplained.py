@@ -1,8 +1,9 @@
-"""Differences that no named group explains: of taps, of what both functions return, and after the last tap."""
+"""Differences that no named group explains: of taps, of returned values, and after the last tap."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,15 +22,15 @@ from graftlab.verdict.floor import Floor, times
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """What differs, in the words of a sentence, by how much, and how many times what rounding adds up to there."""
+    """A value that differs, in words, with the difference, and that as a multiple of accumulated rounding."""
 
     what: str
     rel_l2: float
     times: float
     is_written: bool = False
-    """Whether it is state that a call has written, which may arise before the last tap."""
+    """Whether it is state that a call has written, perhaps before the last tap."""
     is_spread: bool = True
-    """Whether it is in most of the tensor, not in a few rows whose choice (a router's) rounding may turn around."""
+    """Whether the difference is in most of the tensor, not in a few rows whose choice (a router's) rounding flips."""
 
     @property
     def size(self) -> str:
@@ -39,15 +40,18 @@ class ValueDifference:
         return f"by {self.rel_l2:.2g} ({times})"
 
 
+_OF_A_RESULT = re.compile(r"(.*\.)?output[.\[].*")
+
+
 # ---- floors ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AccumulatedFloors:
-    """What rounding adds up to over a whole run of the baseline, each tap being moved by one unit in its last place.
+    """Accumulated rounding of a whole run of the baseline, with each tap moved by one unit in its last place.
 
-    ``taps`` are floors by a tap's name and kind, ``returned`` rel_l2 by the place in what the function returns.
-    ``constant`` replaces all of them where it is given.
+    ``taps`` has floors by a tap's name and kind, ``returned`` a rel_l2 by the place in the function's result.
+    ``constant``, if given, replaces all of them.
     """
 
     taps: Mapping[tuple[str, str | None], Floor]
@@ -55,7 +59,7 @@ class AccumulatedFloors:
     constant: float | None = None
 
     def of_tap(self, name: str, kind: str | None, dtype: str) -> Floor:
-        """The floor of a tap; that of a tap that the baseline did not record is the largest."""
+        """The floor of a tap; the largest one for a tap that the baseline did not record."""
         if self.constant is not None:
             return Floor(self.constant, 3 * self.constant)
         found = self.taps.get((name, kind)) or Floor(
@@ -76,13 +80,13 @@ class AccumulatedFloors:
 
 @dataclass(frozen=True)
 class ReturnedValues:
-    """What both functions returned in one run: the differences of each target rank, and what was not compared."""
+    """The results of both functions in one run: the differences of each target rank, and what was not compared."""
 
     differences: tuple[ResultDifference, ...] = ()
     left: tuple[str, ...] = ()
 
     def beyond(self, floors: AccumulatedFloors, threshold: float, leave: Collection[str] = ()) -> list[ValueDifference]:
-        """The values that differ by more than ``threshold`` times their floor, the farthest of each place.
+        """The values that differ by more than ``threshold`` times their floor, the largest difference of each place.
 
         Those that ``leave`` describes are left out.
         """
@@ -105,10 +109,10 @@ class ReturnedValues:
 def compare_returned(
     baseline: Sequence[object], target: Sequence[object], pairs: Sequence[PairRule] = ()
 ) -> ReturnedValues:
-    """Compare what each rank returned: with the same rank of the baseline, or with its only one.
+    """Compare each rank's result with that of the baseline's same rank, or of its only rank.
 
-    Where both sides have several ranks and not as many, or by these pairs the outputs have their rows in another order,
-    values are not compared.
+    Nothing is compared if both sides have several ranks, but different numbers, or if ``pairs`` show that the outputs'
+    rows are in different orders.
     """
     if not baseline or not target:
         return ReturnedValues()
@@ -155,12 +159,12 @@ def differing_taps(
 
 @dataclass(frozen=True)
 class UnexplainedDifferences:
-    """What a verdict reports first: differences that no named group explains, as sentences.
+    """The sentences that a verdict reports first: on differences that no named group explains.
 
     ``compared`` are the rows of a run without grafts, ``taps`` those that differ there. ``returned`` and
-    ``returned_grafted`` are what the functions returned in that run, and in the run in which every tap was grafted;
-    None for jobs. ``names_left`` are taps that show what the model was given, ``values_left`` returned values that the
-    baseline does not repeat, in words.
+    ``returned_grafted`` are the functions' results in that run, and in the run in which every tap was grafted; None for
+    jobs. ``names_left`` are taps of the model's inputs, ``values_left`` returned values that differ between runs of the
+    baseline, in words.
     """
 
     compared: pd.DataFrame
@@ -189,32 +193,39 @@ class UnexplainedDifferences:
     def _after_last_tap(self) -> list[ValueDifference]:
         """The returned values that differ although every tap has the baseline's value."""
         found = [each for each in self._beyond(self.returned_grafted) if not each.is_written]
-        # Grafts that change nothing may not reach the model, which then shows the error of its last tap.
+        # Grafts into copies may not reach the model, which then returns the error of its last tap.
         last_differs = any(each.what == self._last for each in self.taps)
         return [] if last_differs and found == self._returned else found
 
     def not_compared(self) -> list[str]:
-        """What of the returned values was not compared, as sentences on what was not checked."""
+        """Sentences on returned values that were not compared."""
         said = [f"{what}, which the baseline does not repeat." for what in self.values_left]
         return said + [f"{what}." for what in (self.returned.left if self.returned else ())]
 
-    def after_last_tap(self) -> list[str]:
-        """A sentence where something is computed differently after the last tap."""
+    def after_last_tap(self, *, all_grafted: bool = True) -> list[str]:
+        """A sentence where something is computed differently after the last tap, or beside all of them.
+
+        Unless ``all_grafted``, a tap that has no baseline's value may be the reason.
+        """
         if not self._after_last_tap:
             return []
         worst = max(self._after_last_tap, key=_times)
         if self._last is None:
             return [f"{_capital(worst.what)} differs {worst.size}, and no tap was measured on both sides."]
+        if not all_grafted:
+            return [f"With the baseline's value at every tap that could be grafted, {worst.what} differs {worst.size}."]
+        # The parts of a result have taps, and nothing comes after them: a cache is written before.
+        where = "that no tap shows" if _OF_A_RESULT.fullmatch(self._last) else f"after the last tap, {self._last},"
         return [
-            f"Something after the last tap, {self._last}, is computed differently: with the baseline's value at every "
-            f"tap, {worst.what} still differs {worst.size}."
+            f"Something {where} is computed differently: with the baseline's value at every tap, {worst.what} still "
+            f"differs {worst.size}."
         ]
 
     def written(self) -> list[str]:
-        """A sentence where a call writes other state although every tap has the baseline's value.
+        """A sentence if a call writes different state although every tap has the baseline's value.
 
-        Where the model writes into a tensor that it is given, a graft of that tensor puts another in its place, and
-        only the run without grafts shows what is written.
+        If the model writes into one of its inputs, a graft of that input replaces the tensor, so only the run without
+        grafts shows what is written.
         """
         grafted = self.returned_grafted or ReturnedValues()
         seen = {value_in_words(each.path) for each in grafted.differences}
@@ -247,9 +258,9 @@ class UnexplainedDifferences:
         return said
 
     def turned(self) -> list[str]:
-        """A sentence where whole numbers are returned that differ, and rounding alone would turn some of them.
+        """A sentence if returned whole numbers differ, and rounding alone would change some of them.
 
-        A token that is chosen near a tie is such a number, and so is one that is chosen wrongly.
+        Such a number may be a token chosen near a tie, or chosen wrongly.
         """
         for path, rel_l2, dtypes in self.returned.differences if self.returned else ():
             what = value_in_words(path)
@@ -264,7 +275,7 @@ class UnexplainedDifferences:
         return []
 
     def no_tap_explains(self) -> list[str]:
-        """A sentence where something differs in the run without grafts. For verdicts that name no group."""
+        """A sentence if something differs in the run without grafts. For verdicts that name no group."""
         returned = [] if self._after_last_tap else self._returned
         output = next((each for each in self.taps if each.what == self._last), None)
         if returned:
@@ -283,7 +294,7 @@ class UnexplainedDifferences:
         return [said + (f" The first tap that differs is {inner[0].what} {inner[0].size}." if inner else "")]
 
     def only_sometimes(self, again: pd.DataFrame, returned: ReturnedValues | None, run: int) -> list[str]:
-        """A sentence where another run without grafts, of this number, shows other differences."""
+        """A sentence if another run without grafts, of this number, shows different differences."""
         now = {each.what for each in differing_taps(again, self.floors, self.threshold, self.names_left)}
         now |= {each.what for each in self._beyond(returned) if not each.is_written}
         then = {each.what for each in (*self.taps, *self._returned)}
@@ -300,7 +311,7 @@ class UnexplainedDifferences:
         ]
 
     def without_partner(self, last_of_baseline: str | None) -> list[str]:
-        """A sentence where the output was not compared: a side's last tap has no partner, and no value is returned."""
+        """A sentence if the output was not compared: a side's last tap has no partner, and no value is returned."""
         if self.returned is not None and self.returned.compared:
             return []
         alone = []
@@ -318,7 +329,7 @@ class UnexplainedDifferences:
         ]
 
     def _last_of_target(self) -> str | None:
-        """The last tap of the target's forward pass, where it has no partner."""
+        """The last tap of the target's forward pass, if it has no partner."""
         own = self.compared[self.compared["side"] == "target"]
         own = own[[kind_of(tags) is None for tags in own["tags"]]] if len(own) else own
         if not len(own):

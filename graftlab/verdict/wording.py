@@ -33,7 +33,7 @@ from graftlab.verdict.rounds_differently import RoundingGroups
 from graftlab.verdict.wrong_calls import separate_sizes, which_calls
 
 NOT_CHECKED = "Not checked: "
-"""The beginning of a sentence on something that the verdict does not cover."""
+"""The beginning of a sentence on something that was not checked."""
 ADD_TAPS = "Add gl.tap or gl.watch to both functions"
 
 
@@ -42,8 +42,8 @@ class JobRemarks:
     """Sentences for a verdict on jobs, or on a baseline that is a recording.
 
     ``constant`` is the floor of every tap if it was not measured, ``floor`` the adjective for such a floor. ``first``
-    are sentences that may overturn the conclusion, ``basis`` what it is based on, ``unseen`` what was not checked,
-    ``of_named`` a caveat if anything is named, and ``last`` how the verdict changed the jobs.
+    has sentences that may overturn the conclusion, ``basis`` its basis, ``unseen`` what was not checked, ``of_named`` a
+    caveat if anything is named, and ``last`` how the verdict changed the jobs.
     """
 
     constant: float | None
@@ -57,9 +57,9 @@ class JobRemarks:
 
 @dataclass(frozen=True)
 class ShownMap:
-    """Where two tensors differ, which tensors they are, and a hint at how, if there is one.
+    """A map of where two tensors differ, their description, and a hint at the change, if there is one.
 
-    ``pair`` are the tensors, where they are small enough to be kept with the verdict.
+    ``pair`` has the tensors, if they are small enough to be kept with the verdict.
     """
 
     title: str
@@ -77,14 +77,14 @@ class Findings:
     target_ranks: int
     unseen: Sequence[str] = ()
     may_be_inherited: Sequence[str] = ()
-    """Sentences on what may make named groups innocent."""
+    """Sentences on reasons why named groups may be innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
-    """By the group of the output at which they were measured."""
+    """By the title of the output at which they were measured: its group, or the name of a result of several parts."""
     hints: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     data: Sequence[str] = ()
-    """Sentences on what both sides were given differently: inputs, weights, settings."""
+    """Sentences on differing data of both sides: inputs, weights, settings."""
     inputs: Sequence[str] = ()
     """The groups that the sentences of ``data`` cover, mainly those of the model's inputs."""
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -94,13 +94,15 @@ class Findings:
     following: Sequence[str] = ()
     """The groups of gradients that differ because named values differ."""
     target_not_repeated: Sequence[str] = ()
-    """Taps at which the target differs from itself; looked for where something is named."""
+    """Taps at which the target differs from itself."""
     job_remarks: JobRemarks | None = None
-    """Set for jobs, which a verdict cannot call again."""
+    """Set for jobs, because a verdict cannot call them again."""
     unexplained: Sequence[str] = ()
     """Sentences on differences that no named group explains."""
+    not_grafted: Sequence[str] = ()
+    """A sentence on taps before named ones whose difference the grafts could not take out."""
     without_output: Sequence[str] = ()
-    """A sentence where nothing is named and the output was not compared."""
+    """A sentence if nothing is named and the output was not compared."""
     failed: Sequence[str] = ()
     """Sentences on stages of the verdict that failed."""
     rounding: RoundingGroups = field(default_factory=RoundingGroups)
@@ -112,13 +114,13 @@ class Findings:
     origins: ErrorOrigins | None = None
     """Where the errors of named values arise; None if the inputs of modules were not compared."""
     pairing_advice: str | None = None
-    """What to do where both sides have taps and no names pair."""
+    """Advice if both sides have taps and no names pair."""
     lines: Sequence[DifferingLine] = ()
     """The lines of source at which the named groups' errors arise."""
     extra_calls: Sequence[str] = ()
     """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
     inconclusive: Sequence[str] = ()
-    """Sentences on why nothing can be concluded from grafts, such as pairs that no longer hold."""
+    """Sentences on why grafts prove nothing, such as pairs that no longer hold."""
 
     @property
     def named(self) -> list[str]:
@@ -126,15 +128,16 @@ class Findings:
 
 
 def text_of(findings: Findings) -> str:
-    """The verdict's text: what may overturn its conclusion, the conclusion, and then all other caveats."""
+    """The verdict's text: sentences that may overturn its conclusion, the conclusion, and all other caveats."""
     return "\n".join(line for part in parts_of(findings) for line in part)
 
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.inconclusive, *findings.unexplained, *findings.without_output, *findings.extra_calls]
+    before = [*findings.inconclusive, *findings.not_grafted, *findings.unexplained, *findings.without_output]
+    before += findings.extra_calls
     after = [*_hints(findings.hints), *findings.remarks]
-    # With a named group, a stage that failed leaves something out; without one, it may be what would have named it.
+    # If a group is named, a failed stage only leaves something out; if none is, that stage might have named one.
     (after if findings.named else before).extend(findings.failed)
     if findings.not_repeated:
         before.append(_not_repeatable("baseline", findings.not_repeated))
@@ -158,7 +161,7 @@ def _data(findings: Findings) -> list[str]:
 
 
 def _weights_of(findings: Findings, group: str) -> list[str]:
-    """The differing weights of the module whose output this group is, or is a part of, or that have its name."""
+    """The differing weights of the module whose output contains this group, or of the group's name."""
     if findings.weights_lent:
         return []
     names = (group, group.partition("[")[0])
@@ -255,7 +258,7 @@ def _shared_origin(findings: Findings, groups: Sequence[str]) -> Sequence[ErrorO
 
 
 def _with_shared_origins(findings: Findings, sentences: Sequence[list[str]]) -> list[list[str]]:
-    """The groups of each sentence, those together that are right and are given one wrong tensor at the same calls."""
+    """The groups of each sentence. Groups that are right, and have one wrong input at the same calls, share one."""
     found: list[list[str]] = []
     for groups in sentences:
         same = next((each for each in found if _have_one_sentence(findings, [*each, *groups])), None)
@@ -277,7 +280,7 @@ def _worst_of(findings: Findings, groups: Sequence[str]) -> str:
 
 
 def _with_the_same_lines(sentences: Sequence[list[str]], lines: Sequence[DifferingLine]) -> list[list[list[str]]]:
-    """The groups of each sentence, those together whose first lines are the same, as where one class has many users."""
+    """The groups of each sentence. Groups with the same first lines share one, as where a class has many users."""
     alike: dict[object, list[list[str]]] = {}
     for number, groups in enumerate(sentences):
         alike.setdefault(first_places(lines, groups) or number, []).append(groups)
@@ -285,7 +288,7 @@ def _with_the_same_lines(sentences: Sequence[list[str]], lines: Sequence[Differi
 
 
 def _computed(findings: Findings) -> list[str]:
-    """The named groups that are neither data nor only round differently."""
+    """The named groups that are not data and do not only round differently."""
     return [group for group in findings.named if group not in (*findings.inputs, *findings.rounding.groups)]
 
 
@@ -324,10 +327,10 @@ def _nothing_named(findings: Findings) -> str:
 
 
 def _casts(frame: pd.DataFrame) -> list[str]:
-    """A sentence for each pair of dtypes that a tap had on the two sides, where the target's rounds more."""
+    """A sentence for each pair of dtypes that taps had on the two sides, if the target's rounds more."""
     found = []
     for cast, rows in frame[frame["cast"].notna()].groupby("cast", sort=False):
-        # Conversions of dtypes and of devices, which round nothing.
+        # Leave out conversions that round nothing, such as those of devices.
         for before, after in (each.split(" -> ") for each in str(cast).split(", ")):
             if roundoff(after) > roundoff(before):
                 groups = first_of(list(dict.fromkeys(rows["group"])))
@@ -356,7 +359,7 @@ def _label(frame: pd.DataFrame, group: str) -> str:
     return str(labels.iloc[0])
 
 
-# Up to this many weights, states or updates have a sentence each; more than that share one.
+# Up to this many weights, states or updates have a sentence each; more of them share one.
 _MOST_SENTENCES = 3
 
 
@@ -389,7 +392,7 @@ def _size(findings: Findings, over: pd.DataFrame) -> tuple[pd.Series[Any], str]:
 
 
 def _many_groups(findings: Findings, groups: Sequence[str]) -> str:
-    """One clause on many weights, with the one that adds the most among those that it names."""
+    """One clause on many weights, which also names the one that adds the most."""
     each = {group: _over(findings, group) for group in groups}
     every, over = (pd.concat([pair[which] for pair in each.values()]) for which in (0, 1))
     worst, size = _size(findings, over)
@@ -410,13 +413,13 @@ def _many_groups(findings: Findings, groups: Sequence[str]) -> str:
 
 
 def _when_of_many(every: pd.DataFrame, over: pd.DataFrame) -> str:
-    """The steps in which any of many groups is wrong; blank if all are."""
+    """The steps in which any of many groups is wrong; blank if it is all of them."""
     steps = [pd.DataFrame([{"step": n, "occurrence": 0, "tags": {}} for n in each["step"]]) for each in (every, over)]
     return which_calls(*steps)
 
 
 def _first_backward(findings: Findings, over: pd.DataFrame) -> str | None:
-    """The first wrong gradient of a weight in the order of the backward pass; None if another sentence has it."""
+    """The first wrong gradient of a weight in the order of the backward pass; None if another sentence names it."""
     of_weights = [kind_of_group(group) == "param_grad" for group in findings.frame["group"]]
     frame = findings.frame[of_weights].sort_values(["step", "order"], kind="stable")
     is_named = ((frame["ratio"] > findings.threshold) & ~frame["label"].isin(NOT_NAMED)).to_numpy(dtype=bool)
@@ -447,7 +450,7 @@ def _one_group(findings: Findings, group: str) -> str:
 
 
 def _clause(findings: Findings, subject: str, group: str, is_right: bool = False) -> str:
-    """That the subject is wrong, and where the group is."""
+    """The clause that the subject is wrong, and where in the group."""
     where, verb, copula = _where(findings, group), "differs", "is"
     if subject == "*":
         # The members of a model that is an nn.Sequential; a star alone is no name.
@@ -469,7 +472,7 @@ def _where(findings: Findings, group: str) -> str:
 
 
 def _details(findings: Findings, group: str) -> str:
-    """How much a group adds, and at which tap the most."""
+    """How much a group adds, and its worst tap."""
     rows, over = _over(findings, group)
     worst, size = _size(findings, over)
     details = [size, worst["dtype"]]
@@ -502,7 +505,7 @@ def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
 
 
 def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:
-    """A sentence where several named values may read one wrong tensor that no tap shows; None elsewhere."""
+    """A sentence if several named values may read one wrong tensor that no tap shows; otherwise None."""
     known = findings.origins or ErrorOrigins()
     values = [group for group in groups if kind_of_group(group) is None and not known.covers(group)]
     places = {}
@@ -551,9 +554,9 @@ _OF_A_MODULE = ("weight", "bias")
 
 
 def _words_of_numbers(group: str) -> tuple[str, str]:
-    """What stands before one number, and before several, that a group's first star replaces.
+    """The words before one number, and before several, for the numbers that a group's first star replaces.
 
-    Only elements of a list with a usual name are layers. Those that a tap's last part numbers are members, as of an
+    Only elements of a list with a usual name are layers. Elements numbered by a tap's last part are members, as of an
     ``nn.Sequential``. Others, such as experts or time steps, keep the name of their list.
     """
     kind = kind_of_group(group)

@@ -1,4 +1,4 @@
-"""Which calls of a group are wrong: its steps, occurrences and tags, and what the wrong ones have in common."""
+"""Describes which calls of a group are wrong, by steps, occurrences and tags, and what these have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pandas as pd
 from graftlab.base.tags import COMPILED, is_rank_tag
 from graftlab.base.text import spans
 
-# These have words of their own in the sentence, or are the same for each call of a group.
+# The sentence has other words for these, or they are the same for all calls of a group.
 _NO_CALL = frozenset({"layer", "kind", "updated", COMPILED})
 _SHOWN = 6
 _RARE = 8
@@ -31,7 +31,7 @@ def which_calls(rows: pd.DataFrame, over: pd.DataFrame) -> str:
     varying = [part for part in _parts(every) if len({call.get(part) for call in every}) > 1]
     keys = {tuple(call.items()) for call in wrong}
     right = [call for call in every if tuple(call.items()) not in keys]
-    # Parts that alone decide which calls are wrong.
+    # Parts that by themselves decide which calls are wrong.
     deciding: dict[str, tuple[set[Any], set[Any]]] = {}
     for part in varying:
         bad, good = ({call.get(part) for call in calls} for calls in (wrong, right))
@@ -50,7 +50,7 @@ def which_calls(rows: pd.DataFrame, over: pd.DataFrame) -> str:
 
 
 def _by_size(rows: pd.DataFrame, over: pd.DataFrame) -> str:
-    """The calls that are wrong, by the size of one dimension of their tensors, if a rule holds for it; blank if not."""
+    """The wrong calls in words, by the size of one dimension of their tensors, if that decides; otherwise blank."""
     if "shape" not in rows:
         return ""
     every, wrong = ([shape for shape in each["shape"] if isinstance(shape, (list, tuple))] for each in (rows, over))
@@ -93,12 +93,12 @@ def _follows_rule(wrong: set[Any], every: set[Any]) -> bool:
 
 
 def _is_tail(wrong: set[int], every: set[int]) -> bool:
-    """Whether the wrong numbers are all from some number on."""
+    """Whether the wrong numbers are exactly those from some number on."""
     return len(wrong) > 1 and {number for number in every if number >= min(wrong)} == wrong
 
 
 def _of_part(part: str, wrong: set[Any], every: set[Any]) -> str:
-    """The calls that are wrong, by the one part of them that decides it."""
+    """The wrong calls in words, by the one part that decides."""
     if not all(type(value) is int for value in every):
         shown = sorted(map(str, wrong))
         more = ", ..." if len(shown) > _SHOWN else ""
@@ -121,10 +121,10 @@ def _few(numbers: Sequence[int]) -> str:
 
 
 def common_rule(wrong: set[int], every: set[int]) -> str:
-    """The rule that holds for the wrong numbers and for none of the others, ``multiples of 16``; blank without one.
+    """The rule that holds for the wrong numbers and for no others, such as ``multiples of 16``; blank if there is none.
 
-    At least three numbers follow it and two do not, or it would be a coincidence; for multiples of 8 and more, which
-    are rarer, two and three.
+    At least three numbers must follow it and two must not, or it may be a coincidence; for multiples of 8 and more,
+    which are rarer, two and three.
 
     >>> common_rule({16, 32, 48}, {8, 16, 24, 32, 40, 48})
     'all multiples of 16 and no others'
@@ -150,14 +150,14 @@ def _call_text(call: Call, varying: Sequence[str]) -> str:
     return " ".join(f"{part}={call[part]}" for part in given)
 
 
-# Added errors of one cause differ by less than this, and those of two by more than that.
+# Added errors with one cause differ by less than the first factor, those with two causes by more than the second.
 _WITHIN, _BETWEEN = 1.5, 3.0
 
 
 def separate_sizes(over: pd.DataFrame, number_of: Callable[[pd.Series[Any]], int | None]) -> str:
-    """A sentence's part where the errors of several layers fall into two clearly separate sizes; blank elsewhere.
+    """A part of a sentence if the errors of several layers fall into two clearly separate sizes; otherwise blank.
 
-    ``number_of`` returns the layer of a row. Each size must be that of two layers at least.
+    ``number_of`` returns the layer of a row. Each size must occur in at least two layers.
     """
     largest: dict[int, float] = {}
     for _, row in over.iterrows():

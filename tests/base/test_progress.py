@@ -10,7 +10,7 @@ import pytest
 from kit.kernels import kernel
 
 from graftlab.base import progress
-from graftlab.base.progress import LongWait
+from graftlab.base.progress import LongWait, reported_to
 
 
 class Terminal(io.StringIO):
@@ -80,3 +80,9 @@ def test_notebook_bar_is_updated_text_that_a_saved_notebook_does_not_need() -> N
     assert re.sub("<style>.*?</style>|<[^>]*>", "", shown[-1]["text/html"], flags=re.DOTALL) == ""
     assert "display: none" in shown[-1]["text/html"], "an output without text has a height all the same"
     assert reply.stdout == reply.stderr == ""
+
+
+def test_a_wait_that_is_over_at_once_is_reported_too() -> None:
+    titles: list[str] = []
+    with reported_to(titles.append), LongWait("run 1", "rows", int):
+        assert titles == ["run 1"]

@@ -329,6 +329,9 @@ def test_results_with_fewer_rows_agree_if_the_other_side_has_all_of_them() -> No
     wrong[4, 3] += 1e-2
     assert not rows_in_calls(padded, wrong)
     assert not rows_in_calls(wrong, padded)
+    # Each of several equal rows has one of its own.
+    twice = torch.cat([padded[2, :4], padded[2, :1]])
+    assert rows_in_calls(torch.cat([twice, padded[0]]), twice)
     # A row cannot be the partner of two.
     assert not rows_in_calls(padded, torch.cat([packed[:1], packed[:1]]))
 

@@ -21,7 +21,7 @@ import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.base.tap_groups import kind_of_group
 from graftlab.comparison.held_calls import Comparison, JudgingChoice
-from graftlab.comparison.held_updates import take_given_values
+from graftlab.comparison.held_updates import take_equal_inputs
 from graftlab.comparison.started_scripts import StartedScripts
 from graftlab.ranks.held_call import HeldCall, WatchChoice, describe_call, hold, prepare_once
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate
@@ -111,7 +111,7 @@ class StartedInPlace(StartedScripts):
         super().__init__(session, lambda: [], training=False)
         self._fault = fault
 
-    def _reach(self, *, takes_given: bool = True) -> None:
+    def _reach(self, *, takes_inputs: bool = True) -> None:
         self.starts += 1
         self.session.run(hold_call, hold_call, args=(self._fault, self.starts))
         self.session.run(prepare_once, prepare_once, args=(self._backward,))
@@ -177,11 +177,11 @@ def hold_closure(fault: str) -> None:
 
 
 class ClosureInPlace(StartedInPlace):
-    def _reach(self, *, takes_given: bool = True) -> None:
+    def _reach(self, *, takes_inputs: bool = True) -> None:
         self.starts += 1
         self.session.run(hold_closure, hold_closure, args=(self._fault,))
-        if takes_given:
-            take_given_values(self.session)
+        if takes_inputs:
+            take_equal_inputs(self.session)
 
 
 @pytest.mark.parametrize(

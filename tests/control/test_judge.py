@@ -367,6 +367,33 @@ def test_a_failing_transform_is_reported(session: gl.Session) -> None:
     assert "ValueError: no way" in text
 
 
+class Pooled(torch.nn.Module):
+    """A model with two results, of which the second alone is wrong on the target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.pool = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.scale = 1.1 if gl.here().side == "target" else 1.0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.body(x)
+        return {"hidden": hidden, "pooled": self.pool(hidden * self.scale)}
+
+
+def pooled() -> dict[str, torch.Tensor]:
+    model = Pooled()
+    with gl.watch(model), torch.no_grad():
+        found: dict[str, torch.Tensor] = model(torch.linspace(-1, 1, 8).reshape(2, 4))
+    return found
+
+
+def test_a_mistake_in_any_part_of_the_result_changes_the_output(session: gl.Session) -> None:
+    verdict = session.verdict(pooled, pooled)
+    assert verdict.frame.set_index("group").loc["pool", "label"] == "culprit"
+    assert "With the baseline's pool the output agrees (0 x its floor; " in verdict.text
+
+
 def evicts() -> None:
     """A cache that is a place shorter on the target, before what reads it."""
     rows = 3 if gl.here().side == "target" else 4
@@ -379,8 +406,8 @@ def test_a_tap_that_could_not_be_grafted_is_reported(session: gl.Session) -> Non
     assert verdict.named == ["read"]
     # It may make what is named innocent, and comes before it.
     assert verdict.text.startswith(
-        "Not checked: cache, where nothing could be grafted because the baseline's value does not fit the target's "
-        "shape, [3, 5]: later taps may"
+        "cache has the shape [4, 5] on the baseline and [3, 5] on the target. Nothing could be grafted there, so later "
+        "taps may have inherited their named error from there."
     )
 
 

@@ -279,7 +279,9 @@ def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) ->
     verdict = session.verdict(called_again, called_again)
     assert verdict.labels["y"] in ("culprit", "minor")
     assert "in 1 of 6 calls: step=0 occurrence=1" in verdict.text
-    assert "Hint (y): at y, the sides differ only at indices 4-7 of dim 0 (equal up to 3, all from 4 on)" in verdict.text
+    assert (
+        "Hint (y): at y, the sides differ only at indices 4-7 of dim 0 (equal up to 3, all from 4 on)" in verdict.text
+    )
     (drawn,) = [axes for axes in verdict.plot("y").axes if axes.get_images()]
     assert drawn.get_title(loc="left").startswith("y, occurrence 1")
     assert "hint: the sides differ only at indices 4-7 of dim 0" in drawn.get_title(loc="left")

@@ -44,11 +44,22 @@ def test_parts_of_a_result_are_known_by_what_the_functions_return(path: str) -> 
     returned = [path.format(name) for name in ("scores", "boxes")]
     (found,) = find_outputs(rows("head", "output.scores", "output.boxes"), None, returned)
     assert (found.name, found.whole) == ("output.scores", "output")
-    assert found.is_beside("output.boxes")
-    assert not found.is_beside("head")
+    assert [each.name for each in found.parts] == ["output.boxes"]
     (found,) = find_outputs(rows("embed", "output.dense", "output.norm"), None, returned)
     assert (found.name, found.whole) == ("output.norm", "")
 
 
 def test_a_chosen_output_is_taken_as_it_is() -> None:
     assert [each.name for each in find_outputs(rows("a", "output[0]", "output[1]"), "output[1]")] == ["output[1]"]
+
+
+def test_effects_are_measured_at_each_direct_part_of_a_result() -> None:
+    (found,) = find_outputs(rows("head", "output.logits", "output.past[0][0]", "output.past[0][1]"), None)
+    assert found.title == "output.logits"
+    assert [each.name for each in found.all] == ["output.logits"]
+    (found,) = find_outputs(rows("head", "output[0]", "output[1]", "output[2][0]"), None)
+    assert found.title == "output"
+    assert [each.name for each in found.all] == ["output[0]", "output[1]"]
+    assert found.end == (0, 2)
+    assert found.is_beside("output[2][0]")
+    assert not found.is_beside("output[1]")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.control.core import lend_plan
+from graftlab.control.core import lend_plan, restore_plan
 from graftlab.plan.changes import parts_of
 
 pytestmark = pytest.mark.ranks
@@ -97,8 +97,20 @@ def test_a_borrowed_plan_is_not_undone_and_restoring_it_allows_it_again(session:
     lend_plan(session, b2t="True", keep=None)
     with pytest.raises(gl.SessionError, match="is that of a verdict, a match or a comparison"):
         session.undo()
-    lend_plan(session, b2t=None, keep="layer == 1")
+    restore_plan(session)
+    assert session.plan.b2t is None
     assert session.undo().parts == ("keep",)
+
+
+def test_restoring_a_borrowed_plan_keeps_what_the_user_has_published_since(session: gl.Session) -> None:
+    lend_plan(session, t2b="layer == 0")
+    session.edit(t2b=None, keep="layer == 2")
+    lend_plan(session, b2t="True", keep=None)
+    restore_plan(session)
+    assert (session.plan.b2t, session.plan.keep) == (None, "layer == 2")
+    version = session.plan.version
+    restore_plan(session)
+    assert session.plan.version == version
 
 
 def test_what_is_undone_is_in_force_from_the_next_run_on(session: gl.Session) -> None:

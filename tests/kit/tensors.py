@@ -9,8 +9,9 @@ import torch
 _ALL = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 # A quantized tensor is numbers with a scale and a zero point; taps skip those.
 DTYPES = [dtype for dtype in _ALL if not str(dtype).startswith(("torch.qint", "torch.quint"))]
-# torch cannot even copy numbers of fewer than eight bits; they exist as a view of bytes.
-COPYABLE = [dtype for dtype in DTYPES if not re.fullmatch(r"torch\.u?int[1-7]", str(dtype))]
+# torch cannot even copy numbers of fewer than eight bits, nor, up to 2.9, pairs of four; they exist as a view of bytes.
+_NOT_COPYABLE = r"torch\.(u?int[1-7]" + (r"|float4\w*" if torch.__version__ < "2.10" else "") + ")"
+COPYABLE = [dtype for dtype in DTYPES if not re.fullmatch(_NOT_COPYABLE, str(dtype))]
 
 
 def random_bits(dtype: torch.dtype, *shape: int, seed: int = 7) -> torch.Tensor:

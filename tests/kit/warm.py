@@ -283,6 +283,8 @@ def _import(*modules: str) -> None:
 
 def run_as_main(asked: Mapping[str, Any]) -> None:
     """Do what ``python ARGUMENTS`` does."""
+    # Triton's bindings, which torch 2.15 has on the CPU too, report what the last collection of a process leaves.
+    atexit.register(gc.unfreeze)
     if asked["session"]:
         os.setsid()
     os.environ.clear()

@@ -157,7 +157,7 @@ def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() 
     far.is_near = False
     with far:
         (x * 2).sum()
-    assert far.over_budget == {0, 1}
+    assert far.left_out == {0, 1}
     again = OperationRecorder(only=frozenset({1}))
     with again:
         (x * 2).sum()

@@ -147,6 +147,20 @@ def test_what_differs_after_the_last_tap_is_named_with_it() -> None:
     ]
 
 
+def test_a_cache_beside_the_tapped_results_is_not_called_later_than_them() -> None:
+    cache = returned(("['cache'].keys", 0.5, PAIR))
+    (said,) = unexplained(tap("y", 1), tap("output.logits", 2), returned_grafted=cache).after_last_tap()
+    assert said.startswith(
+        "Something that no tap shows is computed differently: with the baseline's value at every tap"
+    )
+
+
+def test_what_differs_beside_a_tap_that_was_not_grafted_is_not_blamed_on_later_code() -> None:
+    found = unexplained(tap("y", 1), returned_grafted=returned(("", 0.5, PAIR)))
+    (said,) = found.after_last_tap(all_grafted=False)
+    assert said.startswith("With the baseline's value at every tap that could be grafted, the returned value differs")
+
+
 def test_grafts_that_change_nothing_beside_a_wrong_last_tap_show_no_later_mistake() -> None:
     wrong, same = returned(("", 0.5, PAIR)), returned(("", 0.5, PAIR))
     assert unexplained(tap("y", 2, 0.5), returned=wrong, returned_grafted=same).after_last_tap() == []

@@ -1,6 +1,6 @@
 """Imported by Python when it starts, in each process of a script that ``graftlab compare`` has started.
 
-It imports nothing that the script does not import. When torch has been imported, the first call of a model passes to
+It imports nothing that the script does not import. Once torch has been imported, it passes the first call of a model to
 graftlab.
 """
 
@@ -18,7 +18,7 @@ _TORCH = "torch.nn.modules.module"
 
 
 class _TorchWatcher:
-    """Finds the module of ``torch.nn.Module`` as the other finders do, and prepares it after its import."""
+    """Finds the module of ``torch.nn.Module`` by the other finders, and prepares it after its import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         if name != _TORCH:
@@ -45,7 +45,7 @@ def _prepare(base: Any) -> None:
     def first_call(module: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal has_begun
         if has_begun:
-            # Code that kept `model.__call__` from before, as generate() does.
+            # Code may still hold the `model.__call__` from before, as generate() does.
             return base.__call__(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return call(module, *args, **kwargs)
@@ -57,7 +57,7 @@ def _prepare(base: Any) -> None:
 
 
 def _graftlab() -> Any:
-    # In the environment of the comparison itself it may be on a path that a script does not inherit.
+    # The comparison may have graftlab on a path that a script does not inherit.
     may_lend = "GRAFTLAB_COMPARE_INJECT" in os.environ or sys.prefix == os.environ.get("GRAFTLAB_COMPARE_PREFIX")
     if may_lend and importlib.util.find_spec("graftlab") is None:
         sys.meta_path.append(_LentPackage(os.environ["GRAFTLAB_COMPARE_LENDS"]))
@@ -73,7 +73,7 @@ def _graftlab() -> Any:
 
 
 class _LentPackage:
-    """Finds graftlab in the folder of the copy that compares, and nothing else there."""
+    """Finds graftlab, and nothing else, in the folder of the comparison's copy."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -85,7 +85,7 @@ class _LentPackage:
 
 
 def _import_shadowed() -> None:
-    """Import the module of this name that this one hides, if there is one."""
+    """Import the other sitecustomize that this one hides, if there is one."""
     hidden = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", hidden)
     if spec is not None and spec.loader is not None:
