@@ -356,7 +356,7 @@ class CalledRuns(VerdictRuns):
             for side, callee in self._callees().items()
         }
         run, version = self._run(why, callees, (), {}, self.changes(filters))
-        return TracedRun(self._rows_under(version, run), list(run.baseline), list(run.target))
+        return TracedRun(self._rows_under(version, run), run.baseline, run.target)
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
