@@ -119,9 +119,9 @@ class Repeats:
         )
 
     def in_float32(self, choice: JudgingChoice) -> Verdict | None:
-        """Judge these runs in float32; None where the calls are not of 16 bits or cannot run so."""
+        """Judge these runs in float32; None if the calls are not of 16 bits, or cannot run in float32."""
         if len(self.session.ranks) > 2:
-            # A rank that cannot run so would let the others wait.
+            # A rank that cannot run in float32 would keep the others waiting.
             return None
         run = self.session.run(widen_call, widen_call)
         try:
@@ -220,14 +220,14 @@ def judge_held_calls(
 
 
 def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) -> Verdict | None:
-    """The verdict after the same runs in float32, where rounding to 16 bits may hide a mistake; None elsewhere.
+    """The verdict of the same runs in float32, if rounding to 16 bits may hide a mistake; otherwise None.
 
     That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
     """
     found, frame = verdict.findings, verdict.frame
     if answer_of(replace(found, in_float32=0.0), True, True) != "agree":
         return None
-    # Bit-equal calls are right. Of different dtypes, one side's weights are rounded.
+    # Bit-equal calls are right. If dtypes differ, one side's weights are rounded.
     if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() or frame["cast"].notna().any():
         return None
     wide = repeats.in_float32(choice)

@@ -208,8 +208,8 @@ class _HeldInTurn:
             else:
                 held = self._described_whole(held)
                 compared = self._judge_call(held)
-                if self._may_be_micro_batches(compared, held):
-                    # The call was not compared, so it does not count among those that agree.
+                if compared.answer == "inconclusive" and trains(held) and not have_equal_shapes(held):
+                    # Perhaps micro-batches: the call was not compared, so it does not count among those that agree.
                     self._models.pop()
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
@@ -337,9 +337,6 @@ class _HeldInTurn:
             # As long as the judged calls took. Scripts that continue afterwards must not be delayed.
             self._judged_by = 0.0 if self._choice.keep_going else now + max(now - self._began, _LOOK_AT_RESULTS)
         return now > self._judged_by
-
-    def _may_be_micro_batches(self, compared: Comparison, held: Held) -> bool:
-        return compared.answer == "inconclusive" and trains(held) and not have_equal_shapes(held)
 
     def _judge_call(self, held: Held) -> Comparison:
         baseline, target = described_as(held, CallDescription)

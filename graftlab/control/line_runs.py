@@ -11,7 +11,7 @@ import pandas as pd
 
 from graftlab.base.tags import identity, own_tags
 from graftlab.base.world import Side
-from graftlab.control.verdict_runs import MOST_RUNS, NotTraced, RunFilters, TracedRun, VerdictRuns
+from graftlab.control.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
@@ -135,8 +135,8 @@ class LineSearch:
         if not self._found_calls:
             return
         traced = self._trace("the operations behind what differs", self._found_calls)
-        if isinstance(traced, NotTraced):
-            self._not_traced = traced.reason
+        if isinstance(traced, str):
+            self._not_traced = traced
             return
         self._traced = traced
         for call in self._found_calls:
@@ -178,7 +178,7 @@ class LineSearch:
             if not chosen:
                 break
             again = self._trace("with other values at single operations", calls)
-            if isinstance(again, NotTraced):
+            if isinstance(again, str):
                 self._not_confirmed = True
                 return
             self._judge(chosen, again, calls)
@@ -209,19 +209,19 @@ class LineSearch:
             for row in chosen
         ]
 
-    def _trace(self, why: str, calls: Sequence[_Traced]) -> TracedRun | NotTraced:
+    def _trace(self, why: str, calls: Sequence[_Traced]) -> TracedRun | str:
         changes = self._changes(calls)
         filters = RunFilters(b2t="True", leaving=self._lonely)
         wanted = [each.wanted for each in calls]
-        # A run with other values at some operations differs from the first in what follows these alone.
+        # A run with other values at some operations differs from the first only after these.
         first = self._traced
         only = None if first is None else first.needed
         traced = self._runs.traced(why, filters, wanted, self._grafted, changes, only)
-        if not isinstance(traced, NotTraced) and traced.without_fingerprint:
-            # Other operations lead to the taps now; or in the first run, their values were over a budget.
+        if not isinstance(traced, str) and traced.without_fingerprint:
+            # Different operations lead to the taps now, or their values exceeded a budget in the first run.
             first = first or traced
             traced = self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
-        return traced if first is None or isinstance(traced, NotTraced) else traced.beside(first)
+        return traced if first is None or isinstance(traced, str) else traced.beside(first)
 
     def _changes(self, calls: Sequence[_Traced]) -> dict[Side, list[OperationChanges]]:
         """The changes of the next run, for each rank of both sides."""

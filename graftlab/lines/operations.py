@@ -112,7 +112,7 @@ def _has_own_backward(frames: Sequence[SourceFrame]) -> bool:
 
 
 class _Layout(NamedTuple):
-    """Where a tensor's elements are in its memory; ``stride`` is None for a tensor of another kind."""
+    """The place of a tensor's elements in its memory; ``stride`` is None for a tensor that is not strided."""
 
     shape: tuple[int, ...]
     begin: int = 0
@@ -135,14 +135,14 @@ class _Writes:
     writes: int = 0
     writers: list[int] = field(default_factory=list)
     present: dict[int, _Layout] = field(default_factory=dict)
-    """The values that it holds now, each with where they are in the memory."""
+    """Its present values, each with its place in the memory."""
     is_written_in_place: bool = False
     path: str | None = None
     searches: int = 0
 
 
 class _Argument(NamedTuple):
-    """What a schema says of an argument. ``default`` is empty where it has none."""
+    """An argument in a schema. ``default`` is empty if it has none."""
 
     name: str
     is_by_name: bool
@@ -151,17 +151,17 @@ class _Argument(NamedTuple):
 
 
 class _Signature(NamedTuple):
-    """What is known of an operation before it is called."""
+    """The facts of an operation that are known before it is called."""
 
     name: str
     arguments: tuple[_Argument, ...]
     is_collective: bool
-    """Whether it may still be under way when it returns, and its schema does not say what it writes to."""
+    """Whether it may still be in progress when it returns, and its schema does not show what it writes to."""
     has_later_result: bool
     may_draw: bool
 
     def given(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
-        """The arguments with the values that were given."""
+        """The arguments with the given values."""
         for place, argument in enumerate(self.arguments):
             if place < len(args):
                 yield argument, args[place]
@@ -171,7 +171,7 @@ class _Signature(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _signature(func: Any) -> _Signature:
-    # Torch makes each part of a schema anew whenever it is asked.
+    # torch makes each part of a schema anew at each access.
     schema = func._schema
     name = schema.name.rpartition("::")[2].removeprefix("_")
     is_collective = func.namespace in _COLLECTIVES
@@ -237,14 +237,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values: list[TracedValue] = []
         self.fingerprints: dict[int, Fingerprint] = {}
         self.left_out: set[int] = set()
-        """The values without a fingerprint: over the budget, far from what is wanted, or not in ``only``."""
+        """The values without a fingerprint: over the budget, far from wanted values, or not in ``only``."""
         self.is_open = True
         self.present_step: Callable[[], int] = int
         """Returns the code's present step, counted from the first."""
         self.is_near = True
         """Whether the code is near a wanted value."""
         self.reads_constants = True
-        """Whether fingerprints are taken, far from what is wanted, of what no operation computed."""
+        """Whether fingerprints far from wanted values are taken of values that no operation computed."""
         self.is_cut_short = False
         """Whether there were too many operations to record all."""
         self.fails_silently = False
@@ -327,7 +327,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._keep(read)
         node, index = _autograd_node(), len(self.operations)
         if self.only is not None and not self.only.issuperset(inputs):
-            # An operation that leads to a wanted value reads wanted values alone.
+            # An operation that leads to a wanted value reads only wanted values.
             return _Begun(signature, read, written, inputs, index, node)
         # Without the frames of this method and of the method that the operation calls.
         stack = tuple(stack_entries(sys._getframe(2), self._entries))
@@ -482,7 +482,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_parameter = value.is_parameter or (isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value))
         path, is_new = value.path, number not in self._named or is_parameter != value.is_parameter
         if is_new and (is_parameter or not value.sources) and self._is_near(number):
-            # Its name is searched for among thousands of objects.
+            # The search for its name goes through thousands of objects.
             self._named.add(number)
             path = path_of(tensor, sys._getframe(1))
         if (path, is_parameter) != (value.path, value.is_parameter):
@@ -509,7 +509,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether an operation that may draw random numbers does. An attention that drops out nothing does not."""
+    """Whether an operation that may draw random numbers does. Attention without dropout does not."""
     values = {argument.name: value for argument, value in signature.given(args, given)}
     drops_out = any(argument.name == "dropout_p" for argument in signature.arguments)
     return not drops_out or bool(values.get("dropout_p"))

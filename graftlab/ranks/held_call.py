@@ -267,7 +267,7 @@ class HeldCall:
         self._watch()
 
     def widen(self) -> str | None:
-        """Repeat the call from now on in float32 in the place of 16 bits; returns why, if that is not possible."""
+        """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible."""
         self._restore()
         reached = [tensor for _, tensor in tensors_by_path({**self._models, **self._state})]
         weights = [weight for model in self._models.values() for weight in model.parameters()]
