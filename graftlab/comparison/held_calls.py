@@ -377,8 +377,8 @@ def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescr
     if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
         return []
     return [
-        f"The calls have batches of other sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
-        "target, so they are not the same work: let both sides call their models with the same batch."
+        f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
+        "target, so they do different work: let both sides call their models with the same batch."
     ]
 
 

@@ -73,7 +73,7 @@ _HOW = (
     "Each script waited in the outermost calls of its models and in the steps of its optimizers, which were repeated "
     "for each run from the same state; nothing else in the scripts was repeated."
 )
-_REFUSED = "What cannot be repeated in its process is judged where the scripts are started again for each run:"
+_REFUSED = "To judge a call or update that cannot be repeated, the scripts must be started again for each run;"
 # After this many calls that raise, a script is no longer waited for.
 _MOST_RAISING = 16
 _AFTER_A_TIE = f"{NOT_CHECKED}what the scripts compute from different tokens."
@@ -475,15 +475,15 @@ class _HeldInTurn:
             )
         if any(line.startswith(_WEIGHTS_DIFFER) for line in compared.findings.data):
             return (
-                f"Before call {number} the weights differ, so the difference arises in what follows the last call: "
+                f"Before call {number} the weights differ, so the difference arises after the last call: in "
                 "the loss, the update, or code that writes weights."
             )
         if number > 1 and compared.findings.named and set(compared.findings.named) <= set(compared.findings.inputs):
             return (
                 f"Before call {number}, of {self._models[-1]}, its inputs differ, and the calls before it agree: the "
-                "scripts' own code between the calls differs, or rounding has turned a choice, such as a token."
+                "scripts' own code between the calls differs, or rounding has flipped a choice, such as a token."
             )
-        return f"At call {number}, of {self._models[-1]}:"
+        return f"In call {number}, of {self._models[-1]}:"
 
     def _differing_buffers(self, compared: Comparison) -> bool:
         """Whether buffers of the model differ, such as a norm's running mean, and no weights."""

@@ -271,7 +271,6 @@ class PeerConnector:
             self._router.close()
 
     def close(self) -> None:
-        """Close the links."""
         for channel, _ in self._links.values():
             channel.close()
         self._router.close()

@@ -149,7 +149,6 @@ def _shown(taps: Sequence[RecordedTap], fetch: Fetch | None) -> Iterator[_Shown]
 
 
 def _shows(taps: _RowTaps, order: RowOrder) -> bool:
-    """Whether these taps show a known order."""
     last: list[list[ShownRows]] = []
     for side, call in (("baseline", order.baseline), ("target", order.target)):
         own = [each for each in taps.shown[side] if each.call == call]  # type: ignore[index]
