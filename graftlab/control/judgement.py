@@ -42,8 +42,8 @@ from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import (
     added_frame,
     labelled,
-    lonely_filter,
     named_groups,
+    one_sided_filter,
     unread_grafts,
     unread_grafts_text,
 )
@@ -109,7 +109,7 @@ class Evidence:
     outputs: Sequence[OutputTap]
     selves: Sequence[SelfGraft]
     floors: MeasuredFloors
-    lonely: str | None
+    one_sided: str | None
     """A filter for the taps that only one side has. A swap must not wait for them."""
     settings: SettingsDifference
 
@@ -207,9 +207,9 @@ class Judgement:
             nothing_read: list[str] = []
             read = self._attempt("the check for unwritten memory", self._runs.unwritten_memory, nothing_read)
             without_output += reads_unwritten(read)
-        mechanisms = Mechanisms(self._runs, evidence.lonely)
+        mechanisms = Mechanisms(self._runs, evidence.one_sided)
         origins = self._origins(evidence, naming, mechanisms)
-        swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
+        swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
         causes, remarks = self._causes(evidence, naming, swaps)
         # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
         if not (causes and all(each.restored <= each.limit for each in causes.values())):
@@ -232,7 +232,7 @@ class Judgement:
             # Groups that cancel or round differently are not mistakes.
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
-            search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)
+            search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
             self._attempt("the search for lines of source", lambda: search.trace(groups), None)
             # Whatever fails here, the lines that were found are kept.
             self._attempt("the confirmation of lines of source", search.confirm, None)
@@ -355,7 +355,7 @@ class Judgement:
             outputs,
             selves,
             MeasuredFloors(selves, self._before),
-            lonely_filter(pd.concat([compared, grafted])),
+            one_sided_filter(pd.concat([compared, grafted])),
             settings,
         )
 
@@ -431,7 +431,7 @@ class Judgement:
         unchanged: tuple[pd.DataFrame, list[str]] = naming.frame, []
         frame, names = self._attempt(
             "the comparison of values that are not masked",
-            lambda: without_masked_values(self._runs, evidence.measured, naming.frame, evidence.lonely),
+            lambda: without_masked_values(self._runs, evidence.measured, naming.frame, evidence.one_sided),
             unchanged,
         )
         left = {*naming.following, *naming.scaled}

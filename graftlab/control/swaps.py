@@ -153,7 +153,7 @@ def _last_result(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> t
 class Swaps:
     """Measures the effect of groups on an output.
 
-    ``rows`` are those measured with every tap grafted, ``lonely`` is a filter for the taps that only one side has.
+    ``rows`` are those measured with every tap grafted, ``one_sided`` is a filter for the taps that only one side has.
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class Swaps:
         rows: pd.DataFrame,
         selves: Sequence[SelfGraft],
         floors: MeasuredFloors,
-        lonely: str | None,
+        one_sided: str | None,
     ) -> None:
         self._runs = runs
         self._rows = rows
         self._selves = selves
         self._floors = floors
-        self._lonely = lonely
+        self._one_sided = one_sided
         self._names = self._names_by_group()
         self._left = MOST_SWAPS
         self.not_swapped: dict[str, None] = {}
@@ -226,7 +226,7 @@ class Swaps:
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
-            frame = self._runs.both(why, RunFilters(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely))
+            frame = self._runs.both(why, RunFilters(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._one_sided))
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
                 self.not_swapped.update(dict.fromkeys(waited["name"]))

@@ -128,7 +128,7 @@ class _Layout(NamedTuple):
 
 
 @dataclass
-class _Writes:
+class _Storage:
     """The state of one storage: its life, because addresses are reused, and the operations that wrote to it."""
 
     life: int
@@ -197,7 +197,7 @@ def modes_in_force() -> list[TorchDispatchMode]:
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _BegunOperation:
     """Notes on an operation, made before it runs."""
 
     signature: _Signature
@@ -259,7 +259,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.only = only
         self._paused = 0
         self._known: dict[tuple[Any, ...], int] = {}
-        self._written: dict[int, _Writes] = {}
+        self._written: dict[int, _Storage] = {}
         self._named: set[int] = set()
         self._entries: dict[tuple[int, int], StackEntry] = {}
         self._lives = 0
@@ -310,7 +310,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _fail(self, error: Exception) -> None:
         self.failure, self.is_open = error, False
 
-    def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Begun:
+    def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _BegunOperation:
         """Note the values that an operation reads, before it may overwrite them."""
         signature = _signature(func)
         read, written = [], []
@@ -328,16 +328,18 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node, index = _autograd_node(), len(self.operations)
         if self.only is not None and not self.only.issuperset(inputs):
             # An operation that leads to a wanted value reads only wanted values.
-            return _Begun(signature, read, written, inputs, index, node)
+            return _BegunOperation(signature, read, written, inputs, index, node)
         # Without the frames of this method and of the method that the operation calls.
         stack = tuple(stack_entries(sys._getframe(2), self._entries))
         shapes = [tuple(each.shape) for each in _tensors([*args, *given.values()])]
         call, arguments = _in_words(signature, args, given)
-        return _Begun(
+        return _BegunOperation(
             signature, read, written, inputs, index, node, stack, _forward_lines(node), call, arguments, shapes
         )
 
-    def _end(self, begun: _Begun, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> Any:
+    def _end(
+        self, begun: _BegunOperation, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any
+    ) -> Any:
         """Record an operation that has run, and return the result to continue with."""
         # Operations inside this one were not recorded, because torch disables the mode meanwhile.
         index, written, signature = begun.index, begun.written, begun.signature
@@ -355,7 +357,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in _tensors(result):
             if (address := _address(each)) not in shared:
                 self._lives += 1
-                self._written[address] = _Writes(self._lives, 0, [index])
+                self._written[address] = _Storage(self._lives, 0, [index])
             outputs.append(self._number(each, (index,)))
         self.operations.append(
             Operation(
@@ -405,7 +407,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kept[number] = each.clone()
 
     def _fed_to(
-        self, begun: _Begun, args: Sequence[Any], given: dict[str, Any]
+        self, begun: _BegunOperation, args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with fed values replaced, except where the operation writes to them."""
         if begun.index not in self.fed:
@@ -457,12 +459,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory.writers.append(index)
             memory.is_written_in_place = True
 
-    def _memory(self, tensor: torch.Tensor) -> _Writes:
+    def _memory(self, tensor: torch.Tensor) -> _Storage:
         address = _address(tensor)
         memory = self._written.get(address)
         if memory is None:
             self._lives += 1
-            memory = self._written[address] = _Writes(self._lives)
+            memory = self._written[address] = _Storage(self._lives)
         return memory
 
     def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
