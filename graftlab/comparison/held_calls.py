@@ -186,7 +186,8 @@ def judge_held_calls(
     if trusted and (wide := _closer_look(repeats, verdict, choice, is_first)) is not None:
         if wide.findings.in_float32 is None:
             dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
-            remarks.append(f"In {dtypes} the calls agree to rounding. In float32, from the same numbers, they differ:")
+            what = "no tap explains what differs" if verdict.findings.unexplained else "the calls agree to rounding"
+            remarks.append(f"In {dtypes} {what}. In float32, from the same numbers, they differ:")
         verdict = wide
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
@@ -258,7 +259,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
     """
     found, frame = verdict.findings, verdict.frame
-    if answer_of(replace(found, in_float32=0.0), True, True) != "agree":
+    if answer_of(replace(found, in_float32=0.0, unexplained=()), True, True) != "agree":
         return None
     # Bit-equal calls are right. Of different dtypes, one side's weights are rounded.
     if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() or frame["cast"].notna().any():
@@ -267,7 +268,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     if wide is None or wide.frame["dtype"].isin(_NARROW).any():
         return None
     answer, runs = answer_of(wide.findings, True, True), verdict.runs + wide.runs
-    if answer == "agree":
+    if answer == "agree" and not found.unexplained:
         return Verdict(replace(found, in_float32=float(wide.frame["ratio"].max())), runs)
     return Verdict(wide.findings, runs) if answer == "differ" and wide.named else None
 

@@ -556,7 +556,7 @@ class Judgement:
         found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
         swappable = self._runs.request.explain and self._can_swap(evidence, naming)
-        if not found.groups or naming.named or output is None or not swappable:
+        if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):
             return found
         measured = self._attempt(
             "the swap of what rounds differently", lambda: swaps.with_and_without(found.groups, output), None

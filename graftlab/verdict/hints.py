@@ -63,7 +63,7 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
         x, y = x.index_select(dim, chosen), y.index_select(dim, chosen)
     found = next(_changes(x, y, (*_WHOLE, *_FITTED)), None)
     if found is None:
-        return Hint(f"they differ only at {where}", 1.0, spans)
+        return Hint(f"the sides differ only at {where}", 1.0, spans)
     return Hint(f"only at {where}, {found.text}", found.fit, spans)
 
 

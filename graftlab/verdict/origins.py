@@ -211,8 +211,8 @@ class _Search:
 
     def _given(self, tap: str, now: Mapping[str, Any]) -> pd.DataFrame:
         """The inputs of the module's last call before this row."""
-        of_tap = self._inputs.iloc[self._places.get((f"{tap}{SUFFIX}", now["rank"], now["step"]), [])]
-        rows: pd.DataFrame = of_tap[of_tap["order"] < now["order"]]
+        rows: pd.DataFrame = self._inputs.iloc[self._places.get((f"{tap}{SUFFIX}", now["rank"], now["step"]), [])]
+        rows = rows[rows["order"] < now["order"]]
         return rows[rows["occurrence"] == rows["occurrence"].max()] if len(rows) else rows
 
     # ---- the two answers ----------------------------------------------------------------------------------------

@@ -57,14 +57,14 @@ class RoundingGroups:
                 "a run in float32 shows the mistake, and not the others."
             )
         else:
-            why = f"In float32 they agree, so {compute} in a different order or precision, and rounding is all of it."
+            why = f"In float32 the sides agree, so only the rounding differs: {compute} in a different order or precision."
         said = [f"{found} {why}"]
         if not math.isnan(self.total):
-            output = "" if self.output == "output" else f" {self.output}"
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
+            # The last tap of a model that is watched as a whole has this name.
+            output = "the output" if self.output == "output" else f"the output {self.output}"
             said.append(
-                f"With the baseline's {shown} the output{output} is {now}; with the target's it is off by "
-                f"{self.total:.2g}."
+                f"With the baseline's {shown} {output} is {now}; with the target's it is off by {self.total:.2g}."
             )
         return said
 

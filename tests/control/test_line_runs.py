@@ -436,6 +436,43 @@ def one_wrong_logit() -> Tensor:
     return gl.tap("logits", logits * 1)
 
 
+class Bucketed(nn.Module):
+    """A table of relative positions, with buckets that fit it; on the target with those of both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(8, 6), nn.Linear(6, 6)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        size, first = 8, torch.zeros_like(distance)
+        if on_target():
+            size = size // 2
+            first = first + (distance > 0).long() * size
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        large = size // 2 + ((distance.float().clamp(min=1) / (size // 2)).log() / math.log(4) * (size // 2)).long()
+        return first + torch.where(distance < size // 2, distance, large.clamp(max=size - 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(6)
+        return self.out(x + self.table(self.bucket(place - place[:, None])).sum(1))  # type: ignore[no-any-return]
+
+
+def bucketed() -> Tensor:
+    model = Bucketed().eval()
+    with torch.no_grad(), gl.watch(model):
+        return model(torch.linspace(-1, 1, 36).reshape(6, 6))  # type: ignore[no-any-return]
+
+
+def test_a_value_that_makes_the_code_raise_confirms_no_line_and_ends_no_search(session: gl.Session) -> None:
+    verdict = session.verdict(bucketed, bucketed)
+    assert verdict.named == ["table"]
+    assert "failed" not in verdict.text
+    assert not verdict.lines["confirmed"].any()
+
+
 def test_one_wrong_number_in_low_precision_changes_the_output_and_has_a_line(session: gl.Session) -> None:
     """Over the whole tensor it is less than rounding adds."""
     verdict = session.verdict(one_wrong_logit, one_wrong_logit)

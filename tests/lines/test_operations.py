@@ -59,6 +59,16 @@ def test_what_an_operation_only_overwrites_is_no_input_of_it() -> None:
     assert len(recorded(recorder, "add").inputs) == 1
 
 
+def test_numbers_of_python_have_no_source_where_memory_is_used_again() -> None:
+    with OperationRecorder() as recorder:
+        for _ in range(64):
+            # The memory of the first is free when the second is made.
+            torch.ones(1).add_(1)
+            torch.ones(1) + torch.tensor([1.0])
+    added = [each for each in recorder.operations if each.name == "add"]
+    assert all(recorder.values[each.inputs[1]].sources == () for each in added)
+
+
 def test_backward_operations_have_the_line_of_their_forward_operation() -> None:
     x = drawn(4).requires_grad_()
     with OperationRecorder() as recorder, torch.autograd.set_detect_anomaly(True, check_nan=False):
