@@ -174,11 +174,11 @@ MUTABLE = {
     "_Atom",
     "_Chunk",
     "_ForwardedPair",
+    "_KnownShare",
     "_OutgoingTensor",
-    "_Parts",
     "_Side",
-    "_Traced",
-    "_Writes",
+    "_Storage",
+    "_TracedCall",
 }
 
 

@@ -41,7 +41,9 @@ class RoundingGroups:
         return math.isnan(self.total) or self.restored <= self.total / 2
 
     def sentences(self, in_float32: float | None = None) -> list[str]:
-        """What a verdict says of them; ``in_float32`` is its largest ratio in a run in float32 that names nothing."""
+        """A verdict's sentences on them; ``in_float32`` is the largest ratio of its runs in float32, if they name
+        nothing.
+        """
         if not self.groups:
             return []
         shown = first_of(self.groups, _MOST_SHOWN)

@@ -320,7 +320,7 @@ def test_batches_of_other_sizes_are_named(ours: tuple[int, ...], theirs: tuple[i
     told = _other_batch(calls[:1], calls[1:])
     assert bool(told) == said
     assert not said or told[0].startswith(
-        "The calls have batches of other sizes, 3 on the baseline and 2 on the target"
+        "The calls have batches of different sizes, 3 on the baseline and 2 on the target"
     )
     assert not _other_batch(calls[:1] * 2, calls[1:])
 
