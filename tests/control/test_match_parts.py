@@ -16,6 +16,7 @@ def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
     assert _alike(one, RecordedTap.of("x", x * (1 + 1e-6)))
     assert not _alike(one, RecordedTap.of("x", x * (1 + 1e-4)))
     assert not _alike(one, RecordedTap.of("x", x[:1]))
+    assert not _alike(RecordedTap.of("x", torch.ones(8)), RecordedTap.of("x", torch.ones(1)))
     lost = x.clone()
     lost[3] = math.nan
     assert _alike(RecordedTap.of("x", lost), RecordedTap.of("x", lost.clone()))

@@ -129,3 +129,23 @@ def test_a_part_of_another_size_than_what_is_left_is_not_guessed() -> None:
     fused = torch.cat([*parts[:2], drawn(4, 6, seed=8)])
     found = with_weights(outputs_of_parts("q", "k", "v"), weights(**mine), weights(qkv_weight=fused))
     assert sorted(one for one, *_ in paired(found)) == ["k.weight", "q.weight"]
+
+
+def test_weights_that_are_swapped_in_one_layer_are_paired_as_in_the_others() -> None:
+    ours = {f"h_{n}_{name}_weight": drawn(4, 6, seed=10 * n + at) for n in range(4) for at, name in enumerate("qk")}
+    theirs = {f"b{name[1:]}": value for name, value in ours.items()}
+    theirs["b_1_q_weight"], theirs["b_1_k_weight"] = theirs["b_1_k_weight"], theirs["b_1_q_weight"]
+    outputs = Proposal(tuple(Pair(f"h.{n}.q", f"b.{n}.{'k' if n == 1 else 'q'}") for n in range(4)))
+    found = with_weights(outputs, weights(**ours), weights(**theirs))
+    pairs = {one: (other, sureness) for one, other, sureness in _sure(found)}
+    assert pairs["h.1.q.weight"] == ("b.1.q.weight", "rule")
+    assert pairs["h.1.k.weight"] == ("b.1.k.weight", "rule")
+    assert pairs["h.0.q.weight"] == ("b.0.q.weight", "exact")
+    assert len(pairs) == 8
+    assert found.wrong_weights
+    assert all("b.1." in each for each in found.wrong_weights)
+
+
+def _sure(found: Proposal) -> list[tuple[str, str, str]]:
+    plain = [(pair.baseline.partition("[")[0], pair.target.partition("[")[0], pair.sureness) for pair in found.pairs]
+    return [each for each in plain if "weight" in each[1]]
