@@ -19,7 +19,7 @@ from torch import nn
 
 from graftlab.base.world import Place
 from graftlab.errors import ConfigError
-from graftlab.jobs import held_script
+from graftlab.jobs import handshake, held_script
 from graftlab.jobs.handshake import HoldAccepted, RequestRefused, StatusQuery
 from graftlab.jobs.held_script import HeldScript, _claims, _ScriptRank, forget_claims
 from graftlab.plan.plan import GraftPlan
@@ -275,8 +275,8 @@ class Answering:
         place: Any = MagicMock()
         place.__enter__.return_value.connect.return_value = None if answer is None else connection
         patch.setattr(held_script, "Rendezvous", lambda folder: place)
-        patch.setattr(held_script, "send_handshake", lambda connection, request: self.requests.append(request))
-        patch.setattr(held_script, "receive_handshake", lambda connection: answer)
+        patch.setattr(handshake, "send_handshake", lambda connection, request: self.requests.append(request))
+        patch.setattr(handshake, "receive_handshake", lambda connection: answer)
         ends = [os.dup(self.line.fileno()), os.dup(self.wake.fileno())]
         patch.setattr(held_script, "receive_descriptors", lambda connection, count: [3, 4, *ends, 99])
         patch.setattr(held_script, "die_with_notebook", self.dies_with.append)
@@ -310,10 +310,10 @@ def test_a_process_becomes_the_rank_that_the_comparison_expects_and_ends_with_it
     [
         (None, "the comparison in .* is over"),
         (RequestRefused("two ranks were expected", settings=True), "two ranks were expected"),
-        (StatusQuery(stacks=False), "the comparison answered StatusQuery"),
+        (StatusQuery(stacks=False), "the other end answered StatusQuery"),
     ],
 )
-def test_a_process_that_is_not_admitted_is_told_why(
+def test_a_process_that_is_not_admitted_raises_the_reason(
     answer: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comparison = Answering(monkeypatch, answer)
