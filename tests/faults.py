@@ -78,6 +78,8 @@ class _Finder:
 
     def __init__(self, path: Path, source: bytes) -> None:
         self.found: list[Fault] = []
+        # Differences of which only the size counts.
+        self._unsigned: set[ast.AST] = set()
         self._path = path
         self._source = source
         # ast counts columns in bytes.
@@ -139,6 +141,7 @@ class _Finder:
         if name in _OPPOSITES and isinstance(node.func, ast.Name):
             self._replace("end", node.func, _OPPOSITES[name])
         if name == "abs" and one:
+            self._unsigned.add(node.args[0])
             self._replace("unit", node, self._text(node.args[0]))
         arguments: list[ast.expr | ast.keyword] = sorted([*node.args, *node.keywords], key=self._at)
         for at, argument in enumerate(arguments):
@@ -158,7 +161,7 @@ class _Finder:
         elif isinstance(node.op, (ast.Add, ast.Sub)):
             if isinstance(right, ast.Constant) and right.value == 1:
                 self._replace("end", node, self._text(left))
-            elif isinstance(node.op, ast.Sub) and not isinstance(right, ast.Constant):
+            elif isinstance(node.op, ast.Sub) and not isinstance(right, ast.Constant) and node not in self._unsigned:
                 self._replace("unit", node, f"{self._text(right)} - {self._text(left)}")
 
     def _look_at_ends(self, node: ast.Subscript) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graftlab.base.tap_groups import kind_of_group
+from graftlab.base.tensor_bytes import as_bytes
 from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
@@ -24,6 +26,7 @@ from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import (
     CallDescription,
+    call_numbers,
     drop_backward,
     narrow_call,
     repeat_call,
@@ -118,12 +121,20 @@ class Repeats:
             explain=explain,
         )
 
-    def in_float32(self, choice: JudgingChoice) -> Verdict | None:
-        """Judge these runs in float32; None if the calls are not of 16 bits, or cannot run in float32."""
+    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
+        """Judge these runs in float32; None if the calls are not of 16 bits, or cannot run in float32.
+
+        Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target reads the
+        baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
+        """
         if len(self.session.ranks) > 2:
             # A rank that cannot run in float32 would keep the others waiting.
             return None
-        run = self.session.run(widen_call, widen_call)
+        read = self.session.run(call_numbers, call_numbers)
+        numbers = _unequal_numbers(read.baseline[0], read.target[0], is_first)
+        if numbers is None:
+            return None
+        run = self.session.run(partial(widen_call, {}), partial(widen_call, numbers))
         try:
             if any(each is not None for each in (*run.baseline, *run.target)):
                 return None
@@ -171,10 +182,12 @@ def judge_held_calls(
     backward = _add_backward(repeats, baseline, target)
     verdict = repeats.verdict(choice)
     trusted = not remarks
-    if trusted and (wide := _closer_look(repeats, verdict, choice)) is not None:
+    is_first = all(each.number <= 1 for each in (*baseline, *target))
+    if trusted and (wide := _closer_look(repeats, verdict, choice, is_first)) is not None:
         if wide.findings.in_float32 is None:
             dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
-            remarks.append(f"In {dtypes} the calls agree to rounding. In float32, from the same numbers, they differ:")
+            what = "no tap explains what differs" if verdict.findings.unexplained else "the calls agree to rounding"
+            remarks.append(f"In {dtypes} {what}. In float32, from the same numbers, they differ:")
         verdict = wide
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
@@ -219,22 +232,43 @@ def judge_held_calls(
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
-def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) -> Verdict | None:
+def _unequal_numbers(
+    baseline: Mapping[str, Tensor] | None, target: Mapping[str, Tensor] | None, may_lack: bool
+) -> dict[str, Tensor] | None:
+    """The baseline's values of the tensors that differ from the target's; None if one of these has no partner."""
+    if baseline is None or target is None:
+        return None
+    found = {}
+    for path, value in target.items():
+        partner = baseline.get(path)
+        if partner is not None and (partner.shape, partner.dtype) == (value.shape, value.dtype):
+            if not _is_equal(partner, value):
+                found[path] = partner
+        elif not (may_lack or any(_is_equal(each, value) for each in baseline.values())):
+            return None
+    return found
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(as_bytes(one), as_bytes(other))
+
+
+def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> Verdict | None:
     """The verdict of the same runs in float32, if rounding to 16 bits may hide a mistake; otherwise None.
 
     That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
     """
     found, frame = verdict.findings, verdict.frame
-    if answer_of(replace(found, in_float32=0.0), True, True) != "agree":
+    if answer_of(replace(found, in_float32=0.0, unexplained=()), True, True) != "agree":
         return None
     # Bit-equal calls are right. If dtypes differ, one side's weights are rounded.
     if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() or frame["cast"].notna().any():
         return None
-    wide = repeats.in_float32(choice)
+    wide = repeats.in_float32(choice, is_first=is_first)
     if wide is None or wide.frame["dtype"].isin(_NARROW).any():
         return None
     answer, runs = answer_of(wide.findings, True, True), verdict.runs + wide.runs
-    if answer == "agree":
+    if answer == "agree" and not found.unexplained:
         return Verdict(replace(found, in_float32=float(wide.frame["ratio"].max())), runs)
     return Verdict(wide.findings, runs) if answer == "differ" and wide.named else None
 

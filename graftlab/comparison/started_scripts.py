@@ -79,7 +79,7 @@ class StartedScripts(Repeats):
         """Let the target continue with the baseline's values after this update, now and in each later start."""
         self._kept.append(units)
 
-    def in_float32(self, choice: JudgingChoice) -> Verdict | None:
+    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
         """Return None: each run starts the scripts again, with their own dtypes."""
         return None
 

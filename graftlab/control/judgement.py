@@ -229,9 +229,10 @@ class Judgement:
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
         if self._can_trace(evidence, naming):
-            # Groups that cancel or round differently are not mistakes.
-            to_blame = frame.loc[frame["label"] == "culprit", "group"]
-            groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
+            # Groups that cancel or round differently are not mistakes. Minor ones may be, if there are no others.
+            labels = ("culprit", "minor")
+            culprits, minor = ({*frame.loc[frame["label"] == each, "group"]} - {*naming.inputs} for each in labels)
+            groups = [group for group in naming.named if group in (culprits or minor)]
             search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
             self._attempt("the search for lines of source", lambda: search.trace(groups), None)
             # Whatever fails here, the lines that were found are kept.
@@ -558,7 +559,7 @@ class Judgement:
         found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
         swappable = self._runs.request.explain and self._can_swap(evidence, naming)
-        if not found.groups or naming.named or output is None or not swappable:
+        if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):
             return found
         measured = self._attempt(
             "the swap of what rounds differently", lambda: swaps.with_and_without(found.groups, output), None

@@ -13,6 +13,7 @@ from graftlab.base.tags import identity, own_tags
 from graftlab.base.world import Side
 from graftlab.control.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
 from graftlab.diffs.rounding import roundoff
+from graftlab.errors import RunError
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.remedies import Remedy
@@ -91,6 +92,12 @@ class _TracedCall:
         """The baseline's operations whose results the target reads."""
         fed = () if self.trying is None or self.trying.partner is None else (self.trying.partner,)
         return frozenset((*self.grafted.values(), *fed))
+
+    def give_up_change(self) -> None:
+        """Take back the change of the next run, with which the code raises."""
+        self.is_settled = self.trying is None
+        self.trying, self.left_out = None, None
+        self.grafts.clear()
 
     @property
     def taps(self) -> set[str]:
@@ -177,7 +184,13 @@ class LineSearch:
             chosen = self._choose(calls, traced)
             if not chosen:
                 break
-            again = self._trace("with other values at single operations", calls)
+            try:
+                again = self._trace("with other values at single operations", calls)
+            except RunError:
+                # The code raises if the values mean something else there, such as an index of another tensor.
+                for call in chosen:
+                    call.give_up_change()
+                continue
             if isinstance(again, str):
                 self._not_confirmed = True
                 return

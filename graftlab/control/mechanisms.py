@@ -177,7 +177,7 @@ class Mechanisms:
         what = "" if origin.arguments[0] == FIRST else f" as {origin.arguments[0]}"
         hint = hint_of(*pair)
         self._map(origin.group, f"what {origin.given_to} is given{what}", pair, hint)
-        self._of_inputs[origin.group] = None if hint is None else f"at what {origin.given_to} is given{what}, {hint}"
+        self._of_inputs[origin.group] = None if hint is None else f"in what {origin.given_to} is given{what}, {hint}"
 
     def _map(self, group: str, title: str, pair: tuple[torch.Tensor, torch.Tensor], hint: Hint | None) -> None:
         if pair[0].shape != pair[1].shape or len(self.maps) >= _MOST_MAPS:

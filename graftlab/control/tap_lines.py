@@ -95,7 +95,7 @@ def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> Tap
             )
         if not (rows["ratio"] > request.threshold).any():
             return TapLines(tap, 0.0, 0.0, ())
-        worst = rows.iloc[int(rows["ratio"].fillna(0).to_numpy().argmax())]
+        worst = rows.iloc[int(rows["ratio"].to_numpy().argmax())]
         search = LineSearch(runs, frame, request.threshold, one_sided)
         search.trace([tap])
         search.confirm()

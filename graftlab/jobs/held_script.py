@@ -214,7 +214,7 @@ class HeldScript:
         update = HeldUpdate(
             step,
             optimizer,
-            dict(self._models),
+            self._models,
             self._gradients,
             self._previous,
             number=self._updates,

@@ -25,7 +25,7 @@ from graftlab.lines.fingerprints import (
 )
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
-from graftlab.lines.partners import ComparedSide, plain_shape, with_constants, with_partners
+from graftlab.lines.partners import ComparedSide, plain_shape, reads_shape_alone, with_constants, with_partners
 from graftlab.lines.remedies import LostPart, Remedy, remedies
 from graftlab.lines.traces import OperationPlace, SliceTrace, TracedOperation
 
@@ -287,7 +287,11 @@ class _Side:
         lost = [each for each in everything if not self._arranges_known(each, level)] or everything
         follows = self._following_inputs()
         tap_dependent = [each for each in lost if follows[each.index]]
-        genuine = {each.index for each in lost if not follows[each.index] and self._computes_from_known(each, level)}
+        genuine = {
+            each.index
+            for each in lost
+            if not follows[each.index] and (self._computes_from_known(each, level) or self._overwrites(each))
+        }
         first = _without_ancestors(tap_dependent, self.trace, {each.index for each in tap_dependent})
         alone = _without_ancestors(
             [each for each in lost if not follows[each.index]], self.trace, {each.index for each in lost}
@@ -488,8 +492,8 @@ class _Side:
         sources = self._sources()
         outputs = {each.index: each.outputs for each in self.trace.operations}
         for each in self.trace.operations:
-            if each.outputs and all(self._is_constant(number) for number in each.outputs):
-                # Even a wrong value gives this constant if multiplied by zero.
+            if reads_shape_alone(each) or (each.outputs and all(self._is_constant(number) for number in each.outputs)):
+                # Even a wrong value gives this constant if multiplied by zero, or this result by its shape.
                 continue
             for number in each.inputs:
                 for index in sources[number]:
@@ -547,6 +551,12 @@ class _Side:
             return False
         return all(self.level(number) >= level for number in operation.inputs if self.says(number))
 
+    def _overwrites(self, operation: TracedOperation) -> bool:
+        """Whether an operation overwrites values by a constant, as ``x[-1] = 0`` does."""
+        return (
+            operation.name.endswith("_") and bool(operation.inputs) and all(map(self._is_constant, operation.outputs))
+        )
+
     def _has_equal_inputs(self, operation: TracedOperation) -> bool:
         # The state of a random number generator is an input, too.
         return not operation.is_random and all(self._is_equal(number) for number in operation.inputs)
@@ -572,11 +582,12 @@ class _Side:
             number = left.pop()
             for index in sources[number]:
                 inputs = by_index[index].inputs
-                if self._is_weak(number) and not any(map(self._is_weak, inputs)):
+                if self._is_weak(number) and inputs and not any(map(self._is_weak, inputs)):
                     found[index] = by_index[index]
                 partly = [each for each in inputs if self.says(each) and self.level(each) > DIFFERENT]
                 before = [each for each in partly if self.level(each) < IN_ORDER or self._is_weak(each)]
-                if not before:
+                # New memory, which later operations fill, has no order of its own.
+                if inputs and not before:
                     found[index] = by_index[index]
                 left += [each for each in before if each not in seen]
                 seen.update(before)

@@ -33,6 +33,8 @@ _SEARCHES_OF_ONE = 2
 
 # These do not read the tensors that they write to.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
+_FROM_DATA = frozenset({"lift_fresh", "lift_fresh_copy"})
+"""The operation that ``torch.tensor`` calls with the tensor that it has made of Python's numbers."""
 # A collective's schema does not show what it writes to. It may still be in progress when it returns.
 _COLLECTIVES = frozenset({"c10d"})
 _FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional"})
@@ -320,6 +322,10 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written += found
             if not (argument.is_written and (argument.is_by_name or signature.name in _OVERWRITING)):
                 read += found
+        if signature.name in _FROM_DATA:
+            # A tensor made without an operation, perhaps at the address of one that no longer exists.
+            for each in read:
+                self._begin_life(each, [])
         numbers = [self.read(each) for each in read]
         inputs = tuple(dict.fromkeys(numbers))
         for each, number in zip(read, numbers, strict=True):
@@ -355,9 +361,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A part of a buffer may be written and then read only through the whole.
             self.read(each)
         for each in _tensors(result):
-            if (address := _address(each)) not in shared:
-                self._lives += 1
-                self._written[address] = _Storage(self._lives, 0, [index])
+            if _address(each) not in shared:
+                self._begin_life(each, [index])
             outputs.append(self._number(each, (index,)))
         self.operations.append(
             Operation(
@@ -461,10 +466,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _memory(self, tensor: torch.Tensor) -> _Storage:
         address = _address(tensor)
-        memory = self._written.get(address)
-        if memory is None:
-            self._lives += 1
-            memory = self._written[address] = _Storage(self._lives)
+        return self._written.get(address) or self._begin_life(tensor, [])
+
+    def _begin_life(self, tensor: torch.Tensor, writers: list[int]) -> _Storage:
+        """Note that this tensor's memory is new, whatever was at its address before."""
+        self._lives += 1
+        memory = self._written[_address(tensor)] = _Storage(self._lives, 0, writers)
         return memory
 
     def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:

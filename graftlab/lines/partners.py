@@ -92,7 +92,7 @@ def with_constants(
         for each in side.trace.operations:
             made = [form for number in each.outputs for form in side.forms(number)]
             if (
-                not (each.only_arranges or _reads_shape_alone(each))
+                not (each.only_arranges or reads_shape_alone(each))
                 and each.inputs
                 and made
                 and all(form.constant and form.numel > 1 for form in made)
@@ -103,7 +103,7 @@ def with_constants(
     return [*found.values(), *(each for each in lost if each.operation.index not in found)]
 
 
-def _reads_shape_alone(operation: TracedOperation) -> bool:
+def reads_shape_alone(operation: TracedOperation) -> bool:
     """Whether the operation uses only the shape of its input, as ``zeros_like`` and ``new_full`` do."""
     return operation.name.endswith("_like") or operation.name.startswith("new_")
 

@@ -227,10 +227,9 @@ class _WeightsOfModules:
         gap = uncovered((pair.layout for pair in known), tap.shape)
         if gap is None or int(gap.sum()) != mine.sketch.numel:
             return
-        free = gap.nonzero()
-        for layout in _parts_like(known, tap.shape):
+        for layout in _parts_like(known):
             # Exactly the elements that are left.
-            if uncovered([*(pair.layout for pair in known), layout], tap.shape) is None and len(free):
+            if uncovered([*(pair.layout for pair in known), layout], tap.shape) is None:
                 self._add(mine, tap, layout, "target")
                 return
 
@@ -269,7 +268,7 @@ def _with_one_role(
             yield same[0], tap
 
 
-def _parts_like(known: Sequence[Pair], shape: Sequence[int]) -> Iterator[Layout]:
+def _parts_like(known: Sequence[Pair]) -> Iterator[Layout]:
     """The layouts of the other equal parts of a fused weight."""
     for pair in known:
         for place, step in enumerate(pair.layout.steps):

@@ -53,7 +53,7 @@ class RankHandle:
         self.alive = True
         self._map = mmap.mmap(-1, PAGE)
         if segment is not None:
-            self._map = mmap.mmap(segment, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            self._map = mmap.mmap(segment, PAGE, prot=mmap.PROT_READ)
         self._page = StatusPage(self._map)
         self._last_status = RankStatus()
         self._ended: str | None = None

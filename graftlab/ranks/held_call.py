@@ -47,6 +47,10 @@ class WatchChoice:
     inputs: bool = True
 
 
+_MOST_NUMBERS = 64 << 20
+"""The most bytes of a call's numbers that are sent to the other side."""
+
+
 @dataclass(frozen=True)
 class CallDescription:
     """What a rank reports of its held call.
@@ -266,13 +270,24 @@ class HeldCall:
         self._has_backward = False
         self._watch()
 
-    def widen(self) -> str | None:
-        """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible."""
+    def numbers(self) -> dict[str, torch.Tensor] | None:
+        """The floating-point tensors that the call may read, by path, without weights; None if they are too large."""
         self._restore()
-        reached = [tensor for _, tensor in tensors_by_path({**self._models, **self._state})]
+        found = tensors_by_path({**self._models, **self._state})
+        numbers = {path: tensor.detach() for path, tensor in found if tensor.is_floating_point()}
+        return numbers if sum(each.nbytes for each in numbers.values()) <= _MOST_NUMBERS else None
+
+    def widen(self, numbers: Mapping[str, torch.Tensor]) -> str | None:
+        """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible.
+
+        ``numbers`` has values that replace those that the call would read, by path.
+        """
+        self._restore()
+        reached = dict(tensors_by_path({**self._models, **self._state}))
         weights = [weight for model in self._models.values() for weight in model.parameters()]
+        given = {id(tensor): numbers[path] for path, tensor in reached.items() if path in numbers}
         try:
-            self._wide = WideTensors([*reached, *weights])
+            self._wide = WideTensors([*reached.values(), *weights], given)
         except SessionError as error:
             return str(error)
         self._snapshot = self._taken()
@@ -487,9 +502,14 @@ def drop_backward() -> None:
     held_call().drop_backward()
 
 
-def widen_call() -> str | None:
+def call_numbers() -> dict[str, torch.Tensor] | None:
+    """The tensors that the held call may read; see :meth:`HeldCall.numbers`."""
+    return held_call().numbers()
+
+
+def widen_call(numbers: Mapping[str, torch.Tensor]) -> str | None:
     """Repeat the held call in float32; see :meth:`HeldCall.widen`."""
-    return held_call().widen()
+    return held_call().widen(numbers)
 
 
 def narrow_call() -> None:

@@ -224,7 +224,7 @@ class HeldUpdate:
     def _results(self) -> list[torch.Tensor]:
         self._base.restore()
         self._step()
-        shown = [own_part(weight).detach().clone() for weight in self._weights().values()]
+        shown = [own_part(weight).clone() for weight in self._weights().values()]
         self._base.restore()
         return shown
 

@@ -256,7 +256,8 @@ class _LineTracer:
         # In a large model, few tensors lead to a tap. If a large one further back does, another run takes its
         # fingerprint.
         self.recorder.is_near = any(
-            each.step == self._step and each.order - _TAPS_BEFORE <= self._taps for each in self._request.wanted
+            place not in self.found and each.step == self._step and each.order - _TAPS_BEFORE <= self._taps
+            for place, each in enumerate(self._request.wanted)
         )
 
     def _note(self, name: str, tags: Mapping[str, Any], own: torch.Tensor) -> tuple[TapIdentity, int, int]:

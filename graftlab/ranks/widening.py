@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -17,13 +17,16 @@ _BUDGET = 1 << 30
 class WideTensors:
     """The 16-bit tensors among these, widened in place to float32 until :meth:`narrow`.
 
+    ``numbers`` are values to take in the place of a tensor's own, by its id, also of tensors with more bits.
+
     Raises :class:`SessionError`, and changes nothing, where that may compute something else or takes too much memory.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        chosen = {id(each): each for each in tensors if each.dtype in _NARROW}
+    def __init__(self, tensors: Iterable[torch.Tensor], numbers: Mapping[int, torch.Tensor] | None = None) -> None:
+        numbers = numbers or {}
+        chosen = {id(each): each for each in tensors if each.dtype in _NARROW or id(each) in numbers}
         self._narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if not chosen:
+        if not any(each.dtype in _NARROW for each in chosen.values()):
             raise SessionError("no tensor of 16 bits was found")
         for each in chosen.values():
             # A write into one of two views must reach the other.
@@ -36,7 +39,8 @@ class WideTensors:
             raise SessionError(f"float32 would take more than {_BUDGET >> 20:,} MiB")
         try:
             for each in chosen.values():
-                self._put(each, each.data.float(), each.data)
+                own = numbers[id(each)].to(each.device) if id(each) in numbers else each.data
+                self._put(each, own.float() if each.dtype in _NARROW else own, each.data)
         except RuntimeError as error:
             # Tensors of torch.inference_mode may refuse it.
             self.narrow()

@@ -87,7 +87,7 @@ def added_frame(
                 "label": "unmeasured" if math.isnan(over_floor) else "clean",
             }
         )
-    return pd.DataFrame(lines, columns=list(COLUMNS))
+    return pd.DataFrame(lines, columns=COLUMNS)
 
 
 _UNLIKE = 10

@@ -43,7 +43,7 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
     """
     if baseline.shape != target.shape or baseline.numel() == 0 or not _is_real(baseline) or not _is_real(target):
         return None
-    x, y = baseline.detach().double(), target.detach().double()
+    x, y = baseline.double(), target.double()
     finite = x.isfinite() & y.isfinite()
     if not finite.all():
         count = int((~y.isfinite() & x.isfinite()).sum())
@@ -63,7 +63,7 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
         x, y = x.index_select(dim, chosen), y.index_select(dim, chosen)
     found = next(_changes(x, y, (*_WHOLE, *_FITTED)), None)
     if found is None:
-        return Hint(f"they differ only at {where}", 1.0, spans)
+        return Hint(f"the sides differ only at {where}", 1.0, spans)
     return Hint(f"only at {where}, {found.text}", found.fit, spans)
 
 

@@ -145,8 +145,12 @@ class _Search:
             baseline_name=rows.loc[is_measured, "baseline_name"].to_numpy(),
             is_input=_are_inputs(again),
         )
-        self._again = again
         self._inputs = again[again["is_input"]]
+        # In a deep model there are thousands, and to look through them all takes as long for each tap as a step.
+        self._places: dict[Any, Any] = self._inputs.groupby(["target_name", "rank", "step"], sort=False).indices
+        is_value = np.array([kind_of(tags) is None for tags in again["tags"]], dtype=bool)
+        values = again[is_value & ~again["is_input"].to_numpy(bool)].sort_values("order", kind="stable")
+        self._values = {column: values[column].to_numpy() for column in ("rank", "step", "order", "target_name")}
         self._by_call = {call_key(row): row for row in _dicts(again[~again["is_input"]])}
         self._calls = calls
         self._threshold = threshold
@@ -207,9 +211,8 @@ class _Search:
 
     def _given(self, tap: str, now: Mapping[str, Any]) -> pd.DataFrame:
         """The inputs of the module's last call before this row."""
-        of_tap = (self._inputs["target_name"] == f"{tap}{SUFFIX}") & (self._inputs["rank"] == now["rank"])
-        of_tap &= (self._inputs["step"] == now["step"]) & (self._inputs["order"] < now["order"])
-        rows: pd.DataFrame = self._inputs[of_tap]
+        rows: pd.DataFrame = self._inputs.iloc[self._places.get((f"{tap}{SUFFIX}", now["rank"], now["step"]), [])]
+        rows = rows[rows["order"] < now["order"]]
         return rows[rows["occurrence"] == rows["occurrence"].max()] if len(rows) else rows
 
     # ---- the two answers ----------------------------------------------------------------------------------------
@@ -286,13 +289,12 @@ class _Search:
 
     def _taps_before(self, given: _ModuleInputs, around: _ModuleInputs | None) -> tuple[str, ...]:
         """The last taps that the module around computes before the wrong input, without those inside other modules."""
-        first = given.rows["order"].min()
-        rows = self._again[(self._again["rank"] == given.rows["rank"].iloc[0]) & ~self._again["is_input"]]
-        rows = rows[(rows["step"] == given.rows["step"].iloc[0]) & (rows["order"] < first)]
-        rows = rows[np.array([kind_of(tags) is None for tags in rows["tags"]], dtype=bool)].sort_values("order")
+        values, rows = self._values, given.rows
+        before = (values["rank"] == rows["rank"].iloc[0]) & (values["step"] == rows["step"].iloc[0])
+        before &= values["order"] < rows["order"].min()
         if around is not None:
-            rows = rows[rows["order"] > around.rows["order"].max()]
-        names = list(dict.fromkeys(rows["target_name"].astype(str)))
+            before &= values["order"] > around.rows["order"].max()
+        names = list(dict.fromkeys(map(str, values["target_name"][before])))
         outer = [name for name in names if not any(name.startswith((f"{n}.", f"{n}[")) for n in names if n != name)]
         return tuple(outer[-_BEFORE:])
 
@@ -315,7 +317,9 @@ def _behind(tap: str) -> tuple[str, str]:
 
 
 def _dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+    # By to_dict("records"), which makes a column of each of fifty columns, this takes ten times as long.
+    columns = [str(column) for column in frame.columns]
+    return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(dtype=object).tolist()]
 
 
 def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:

@@ -54,7 +54,7 @@ class TapAcrossRanks:
 
     def first_of(self, rank: int) -> int:
         """The rank with whose copy this rank's is compared."""
-        return next((group[0] for group in self.groups if rank in group), 0)
+        return next(group[0] for group in self.groups if rank in group)
 
 
 @dataclass(frozen=True)

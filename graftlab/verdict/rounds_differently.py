@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pandas as pd
 import torch
 
+from graftlab.base.tap_groups import kind_of_group
 from graftlab.base.text import first_of
 
 LABEL = "rounds differently"
@@ -52,19 +53,21 @@ class RoundingGroups:
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
             f"of {' and '.join(self.dtypes)} taps always are."
         )
+        how = f"{compute} in a different order or precision"
         if in_float32 is None:
             why = (
-                f"So {compute} in a different order or precision, or with a mistake that is smaller than one rounding: "
-                "a run in float32 shows the mistake, and not the others."
+                f"So {how}, or with a mistake that is smaller than one rounding: a run in float32 shows the mistake, "
+                "and not the others."
             )
         else:
-            why = f"In float32 they agree, so {compute} in a different order or precision, and rounding is all of it."
+            why = f"In float32 the sides agree, so only the rounding differs: {how}."
         said = [f"{found} {why}"]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
+            # The last tap of a model that is watched as a whole has this name.
+            output = "the output" if self.output == "output" else f"the output {self.output}"
             said.append(
-                f"With the baseline's {shown} the output {self.output} is {now}; with the target's it is off by "
-                f"{self.total:.2g}."
+                f"With the baseline's {shown} {output} is {now}; with the target's it is off by {self.total:.2g}."
             )
         return said
 
@@ -77,7 +80,9 @@ def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGro
     """
     comparable = frame[frame["added"].notna() & frame["cast"].isna()]
     rows = comparable[comparable["dtype"].map(_is_coarse).astype(bool)]
-    rows = rows[~rows["group"].isin(list(named))]
+    # What the model is given was not computed from equal inputs.
+    given = rows["group"].map(lambda group: kind_of_group(group) in ("input", "param"))
+    rows = rows[~(rows["group"].isin(list(named)) | given.astype(bool))]
     if not len(rows):
         return RoundingGroups()
     differs = (rows["added"] > 0).groupby(rows["group"], sort=False)

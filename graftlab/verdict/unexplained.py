@@ -286,7 +286,8 @@ class UnexplainedDifferences:
         elif spread := [each for each in self.taps if each.is_spread]:
             first, *others = spread
             more = f" (and {len(others)} more)" if others else ""
-            return [f"{first.what}{more} differs {first.size}, and no tap explains it; the output agrees."]
+            agrees = "" if _whole(first.what) == _whole(self._last or "") else "; the output agrees"
+            return [f"{first.what}{more} differs {first.size}, and no tap explains it{agrees}."]
         else:
             return []
         inner = [each for each in self.taps if each is not output]
@@ -335,6 +336,11 @@ class UnexplainedDifferences:
             return None
         last = own.sort_values(["step", "order"], kind="stable").iloc[-1]
         return str(last["name"]) if last["status"] in ("missing", "unmatched") else None
+
+
+def _whole(name: str) -> str:
+    """The name of the value of which a tap shows a part."""
+    return name.partition("[")[0]
 
 
 def _times(difference: ValueDifference) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import graftlab as gl
+from graftlab.__main__ import main
+from graftlab.comparison.held_calls import _unequal_numbers
 from graftlab.ranks.held_call import HeldCall, WatchChoice
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(5))
@@ -75,12 +78,43 @@ def test_equal_calls_are_not_repeated_in_float32() -> None:
     assert "and all are bit-equal." in text
 
 
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ways", "code", "says"), [("fused", 0, "4 calls of Model agree."), ("fused wrong", 1, "1.01")]
+)
+def test_caches_that_differ_by_rounding_are_equal_in_float32(
+    ways: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).with_name("scripts") / "cached.py"
+    assert main(["compare", str(script), f"{script} {ways}", "--folder", str(tmp_path)]) == code
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert "@input" not in printed
+
+
+def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
+    same, other = torch.ones(2), torch.zeros(2)
+    assert _unequal_numbers({"x": same, "y": same}, {"x": same.clone(), "y": other}, False) == {"y": same}
+    assert _unequal_numbers({"x": same}, {"renamed": same.clone()}, False) == {}
+    assert _unequal_numbers({"x": same}, {"cache": other}, False) is None
+    assert _unequal_numbers({"x": same}, {"cache": other}, True) == {}
+    assert _unequal_numbers({"x": same}, {"x": other[:1]}, False) is None
+    assert _unequal_numbers(None, {}, True) is None
+    x, y = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    held = HeldCall(lambda: x + y, {}, {"x": x, "y": y}, WatchChoice())
+    assert held.widen({"y": torch.full((2,), 3.0)}) is None
+    assert held()[""].tolist() == [4.0, 4.0]
+    held.narrow()
+    assert held()[""].tolist() == [2.0, 2.0]
+
+
 def test_a_widened_call_has_its_own_numbers_again_afterwards() -> None:
     block, x = Block("").bfloat16(), X.bfloat16()
     before = {name: each.clone() for name, each in block.state_dict().items()}
     held = HeldCall(lambda: block(x), {"": block}, {"x": x}, WatchChoice())
     first = held()[""]
-    assert held.widen() is None
+    assert held.widen({}) is None
     assert held()[""].dtype == torch.float32
     assert 0 < (held()[""] - first.float()).abs().max() < 0.1
     held.narrow()
@@ -93,11 +127,11 @@ def test_a_call_that_cannot_run_in_float32_reports_why_and_stays_unchanged() -> 
     weight = torch.ones(32, 4, dtype=torch.bfloat16)
     x = X.bfloat16()
     held = HeldCall(lambda: x @ weight, {}, {"x": x}, WatchChoice())
-    assert "dtype" in str(held.widen())
+    assert "dtype" in str(held.widen({}))
     assert held()[""].dtype == torch.bfloat16
     views = x.chunk(2)
     assert (
-        HeldCall(lambda: x, {}, {"x": views}, WatchChoice()).widen()
+        HeldCall(lambda: x, {}, {"x": views}, WatchChoice()).widen({})
         == "some tensors are sharded, sparse or views of others"
     )
-    assert HeldCall(lambda: X, {}, {"x": X}, WatchChoice()).widen() == "no tensor of 16 bits was found"
+    assert HeldCall(lambda: X, {}, {"x": X}, WatchChoice()).widen({}) == "no tensor of 16 bits was found"

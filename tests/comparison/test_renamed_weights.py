@@ -48,7 +48,7 @@ def test_weights_that_are_wrong_in_a_port_are_named_each_with_how_it_differs() -
         ("self_attn.o_proj.weight", "layer 0", "dims 0 and 1 are transposed"),
         ("self_attn.q_proj.weight", "layer 1", "the target's values are 5/4 times the baseline's"),
         ("up.weight", "layer 2", "1 of 4096 numbers are not finite on the target only"),
-        ("post_norm.weight", "layer 2", "they differ only at index 5 of dim 0"),
+        ("post_norm.weight", "layer 2", "the sides differ only at index 5 of dim 0"),
         ("down.bias", "layer 1", "the target's values are all zero"),
     ):
         assert f"layers.*.{weight} in {where} (" in differing, text

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from graftlab.base.world import Place
 from graftlab.control import plans as plans_module
 from graftlab.control import queries as queries_module
 from graftlab.control.core import SessionCore
+from graftlab.control.hub import MessageRouter
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.pickles import open_exception, open_value
 from graftlab.control.plans import Plans
@@ -565,3 +567,44 @@ def test_the_core_shows_ranks_that_it_did_not_start(core: SessionCore) -> None:
     assert core.status()["pid"].tolist() == [os.getpid()] * 3
     assert [rank.label for rank in core.select("target")] == ["target[0]", "target[1]"]
     assert [each.place for each in core.ranks] == Place("baseline", 0, 1, 2).everyone()
+
+
+def test_the_end_of_a_rank_ends_the_wait_for_its_answers_and_no_other(ranks: list[TalkingRank]) -> None:
+    asked, ended, left = Queries(60.0), [], []
+    runs: Any = MagicMock()
+    router = MessageRouter(MagicMock(), runs, MagicMock(), MagicMock(), asked)
+    router.on_left = left.append
+    waiting = [in_background(lambda n=n: asked.ask(ranks[n].rank, AskStacks(), Stacks)) for n in (1, 2)]
+    numbers = [ranks[n].hear_a(Query).number for n in (1, 2)]
+    router.on_gone(ranks[1].rank)
+    with pytest.raises(SessionError, match=r"target\[0\]: it .* before it answered"):
+        waiting[0].result(60)
+    asked.on_reply(Reply(numbers[1], Stacks("here")))
+    ended.append(waiting[1].result(60).text)
+    assert (ended, left) == (["here"], [ranks[1].rank])
+    runs.note_death.assert_called_once_with(ranks[1].rank)
+
+
+def test_a_run_after_a_death_begins_behind_the_step_in_which_the_rank_was(runs: Runs, ranks: list[TalkingRank]) -> None:
+    runs.begin({0: WORK, 1: WORK}, PLAN)
+    ranks[1].is_at("running", step=5)
+    runs.note_death(ranks[1].rank)
+    settle(runs, ranks[:1], 0, next_step=2)
+    ranks[0].hear()
+    runs.begin({0: WORK}, PLAN)
+    assert ranks[0].hear_a(RunRequest).info.first_step == 6
+
+
+def test_participants_are_in_rank_order_however_they_are_given(runs: Runs, ranks: list[TalkingRank]) -> None:
+    runs.begin({2: WORK, 0: WORK}, PLAN)
+    assert ranks[2].hear_a(RunRequest).info.participants == (0, 2)
+
+
+def test_the_plans_that_were_published_are_a_list_of_the_callers_own() -> None:
+    plans = Plans([])
+    plans.publish(PLAN)
+    seen = plans.all()
+    plans.publish(PLAN.edit(b2t="False"))
+    assert [len(seen), len(plans.all())] == [1, 2]
+    seen.clear()
+    assert plans.newest.b2t == "False"

@@ -279,10 +279,12 @@ def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) ->
     verdict = session.verdict(called_again, called_again)
     assert verdict.labels["y"] in ("culprit", "minor")
     assert "in 1 of 6 calls: step=0 occurrence=1" in verdict.text
-    assert "Hint (y): at y, they differ only at indices 4-7 of dim 0 (equal up to 3, all from 4 on)" in verdict.text
+    assert (
+        "Hint (y): at y, the sides differ only at indices 4-7 of dim 0 (equal up to 3, all from 4 on)" in verdict.text
+    )
     (drawn,) = [axes for axes in verdict.plot("y").axes if axes.get_images()]
     assert drawn.get_title(loc="left").startswith("y, occurrence 1")
-    assert "hint: they differ only at indices 4-7 of dim 0" in drawn.get_title(loc="left")
+    assert "hint: the sides differ only at indices 4-7 of dim 0" in drawn.get_title(loc="left")
     (image,) = drawn.get_images()
     assert (image.get_array()[:4] == image.get_array().min()).all()
     assert len(session.plot.verdict("y").axes) == len(verdict.plot("y").axes)
@@ -291,7 +293,7 @@ def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) ->
     shown = verdict._repr_mimebundle_()["text/html"]
     assert shown.count('<details class="graftlab-where"') == 1
     assert ">Where y differs, at y, occurrence 1</summary>" in shown
-    assert "hint: they differ only at indices 4-7 of dim 0" in shown
+    assert "hint: the sides differ only at indices 4-7 of dim 0" in shown
     with pytest.raises(SessionError, match=r"no heat map of that tap; it has those of y\."):
         verdict.plot("x")
 

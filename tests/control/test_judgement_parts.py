@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graftlab.control.job_steps import JobStepsAbandoned
-from graftlab.control.judgement import Judgement
+from graftlab.control.judgement import Judgement, _changed, _is_same_layer, _outputs_themselves
 from graftlab.control.unmeasured import effects_not_measured
 from graftlab.errors import SessionError
 from graftlab.verdict.causes import Causes
@@ -69,3 +69,25 @@ def test_an_effect_is_missing_only_if_no_output_was_measured_for_it() -> None:
     said = effects_not_measured([], {}, swaps)
     assert said[0] == "Code could not be swapped at v, w, x, y, where each side waited for the other."
     assert said[1].startswith("How far the target's u is off could not be measured in every swap")
+
+
+def test_what_swaps_did_not_show_is_said_of_one_output_and_of_several() -> None:
+    assert _outputs_themselves([]) == []
+    assert _outputs_themselves(["a"])[0].startswith("No later tap depends on a: it is an output itself")
+    assert _outputs_themselves(["a", "b"])[0].startswith("No later tap depends on a, b: they are outputs themselves")
+    assert "the same values at a, b, c, so the swaps" in _changed("abcd")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        ({"layer": 1, "token": 1}, {"layer": 1, "token": 2}, True),
+        ({"layer": 1}, {"layer": 2}, False),
+        ({"kind": "grad"}, {}, False),
+        ({}, {"request": 1}, True),
+    ],
+)
+def test_calls_of_a_tap_are_of_one_layer_whatever_their_token_is(
+    mine: dict[str, Any], theirs: dict[str, Any], same: bool
+) -> None:
+    assert _is_same_layer(mine, theirs) is same

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 import graftlab as gl
 from graftlab.control.verdicts import Verdict
 from graftlab.grafting import active
+from graftlab.lines import operations
+from graftlab.lines.fingerprints import Fingerprint
+from graftlab.ranks import line_tracer
 
 pytestmark = pytest.mark.ranks
 
@@ -142,6 +145,61 @@ def test_a_verdict_keeps_pairs_only_of_the_layer_that_it_looks_at(session: gl.Se
     (names,) = session.run(target=kept_names).target
     assert any(name.startswith("many.3") for name in names)
     assert not {name for name in names if name.startswith(tuple(f"many.{place}" for place in (0, 1, 4, 5)))}
+
+
+def count_fingerprints() -> None:
+    me, real = gl.here(), operations.fingerprint
+    assert me is not None
+    counts: list[int] = []
+    me.vars["fingerprints"], me.vars["real fingerprint"] = counts, real
+
+    def counted(value: Tensor, **options: Any) -> Fingerprint:
+        counts[-1] += 1
+        return real(value, **options)
+
+    class Counted(operations.OperationRecorder):
+        def __init__(self, only: frozenset[int] | None = None) -> None:
+            super().__init__(only)
+            counts.append(0)
+
+    me.vars["real recorder"] = line_tracer.OperationRecorder
+    operations.fingerprint, line_tracer.OperationRecorder = counted, Counted  # type: ignore[misc,assignment]
+
+
+def counted_fingerprints() -> list[int]:
+    me = gl.here()
+    assert me is not None
+    operations.fingerprint = me.vars.pop("real fingerprint")
+    line_tracer.OperationRecorder = me.vars.pop("real recorder")  # type: ignore[misc]
+    counts: list[int] = me.vars.pop("fingerprints")
+    return counts
+
+
+def test_a_run_that_confirms_a_line_reads_the_values_that_lead_to_the_tap_alone(session: gl.Session) -> None:
+    session.run(count_fingerprints, count_fingerprints)
+    try:
+        verdict = session.verdict(run_many, run_many, args=("scale",))
+    finally:
+        counted = session.run(counted_fingerprints, counted_fingerprints)
+    assert any(confirmed for _, confirmed in lines(verdict))
+    for first, *confirming in (*counted.baseline, *counted.target):
+        assert confirming
+        assert all(count < first / 2 for count in confirming)
+
+
+def repeat_by_value(wrong: str) -> Tensor:
+    """As many operations follow the first line as its result is large; on the target, too few."""
+    x = gl.tap("x", torch.linspace(1, 2, 24).view(4, 6))
+    x = x * (1.4 if on_target() and wrong else 3.0)
+    for _ in range(int(x.max())):
+        x = (x + 0.25).sin() + 2
+        x = x.cos() * 3
+    return gl.tap("out", x)
+
+
+def test_a_line_is_confirmed_where_more_operations_follow_it_then(session: gl.Session) -> None:
+    verdict = session.verdict(repeat_by_value, repeat_by_value, args=("scale",))
+    assert lines(verdict)[0] == ("x = x * (1.4 if on_target() and wrong else 3.0)", True)
 
 
 def recorders() -> int:
@@ -376,6 +434,43 @@ def one_wrong_logit() -> Tensor:
     if gl.here().side == "target":
         logits[3, 100] += logits.abs().max()
     return gl.tap("logits", logits * 1)
+
+
+class Bucketed(nn.Module):
+    """A table of relative positions, with buckets that fit it; on the target with those of both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(8, 6), nn.Linear(6, 6)
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        size, first = 8, torch.zeros_like(distance)
+        if on_target():
+            size = size // 2
+            first = first + (distance > 0).long() * size
+            distance = distance.abs()
+        else:
+            distance = (-distance).clamp(min=0)
+        large = size // 2 + ((distance.float().clamp(min=1) / (size // 2)).log() / math.log(4) * (size // 2)).long()
+        return first + torch.where(distance < size // 2, distance, large.clamp(max=size - 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(6)
+        return self.out(x + self.table(self.bucket(place - place[:, None])).sum(1))  # type: ignore[no-any-return]
+
+
+def bucketed() -> Tensor:
+    model = Bucketed().eval()
+    with torch.no_grad(), gl.watch(model):
+        return model(torch.linspace(-1, 1, 36).reshape(6, 6))  # type: ignore[no-any-return]
+
+
+def test_a_value_that_makes_the_code_raise_confirms_no_line_and_ends_no_search(session: gl.Session) -> None:
+    verdict = session.verdict(bucketed, bucketed)
+    assert verdict.named == ["table"]
+    assert "failed" not in verdict.text
+    assert not verdict.lines["confirmed"].any()
 
 
 def test_one_wrong_number_in_low_precision_changes_the_output_and_has_a_line(session: gl.Session) -> None:

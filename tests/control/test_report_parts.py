@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 import resource
+import stat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,3 +71,40 @@ def test_only_the_pages_own_script_may_run_in_a_report(monkeypatch: pytest.Monke
     digest = base64.b64encode(hashlib.sha256(scripts[1][1].encode()).digest()).decode()
     assert f"'sha256-{digest}'" in policy
     assert "<img" not in text
+
+
+def test_a_report_is_as_readable_as_other_new_files_or_as_the_former_one(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        report._replace(tmp_path / "new.html", b"new")
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    former = tmp_path / "former.html"
+    former.write_text("former")
+    former.chmod(0o604)
+    report._replace(former, b"new")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new.html", former)] == [0o640, 0o604]
+    # A link keeps its place, and what it leads to is written.
+    link = tmp_path / "link.html"
+    link.symlink_to(former)
+    report._replace(link, b"newer")
+    assert link.is_symlink()
+    assert former.read_bytes() == b"newer"
+
+
+def test_the_worst_taps_of_a_report_lead_and_failures_have_their_reasons(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = [row(f"t{n}", order=n, rel_l2=10.0 ** (n - 20)) for n in range(15)]
+    rows += [row(f"bad{n:02}", order=20 + n, status="failed", error=f"reason {n}") for n in range(30)]
+    rows.append(row("odd", order=60, status="failed", error=None))
+    monkeypatch.setattr(report.loading, "load_run", lambda folder: to_frame(rows))
+    text = report.write_report_of_rows(tmp_path, tmp_path / "report.html", None).read_text(encoding="utf-8")
+    worst = text.partition("Worst taps (")[2]
+    assert worst.startswith(f"{report._WORST} of 46)")
+    shown = re.findall(r"<td[^>]*>(t\d+|bad\d+)</td>", worst.partition("Failed transforms")[0])
+    assert shown == sorted(shown, key=lambda name: (name[0] == "t", -int(name[1:]) if name[0] == "t" else 0))
+    failed = text.partition("Failed transforms")[2]
+    assert failed.count("<pre>reason ") == report._FAILED
+    assert f"<p>and {31 - report._FAILED} more</p>" in failed

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from kit.rows import row
 
 import graftlab as gl
 from graftlab import plots
+from graftlab.control import session_plots
 from graftlab.control.core import SessionCore
+from graftlab.control.session_plots import SessionPlots
+from graftlab.rows.store import to_frame
 from graftlab.session import Session
 
 
@@ -71,3 +79,61 @@ def test_divergence_draws_the_last_step_with_the_assumed_floor() -> None:
         assert session.plot.over_steps(steps=range(first + 2, 99)).axes[0].get_title(loc="left") == (
             "no tap is above the floor 1e-05, assumed for float32 in 2 steps"
         )
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the functions that draw were given."""
+    calls: list[Any] = []
+    for name in ("history", "ranks", "histogram", "scatter", "draw_difference_map", "over_steps"):
+        monkeypatch.setattr(plots, name, lambda *args, _name=name, **given: calls.append((_name, args, given)))
+    monkeypatch.setattr(
+        session_plots, "internals_of", lambda session: SimpleNamespace(set_aside=frozenset(), verdicts=session.verdicts)
+    )
+    return calls
+
+
+def plots_of(**given: Any) -> SessionPlots:
+    rows = [row(name, order=order, step=step) for step in range(3) for order, name in enumerate("ab")]
+    usual = {"frame": to_frame(rows), "runs": [], "verdicts": [], "tensors": lambda name, **tags: ("one", "other")}
+    session: Any = SimpleNamespace(**{**usual, **given})
+    return SessionPlots(session)
+
+
+def test_each_figure_of_a_pair_has_its_tap_and_tags_in_its_title(drawn: list[Any]) -> None:
+    figures = plots_of(difference_map=lambda name, **given: (name, given))
+    figures.histogram("h", layer=3)
+    figures.scatter("h", layer=3)
+    figures.heatmap("h", dims=(0,), layer=3)
+    assert [args for _, args, _ in drawn] == [("one", "other"), ("one", "other"), (("h", {"dims": (0,), "layer": 3}),)]
+    assert [sorted(given) for _, _, given in drawn] == [["title"]] * 3
+    assert len({given["title"] for _, _, given in drawn}) == 1
+    assert all(word in drawn[0][2]["title"] for word in ("h", "layer", "3"))
+
+
+def test_steps_are_chosen_by_their_range_and_one_without_rows_is_refused(drawn: list[Any]) -> None:
+    figures = plots_of()
+    figures.over_steps(steps=range(1, 3), noise_floor=0.5)
+    ((name, (frame,), given),) = drawn
+    assert (name, sorted(set(frame["step"])), given) == ("over_steps", [1, 2], {"noise_floor": 0.5})
+    assert list(frame.index) == list(range(4))
+    with pytest.raises(gl.SessionError, match="step 5 or later"):
+        figures.over_steps(steps=range(5, sys.maxsize))
+    with pytest.raises(gl.SessionError, match="step 5 to 7"):
+        figures.over_steps(steps=range(5, 8))
+    figures.over_steps()
+    assert len(drawn[1][1][0]) == 6
+
+
+@pytest.mark.parametrize(("done", "last"), [(None, 2), (True, 2), (False, 1)])
+def test_during_a_run_the_last_step_may_still_lack_taps(done: bool | None, last: int) -> None:
+    figures = plots_of(runs=[] if done is None else [SimpleNamespace(done=done)])
+    assert figures._last_ended(np.array([2, 0, 1])) == last
+    assert figures._last_ended(np.array([2])) == 2
+
+
+def test_a_figure_of_a_verdict_is_that_of_the_newest(drawn: list[Any]) -> None:
+    with pytest.raises(gl.SessionError, match="nothing was judged yet"):
+        plots_of().verdict()
+    old, new = (SimpleNamespace(plot=lambda tap, n=n, **given: (n, tap, given)) for n in (1, 2))
+    assert plots_of(verdicts=[old, new]).verdict("h", dims=(0,)) == (2, "h", {"dims": (0,)})

@@ -13,6 +13,7 @@ from kit.grafters import OneThreadExchange, Post
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import SessionError
 from graftlab.exchange.status_page import StatusPage
+from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.job_grafter import JobGrafter
 from graftlab.plan.plan import GraftPlan
@@ -155,3 +156,55 @@ def test_a_failure_in_a_self_graft_ends_graftlab_and_not_the_job(
     value = torch.ones(4)
     assert job.tap("x", value, None, {}) is value
     assert [type(failure) for failure in failures] == [ZeroDivisionError]
+
+
+def test_an_order_has_its_own_steps_groups_dtypes_and_budget(job: JobGrafter, post: Post) -> None:
+    job.offer_plan(GraftPlan(version=2))
+    job.step()
+    order = RunSelfGraft(2, ("record", "graft"), steps=2, dtypes={"x": "bfloat16"}, keep=("x",), budget=1 << 20)
+    job.run_self_graft(order)
+    shown = []
+    for value in (1.0, 2.0, 3.0, 2.0, 3.0):
+        shown.append(job.tap("x", torch.full((4,), value), None, {}))
+        job.step()
+    found = job.self_graft_result()
+    assert found is not None
+    assert found.last["x"].tolist() == [3.0] * 4
+    # As far off as bfloat16 rounds, and only where the record is grafted.
+    off = [float((each - value).abs().max()) for each, value in zip(shown, (1.0, 2.0, 3.0, 2.0, 3.0), strict=True)]
+    assert [1e-3 < each < 2e-2 for each in off] == [False, False, False, True, True]
+    job.run_self_graft(RunSelfGraft(2, ("record", "rest"), keep=("x",), budget=15))
+    for _ in range(4):
+        step(job)
+    found = job.self_graft_result()
+    assert found is not None
+    assert (found.last, found.not_recorded) == ({}, 1)
+
+
+@pytest.mark.parametrize("where", ["_handle", "step"])
+def test_defects_end_graftlab_and_mistakes_of_the_user_are_raised(
+    where: str, job: JobGrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[Exception] = []
+    job.on_failure = failures.append
+
+    def use() -> None:
+        value = torch.ones(4)
+        if where == "_handle":
+            assert job.tap("x", value, None, {}) is value
+        else:
+            job.step()
+
+    def raising(error: Exception) -> Any:
+        def method(*args: Any, **given: Any) -> None:
+            raise error
+
+        return method
+
+    monkeypatch.setattr(Grafter, where, raising(ZeroDivisionError()))
+    use()
+    assert [type(failure) for failure in failures] == [ZeroDivisionError]
+    monkeypatch.setattr(Grafter, where, raising(SessionError("a tap that matches both directions")))
+    with pytest.raises(SessionError):
+        use()
+    assert len(failures) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import graftlab as gl
 from graftlab.control.joined_jobs import JoinedJobs
@@ -31,3 +32,15 @@ def test_jobs_with_the_same_or_an_older_plan_change_nothing() -> None:
     for theirs in (mine, gl.GraftPlan(compare="name == 'x'")):
         jobs.supersede(theirs)
     assert plans.all() == [mine]
+
+
+def test_each_event_of_a_job_reaches_the_runs_or_the_hub() -> None:
+    runs, hub = MagicMock(), MagicMock()
+    jobs = JoinedJobs([], runs, Plans([]), hub, threading.RLock(), MagicMock(), MagicMock())
+    rank: Any = object()
+    jobs.note_return(rank, 3)
+    jobs.note_moved(rank)
+    jobs.remark("a remark")
+    assert runs.mock_calls == [call.note_return(rank, 3), call.note_moved(rank), call.remark("a remark")]
+    jobs.start_reading(rank)
+    assert hub.mock_calls == [call.add(rank)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,3 +278,13 @@ def test_each_receiver_has_the_transform_that_its_own_job_brought() -> None:
     )
     other = GraftPlan(b2t="layer == 3", t2b="layer == 2 # the head")
     assert "b2t_filter (GRAFTLAB_B2T_FILTER) is 'layer == 3' here" in agreed.objection("baseline", other)
+
+
+def test_a_membership_that_ends_leaves_no_memory_open(tmp_path: Path) -> None:
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    jobs = Jobs(tmp_path)
+    jobs.come(0, 1, 2)
+    assert len(os.listdir("/proc/self/fd")) > len(before)
+    jobs.close()
+    assert os.listdir("/proc/self/fd") == before

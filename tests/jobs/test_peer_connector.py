@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -135,3 +136,13 @@ def test_an_unreachable_rank_is_named_with_its_address(ranks: Callable[[int, int
     world.connectors[1].add([contact])
     world.connectors[1].work()
     assert world.connectors[1].missing() == ["baseline[0] (at 127.0.0.1, port 1, which does not answer)"]
+
+
+def test_ranks_are_reported_in_their_order_however_they_were_linked(ranks: Callable[[int, int], Ranks]) -> None:
+    connector = ranks(1, 1).connectors[0]
+    links: Any = {32: (None, None), 9: (None, object()), 1: (None, None), 8: (None, None), 3: (None, object())}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connector, "_links", links)
+        assert connector.kinds() == ((3, 9), (1, 8, 32))
+        report = connector.linked(5)
+        assert (report.memory, report.tcp) == connector.kinds()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import select
 import socket
 import stat
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kit.deadline import DEADLINE
@@ -15,6 +18,7 @@ from kit.deadline import DEADLINE
 import graftlab as gl
 from graftlab.base.world import Place
 from graftlab.config import GraftConfig
+from graftlab.exchange.keys import new_token
 from graftlab.jobs import refusals, rendezvous
 from graftlab.jobs.handshake import StatusQuery, StatusReply, receive_handshake, send_handshake
 from graftlab.jobs.rendezvous import Rendezvous
@@ -161,3 +165,38 @@ def test_a_waiting_rank_learns_which_process_was_refused(tmp_path: Path) -> None
         entry.channel.close()
         entry.wake.close()
         assert session.row_count == 0
+
+
+def test_a_locked_rendezvous_keeps_others_out_and_leaves_no_descriptor(tmp_path: Path) -> None:
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    with Rendezvous(tmp_path) as place:
+        with place.locked():
+            other = os.open(tmp_path / rendezvous._FOLDER / rendezvous._LOCK, os.O_RDWR)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+        token = place.session_token()
+        assert place.session_token() == token
+        given = new_token()
+        assert place.session_token(given) == place.session_token() == given
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_refusals_are_counted_for_ten_seconds_from_the_first(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = SimpleNamespace(value=3.0)
+    monkeypatch.setattr(refusals, "time", SimpleNamespace(monotonic=lambda: now.value))
+    log = refusals.RefusalLog()
+    for second in (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.9, 13.0):
+        now.value = second
+        log.warn(f"at {second:g}")
+    log.close()
+    log.close()
+    assert caplog.messages == [
+        *(f"at {second}" for second in (3, 4, 5, 6, 7)),
+        "2 more processes were refused; the last: at 12.9",
+        "at 13",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import stat
@@ -21,7 +22,7 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.exchange.keys import new_token, read_token
-from graftlab.jobs.status_query import answer_status_query, format_status, query_status
+from graftlab.jobs.status_query import answer_status_query, format_stacks, format_status, query_status
 
 
 def test_status_shows_a_session_that_waits_for_its_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,3 +197,34 @@ def test_a_job_with_a_different_token_is_refused(tmp_path: Path, capsys: pytest.
         assert err.index("This job keeps trying") < err.index("no session with this token answered")
         assert told["token"] not in err
         assert session.status()["state"].tolist() == ["not joined yet"] * 2
+
+
+def test_a_run_folder_whose_jobs_have_no_rendezvous_has_no_status(tmp_path: Path) -> None:
+    for text, said in (("{", "cannot be read"), ("[" * 100_000, "cannot be read")):
+        (tmp_path / "session.json").write_text(text)
+        with pytest.raises(gl.SessionError, match=said):
+            query_status(tmp_path)
+    for described in ({}, [], {"rendezvous": None}, {"rendezvous": 5}, {"rendezvous": str(tmp_path / "gone")}):
+        (tmp_path / "session.json").write_text(json.dumps(described))
+        assert query_status(tmp_path) is None
+
+
+def test_a_status_lists_the_farthest_taps_first_and_leaves_blank_what_is_unknown() -> None:
+    lines = [{"rank": "baseline[0]", "state": None, "step": pd.NA}, {"rank": "t", "state": "3", "step": 4}]
+    columns = pd.DataFrame(lines, dtype=object)
+    ranks = [SimpleNamespace(label=label) for label in ("baseline[0]", "target[0]")]
+    session: Any = SimpleNamespace(
+        ranks=ranks, status=lambda: columns, stacks=lambda: {"target[0]": "stack"}, row_count=9
+    )
+    rows = [row(f"t{n}", rel_l2=float(n)) for n in range(20)]
+    taps: Any = SimpleNamespace(look=lambda: [*rows, row("unmeasured", rel_l2=None)], behind=2)
+    reply = answer_status_query(session, taps, stacks=True)
+    assert [each.columns for each in reply.ranks] == [
+        {"rank": "baseline[0]", "state": "", "step": ""},
+        {"rank": "t", "state": "3", "step": "4"},
+    ]
+    assert [each.stacks for each in reply.ranks] == ["", "stack"]
+    assert [each.name for each in reply.taps] == [f"t{n}" for n in range(19, 7, -1)]
+    assert format_stacks(reply) == "--- baseline[0]\n(no process)\n--- target[0]\nstack"
+    assert "(2 rows not read yet)" in format_status(reply)
+    assert answer_status_query(session, taps, stacks=False).ranks[1].stacks == ""

@@ -6,22 +6,25 @@ So a test decides who reaches what first: let the side that sends reach its taps
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 
 from graftlab.base.tags import TagItems, TapKey
-from graftlab.base.world import Place, RunInfo
+from graftlab.base.world import Place, RunInfo, Side
 from graftlab.errors import BufferFullError, ShippingError
 from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.exchange.status_page import StatusPage
+from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.schema import Row
+from graftlab.taps import calls
 
 NEVER = 1 << 60
 
@@ -217,3 +220,33 @@ class GrafterWorld:
     def rows(self) -> list[Row]:
         """What every rank reported, the baseline's first."""
         return [row for rank in self.ranks for row in rank.rows]
+
+
+class StandInGrafter:
+    """The grafter of a rank whose taps are handled otherwise: it leaves them alone, and counts steps."""
+
+    def __init__(self) -> None:
+        self.next_step = 0
+
+    @property
+    def moment(self) -> object:
+        return self.next_step
+
+    def may_take(self, path: str) -> bool:
+        return True
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        return value
+
+    def step(self) -> None:
+        self.next_step += 1
+
+
+def become_rank(patch: pytest.MonkeyPatch, side: Side, **variables: Any) -> StandInGrafter:
+    """Make this process the only rank of a side for a test; ``variables`` are those of its cells."""
+    grafter: Any = StandInGrafter()
+    for name in ("_grafter", "_handler", "_here", "_traced", "_is_tracing"):
+        patch.setattr(calls, name, getattr(calls, name))
+    patch.setattr(active, "_grafter", grafter)
+    active.install_handler(grafter, calls.Here(side, 0, 1, torch.device("cpu"), variables))
+    return cast("StandInGrafter", grafter)

@@ -516,3 +516,53 @@ def test_a_part_of_a_rank_has_the_whole_as_its_counterpart() -> None:
     assert sources(found.target)[0] == "scaled = y * 0.3"
     assert found.target[0].counterpart is not None
     assert found.target[0].counterpart.frames[0].source == "scaled = y * 0.35"
+
+
+# ---- what depends on no number, and what is overwritten -------------------------------------------------------------
+
+
+def test_a_line_is_not_excused_by_noise_of_the_shape_of_its_result() -> None:
+    def sampled(factor: float) -> Callable[[Tensor], Tensor]:
+        def sample(x: Tensor) -> Tensor:
+            std = (factor * x).exp()
+            torch.manual_seed(3)
+            return std * torch.randn_like(std)
+
+        return sample
+
+    found = compared(sampled(0.5), sampled(1.0), WEIGHT)
+    assert sources(found.target)[0] == "std = (factor * x).exp()"
+    assert sources(found.baseline)[0] == "std = (factor * x).exp()"
+
+
+def test_what_overwrites_a_part_comes_before_what_reads_the_whole() -> None:
+    def dropping(drops: bool) -> Callable[[Tensor], Tensor]:
+        def drop(x: Tensor) -> Tensor:
+            y = x.square()
+            if drops:
+                y[-1] = 0
+            return y.exp()
+
+        return drop
+
+    found = compared(dropping(False), dropping(True), WEIGHT)
+    assert sources(found.target)[0] == "y[-1] = 0"
+
+
+def test_new_memory_that_is_filled_later_is_no_suspect() -> None:
+    def paged(flips: bool) -> Callable[[Tensor], Tensor]:
+        def attend(x: Tensor) -> Tensor:
+            table = torch.tensor([[3, 0], [1, 2]])
+            pool = torch.zeros(4, 2, 8)
+            for step in range(4):
+                block = table[:, step // 2]
+                if flips and step == 3:
+                    block = block.flip(0)
+                pool[block, step % 2] = x[:, step, 0]
+            return torch.einsum("bhd,btd->bht", x[:, 0], pool[table].flatten(1, 2))
+
+        return attend
+
+    found = compared(paged(False), paged(True), Q)
+    assert "pool = torch.zeros(4, 2, 8)" not in sources([*found.target, *found.baseline])
+    assert sources(found.target)[0] == "pool[block, step % 2] = x[:, step, 0]"

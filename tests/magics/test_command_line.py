@@ -61,6 +61,142 @@ def test_run_expressions_are_taken_unchanged(line: str, out: str | None, express
     assert (arguments.out, arguments.expression) == (out, expression)
 
 
+SHORTEST = {
+    "up": {
+        **{"baseline": 1, "target": 1, "device": None, "backend": None, "timeout": 60.0, "start_method": "forkserver"},
+        **{"out": "session", "keep_rows": None, "on": None, "gpus_per_rank": None, "replace": False},
+    },
+    "listen": {
+        **{"baseline": 1, "target": 1, "folder": None, "append": False, "address": None, "timeout": 60.0},
+        **{"keep_rows": None, "out": "session"},
+    },
+    "debug": {"rank": None, "command": ""},
+    "log": {"rank": "both", "lines": 50},
+    "verdict": {"out": None, "expression": ""},
+    "compiled x": {"out": None, "backend": None, "grad_mode": None, "fullgraph": False, "expression": "x"},
+    "replay FILE": {
+        **{"file": "FILE", "baseline": "generate", "target": "generate", "batch_size": 1, "limit": None, "out": None},
+    },
+    "filter": {"b2t": None, "t2b": None, "compare": None, "keep": None},
+    "transform default": {"name": "default", "where": None},
+    "rename": {"side": None, "pattern": None, "replacement": "", "clear": False},
+    "frame": {"all": False, "out": None},
+    "plot": {
+        **{"tap": None, "kind": "divergence", "verdict": False, "step": None, "steps": None, "noise_floor": None},
+        **{"tags": None, "dims": None},
+    },
+    "report": {"file": "report.html", "tensors": False},
+}
+
+
+@pytest.mark.parametrize("line", SHORTEST)
+def test_the_shortest_line_of_a_command_has_its_defaults(line: str) -> None:
+    _, arguments = command_line.parse(line)
+    assert vars(arguments) == SHORTEST[line]
+
+
+@pytest.mark.parametrize("name", ["status", "stacks", "interrupt", "restart", "down", "undo", "redo", "ui"])
+def test_other_commands_take_no_argument(name: str) -> None:
+    assert vars(command_line.parse(name)[1]) == {}
+
+
+@pytest.mark.parametrize("name", ["run", "compare", "check", "compiled"])
+def test_commands_that_evaluate_ask_for_an_expression(name: str) -> None:
+    with pytest.raises(UsageError, match=f"give an expression, such as `%graft {name} forward"):
+        command_line.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("up --timeout 0", "expected a number of seconds above 0, not '0'"),
+        ("up --timeout inf", "above 0, not 'inf'"),
+        ("up --timeout x", "above 0, not 'x'"),
+        ("up --gpus-per-rank -1", "expected a number of at least 0, not '-1'"),
+        ("up --gpus-per-rank inf", "at least 0, not 'inf'"),
+        ("up --on ray", "expected ray:auto, ray:HOST:PORT"),
+        ("up --on ray:", "expected ray:auto"),
+        ("up --on ray://", "expected ray:auto"),
+        ("up -b 0", "of at least 1"),
+        ("up -b two", "not 'two'"),
+        ("up -t -1", "not '-1'"),
+        ("up --start-method fork", "invalid choice: 'fork'"),
+        ("up 3", "unrecognized arguments: 3"),
+        ("status --all", "unrecognized arguments: --all"),
+        ("log -n none", "not 'none'"),
+        ("run -o", "expected one argument"),
+        ("run -o name", "give an expression"),
+        ("run -o 1x 1", "'1x' is not a valid variable name"),
+        ("run --out-file x 1", "unrecognized arguments: --out-file"),
+        ("filter name", "--b2t, --t2b, --compare, --keep"),
+        ("filter --b2t --keep True", "--b2t needs an expression"),
+        ("filter --only name", "unrecognized arguments: --only"),
+        ("transform", "required: name"),
+        ("frame --every", "unrecognized arguments: --every"),
+        ("plot --kind pie", "invalid choice: 'pie'"),
+        ("plot --noise-floor low", "invalid float value: 'low'"),
+        ("nonsense", "%graft run"),
+        ("up -o 3x", "'3x' is not a valid variable name"),
+        ("up -o class", "'class' is not a valid variable name"),
+        ("plot --steps 5", "expected steps A:B"),
+        ("plot --steps a:", "expected steps A:B"),
+        ("plot x --tags layer", "expected TAG=VALUE"),
+        ("plot x --tags 1=2", "expected TAG=VALUE"),
+        ("plot x --dims 1,2,3", "expected one or two dimensions"),
+        ("plot x --dims a", "expected one or two dimensions"),
+        ("plot --verdict --step 3", "takes a tap, and with it --dims, and no other option"),
+        ("plot x --verdict --kind history", "and no other option"),
+        ("plot --verdict --dims 0", "--verdict --dims: name a tap"),
+        ("plot --kind history", "--kind history: name a tap"),
+        ("report 'a", "%graft report: No closing quotation"),
+        ("filter layer == 1 --b2t x", "before the expression 'layer == 1'"),
+        ("filter --b2t", '--b2t needs an expression; "" matches nothing'),
+        ("filter --b2t x --keep", "--keep needs an expression"),
+        ("transform f --where", "--where needs a filter"),
+        ("baseline", "write %%graft baseline, with two %"),
+        ("target[1]", r"write %%graft target\[1\], with two %"),
+        ("statsu", "unknown command 'statsu'; did you mean 'status'"),
+    ],
+)
+def test_a_wrong_line_is_refused_with_what_was_expected(line: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        command_line.parse(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("up --on ray:auto --gpus-per-rank 0", {"on": "auto", "gpus_per_rank": 0.0}),
+        ("up --on ray:host:6379", {"on": "host:6379"}),
+        ("up --on ray://host:1", {"on": "ray://host:1"}),
+        ("plot --steps :100", {"steps": (None, 100)}),
+        ("plot --steps 50:", {"steps": (50, None)}),
+        ("plot --steps all", {"steps": (None, None)}),
+        ("plot x --tags layer=3 phase=decode on=True", {"tags": [("layer", 3), ("phase", "decode"), ("on", True)]}),
+        ("plot x --dims 0,-1", {"dims": (0, -1), "kind": "heatmap"}),
+        ("plot x --verdict --dims 2", {"dims": (2,), "verdict": True, "kind": None}),
+        ("debug target[1] p x + 1", {"rank": "target[1]", "command": "p x + 1"}),
+        ("transform 'a b' --where name == 'q'", {"name": "a b", "where": "name == 'q'"}),
+        ("transform f --where='layer < 4'", {"name": "f", "where": "layer < 4"}),
+    ],
+)
+def test_values_are_read_as_their_help_says(line: str, expected: dict[str, object]) -> None:
+    given = vars(command_line.parse(line)[1])
+    assert {name: given[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_subcommand_has_help_that_names_its_options(name: str) -> None:
+    texts = []
+    for option in ("-h", "--help"):
+        with pytest.raises(command_line.HelpRequest) as asked:
+            command_line.parse(f"{name} {option}")
+        texts.append(asked.value.text)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith((f"usage: %graft {name}", f"usage: %%graft {name}"))
+    assert [option for option in COMMANDS[name].options if option not in texts[0]] == []
+
+
 def test_a_line_may_end_with_a_comment() -> None:
     _, arguments = command_line.parse("up -b 2  # two of them")
     assert (arguments.baseline, arguments.target) == (2, 1)

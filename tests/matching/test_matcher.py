@@ -15,10 +15,11 @@ from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher
 from graftlab.matching.contradictions import other_roles
 from graftlab.matching.matcher import match_taps
+from graftlab.matching.mistakes import _other_layers, _where
 from graftlab.matching.pair import Pair
-from graftlab.matching.proposal import Proposal, pairs_of
+from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
-from graftlab.matching.rounds import Record, match_in_rounds
+from graftlab.matching.rounds import Record, _keep, match_in_rounds
 from graftlab.matching.rules import rules_of
 from graftlab.matching.search import find
 
@@ -571,6 +572,9 @@ def test_a_large_proposal_is_shown_in_tables_of_at_most_20_lines() -> None:
     rich = proposal._repr_mimebundle_()["text/html"]
     assert rich.count("<tr>") <= 2 * 20 + 4
     assert "and 280 lines more" in rich
+    texts = tuple(f"sentence {name}" for name in names)
+    rich = Proposal((), problems=texts, notices=texts)._repr_mimebundle_()["text/html"]
+    assert rich.count("<p>sentence") == 2 * 20
 
 
 def test_unmatched_taps_of_all_layers_share_a_line_with_their_reason() -> None:
@@ -677,3 +681,49 @@ def test_numbers_that_count_operations_of_an_exported_graph_are_not_roles() -> N
     pairs = [Pair(f"layer_norm_{2 * n + m}", f"{n}.norm{m + 1}") for n in range(2) for m in range(2)]
     assert other_roles(pairs) == []
     assert other_roles([Pair("h.0.ln_2", "0.norm1")]) != []
+
+
+def test_a_round_keeps_earlier_pairs_by_value_behind_those_of_the_next() -> None:
+    before = Proposal((Pair("a", "x", rel=0.0), Pair("b", "y", rel=0.0), Pair("c", "z", sureness="rule")))
+    following = Proposal(
+        (Pair("w", "y", sureness="guess"), Pair("d", "v"), Pair("a2", "x")),
+        unmatched_baseline={"b": "gone", "e": "gone"},
+        unmatched_target={"y": "gone", "u": "gone"},
+    )
+    kept = _keep(following, before)
+    assert [(pair.baseline, pair.target) for pair in kept.pairs] == [("b", "y"), ("d", "v"), ("a2", "x")]
+    assert (kept.unmatched_baseline, kept.unmatched_target) == ({"e": "gone"}, {"u": "gone"})
+    # One that the next round does not know comes last.
+    late = _keep(Proposal((Pair("d", "v"),)), Proposal((Pair("b", "y"),)))
+    assert [pair.target for pair in late.pairs] == ["v", "y"]
+
+
+def test_where_weights_differ_is_only_said_of_tensors_of_one_shape() -> None:
+    one, other = (RecordedTap.of(name, value) for name, value in (("a", torch.ones(4, 1)), ("b", torch.ones(4))))
+    pair = Pair("a", "b", sureness="rule", rel=0.5)
+    assert _where(pair, one, other) == ""
+    near = RecordedTap.of("b", torch.tensor([[1.0], [1.0], [2.0], [3.0]]))
+    assert _where(pair, one, near) == " in 2 of 4 elements: 2 rows, 2 to 3"
+
+
+def test_a_guess_is_the_name_most_alike_of_the_same_shape_and_nearest_in_order() -> None:
+    constant = torch.ones(4)
+    taps = [RecordedTap.of(name, constant, order=n) for n, name in enumerate(("mlp.down", "attn.proj", "attn.norm"))]
+    (pair,) = match_taps(taps, [RecordedTap.of("block.attn.proj", constant, order=1)]).pairs
+    assert (pair.baseline, pair.sureness) == ("attn.proj", "guess")
+    assert match_taps(taps, [RecordedTap.of("block.attn.proj", torch.ones(5), order=1)]).pairs == ()
+
+
+def test_the_frame_of_an_empty_proposal_has_all_columns() -> None:
+    assert list(Proposal(()).frame.columns) == list(COLUMNS)
+    assert Proposal(()).frame["match_rel"].dtype == "float64"
+
+
+def test_layers_in_another_order_are_held_to_the_shift_of_the_other_weights() -> None:
+    pairs = [Pair(f"h.{n + 2}.mlp", f"b.{n}.mlp") for n in range(5)]
+    pairs += [Pair(f"h.{n}.act", f"b.{m}.act") for n, m in ((2, 0), (4, 1), (3, 2))]
+    said = _other_layers(pairs, set())
+    assert [name for name, *_ in map(str.split, said)] == ["b.1.act", "b.2.act"]
+    assert said[0] == (
+        "b.1.act has the values of h.4.act, which is in layer 4; it should be layer 3, as for other weights"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from graftlab.layouts import parse_layout
 from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.matching.search import find
 from graftlab.matching.sketch import flat_values, sketch_of
-from graftlab.matching.strides import Lookup, fit, sampled, slices
+from graftlab.matching.strides import Lookup, _splits, fit, sampled, slices
 from graftlab.matching.wording import layout_of
 
 
@@ -123,3 +125,22 @@ def test_a_part_is_found_under_a_half_width_dtypes_noise(part: int, of: list[int
     assert torch.equal(found.layout.local(x @ weight), layout.local(x @ weight))
     unrelated = random(*narrow.shape, seed=2).bfloat16() * narrow.std()
     assert find(RecordedTap.of("qkv", (x @ weight).float()), RecordedTap.of("part", unrelated)) is None
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 9), (4, 3, 12), (2, 6, 5, 8)])
+def test_each_split_of_a_shape_has_all_of_its_elements(shape: tuple[int, ...]) -> None:
+    splits = list(_splits(shape))
+    assert splits[0] == shape
+    assert {math.prod(each) for each in splits} == {math.prod(shape)}
+    assert all(1 not in each for each in splits)
+    # One dimension in two, two of them, and one in three.
+    assert {len(each) - len(shape) for each in splits} <= {0, 1, 2}
+
+
+def test_a_sketch_counts_numbers_that_are_not_finite() -> None:
+    values = torch.arange(100.0)
+    values[3:5], values[50] = math.nan, math.inf
+    sketch = sketch_of(values)
+    assert (sketch.nonfinite, sketch.numel) == (3, 100)
+    assert sketch.rms == pytest.approx(float(values[values.isfinite()].square().mean().sqrt()))
+    assert sketch_of(torch.full((4,), math.nan)).nonfinite == 4

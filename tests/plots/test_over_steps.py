@@ -88,3 +88,23 @@ def test_beyond_the_limit_the_worst_of_neighbouring_cells_is_shown() -> None:
 def test_an_empty_frame_gives_a_message() -> None:
     [ax] = gl.plots.over_steps(pd.DataFrame()).axes
     assert "no rows to show" in ax.texts[0].get_text()
+
+
+def test_cells_of_more_steps_or_taps_than_fit_share_one_with_their_maximum() -> None:
+    values = np.full((481, 3), 1e-6)
+    values[4, 1] = values[480, 2] = 1e-2
+    drawn = cells(gl.plots.over_steps(frame(values), noise_floor=1e-3))
+    # Three steps share a cell, so that at most 240 are drawn.
+    assert drawn.shape == (3, 161)
+    assert np.argwhere(np.asarray(drawn) > 1e-3).tolist() == [[1, 1], [2, 160]]
+    assert rings(gl.plots.over_steps(frame(values), noise_floor=1e-3)) == [(1.0, 1.0), (160.0, 2.0)]
+    assert cells(gl.plots.over_steps(frame(values.T.repeat(100, axis=0)), noise_floor=1e-3)).shape == (161, 150)
+    assert cells(gl.plots.over_steps(frame(np.full((240, 2), 1.0)))).shape == (2, 240)
+
+
+def test_blank_cells_at_the_edge_stay_blank_when_neighbours_share_a_cell() -> None:
+    shown = frame(np.full((481, 2), 1e-6))
+    shown = shown[(shown["name"] != "t1") | (shown["step"] < 478)].reset_index(drop=True)
+    drawn = np.ma.filled(cells(gl.plots.over_steps(shown)), np.nan)
+    assert np.isfinite(drawn[0]).all()
+    assert not np.isfinite(drawn[1, -2:]).any() or drawn[1, -1] != drawn[0, -1]

@@ -26,6 +26,8 @@ from matplotlib.text import Annotation
 from graftlab import plots
 from graftlab.diffs import samples
 from graftlab.plots import style
+from graftlab.plots.pairs import _two
+from graftlab.plots.taps import MAX_SLANTED
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 
@@ -153,6 +155,8 @@ def test_runs_are_ordered_by_their_steps_not_by_where_the_frame_has_them() -> No
 def test_divergence_has_units_and_a_log_axis() -> None:
     ax = axes(plots.divergence(frame(row())))
     assert ax.get_yscale() == "log"
+    # Ticks between those that are labelled would suggest values that the axis does not have, such as zero's neighbours.
+    assert not len(ax.yaxis.get_minorticklocs())
     assert ax.get_ylabel() == "rel_l2 = ‖x-y‖ / ‖baseline‖  (ratio)"
     assert "execution order" in ax.get_xlabel()
     assert "tensor's units" in axes(plots.divergence(frame(row(max_abs=1.0)), value="max_abs")).get_ylabel()
@@ -1013,3 +1017,17 @@ def test_every_public_name_exists_and_is_documented() -> None:
     with pytest.raises(AttributeError, match="no attribute 'pyplot'"):
         _ = plots.pyplot
     assert set(style.MARKS) == {"compared", "grafted", "failed", "missing", "timeout", "unmatched", "recomputed"}
+
+
+def test_names_of_many_taps_stand_upright_in_smaller_letters() -> None:
+    for count, size, rotation in ((MAX_SLANTED, style.TICK, 45.0), (MAX_SLANTED + 1, style.DENSE, 90.0)):
+        rows = [row(f"a.tap.with.a.long.name.{chr(97 + n // 26)}{chr(97 + n % 26)}") for n in range(count)]
+        (labels,) = {
+            (each.get_fontsize(), each.get_rotation())
+            for each in axes(plots.divergence(frame(*rows))).get_xticklabels()
+        }
+        assert labels == (size, rotation)
+
+
+def test_the_axes_that_a_tensor_lacks_are_filled_in_front() -> None:
+    assert [_two(shown, 0) for shown in ([5], [], [3, 5])] == [(0, 5), (0, 0), (3, 5)]

@@ -11,7 +11,7 @@ import pytest
 from graftlab.filters.expressions import compile_filter
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.added import added_frame, coarser_dtype, named_groups, one_sided_filter, records, unseen_of
+from graftlab.verdict.added import _taps, added_frame, coarser_dtype, named_groups, one_sided_filter, records, unseen_of
 from graftlab.verdict.floor import Floor, pool
 
 EPS = 2.0**-24
@@ -182,3 +182,19 @@ def test_rows_as_dicts_have_plain_numbers_and_none_for_missing_values() -> None:
     assert last == {"name": None, "tags": {}, "step": 4, "rel_l2": None, "numel": None, "cast": "float16 -> float32"}
     assert [type(value) for value in first.values()] == [str, dict, int, float, int, type(None)]
     assert records(frame[:0]) == []
+
+
+def test_of_many_taps_the_first_four_are_named_and_all_are_counted() -> None:
+    assert _taps(["a", "b", "a", "c", "d"]) == "4 taps (a, b, c, d)"
+    assert _taps("abcdef") == "6 taps (a, b, c, d, ...)"
+    assert _taps(["a", "a"]) == "1 tap (a)"
+
+
+def test_a_recomputation_by_one_side_is_a_separate_remark() -> None:
+    again = {"name": "x", "recompute_status": "recompute"}
+    rows = [row("x", status=status, tags=again) for status in ("missing", "unmatched", "recomputed")]
+    (said,) = unseen_of(to_frame([*rows, row("y")]))
+    assert said.startswith("the recomputation of 1 tap (x) in the backward pass (activation checkpointing), which only")
+    # One that both sides have is compared as any other.
+    (said,) = unseen_of(to_frame([row("x", status="failed", tags=again, error="bad")]))
+    assert said == "1 tap (x) could not be compared (the transform failed): bad."

@@ -218,3 +218,10 @@ def test_the_display_moves_on_to_the_next_run(live: Live) -> None:
     live.come(row("c", run=1, step=1))
     assert _values(live.look()) == [("c", 1, 0.0, None)]
     assert _values(live.look()) == [("c", 1, 0.0, None)]
+
+
+def test_a_tap_that_was_never_measured_has_no_history() -> None:
+    lost = [row("x", order=1, status="timeout", rel_l2=None), row("y", order=2, rel_l2=0.5)]
+    history = history_of(to_frame(lost), FLOOR)
+    assert [key[1].name for key in history.worst] == ["y"]
+    assert [key[1].name for key in history.since] == ["y"]

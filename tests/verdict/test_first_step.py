@@ -99,3 +99,17 @@ def test_steps_after_a_graft_prove_nothing() -> None:
     every = list(rows({0: {}, 1: {1: 0.2}, 2: {1: 0.2}}, ALL))
     frame = to_frame([row._replace(status="grafted") if row.step == 1 else row for row in every])
     assert first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0) is None
+
+
+def test_of_several_weights_the_first_in_the_order_of_the_rows_is_named() -> None:
+    taps = (WEIGHT, ("v", {"kind": "param"}), VALUE, GRADIENT)
+    first = found({4: {}, 5: {0: 0.1, 1: 0.4, 2: 0.2}}, taps)
+    assert first is not None
+    assert "step 5 begins with a different w (by 0.1)" in first.sentence
+    # Of rows of equal order, as those of several ranks are, the first; sorting many of them must keep their order.
+    shown = [(rank, each) for rank in range(40) for each in rows({0: {1: 0.1 * (rank + 1)}}, (WEIGHT, VALUE))]
+    ranks = [each._replace(rank=rank) for rank, each in shown]
+    alike = first_difference(to_frame(ranks), AccumulatedFloors({}, {}, 1e-5), 5.0)
+    assert alike is not None
+    assert "first tap that differs" in alike.sentence
+    assert "(by 0.1)" in alike.sentence

@@ -62,7 +62,7 @@ def interleaved(x: Tensor) -> Tensor:
         ),
         (
             changed((slice(None), slice(2, None)), lambda x: x + noise(x)),
-            "they differ only at indices 2-11 of dim 1 (equal up to 1, all from 2 on)",
+            "the sides differ only at indices 2-11 of dim 1 (equal up to 1, all from 2 on)",
         ),
         (
             changed((slice(None), slice(0, 9)), lambda x: x * 3),
@@ -70,11 +70,11 @@ def interleaved(x: Tensor) -> Tensor:
         ),
         (
             changed((..., slice(6, 8)), lambda x: x + noise(x)),
-            "they differ only at indices 6-7 of dim 3 (equal part 3 of 0-3)",
+            "the sides differ only at indices 6-7 of dim 3 (equal part 3 of 0-3)",
         ),
         (
             changed((..., slice(1, None, 2)), lambda x: x + noise(x)),
-            "they differ only at every second index of dim 3, from 1",
+            "the sides differ only at every second index of dim 3, from 1",
         ),
         (changed((0, 3), lambda x: x + torch.rand_like(x)), "only at index 0 of dim 0 and index 3 of dim 1"),
         (changed((0, 3), lambda x: x * math.nan), "32 of 768 numbers are not finite on the target only"),

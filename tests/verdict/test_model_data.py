@@ -93,3 +93,10 @@ def test_settings_that_differ_from_a_later_step_on_are_named() -> None:
     ]
     (said,) = differing_data(to_frame(rows), threshold=5.0)
     assert said.startswith("The optimizer's settings already differ: optimizer.lr in step 2 (rel_l2 0.8).")
+
+
+def test_a_weight_that_is_not_finite_on_one_side_differs_whatever_its_distance() -> None:
+    lost = row(1, "w", "float32", kind="param")._replace(nonfinite_differ=1)
+    (said,) = differing_data(to_frame([lost, row(2, "h", "float32")]), threshold=5.0)
+    assert "w" in said
+    assert differing_data(to_frame([lost._replace(nonfinite_differ=0), row(2, "h", "float32")]), threshold=5.0) == []

@@ -40,6 +40,10 @@ def test_a_tag_that_alone_decides_is_named_with_its_rule() -> None:
 def test_steps_from_one_on_are_a_range() -> None:
     assert words([{"step": n} for n in range(20)], set(range(12, 20))) == " from step 12 on (of 0-19)"
     assert words([{"step": n} for n in range(20)], {3, 4}) == " in steps 3-4 of 0-19"
+    assert words([{"token": n} for n in range(20)], set(range(12, 20))) == " in calls from token=12 on (of 0-19)"
+    assert words([{"occurrence": n} for n in range(4)], {1}) == " in occurrence 1 of 0-3"
+    # The last one alone is no range.
+    assert words([{"step": n} for n in range(4)], {3}) == " in step 3 of 0-3"
 
 
 def test_the_size_of_a_dimension_is_named_where_a_rule_holds_for_it() -> None:

@@ -1,0 +1,57 @@
+"""A prefill and three decoding steps in bfloat16, with a cache among the arguments.
+
+With ``fused`` the attention rounds in another order, so the caches of two scripts differ by rounding. With ``wrong``
+the query of a decoding step is scaled by less than one rounding.
+"""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        if cache:
+            k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
+        cache.update(k=k.clone(), v=v.clone())
+        if "wrong" in sys.argv and x.shape[1] == 1:
+            q = q.float().mul(1.01).to(q.dtype)
+        causal = x.shape[1] > 1
+        if "fused" in sys.argv:
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        else:
+            scores = q @ k.mT / 8**0.5
+            if causal:
+                scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
+            found = scores.float().softmax(-1).to(v.dtype) @ v
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, caches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = x + layer(x, cache)
+        return self.head(x)
+
+
+model, caches = Model().bfloat16().eval(), [{}, {}]
+with torch.no_grad():
+    model(torch.randint(0, 50, (1, 6)), caches)
+    for token in (3, 7, 11):
+        model(torch.tensor([[token]]), caches)

@@ -1,0 +1,195 @@
+"""What is known of a run while its ranks report: steps, failures in order, and who still runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+
+from graftlab.base.world import Place
+from graftlab.control.run_state import RunState
+from graftlab.errors import RunError
+from graftlab.ranks.messages import Failure, RunDone
+
+
+class Status:
+    def __init__(self, step: int, state: str = "runs") -> None:
+        self.step, self.state = step, state
+
+    def __str__(self) -> str:
+        return f"{self.state} step {self.step}"
+
+
+class Rank:
+    """The handle of a rank that does nothing."""
+
+    trusted = True
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.label, self.was_ended, self.at = place, place.label, False, Status(0)
+
+    def status(self) -> Status:
+        return self.at
+
+
+def state_of(baseline: int = 1, target: int = 2, **more: Any) -> tuple[RunState, list[Any]]:
+    ranks = [Rank(place) for place in Place("baseline", 0, baseline, target).everyone()]
+    return RunState(3, cast("Any", ranks), **more), ranks
+
+
+def failed(message: str = "no", kind: str = "ValueError") -> RunDone:
+    return RunDone(3, None, Failure(kind, message, f"Traceback of {message}"))
+
+
+ENDED = RunDone(3, None, None)
+
+
+def test_steps_are_those_that_every_rank_has_ended_since_the_run_began() -> None:
+    state, ranks = state_of(first_step=4)
+    for rank, step in zip(ranks, (9, 7, 8), strict=True):
+        rank.at = Status(step)
+    assert state.steps == 3
+    assert state.wait_steps(3, time.monotonic())
+    assert not state.wait_steps(4, time.monotonic())
+    # It has not begun yet.
+    ranks[0].at = Status(2)
+    assert state.steps == 0
+    state.is_held_up = True
+    assert state.wait_steps(4, None)
+
+
+def test_a_run_is_done_when_the_rows_of_every_rank_have_arrived() -> None:
+    state, ranks = state_of()
+    for rank in ranks:
+        state.note_done(rank, ENDED)
+    assert all(map(state.has_ended, ranks))
+    assert not state.done
+    for rank in ranks:
+        assert not state.has_news()
+        state.note_settled(rank)
+    assert state.done
+    assert state.has_news()
+    # Its rows have arrived, so its death is none of this run's.
+    state.note_death(ranks[0], "killed")
+    assert state.failures == {}
+    state.raise_failures()
+
+
+def test_waits_see_what_another_thread_notes() -> None:
+    state, ranks = state_of(1, 1)
+    for note in (state.note_done, lambda rank, done: state.note_settled(rank)):
+        threads = [threading.Thread(target=note, args=(rank, ENDED)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        state.wait_ended(ranks, time.monotonic() + 60)
+        assert all(map(state.has_ended, ranks))
+        for thread in threads:
+            thread.join()
+    assert state.wait_steps(1000, None)
+
+
+def test_ranks_that_run_when_another_fails_are_marked_and_those_of_its_side_found() -> None:
+    state, (base, first, second) = state_of()
+    assert state.left_on_failed_sides() == []
+    state.note_done(base, ENDED)
+    assert state.left_on_failed_sides() == []
+    state.note_done(first, failed())
+    assert state.left_on_failed_sides() == [second]
+    assert state.mark_stopped() == [second]
+    state.note_done(second, failed("stop", "KeyboardInterrupt"))
+    with pytest.raises(RunError) as raised:
+        state.raise_failures("While it ran, ")
+    text = str(raised.value)
+    assert text.startswith("While it ran, run 3 failed on target[0], target[1]\n\n")
+    assert "target[0] raised ValueError: no\nTraceback of no" in text
+    assert "target[1] was interrupted, because target[0] failed" in text
+
+
+def test_waits_end_where_a_rank_runs_that_cannot_be_stopped() -> None:
+    state, ranks = state_of()
+    state.note_done(ranks[0], ENDED)
+    state.stop_waiting(ranks)
+    assert not state.is_held_up
+    state.stop_waiting(ranks[:2])
+    assert state.is_held_up
+    assert state.has_news()
+
+
+def test_failures_are_listed_in_their_order_and_deaths_lead() -> None:
+    state, (base, first, second) = state_of(lost_groups=lambda: {"target": "killed by 9"})
+    state.note_done(second, failed("b\nmore"))
+    state.note_done(first, failed("b\nmore"))
+    state.note_death(base, "killed by 9")
+    assert state.failing == {"target[1]": "ValueError: b", "target[0]": "ValueError: b", "baseline[0]": "killed by 9"}
+    with pytest.raises(RunError) as raised:
+        state.raise_failures()
+    text = str(raised.value)
+    assert text.startswith("run 3 failed on baseline[0], target[0], target[1]\n\nbaseline[0] died: killed by 9\n\n")
+    # One that failed first does not stand first: the frame has them by rank.
+    assert "target[0], target[1] raised ValueError: b\nmore" in text
+    assert "The process group of the target is gone: its collectives" in text
+
+
+def test_why_a_process_group_is_gone_is_said_where_nothing_else_says_it() -> None:
+    state, ranks = state_of(lost_groups=lambda: {"target": "rank 1 left"})
+    state.note_done(ranks[0], failed())
+    with pytest.raises(RunError, match=r"of the target is gone \(rank 1 left\): its"):
+        state.raise_failures()
+
+
+def test_a_rank_that_was_ended_for_a_failure_comes_last_and_did_not_die() -> None:
+    state, (base, first, _) = state_of()
+    base.was_ended = True
+    state.note_death(base, "was ended by restart")
+    state.note_done(first, failed())
+    with pytest.raises(RunError) as raised:
+        state.raise_failures()
+    parts = str(raised.value).split("\n\n")
+    assert [part.partition(" ")[0] for part in parts[1:3]] == ["target[0]", "baseline[0]"]
+    assert parts[2] == "baseline[0] was ended by restart"
+    assert parts[3].startswith("still running, because it cannot be interrupted where it is: target[1]: runs step 0.")
+
+
+def test_a_death_is_taken_back_when_only_the_connection_had_ended() -> None:
+    state, ranks = state_of()
+    state.note_death(ranks[1], "closed its connection")
+    assert state.has_ended(ranks[1])
+    state.note_return(ranks[1])
+    state.note_return(ranks[2])
+    assert not state.has_ended(ranks[1])
+    assert (state.failing, state.failures) == ({}, {})
+    ((label, trusted, piece),) = state.output
+    assert (label, trusted, piece.text) == ("target[0]", True, "reconnected, and continues this run\n")
+
+
+@pytest.mark.parametrize(("on_failure", "said"), [("stop", []), ("continue", ["failed: ValueError: no; the other"])])
+def test_a_failure_is_shown_at_once_where_the_others_continue(on_failure: Any, said: list[str]) -> None:
+    state, ranks = state_of(on_failure=on_failure)
+    state.note_done(ranks[0], failed("no\nmore"))
+    state.note_death(ranks[0], "killed")
+    assert [piece.text[:33] for _, _, piece in state.output if "killed" not in piece.text] == said
+
+
+def test_where_each_unfinished_rank_is_follows_what_has_failed() -> None:
+    state, ranks = state_of()
+    ranks[0].at, ranks[1].at = Status(2, "idle"), Status(0, "idle")
+    state.note_done(ranks[0], ENDED)
+    assert state.where() == "baseline[0]: about to end; target[0]: about to begin; target[1]: runs step 0"
+    state.note_done(ranks[2], failed())
+    state.note_settled(ranks[0])
+    assert state.where() == "target[1]: failed: ValueError: no; target[0]: about to begin"
+
+
+def test_a_result_is_opened_once_and_is_the_same_object_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, ranks = state_of()
+    opened: list[object] = []
+    monkeypatch.setattr("graftlab.control.run_state.open_value", lambda rank, packed: opened.append(rank) or [rank])
+    packed: Any = object()
+    state.note_done(ranks[2], RunDone(3, packed, None))
+    first = state.results_of("target")
+    assert first == [None, [ranks[2]]]
+    assert state.results_of("target")[1] is first[1]
+    assert state.results_of("baseline") == [None]
+    assert len(opened) == 1

@@ -1,0 +1,254 @@
+"""Which calls and updates of a script are held, with what they are counted, and how a script becomes a rank."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graftlab.jobs import held_script
+from graftlab.jobs.held_script import HeldScript, _claims, _ScriptRank, forget_claims
+from graftlab.ranks import held_call
+from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice
+from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
+
+
+class Rank:
+    """Takes what a script's process holds, from the ``first`` unit on."""
+
+    def __init__(self, first: tuple[str, int] | None = None) -> None:
+        self.choice = WatchChoice()
+        self.updates: list[UpdateDescription] = []
+        self.calls: list[HeldCall] = []
+        self._first = first
+
+    def waits_in(self, kind: str, number: int) -> bool:
+        if self._first not in (None, (kind, number)):
+            return False
+        self._first = None
+        return True
+
+    def hold(self, unit: HeldCall | HeldUpdate) -> None:
+        if isinstance(unit, HeldUpdate):
+            self.updates.append(unit.describe())
+        else:
+            self.calls.append(unit)
+        unit.end()
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    made = Rank()
+    monkeypatch.setattr(held_script, "_joined", lambda *where: made)
+    return made
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[HeldScript]:
+    made = HeldScript(tmp_path, "target", None)
+    yield made
+    made.remove()
+
+
+def test_each_update_is_held_with_the_calls_and_gradients_since_the_last_one(rank: Rank, script: HeldScript) -> None:
+    model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    script.begin(model, (x,), {}).sum().backward()
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(x)
+    assert [(each.number, each.calls) for each in rank.updates] == [(1, 2), (2, 1)]
+    first, second = rank.updates
+    assert first.gradients["bias"].values.item() == first.accumulated["bias"].values.item() == 2.0
+    assert list(first.of_results) == ["call 1", "call 2"]
+    assert second.gradients["bias"].values.item() == 1.0
+    assert second.previous["bias"].values.item() == 2.0
+    assert list(second.of_results) == ["call 1"]
+    assert [call.unit for call in rank.calls] == [("call", n) for n in (1, 2, 3, 4)]
+    script.remove()
+    model(x).sum().backward()
+    optimizer.step()
+    assert (len(rank.updates), len(rank.calls)) == (2, 4)
+
+
+def test_an_update_that_is_passed_still_begins_the_next_step(rank: Rank, script: HeldScript) -> None:
+    rank._first = ("update", 2)
+    model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    script.begin(model, (x,), {}).sum().backward()
+    optimizer.step()
+    model(x).sum().backward()
+    optimizer.step()
+    assert [(each.number, each.calls) for each in rank.updates] == [(2, 1)]
+    assert rank.calls == []
+
+
+def test_the_optimizers_inside_of_one_are_part_of_its_step(rank: Rank, script: HeldScript) -> None:
+    model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            inner.step()
+
+    outer = Outer(model.parameters(), 0.1)
+    script.begin(model, (x,), {}).sum().backward()
+    outer.step()
+    outer.step()
+    assert [each.optimizer for each in rank.updates] == ["Outer", "Outer"]
+
+
+def test_a_step_that_raised_is_over_with_the_next_call(rank: Rank, script: HeldScript) -> None:
+    model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    script.begin(model, (x,), {}).sum().backward()
+    script._updating = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step()
+    assert rank.updates == []
+    model(x)
+    optimizer.step()
+    assert len(rank.updates) == 1
+
+
+def test_a_process_that_is_no_rank_holds_nothing_and_leaves_a_mark(
+    tmp_path: Path, script: HeldScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_script, "_joined", lambda *where: None)
+    model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    script.begin(model, (x,), {})
+    assert held_script.uncompared_calls(tmp_path, "target").exists()
+    asked: list[int] = []
+    monkeypatch.setattr(held_script, "_joined", lambda *where: asked.append(1))
+    model(x)
+    assert asked == []
+
+
+@pytest.mark.parametrize("worker", [True, False])
+def test_forks_and_workers_of_data_loaders_are_no_ranks(
+    worker: bool, rank: Rank, tmp_path: Path, script: HeldScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if worker:
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
+    else:
+        monkeypatch.setattr(script, "_process", os.getpid() + 1)
+    script.begin(nn.Linear(2, 1), (torch.ones(1, 2),), {})
+    assert rank.calls == []
+    assert held_script.uncompared_calls(tmp_path, "target").exists()
+
+
+def test_only_the_first_process_of_a_rank_becomes_it_until_claims_are_forgotten(tmp_path: Path) -> None:
+    assert _claims(tmp_path, "target", 0)
+    assert not _claims(tmp_path, "target", 0)
+    assert _claims(tmp_path, "target", 1)
+    assert _claims(tmp_path, "baseline", 0)
+    assert not _claims(tmp_path / "gone", "target", 0)
+    forget_claims(tmp_path)
+    assert _claims(tmp_path, "target", 0)
+
+
+# ---- the rank of a script --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to the held call, which is the third of its process."""
+    done: list[str] = []
+    unit: Any = SimpleNamespace(unit=("call", 3), end=lambda: done.append("released"))
+    monkeypatch.setattr(held_call, "_held_here", lambda: unit)
+    monkeypatch.setattr(held_call, "_held", unit)
+    return done
+
+
+def of_script(**fields: Any) -> Any:
+    made = _ScriptRank.__new__(_ScriptRank)
+    made.__dict__.update(fields)
+    return made
+
+
+def test_a_script_continues_to_the_chosen_unit_and_waits_there(held: list[str]) -> None:
+    rank = of_script()
+    assert rank.waits_in("call", 1)
+    rank.skip_to("call", 3)
+    assert held == []
+    rank.skip_to("update", 2)
+    assert held == ["released"]
+    assert [rank.waits_in(*unit) for unit in (("call", 4), ("update", 1), ("update", 2), ("call", 5))] == [
+        *(False, False, True, True),
+    ]
+
+
+def test_a_script_that_is_left_outlives_the_notebook(held: list[str]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fcntl.fcntl(ours, fcntl.F_SETFL, fcntl.fcntl(ours, fcntl.F_GETFL) | os.O_ASYNC)
+        rank = of_script(_hold_nothing=lambda: held.append("holds nothing"), _death_pipe=ours.fileno())
+        rank.leave()
+        assert not fcntl.fcntl(ours, fcntl.F_GETFL) & os.O_ASYNC
+    assert held == ["holds nothing", "released"]
+    assert rank._is_over
+
+
+def test_the_scripts_own_handler_of_interrupts_is_back_after_a_held_call() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    rank = of_script()
+    rank.on_interrupt = lambda *_: None
+
+    def fail() -> None:
+        with rank._interruptible():
+            assert signal.getsignal(signal.SIGINT) is rank.on_interrupt
+            assert rank._takes_interrupts
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not rank._takes_interrupts
+    seen: list[bool] = []
+
+    def on_another_thread() -> None:
+        with rank._interruptible():
+            seen.append(rank._takes_interrupts)
+
+    thread = threading.Thread(target=on_another_thread)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+def test_a_script_that_has_ended_answers_one_request_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    drained: list[float] = []
+    rank = of_script(
+        _runs=4,
+        _control=SimpleNamespace(stopping=False),
+        _line=SimpleNamespace(channel=SimpleNamespace(drain=drained.append)),
+    )
+    handled: list[Any] = []
+
+    def handle_next() -> None:
+        handled.append(held_call.held_unit())
+        rank._runs += len(handled) == 2
+
+    rank.handle_next = handle_next
+    monkeypatch.setattr(held_call, "_held", None)
+    monkeypatch.setattr(held_script.sys, "last_value", ValueError("no"), raising=False)
+    rank._report_end(os.getpid() + 1)
+    assert handled == []
+    rank._report_end(os.getpid())
+    assert handled == [ScriptEnd("ValueError: no")] * 2
+    assert drained == [5.0]
+    rank._report_end(os.getpid())
+    assert len(handled) == 2

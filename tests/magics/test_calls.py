@@ -1,0 +1,372 @@
+"""Each line of ``%graft`` calls one method of the session, with what the line gives and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from IPython.core.completer import CompletionContext
+from IPython.core.error import UsageError
+
+from graftlab.base.world import Place
+from graftlab.magics import magics
+from graftlab.magics.magics import GraftMagics, complete_graft, magics_of_completion
+from graftlab.remote.ray_cluster import Ray
+
+
+class Recorded:
+    """Records the calls of its methods, also of those of ``plot``; each returns ``answers[name]`` or its own name."""
+
+    def __init__(self, calls: list[Any], answers: dict[str, Any], prefix: str = "") -> None:
+        self._calls, self._answers, self._prefix = calls, answers, prefix
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self._calls.append((self._prefix + name, args, kwargs))
+            return self._answers.get(name, name)
+
+        return method
+
+
+class FakeSession(Recorded):
+    """An open session of one baseline rank and two target ranks."""
+
+    def __init__(self, calls: list[Any], answers: dict[str, Any]) -> None:
+        super().__init__(calls, answers)
+        self.closed = False
+        self.ranks: Any = [
+            SimpleNamespace(label=place.label, alive=True, takes_work=True, place=place)
+            for place in Place("baseline", 0, 1, 2).everyone()
+        ]
+        self.plot = Recorded(calls, answers, "plot.")
+        self.taps: list[dict[str, Any]] = [{"name": "hidden"}, {"name": "out"}, {"name": "hidden"}]
+        self.runs: list[Any] = []
+        self.row_count = 1234
+        self.folder = Path("/run/folder")
+        self.plan = SimpleNamespace(rename=(("target", "a", "b"), ("baseline", "c", "")))
+        self.options = SimpleNamespace(
+            baseline=1,
+            target=2,
+            device=None,
+            backend=None,
+            timeout=60.0,
+            start_method="forkserver",
+            on=None,
+            keep_rows=None,
+        )
+
+    def close(self) -> None:
+        self._calls.append(("close", (), {}))
+        self.closed = True
+
+
+class Notebook:
+    """The magics in a notebook with some variables; ``calls`` has what the session was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.answers: dict[str, Any] = {}
+        self.names: dict[str, Any] = {}
+        self.magics = GraftMagics.__new__(GraftMagics)
+        shell: Any = SimpleNamespace(user_ns=self.names)
+        object.__setattr__(self.magics, "_trait_values", {})
+        self.magics.__dict__.update(shell=shell, session=FakeSession(self.calls, self.answers))
+
+    @property
+    def session(self) -> Any:
+        return self.magics.session
+
+    def run(self, line: str, cell: str | None = None) -> Any:
+        return self.magics.graft(line, cell)
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    return Notebook()
+
+
+@pytest.mark.parametrize(
+    ("line", "call", "args", "given"),
+    [
+        ("status", "status", (), {}),
+        ("verdict", "verdict", (None, None), {}),
+        ("verdict f(x)", "verdict", ("f(x)", "f(x)"), {}),
+        ("lines h.0 f(x)", "lines", ("h.0", "f(x)", "f(x)"), {}),
+        ("match", "match", (None, None), {}),
+        ("match f(x)", "match", ("f(x)", "f(x)"), {}),
+        ("check f(x)", "check", (), {"target": "f(x)"}),
+        ("compiled f(x)", "compare_compiled", ("f(x)",), {"grad_mode": None, "fullgraph": False}),
+        (
+            "compiled --backend eager --grad-mode grad --fullgraph f(x)",
+            "compare_compiled",
+            ("f(x)",),
+            {"grad_mode": "grad", "fullgraph": True, "backend": "eager"},
+        ),
+        ("restart", "restart", (), {}),
+        ("log", "log", ("both", 50), {}),
+        ("log target -n 3", "log", ("target", 3), {}),
+        ("undo", "undo", (), {}),
+        ("redo", "redo", (), {}),
+        ("ui", "dashboard", (), {}),
+        ("filter --b2t layer == 1 --keep ''", "edit", (), {"b2t": "layer == 1", "keep": ""}),
+        ("transform default", "edit", (), {"transform": None}),
+        ("transform double", "edit", (), {"transform": "the function"}),
+        ("transform double --where name == 'q'", "edit", (), {"transform": ("name == 'q'", "the function")}),
+        ("transform math.sin", "edit", (), {"transform": "math.sin"}),
+        ("rename target x y", "edit", (), {"rename": {"target": {"a": "b", "x": "y"}, "baseline": {"c": ""}}}),
+        ("rename --clear", "edit", (), {"rename": None}),
+        ("rename --clear target x", "edit", (), {"rename": {"target": {"x": ""}}}),
+        ("plot", "plot.divergence", (), {"step": None}),
+        ("plot --step 3 --noise-floor 0.1", "plot.divergence", (), {"step": 3, "noise_floor": 0.1}),
+        ("plot --steps 2:5", "plot.over_steps", (), {"steps": range(2, 5)}),
+        ("plot --steps :5", "plot.over_steps", (), {"steps": range(5)}),
+        ("plot --kind over_steps", "plot.over_steps", (), {"steps": None}),
+        ("plot --verdict", "plot.verdict", (None,), {}),
+        ("plot out --verdict --dims 0,1", "plot.verdict", ("out",), {"dims": (0, 1)}),
+        ("plot out", "plot.history", ("out",), {}),
+        ("plot out --tags layer=3 --dims 1", "plot.heatmap", ("out",), {"layer": 3, "dims": (1,)}),
+    ],
+)
+def test_a_line_calls_the_session_with_what_it_gives(
+    line: str, call: str, args: tuple[Any, ...], given: dict[str, Any], notebook: Notebook
+) -> None:
+    notebook.names["double"] = "the function"
+    notebook.run(line)
+    assert notebook.calls[0] == (call, args, given)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"), [("verdict -o v f(x)", "verdict"), ("check -o v f(x)", "check"), ("compiled -o v x", None)]
+)
+def test_a_result_is_assigned_to_the_named_variable_and_shown(line: str, value: str, notebook: Notebook) -> None:
+    shown = notebook.run(line)
+    assert notebook.names["v"] == shown == (value or "compare_compiled")
+    notebook.names.clear()
+    notebook.run(line.replace("-o v ", ""))
+    assert notebook.names == {}
+
+
+def test_a_run_is_assigned_before_its_end_is_awaited(notebook: Notebook) -> None:
+    def wait() -> str:
+        assert notebook.names["r"] is started
+        return "ended"
+
+    started = notebook.answers["start"] = SimpleNamespace(wait=wait)
+    assert notebook.run("run -o r f(x)") == "ended"
+    assert notebook.calls == [("start", ("f(x)", "f(x)"), {})]
+
+
+def test_functions_of_the_notebook_are_replayed_and_other_names_are_the_ranks(notebook: Notebook) -> None:
+    notebook.names["generate"] = "mine"
+    notebook.run("replay ~/x.jsonl --target theirs --batch-size 2 --limit 5 -o r")
+    path = Path("~/x.jsonl").expanduser()
+    assert notebook.calls == [("replay", (path, "mine", "theirs"), {"batch_size": 2, "limit": 5})]
+    assert notebook.names["r"] == "replay"
+
+
+def test_a_match_shows_its_editor_and_is_assigned_itself(notebook: Notebook) -> None:
+    assert notebook.run("match -o m f(x)") == "match_editor"
+    assert notebook.calls[1] == ("match_editor", ("match",), {})
+    assert notebook.names["m"] == "match"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("transform missing", "has no function 'missing'"),
+        ("transform default --where x", "leave out --where"),
+        ("rename target", "rename target: give a regular expression"),
+        ("plot ou --kind history", "no tap is called 'ou'; did you mean 'out'"),
+        ("plot zzz --kind history", "no tap is called 'zzz'; the taps are 'hidden', 'out'"),
+        ("lines", "lines: give the name of a tap"),
+        ("lines h.0", "no run evaluated an expression on both sides"),
+        ("debug", "nothing failed in the newest run"),
+        ("listen", "a session is already open"),
+        (
+            "up -b 2 -t 2 --timeout 5",
+            r"other options is open \(baseline 1 -> 2, timeout 60.0 -> 5.0\)\. .* its 3 ranks",
+        ),
+        ("up --gpus-per-rank 1", "is for ranks on a cluster"),
+    ],
+)
+def test_a_line_that_cannot_be_followed_is_refused(
+    line: str, said: str, notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(magics, "internals_of", lambda session: SimpleNamespace(default_callees=False))
+    with pytest.raises(UsageError, match=said):
+        notebook.run(line)
+    assert notebook.calls == []
+
+
+def test_without_arguments_the_plan_is_shown(notebook: Notebook) -> None:
+    assert notebook.run("filter") is notebook.run("rename") is notebook.session.plan
+
+
+def test_without_an_open_session_the_way_to_one_and_to_the_rows_is_named(notebook: Notebook) -> None:
+    notebook.session.closed = True
+    with pytest.raises(
+        UsageError, match=r"`%graft up -b 1 -t 2` starts one\. The rows of the closed session .*/run/fo"
+    ):
+        notebook.run("status")
+    notebook.magics.session = None
+    with pytest.raises(UsageError, match=r"starts one$"):
+        notebook.run("status")
+
+
+# ---- starting and ending ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments with which sessions were started."""
+    found: list[Any] = []
+    for name in ("launch", "listen"):
+        monkeypatch.setattr(magics, name, lambda *args, **given: found.append((args, given)) or "new session")
+    return found
+
+
+def test_a_session_that_matches_is_kept_and_others_need_a_word(
+    notebook: Notebook, launched: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert notebook.run("up -t 2 -o mine") is notebook.session
+    assert notebook.names["mine"] is notebook.session
+    assert "already matches" in capsys.readouterr().out
+    assert launched == []
+    assert notebook.run("up -t 2 --replace --device cpu --keep-rows 7") == "new session"
+    assert notebook.calls == [("close", (), {})]
+    assert capsys.readouterr().out == "closing the open session\n"
+    ((args, given),) = launched
+    assert args == (1, 2)
+    assert given == {
+        **{"device": "cpu", "backend": None, "timeout": 60.0, "start_method": "forkserver"},
+        **{"keep_rows": 7, "on": None},
+    }
+    assert notebook.names["session"] == "new session"
+
+
+def test_a_session_with_an_ended_rank_is_replaced_and_the_rank_named(
+    notebook: Notebook, launched: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook.session.ranks[1].alive = False
+    notebook.run("up -t 2")
+    assert capsys.readouterr().out == "closing the open session: target[0] ended\n"
+    assert len(launched) == 1
+
+
+def test_a_session_of_jobs_is_not_taken_for_one_with_ranks(notebook: Notebook, launched: list[Any]) -> None:
+    notebook.session.ranks[0].takes_work = False
+    with pytest.raises(UsageError, match="is a session of jobs"):
+        notebook.run("up -t 2")
+
+
+@pytest.mark.parametrize(
+    ("options", "resources"),
+    [("", {"GPU": 1.0}), (" --gpus-per-rank 0.5", {"GPU": 0.5}), (" --gpus-per-rank 0", {"CPU": 1})],
+)
+def test_ranks_on_a_cluster_have_a_gpu_or_what_is_given(
+    options: str, resources: dict[str, float], notebook: Notebook, launched: list[Any]
+) -> None:
+    notebook.magics.session = None
+    notebook.run(f"up --on ray:auto{options}")
+    on = launched[0][1]["on"]
+    assert isinstance(on, Ray)
+    assert on == Ray("auto", resources=resources)
+
+
+def test_listening_takes_its_options_and_assigns_the_session(notebook: Notebook, launched: list[Any]) -> None:
+    notebook.magics.session = None
+    notebook.run("listen -b 2 --folder f --append --address tcp://h:1 --timeout 5 -o s")
+    ((args, given),) = launched
+    assert args == (2, 1)
+    assert given == {"timeout": 5.0, "folder": "f", "append": True, "address": "tcp://h:1", "keep_rows": None}
+    assert notebook.names == {"s": "new session"}
+
+
+def test_the_end_of_a_session_names_the_folder_of_its_rows(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook.run("down")
+    assert notebook.calls == [("close", (), {})]
+    assert capsys.readouterr().out == "rows and logs are in /run/folder\n"
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_runs_where_it_says_and_its_values_are_shown_by_rank(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(magics, "display", shown.append)
+    notebook.answers["execute"] = SimpleNamespace(baseline=[1], target=[None, 3], participants=notebook.session.ranks)
+    notebook.run("both", "x = 1")
+    notebook.run("target[1]", "x = 1")
+    assert [args for _, args, _ in notebook.calls] == [("x = 1", "both"), ("x = 1", "target[1]")]
+    assert shown == [1, 3, 1, 3]
+    assert capsys.readouterr().out == "baseline[0]:\ntarget[1]:\n" * 2
+
+
+def test_a_cell_may_be_a_transform_for_all_or_for_some_taps(notebook: Notebook) -> None:
+    notebook.run("transform", "def f(): ...")
+    notebook.run("transform --where name == 'a=b'", "def f(): ...")
+    given = [each["transform"] for _, _, each in notebook.calls]
+    assert given == ["def f(): ...", ("name == 'a=b'", "def f(): ...")]
+
+
+def test_a_cell_for_an_unknown_place_is_refused_with_the_places(notebook: Notebook) -> None:
+    with pytest.raises(UsageError, match=r"use one of baseline, target, both, transform, baseline\[0\], target\[0\]"):
+        notebook.run("target[2]", "x")
+    with pytest.raises(UsageError, match="write `%graft run`, with one %, for a line"):
+        notebook.run("run f(x)", "x")
+
+
+# ---- completion ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("%graft sta", ["status", "stacks"]),
+        ("%graft up --re", ["--replace"]),
+        ("%graft up --start-method ", ["forkserver", "spawn"]),
+        ("%graft up --start-method s", ["spawn"]),
+        ("%graft log target", ["target", "target[0]", "target[1]"]),
+        ("%graft debug b", ["baseline[0]"]),
+        ("%graft debug target[0] b", []),
+        ("%graft plot h", ["hidden"]),
+        ("%%graft target", ["target", "target[0]", "target[1]"]),
+        ("%%graft both t", []),
+        ("%graft unknown t", []),
+        ("x = 1", []),
+        ("", []),
+    ],
+)
+def test_completion_offers_what_may_stand_there(
+    line: str, expected: list[str], notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(magics, "magics_of_completion", [*magics_of_completion, notebook.magics])
+    context = CompletionContext(token="", full_text=line, cursor_position=len(line), cursor_line=0, limit=None)
+    found = complete_graft(context)
+    assert [each.text for each in found["completions"]] == expected
+    assert bool(found.get("suppress")) is bool(expected)
+
+
+@pytest.mark.parametrize("has_stdin", [False, True])
+def test_the_debugger_takes_one_command_or_prompts_where_a_person_can_answer(
+    has_stdin: bool, notebook: Notebook, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(notebook.magics, "_has_stdin", lambda: has_stdin)
+    prompts: list[str] = []
+    monkeypatch.setattr(magics, "prompt", lambda rank, *_: prompts.append(rank))
+    notebook.session.runs.append(SimpleNamespace(failures={"target[0]": "ValueError", "target[1]": "ValueError"}))
+    notebook.run("debug baseline[0] p x")
+    assert notebook.calls == [("post_mortem", ("baseline[0]", "p x"), {})]
+    assert capsys.readouterr().out == "post_mortem\n"
+    notebook.run("debug")
+    shown = capsys.readouterr().out
+    assert prompts == (["target[0]"] if has_stdin else [])
+    assert shown.startswith("" if has_stdin else "post_mortem\n`%graft debug target[0] p EXPR` shows a value")
+    assert bool(shown) is not has_stdin

@@ -1,0 +1,131 @@
+"""Weights among taps are paired by value, by most of their values, and by the outputs of their modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftlab.layouts import parse_layout
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.recorded_taps import RecordedTap
+from graftlab.matching.weight_taps import with_weights, without_weights
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(**tensors: Tensor) -> list[RecordedTap]:
+    """Taps of weights; ``a_weight`` is the one of module ``a``."""
+    found = []
+    for order, (name, tensor) in enumerate(tensors.items()):
+        tap = RecordedTap.of(f"{name.replace('_', '.')}[kind=param]", tensor, order=order)
+        tap.tags = {"kind": "param"}
+        found.append(tap)
+    return found
+
+
+def paired(proposal: Proposal) -> list[tuple[str, str, str, str]]:
+    """The pairs of weights: names without their tag, layout and whole."""
+    plain = [(pair.baseline.partition("[")[0], pair.target.partition("[")[0], pair) for pair in proposal.pairs]
+    return [(one, other, pair.layout.text, pair.whole) for one, other, pair in plain if "weight" in other]
+
+
+OUTPUTS = Proposal((Pair("a", "b"),))
+
+
+def outputs_of_parts(*modules: str) -> Proposal:
+    """The output of each baseline module is a part of the target's ``qkv``."""
+    parts = (parse_layout(f"part(index={index}, of=[1, 1, 1], dim=-1)") for index in range(len(modules)))
+    return Proposal(tuple(Pair(name, "qkv", part, "target") for name, part in zip(modules, parts, strict=True)))
+
+
+def test_names_keep_their_tag_and_pairs_the_order_of_the_target() -> None:
+    one, other = drawn(4, 6), drawn(4, 6, seed=1)
+    found = with_weights(Proposal(()), weights(x_weight=one, y_weight=other), weights(v_weight=other, u_weight=one))
+    assert [(pair.baseline, pair.target, pair.sureness) for pair in found.pairs] == [
+        ("y.weight[kind=param]", "v.weight[kind=param]", "exact"),
+        ("x.weight[kind=param]", "u.weight[kind=param]", "exact"),
+    ]
+    assert (found.problems, found.wrong_weights) == ((), ())
+
+
+def test_a_side_without_weights_leaves_those_of_the_other_unmatched() -> None:
+    value = RecordedTap.of("h", drawn(4), order=1)
+    found = with_weights(OUTPUTS, [*weights(x_weight=drawn(4, 6)), value], [value])
+    assert found.unmatched_baseline == {"x.weight[kind=param]": "the other side taps no weights"}
+    assert (found.unmatched_target, found.pairs) == ({}, OUTPUTS.pairs)
+
+
+def test_values_are_numbered_without_the_weights_between_them() -> None:
+    x, y = RecordedTap.of("x", drawn(3), order=0), RecordedTap.of("y", drawn(3, seed=1), order=2)
+    assert [(tap.name, tap.order) for tap in without_weights([x, *weights(w_weight=drawn(3)), y])] == [
+        ("x", 0),
+        ("y", 1),
+    ]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_weight_is_paired_with_the_one_that_has_most_of_its_values(turned: bool) -> None:
+    good, near = drawn(40, 20), drawn(40, 20)
+    near[:12] = drawn(12, 20, seed=1)
+    spoiled = drawn(40, 20)
+    spoiled[:10] = drawn(10, 20, seed=2)
+    target = spoiled.T.contiguous() if turned else spoiled
+    found = with_weights(Proposal(()), weights(near_weight=near, good_weight=good), weights(t_weight=target))
+    assert paired(found) == [("good.weight", "t.weight", "a b -> b a" if turned else "same", "baseline")]
+    (pair,) = found.pairs
+    assert (pair.note, pair.sureness) == ("75% of its values are equal", "rule")
+    assert pair.rel is not None
+    assert 0.5 < pair.rel < 1.0
+
+
+def test_a_weight_with_few_values_of_another_has_no_partner() -> None:
+    spoiled = drawn(40, 20)
+    spoiled[:21] = drawn(21, 20, seed=1)
+    assert paired(with_weights(Proposal(()), weights(w_weight=drawn(40, 20)), weights(t_weight=spoiled))) == []
+    # Only a part of them beside each other is not most of them either.
+    spoiled[:, 10:] = drawn(40, 10, seed=2)
+    assert paired(with_weights(Proposal(()), weights(w_weight=drawn(40, 20)), weights(t_weight=spoiled))) == []
+
+
+def test_weights_without_equal_values_follow_the_outputs_of_their_modules() -> None:
+    found = with_weights(OUTPUTS, weights(a_weight=drawn(4, 6)), weights(b_weight=drawn(4, 6, seed=1)))
+    assert paired(found) == [("a.weight", "b.weight", "same", "baseline")]
+    assert found.pairs[0].note.startswith("as the outputs of their modules; the values differ by rel_l2 1.")
+    turned = with_weights(OUTPUTS, weights(a_weight=drawn(4, 6)), weights(b_weight=drawn(6, 4, seed=1)))
+    assert paired(turned) == [("a.weight", "b.weight", "a b -> b a", "baseline")]
+    assert paired(with_weights(OUTPUTS, weights(a_weight=drawn(4, 6)), weights(b_weight=drawn(4, 5, seed=1)))) == []
+    assert paired(with_weights(OUTPUTS, weights(a_weight=drawn(4, 6)), weights(c_weight=drawn(4, 6, seed=1)))) == []
+    guess = Proposal((Pair("a", "b", sureness="guess"),))
+    assert paired(with_weights(guess, weights(a_weight=drawn(4, 6)), weights(b_weight=drawn(4, 6, seed=1)))) == []
+
+
+def test_square_weights_lie_as_most_weights_of_the_model_do() -> None:
+    others = {f"m{n}_weight": drawn(5, 7, seed=n) for n in range(3)}
+    mine = weights(a_weight=drawn(6, 6), **others)
+    turned = weights(b_weight=drawn(6, 6, seed=9), **{name: each.T.contiguous() for name, each in others.items()})
+    assert ("a.weight", "b.weight", "a b -> b a", "baseline") in paired(with_weights(OUTPUTS, mine, turned))
+    upright = weights(b_weight=drawn(6, 6, seed=9), **others)
+    assert ("a.weight", "b.weight", "same", "baseline") in paired(with_weights(OUTPUTS, mine, upright))
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_weight_of_other_values_is_the_part_of_a_fused_one_that_no_other_has(wrong: int) -> None:
+    parts = [drawn(4, 6, seed=n) for n in range(3)]
+    mine = {f"{name}_weight": part for name, part in zip("qkv", parts, strict=True)}
+    parts[wrong] = drawn(4, 6, seed=8)
+    found = with_weights(outputs_of_parts("q", "k", "v"), weights(**mine), weights(qkv_weight=torch.cat(parts)))
+    layouts = [pair.layout for pair in found.pairs if pair.baseline.startswith(f"{'qkv'[wrong]}.weight")]
+    assert layouts == [parse_layout(f"part(index={wrong}, of=[1, 1, 1], dim=0)")]
+    assert [pair.whole for pair in found.pairs] == ["target"] * 6
+
+
+def test_a_part_of_another_size_than_what_is_left_is_not_guessed() -> None:
+    parts = [drawn(4, 6, seed=n) for n in range(3)]
+    mine = {"q_weight": parts[0], "k_weight": parts[1], "v_weight": drawn(5, 6, seed=7)}
+    fused = torch.cat([*parts[:2], drawn(4, 6, seed=8)])
+    found = with_weights(outputs_of_parts("q", "k", "v"), weights(**mine), weights(qkv_weight=fused))
+    assert sorted(one for one, *_ in paired(found)) == ["k.weight", "q.weight"]

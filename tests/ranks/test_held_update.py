@@ -1,0 +1,153 @@
+"""What a held update shows of what it is given, and which state repetitions begin from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from kit.grafters import become_rank
+from torch import nn
+
+from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
+from graftlab.taps.routing import handled_by
+
+
+class Taps:
+    """Takes taps, and overwrites those of some names and kinds in place."""
+
+    def __init__(self, grafts: Mapping[tuple[str, str], float] | None = None) -> None:
+        self.shown: list[tuple[str, str]] = []
+        self._grafts = grafts or {}
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        self.shown.append((name, tags["kind"]))
+        if (filled := self._grafts.get((name, tags["kind"]))) is not None:
+            with torch.no_grad():
+                value.fill_(filled)
+        return value
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> nn.Linear:
+    become_rank(monkeypatch, "target")
+    torch.manual_seed(0)
+    made = nn.Linear(2, 1)
+    made(torch.ones(3, 2)).sum().backward()
+    return made
+
+
+def update_of(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: GradientWatch | None = None) -> HeldUpdate:
+    step = partial(type(optimizer).step, optimizer)
+    return HeldUpdate(step, optimizer, {"Net": model}, gradients or GradientWatch(), {}, number=3, calls=2)
+
+
+def test_weights_come_before_the_optimizers_state_and_gradients_in_backward_order(model: nn.Linear) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer.step()
+    taps = Taps()
+    with handled_by(taps):
+        update_of(model, optimizer).show_inputs()
+    assert taps.shown == [
+        *(("weight", "param"), ("bias", "param")),
+        *(("weight.momentum_buffer", "optimizer"), ("bias.momentum_buffer", "optimizer")),
+        *(("bias", "param_grad"), ("weight", "param_grad")),
+    ]
+
+
+def test_repetitions_begin_with_what_taps_leave_only_once_it_is_taken(model: nn.Linear) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    before = model.bias.item()
+    held = update_of(model, optimizer)
+    taps = Taps({("bias", "param"): 5.0, ("bias", "param_grad"): 1.0})
+    with handled_by(taps):
+        held.show_inputs()
+    held()
+    assert model.bias.item() == pytest.approx(before - 3.0)
+    with handled_by(taps):
+        held.take_inputs()
+    held()
+    held()
+    assert model.bias.item() == 4.0
+    held.end()
+    assert held.is_released
+    assert model.bias.item() == pytest.approx(before)
+    assert model.bias.grad is not None
+    assert model.bias.grad.item() == 3.0
+
+
+def test_a_script_continues_with_what_was_taken_if_it_is_kept(model: nn.Linear) -> None:
+    held = update_of(model, torch.optim.SGD(model.parameters(), 1.0))
+    with handled_by(Taps({("bias", "param"): 5.0})):
+        held.take_inputs()
+    held.keep_inputs()
+    held()
+    held.end()
+    assert model.bias.item() == 5.0
+
+
+def test_gradients_with_the_factor_of_a_scaler_are_shown_without_it(model: nn.Linear) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+    shown: dict[str, float] = {}
+
+    class Values(Taps):
+        def tap(self, name: str, value: Any, *rest: Any, **more: Any) -> Any:
+            shown[f"{name} {rest[1]['kind']}"] = float(value.detach().flatten()[0])
+            return super().tap(name, value, *rest, **more)
+
+    held = update_of(model, optimizer)
+    with handled_by(Values()):
+        held.show_inputs()
+    assert shown["bias param_grad"] == 1.5
+    assert shown["weight param_grad"] == 1.5
+
+
+def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(1, 1))
+    model[2].weight.requires_grad_(False)
+    watch = GradientWatch()
+    watch.add_weights(model)
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.1)
+    result = model[1](model[0](torch.ones(1, 2)))
+    watch.add_results({"out": result})
+    result.sum().backward()
+    model[0].bias.grad.mul_(2)
+    found = update_of(model, optimizer, watch).describe()
+    assert (found.optimizer, found.number, found.calls) == ("SGD", 3, 2)
+    assert found.frozen == ("1.weight", "1.bias", "2.weight")
+    assert found.without_gradient == ("2.weight", "2.bias")
+    assert set(found.gradients) == set(found.accumulated) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert torch.equal(found.gradients["0.bias"].values, 2 * found.accumulated["0.bias"].values)
+    assert found.of_results["out"].values.tolist() == [1.0]
+    assert set(found.settings["lr"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert (found.not_repeated, found.has_closure, found.scale) == (False, False, 1.0)
+    watch.begin_step()
+    assert (watch.accumulated, watch.of_results) == ({}, {})
+
+
+def test_a_sample_has_both_ends_of_a_large_tensor_and_the_norm_of_the_whole() -> None:
+    values = torch.arange(10_000.0)
+    sample = TensorSample.of(values.reshape(100, 100).bfloat16())
+    assert (sample.shape, sample.dtype, len(sample.values)) == ((100, 100), "bfloat16", 4096)
+    assert (sample.values[0].item(), sample.values[-1].item()) == (0.0, 9984.0)
+    assert sample.norm == pytest.approx(float(values.bfloat16().double().norm()), rel=1e-6)
+    assert TensorSample.of(torch.empty(0)).values.tolist() == []
+    small = TensorSample.of(torch.tensor([3.0, 4.0]))
+    assert (small.values.tolist(), small.norm) == ([3.0, 4.0], 5.0)
+
+
+def test_a_step_that_depends_on_more_than_it_is_given_does_not_repeat() -> None:
+    model = nn.Linear(1, 1)
+    model(torch.ones(1, 1)).backward()
+    optimizer, made = torch.optim.SGD(model.parameters(), 0.1), [0]
+
+    def step() -> None:
+        made[0] += 1
+        with torch.no_grad():
+            model.weight.fill_(float(made[0]))
+
+    held = HeldUpdate(step, optimizer, {"Net": model}, GradientWatch(), {}, number=1, calls=1)
+    assert held.describe().not_repeated

@@ -1,0 +1,178 @@
+"""What a rank records of its taps for a match, and what it overwrites with the tensors of pairs that are matched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.grafters import StandInGrafter, become_rank
+
+import graftlab as gl
+from graftlab.layouts import parse_layout
+from graftlab.ranks.match_recorder import (
+    MatchGraft,
+    MatchRecord,
+    StepRecord,
+    forget_match,
+    record_taps,
+    recorded_value,
+)
+
+X, Y = torch.arange(8.0).reshape(2, 4), torch.arange(8.0, 16.0).reshape(2, 4)
+PLENTY = 1 << 20
+
+
+@pytest.fixture
+def grafter(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGrafter]:
+    yield become_rank(monkeypatch, "target", x=X)
+    forget_match()
+
+
+pytestmark = pytest.mark.usefixtures("grafter")
+
+
+def record(code: Callable[..., Any] | str, *args: Any, **given: Any) -> MatchRecord:
+    options: dict[str, Any] = {"budget": PLENTY, "send": PLENTY, "grafts": {}, "forget": [], **given}
+    return record_taps(code, args, options.pop("kwargs", {}), **options)
+
+
+def taps() -> None:
+    gl.tap("x", X)
+    gl.tap("y", Y)
+    gl.tap("x", Y)
+
+
+def values(found: MatchRecord) -> dict[str, Any]:
+    return {tap.name: None if tap.value is None else tap.value.tolist() for tap in found.taps}
+
+
+# ---- what is recorded -----------------------------------------------------------------------------------------------
+
+
+def test_values_are_sent_up_to_a_limit_and_the_others_held_for_later_calls() -> None:
+    found = record(taps, send=64)
+    assert values(found) == {"x": X.tolist(), "y": Y.tolist(), "x#1": None}
+    held = recorded_value("x#1")
+    assert held is not None
+    assert held.tolist() == Y.tolist()
+    assert recorded_value("x") is None
+    # Those of an earlier run are dropped.
+    assert [*values(record(taps, send=63)).values()] == [X.tolist(), None, None]
+    assert recorded_value("y") is not None
+    record(lambda: gl.tap("z", X))
+    assert recorded_value("y") is None
+
+
+def test_beyond_the_budget_taps_are_recorded_without_their_values() -> None:
+    found = record(taps, budget=95)
+    assert values(found) == {"x": X.tolist(), "y": Y.tolist(), "x#1": None}
+    assert recorded_value("x#1") is None
+
+
+def test_the_code_is_a_function_with_arguments_or_an_expression_on_the_rank() -> None:
+    found = record(lambda x, *, y: gl.tap("sum", x + y), X, kwargs={"y": Y})
+    assert values(found) == {"sum": (X + Y).tolist()}
+    assert values(record("__import__('graftlab').tap('x', x)")) == {"x": X.tolist()}
+
+
+def test_what_is_no_tensor_is_named_with_the_reason() -> None:
+    found = record(lambda: (gl.tap("text", "a"), gl.tap("x", X), gl.tap("meta", torch.ones(2, device="meta"))))
+    assert [tap.name for tap in found.taps] == ["x"]
+    assert sorted(found.skipped) == ["meta", "text"]
+
+
+def test_later_steps_are_left_alone_and_reported_once(grafter: StandInGrafter) -> None:
+    def code() -> None:
+        gl.tap("x", X)
+        gl.step()
+        gl.tap("y", Y)
+        gl.tap("z", Y)
+
+    found = record(code)
+    assert [tap.name for tap in found.taps] == ["x"]
+    assert found.notes == ["taps after the first gl.step() are not matched"]
+
+
+def test_layouts_are_recorded_and_one_that_cannot_be_is_a_note() -> None:
+    def code() -> None:
+        gl.tap("whole", X)
+        gl.tap("split", X, layout="shard(dim=0, mesh='tp')")
+        gl.tap("unread", X, layout="shard(dim=")
+
+    found = record(code)
+    assert [tap.name for tap in found.taps] == ["whole", "split", "unread"]
+    assert {name: each.layout.text for name, each in found.layouts.items()} == {"split": "shard(dim=0, mesh='tp')"}
+    (note,) = found.notes
+    assert note.startswith("unread: ")
+
+
+# ---- what is overwritten --------------------------------------------------------------------------------------------
+
+
+def shown_with(grafts: dict[str, list[MatchGraft]], value: torch.Tensor = X, **given: Any) -> tuple[Any, MatchRecord]:
+    got: list[Any] = []
+    found = record(lambda: got.append(gl.tap("x", value.clone())), grafts=grafts, **given)
+    return got[0], found
+
+
+def test_a_matched_pairs_tensor_overwrites_the_tap_after_it_is_recorded() -> None:
+    graft = MatchGraft(parse_layout("same"), "baseline", Y.double())
+    shown, found = shown_with({"x": [graft]})
+    assert torch.equal(shown, Y)
+    assert shown.dtype == X.dtype
+    assert values(found) == {"x": X.tolist()}
+    # It stays in force until it is forgotten.
+    assert torch.equal(shown_with({})[0], Y)
+    assert torch.equal(shown_with({}, forget=["x", "unknown"])[0], X)
+
+
+def test_the_end_of_a_match_releases_its_grafts_and_its_values() -> None:
+    shown_with({"x": [MatchGraft(parse_layout("same"), "baseline", Y)]}, send=0)
+    assert recorded_value("x") is not None
+    forget_match()
+    assert recorded_value("x") is None
+    assert torch.equal(shown_with({})[0], X)
+
+
+def test_a_graft_is_laid_out_in_the_direction_of_its_pair() -> None:
+    part = parse_layout("part(index=1, of=[1, 1], dim=0)")
+    shown, _ = shown_with({"x": [MatchGraft(part, "baseline", torch.cat([X, Y]))]})
+    assert torch.equal(shown, Y)
+    # Several parts of a whole: the rest of it stays the target's.
+    both = [MatchGraft(parse_layout(f"part(index={n}, of=[1, 1], dim=0)"), "target", Y[n : n + 1]) for n in (0, 1)]
+    assert torch.equal(shown_with({"x": both[1:]}, forget=["x"])[0], torch.stack([X[0], Y[1]]))
+    assert torch.equal(shown_with({"x": both}, forget=["x"])[0], Y)
+
+
+def test_a_graft_that_does_not_fit_is_a_note_and_changes_nothing() -> None:
+    shown, found = shown_with({"x": [MatchGraft(parse_layout("same"), "baseline", torch.ones(3, 3))]})
+    assert torch.equal(shown, X)
+    (note,) = found.notes
+    assert note.startswith("x could not be grafted to match the taps after it: ")
+
+
+# ---- one step of a job ----------------------------------------------------------------------------------------------
+
+
+def test_the_first_step_under_a_plan_is_recorded_under_the_names_in_pairs() -> None:
+    passed: list[str] = []
+
+    def grafter_tap(name: str, value: Any, extras: Any, tags: Any, replace: bool) -> Any:
+        passed.append(name)
+        return Y
+
+    record = StepRecord(["x"], PLENTY, 32, grafter_tap)
+    handler = record.handler_at(5)
+    assert torch.equal(handler.tap("x", X, None, {}), Y)
+    assert torch.equal(handler.tap("y", X, None, {}), X)
+    assert record.found is None
+    handler = record.handler_at(6)
+    assert handler.tap("x", X, None, {}) is X
+    assert passed == ["x"]
+    found: Any = record.found
+    assert values(found) == {"x": X.tolist(), "y": None}
+    assert record.held["y"].tolist() == X.tolist()
+    record.handler_at(7)
+    assert record.found is found

@@ -1,0 +1,193 @@
+"""What a snapshot brings back, and what it finds written since."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, MutableMapping, MutableSequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graftlab.ranks.state_snapshot import StateSnapshot
+
+NAN = float("nan")
+
+
+def nested(levels: int, leaf: Any) -> Any:
+    for _ in range(levels):
+        leaf = SimpleNamespace(inner=leaf)
+    return leaf
+
+
+def write(at: torch.Tensor) -> None:
+    at.data.fill_(5.0)
+
+
+@pytest.mark.parametrize("depth", [0, 3, 6])
+@pytest.mark.parametrize("hold", [lambda x: [x], lambda x: deque([x]), lambda x: (x,), lambda x: {"k": x}])
+def test_a_tensor_in_a_container_below_objects_is_brought_back(hold: Callable[[Any], Any], depth: int) -> None:
+    tensor = torch.zeros(2)
+    snapshot = StateSnapshot([nested(depth, hold(tensor)) if depth < 6 else nested(6, tensor)])
+    write(tensor)
+    snapshot.restore()
+    assert tensor.tolist() == [0.0, 0.0]
+
+
+def test_containers_have_their_items_in_their_order_again() -> None:
+    first, second = torch.zeros(1), torch.ones(1)
+    items, queue, names, table = [first, second], deque([1, 2]), {"a"}, {"x": first, "y": second}
+    snapshot = StateSnapshot([items, queue, names, table])
+    items.reverse()
+    queue.appendleft(0)
+    names |= {"b"}
+    names -= {"a"}
+    table["x"] = table.pop("y")
+    snapshot.restore()
+    assert [id(each) for each in items] == [id(first), id(second)]
+    assert (list(queue), names, [*table]) == ([1, 2], {"a"}, ["x", "y"])
+    assert table["x"] is first
+
+
+def test_an_object_is_looked_at_once_even_if_it_holds_itself() -> None:
+    held: list[Any] = [torch.zeros(1)]
+    held.append(held)
+    snapshot = StateSnapshot([held])
+    write(held[0])
+    snapshot.restore()
+    assert held[0].tolist() == [0.0]
+
+
+def test_submodules_are_covered_however_deeply_they_nest() -> None:
+    model: nn.Module = nn.BatchNorm1d(2)
+    norm = model
+    for _ in range(9):
+        model = nn.Sequential(model)
+    snapshot = StateSnapshot([model])
+    model(torch.randn(4, 2))
+    snapshot.restore()
+    assert (norm.num_batches_tracked, norm.running_mean.tolist()) == (0, [0.0, 0.0])
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_values_of_weights_are_brought_back_on_request_alone(weights: bool) -> None:
+    model = nn.Linear(1, 1)
+    before = model.weight.item()
+    snapshot = StateSnapshot([model], weights=weights)
+    write(model.weight)
+    snapshot.restore()
+    assert model.weight.item() == (before if weights else 5.0)
+
+
+def test_gradients_have_their_values_and_their_memory_again() -> None:
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    weight.sum().backward()
+    gradient = weight.grad
+    assert gradient is not None
+    snapshot = StateSnapshot([weight, other])
+    gradient += 1
+    weight.grad = torch.zeros(2)
+    other.sum().backward()
+    snapshot.restore()
+    assert weight.grad is gradient
+    assert gradient.tolist() == [1.0, 1.0]
+    assert other.grad is None
+
+
+def test_an_optimizer_keeps_hooks_that_were_installed_since() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.sum().backward()
+    optimizer = torch.optim.Adam([weight])
+    snapshot = StateSnapshot([optimizer], weights=True)
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    optimizer.step()
+    snapshot.restore()
+    assert (len(optimizer.state), weight.tolist()) == (0, [1.0, 1.0])
+    optimizer.step()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, device="meta"), torch.eye(2).to_sparse(), print, int])
+def test_what_has_no_plain_memory_is_left_as_it_is(value: Any) -> None:
+    snapshot = StateSnapshot([[value]])
+    snapshot.restore()
+    assert snapshot.written({"it": [value]}, 1 << 20) == ({}, [])
+
+
+# ---- what was written since ------------------------------------------------------------------------------------------
+
+
+def test_only_elements_with_new_values_are_written() -> None:
+    x = torch.tensor([1.0, NAN, 3.0, NAN])
+    same, scalar = torch.tensor([NAN, 2.0]), torch.tensor(NAN)
+    snapshot = StateSnapshot([x, same, scalar])
+    x[2:] = torch.tensor([7.0, 8.0])
+    found, left = snapshot.written({"x": x, "same": same, "scalar": scalar}, 1 << 20)
+    assert {path: each.tolist() for path, each in found.items()} == {"x": [0.0, 0.0, 7.0, 8.0]}
+    assert left == []
+    x.zero_()
+    assert found["x"].tolist() == [0.0, 0.0, 7.0, 8.0]
+
+
+def test_new_and_resized_tensors_are_written_whole_and_are_copies() -> None:
+    model = nn.BatchNorm1d(2)
+    cache: dict[str, Any] = {"k": torch.zeros(2)}
+    snapshot = StateSnapshot([model, cache])
+    cache["k"].resize_(3).fill_(1.0)
+    cache["v"] = [torch.ones(1)]
+    found, _ = snapshot.written({"": model, "cache": cache}, 1 << 20)
+    assert {path: each.tolist() for path, each in found.items()} == {"cache['k']": [1.0] * 3, "cache['v'][0]": [1.0]}
+    write(cache["v"][0])
+    assert found["cache['v'][0]"].tolist() == [1.0]
+
+
+def test_paths_of_buffers_and_attributes_are_those_of_the_model() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    model.last = torch.zeros(2)
+    snapshot = StateSnapshot([model])
+    model(torch.randn(4, 2))
+    write(model.last)
+    written, _ = snapshot.written({"": model}, 1 << 20)
+    assert sorted(written) == ["0.num_batches_tracked", "0.running_mean", "0.running_var", "last"]
+
+
+def test_tensors_without_room_are_named_and_smaller_ones_before_them_kept() -> None:
+    one, two = torch.zeros(2), torch.zeros(100)
+    snapshot = StateSnapshot([one, two])
+    write(one)
+    write(two)
+    found, left = snapshot.written({"one": one, "two": two}, 408)
+    assert (sorted(found), left) == (["one", "two"], [])
+    found, left = snapshot.written({"one": one, "two": two}, 407)
+    assert (sorted(found), left) == (["one"], ["two"])
+
+
+@pytest.mark.parametrize("kind", ["list", "deque", "dict", "object"])
+def test_a_container_may_grow_while_what_was_written_is_read(kind: str) -> None:
+    class Growing(torch.Tensor):
+        """Another thread adds to its container while it is read."""
+
+        def detach(self) -> torch.Tensor:
+            if kind == "object":
+                setattr(holder, f"more{len(vars(holder))}", 0)
+            elif isinstance(holder, MutableMapping):
+                holder[len(holder)] = 0
+            else:
+                holder.append(0)
+            return super().detach()
+
+    tensors = [torch.zeros(2).as_subclass(Growing) for _ in range(2)]
+    kinds: dict[str, Callable[[], Any]] = {"list": list, "deque": deque, "dict": dict, "object": SimpleNamespace}
+    holder = kinds[kind]()
+    if isinstance(holder, MutableSequence):
+        holder.extend(tensors)
+    elif isinstance(holder, dict):
+        holder.update(enumerate(tensors))
+    else:
+        holder.a, holder.b = tensors
+    snapshot = StateSnapshot([])
+    found, _ = snapshot.written({"x": holder}, 1 << 20)
+    assert len(found) == 2

@@ -1,0 +1,52 @@
+"""Each command of the terminal and of the notebook explains its arguments, and names the defaults that it has."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from graftlab.__main__ import main
+from graftlab.magics.command_line import COMMANDS
+
+
+class _Parsed(Exception):
+    """The parser, in place of what it would parse."""
+
+
+def parsers() -> Iterator[argparse.ArgumentParser]:
+    def caught(parser: argparse.ArgumentParser, argv: object) -> None:
+        raise _Parsed(parser)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", caught)
+        with pytest.raises(_Parsed) as raised:
+            main([])
+    (action,) = (each for each in raised.value.args[0]._actions if isinstance(each, argparse._SubParsersAction))
+    assert {each.dest for each in action._choices_actions if each.help} == {*action.choices}
+    yield from action.choices.values()
+    yield from (command.parser for command in COMMANDS.values())
+
+
+def arguments() -> Iterator[tuple[str, argparse.Action]]:
+    for parser in parsers():
+        assert parser.description, parser.prog
+        for action in parser._actions:
+            yield f"{parser.prog} {'/'.join(action.option_strings) or action.dest}", action
+
+
+def test_each_argument_of_each_command_is_explained() -> None:
+    unexplained = [name for name, action in arguments() if not action.help]
+    assert unexplained == []
+
+
+def test_each_default_that_is_a_number_is_named_as_it_is() -> None:
+    named = {}
+    for name, action in arguments():
+        if isinstance(action.default, (int, float)) and not isinstance(action.default, bool):
+            text = str(action.help) % {"default": action.default, "prog": ""}
+            named[name] = action.default, [float(each) for each in re.findall(r"(?:default:? |\()([\d.e+-]+)\)", text)]
+    assert len(named) > 5
+    assert [name for name, (default, said) in named.items() if said != [default]] == []
