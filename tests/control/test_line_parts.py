@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graftlab.control import line_runs
-from graftlab.control.line_runs import LineSearch, _makes_same_change, _Traced, _with_counterpart, _written
+from graftlab.control.line_runs import LineSearch, _makes_same_change, _TracedCall, _with_counterpart, _written
 
 
 def operation(index: int, name: str = "add") -> Any:
@@ -31,10 +31,10 @@ def remedy(**given: Any) -> Any:
     return SimpleNamespace(**{**usual, "is_certain": False, **given})
 
 
-def call(group: str = "g", **given: Any) -> _Traced:
+def call(group: str = "g", **given: Any) -> _TracedCall:
     row = {"added": 1e-2, "floor": 1e-6, "floor_max": 1e-6, "cast": None, "dtype": "float32", "rank": 0}
     wanted: Any = SimpleNamespace(name=group)
-    return _Traced(group, row, wanted, given.pop("is_worst", True), **given)
+    return _TracedCall(group, row, wanted, given.pop("is_worst", True), **given)
 
 
 class Traced:

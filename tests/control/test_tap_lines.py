@@ -49,7 +49,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         }
     )
     monkeypatch.setattr(tap_lines, "runs_of", lambda session, request: contextlib.nullcontext(made))
-    monkeypatch.setattr(tap_lines, "lonely_filter", lambda rows: None)
+    monkeypatch.setattr(tap_lines, "one_sided_filter", lambda rows: None)
     monkeypatch.setattr(tap_lines, "added_frame", lambda rows, floors: made.frame.copy())
     monkeypatch.setattr(tap_lines, "LineSearch", Search)
     monkeypatch.setattr(tap_lines, "replace", lambda line, group: (line, group))
