@@ -122,10 +122,10 @@ class Repeats:
         )
 
     def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
-        """Judge these runs in float32; None where the calls are not of 16 bits or cannot run so.
+        """Judge these runs in float32; None if the calls are not of 16 bits, or cannot run in float32.
 
-        Earlier calls may have rounded differently what this one reads, such as a cache: the target reads the
-        baseline's. Unless it ``is_first``, a tensor of the target's that has no partner is such a one.
+        Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target reads the
+        baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
         """
         if len(self.session.ranks) > 2:
             # A rank that cannot run in float32 would keep the others waiting.
@@ -235,7 +235,7 @@ def judge_held_calls(
 def _unequal_numbers(
     baseline: Mapping[str, Tensor] | None, target: Mapping[str, Tensor] | None, may_lack: bool
 ) -> dict[str, Tensor] | None:
-    """The baseline's values of the tensors that differ from the target's; None where one of these has no partner."""
+    """The baseline's values of the tensors that differ from the target's; None if one of these has no partner."""
     if baseline is None or target is None:
         return None
     found = {}
@@ -254,7 +254,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> Verdict | None:
-    """The verdict after the same runs in float32, where rounding to 16 bits may hide a mistake; None elsewhere.
+    """The verdict of the same runs in float32, if rounding to 16 bits may hide a mistake; otherwise None.
 
     That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
     """

@@ -80,7 +80,7 @@ class StartedScripts(Repeats):
         self._kept.append(units)
 
     def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
-        """None: each run starts the scripts anew, with their own dtypes."""
+        """Return None: each run starts the scripts again, with their own dtypes."""
         return None
 
     # ---- one judgement ------------------------------------------------------------------------------------------

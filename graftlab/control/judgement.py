@@ -229,7 +229,7 @@ class Judgement:
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
         if self._can_trace(evidence, naming):
-            # Groups that cancel or round differently are not mistakes. Minor ones may be, if there is no other.
+            # Groups that cancel or round differently are not mistakes. Minor ones may be, if there are no others.
             labels = ("culprit", "minor")
             culprits, minor = ({*frame.loc[frame["label"] == each, "group"]} - {*naming.inputs} for each in labels)
             groups = [group for group in naming.named if group in (culprits or minor)]

@@ -94,7 +94,7 @@ class _TracedCall:
         return frozenset((*self.grafted.values(), *fed))
 
     def give_up_change(self) -> None:
-        """Take back what the next run would change: with it, the code raises."""
+        """Take back the change of the next run, with which the code raises."""
         self.is_settled = self.trying is None
         self.trying, self.left_out = None, None
         self.grafts.clear()
@@ -187,7 +187,7 @@ class LineSearch:
             try:
                 again = self._trace("with other values at single operations", calls)
             except RunError:
-                # Where they mean something else, as an index of another tensor, the code raises.
+                # The code raises if the values mean something else there, such as an index of another tensor.
                 for call in chosen:
                     call.give_up_change()
                 continue

@@ -392,7 +392,7 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
     if not dtype.is_floating_point or torch.finfo(dtype).eps < torch.finfo(value.dtype).eps:
         dtype = value.dtype
     generator = torch.Generator().manual_seed(seed)
-    # A bit for each number: to draw a number each would take longer than all the rest.
+    # A bit for each number, because drawing a number for each would take longer than everything else.
     drawn = torch.randint(0, 256, (-(-value.numel() // 8),), generator=generator, dtype=torch.uint8)
     up = torch.from_numpy(np.unpackbits(drawn.numpy(), count=value.numel())).to(value.device)
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
@@ -402,7 +402,7 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
     for begin in range(0, len(flat), _BLOCK):
         part, signs, into = (each[begin : begin + _BLOCK] for each in (flat, up, written))
         wide = part.to(dtype).double()
-        # A number's exponent alone is a power of two: of zero it is zero, and of infinity made finite, which adds
+        # With only its exponent, a number is a power of two; zero is zero. That of infinity is made finite, and adds
         # nothing to it.
         power = (wide.view(torch.int64) & _EXPONENT).view(torch.float64).clamp_(max=_LARGEST_POWER)
         into.copy_(torch.addcmul(wide, power, signs.double() * 2 - 1, value=eps).to(dtype))
@@ -410,7 +410,7 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 _BLOCK = 1 << 16
-# Of a number in double precision.
+# The bits of the exponent of a double.
 _EXPONENT = 0x7FF << 52
 _LARGEST_POWER = 2.0**1023
 

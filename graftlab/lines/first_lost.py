@@ -552,7 +552,7 @@ class _Side:
         return all(self.level(number) >= level for number in operation.inputs if self.says(number))
 
     def _overwrites(self, operation: TracedOperation) -> bool:
-        """Whether an operation puts a constant in the place of values, as ``x[-1] = 0`` does."""
+        """Whether an operation overwrites values by a constant, as ``x[-1] = 0`` does."""
         return (
             operation.name.endswith("_") and bool(operation.inputs) and all(map(self._is_constant, operation.outputs))
         )

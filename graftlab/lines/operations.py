@@ -34,7 +34,7 @@ _SEARCHES_OF_ONE = 2
 # These do not read the tensors that they write to.
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 _FROM_DATA = frozenset({"lift_fresh", "lift_fresh_copy"})
-"""What ``torch.tensor`` calls with the tensor that it has made of Python's numbers."""
+"""The operation that ``torch.tensor`` calls with the tensor that it has made of Python's numbers."""
 # A collective's schema does not show what it writes to. It may still be in progress when it returns.
 _COLLECTIVES = frozenset({"c10d"})
 _FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional"})
@@ -323,7 +323,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not (argument.is_written and (argument.is_by_name or signature.name in _OVERWRITING)):
                 read += found
         if signature.name in _FROM_DATA:
-            # Made without an operation, perhaps where a tensor was that no longer exists.
+            # A tensor made without an operation, perhaps at the address of one that no longer exists.
             for each in read:
                 self._begin_life(each, [])
         numbers = [self.read(each) for each in read]

@@ -228,7 +228,7 @@ class _WeightsOfModules:
         if gap is None or int(gap.sum()) != mine.sketch.numel:
             return
         for layout in _parts_like(known):
-            # Exactly the free elements.
+            # Exactly the elements that are left.
             if uncovered([*(pair.layout for pair in known), layout], tap.shape) is None:
                 self._add(mine, tap, layout, "target")
                 return

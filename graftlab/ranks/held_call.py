@@ -48,7 +48,7 @@ class WatchChoice:
 
 
 _MOST_NUMBERS = 64 << 20
-"""Bytes that a call's numbers may have, to be sent to the other side."""
+"""The most bytes of a call's numbers that are sent to the other side."""
 
 
 @dataclass(frozen=True)
@@ -271,16 +271,16 @@ class HeldCall:
         self._watch()
 
     def numbers(self) -> dict[str, torch.Tensor] | None:
-        """The floating-point tensors that the call may read, without weights, by path; None if they are too many."""
+        """The floating-point tensors that the call may read, by path, without weights; None if they are too large."""
         self._restore()
         found = tensors_by_path({**self._models, **self._state})
         numbers = {path: tensor.detach() for path, tensor in found if tensor.is_floating_point()}
         return numbers if sum(each.nbytes for each in numbers.values()) <= _MOST_NUMBERS else None
 
     def widen(self, numbers: Mapping[str, torch.Tensor]) -> str | None:
-        """Repeat the call from now on in float32 in the place of 16 bits; returns why, if that is not possible.
+        """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible.
 
-        ``numbers`` are values to take in the place of those that the call would read, by path.
+        ``numbers`` has values that replace those that the call would read, by path.
         """
         self._restore()
         reached = dict(tensors_by_path({**self._models, **self._state}))

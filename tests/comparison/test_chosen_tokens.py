@@ -49,7 +49,7 @@ def test_a_token_that_rounding_has_turned_is_a_near_tie() -> None:
     assert "Later differences are inherited from there" in said
 
 
-def test_a_token_that_one_wrong_logit_has_turned_is_no_near_tie() -> None:
+def test_a_token_flipped_by_one_wrong_logit_is_not_a_near_tie() -> None:
     ours = logits(4.0 - 2e-5)
     theirs = ours.clone()
     theirs[1, -1, 700] += 4e-5
@@ -60,7 +60,7 @@ def test_a_token_that_one_wrong_logit_has_turned_is_no_near_tie() -> None:
     )
 
 
-def test_a_token_that_differs_by_far_is_no_near_tie_although_each_is_the_largest() -> None:
+def test_a_token_that_differs_by_far_is_not_a_near_tie_even_if_each_is_the_largest() -> None:
     ours = logits(3.5)
     (token,) = found(ours, rounded(ours, by=0.3))
     assert token.is_targets_largest
@@ -97,7 +97,7 @@ def test_one_token_without_a_tie_is_reported_before_those_with_one() -> None:
 
 
 @pytest.mark.parametrize("case", ["sampled", "earlier", "shapes", "no logits", "equal"])
-def test_whole_numbers_that_are_no_choice_of_the_largest_logit_are_left_alone(case: str) -> None:
+def test_whole_numbers_that_are_not_choices_of_the_largest_logit_are_ignored(case: str) -> None:
     ours = logits(4.0 - 1e-6)
     theirs = rounded(ours)
     ids, others = ours[:, -1:].argmax(-1), theirs[:, -1:].argmax(-1)

@@ -53,7 +53,7 @@ def compared(way: str, dtype: torch.dtype) -> tuple[str, str]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_another_order_of_roundings_is_no_difference(dtype: torch.dtype) -> None:
+def test_a_different_order_of_roundings_is_not_a_difference(dtype: torch.dtype) -> None:
     answer, text = compared("fused", dtype)
     assert answer == "agree"
     assert "differ:" not in text
@@ -123,7 +123,7 @@ def test_a_widened_call_has_its_own_numbers_again_afterwards() -> None:
     assert all(torch.equal(each, before[name]) for name, each in block.state_dict().items())
 
 
-def test_a_call_that_cannot_run_in_float32_says_why_and_stays_as_it_is() -> None:
+def test_a_call_that_cannot_run_in_float32_reports_why_and_stays_unchanged() -> None:
     weight = torch.ones(32, 4, dtype=torch.bfloat16)
     x = X.bfloat16()
     held = HeldCall(lambda: x @ weight, {}, {"x": x}, WatchChoice())

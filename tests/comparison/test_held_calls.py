@@ -347,7 +347,7 @@ def test_results_with_fewer_rows_agree_if_the_other_side_has_all_of_them() -> No
     assert not rows_in_calls(padded, torch.cat([packed[:1], packed[:1]]))
 
 
-def test_an_interrupt_of_the_match_ends_the_comparison_with_what_is_paired() -> None:
+def test_an_interrupt_of_the_match_ends_the_comparison_with_the_pairs_so_far() -> None:
     pair = Pair("a", "x")
     proposal = Proposal((pair,), {}, {"y": "no partner"}, (), notices=(INTERRUPTED,))
     edits: list[object] = []
@@ -489,7 +489,7 @@ def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> No
         ({"frame": taps_of("a", label="culprit")}, False, True, "inconclusive"),
     ],
 )
-def test_only_what_was_compared_to_its_end_agrees(
+def test_only_a_finished_comparison_agrees(
     found: dict[str, Any], trusted: bool, results_compared: bool, answer: str
 ) -> None:
     findings = Findings(**{"frame": taps_of("a"), "threshold": 5.0, "target_ranks": 1, **found})

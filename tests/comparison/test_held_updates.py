@@ -115,7 +115,7 @@ def judged(session: gl.Session, fault: str) -> Comparison:
         ),
     ],
 )
-def test_what_differs_about_an_update_is_said_and_nothing_else_is_named(
+def test_the_difference_of_an_update_is_reported_and_nothing_else_is_named(
     session: gl.Session, fault: str, said: list[str], named: str
 ) -> None:
     compared = judged(session, fault)
@@ -219,7 +219,7 @@ def test_ranks_that_add_up_to_the_baselines_gradient_lack_a_reduction(scale: flo
     )
 
 
-def test_equal_halves_on_all_ranks_are_no_missing_reduction() -> None:
+def test_equal_halves_on_all_ranks_are_not_a_missing_reduction() -> None:
     whole = torch.randn(64, generator=torch.Generator().manual_seed(0))
     found = gradients_of_ranks([whole / 2, whole / 2], whole)
     assert found.sentences == ("The gradient of w (0.5 times the baseline's) differs.",)
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     assert judge_gradients(doubled, [ours], [description({"w": large, "b": 2 * noise})], {}).named == ("b",)
 
 
-def test_gradients_are_held_to_what_an_agreeing_call_showed() -> None:
+def test_gradients_are_judged_by_those_of_an_agreeing_call() -> None:
     draw = torch.Generator().manual_seed(0)
     whole = torch.randn(64, generator=draw)
     moved = whole + 1e-3 * torch.randn(64, generator=draw)

@@ -161,7 +161,7 @@ def against_sketches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("change", [*FAULTS, None], ids=lambda each: "right" if each is None else each.__name__)
-def test_a_fault_is_found_against_sketches_and_what_they_hide_is_said(
+def test_a_fault_is_found_against_sketches_and_their_limits_are_stated(
     against_sketches: tuple[gl.Session, gl.Recording], change: Callable[[nn.Sequential], None] | None
 ) -> None:
     session, recording = against_sketches

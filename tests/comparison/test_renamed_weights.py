@@ -74,7 +74,7 @@ def test_two_fused_weights_that_are_swapped_are_named_as_such() -> None:
     assert "With the baseline's weights the target agrees." in text
 
 
-def test_a_row_of_an_embedding_is_no_padding_and_tied_weights_pair_with_both() -> None:
+def test_an_embeddings_row_is_not_padding_and_tied_weights_pair_with_both() -> None:
     def change(model: Port) -> None:
         model.wte.weight[7].mul_(1.5)
 

@@ -104,7 +104,7 @@ def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
         assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
 
 
-def test_what_agrees_is_counted_without_calls_that_could_not_be_compared() -> None:
+def test_calls_that_could_not_be_compared_do_not_count_as_agreeing() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
     assert turns._agreed() == ""
     turns._judged = (0, 0)

@@ -251,7 +251,7 @@ Net(2, 2)(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("how", ["fails", pytest.param("waits", marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
-def test_what_happens_in_a_later_start_ends_both_sides(
+def test_a_failure_or_interrupt_in_a_later_start_ends_both_sides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     script = tmp_path / "later.py"

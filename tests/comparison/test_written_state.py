@@ -79,7 +79,7 @@ def test_state_that_a_call_writes_wrongly_is_not_cleared(kind: type[Writer], whe
     assert compared(partial(kind, 1.0), partial(kind, 1.0))[0] == "agree"
 
 
-def test_values_that_a_call_has_not_written_are_no_state_of_it() -> None:
+def test_values_that_a_call_has_not_written_are_not_its_state() -> None:
     model, cache = OfBuffer(1.0), torch.full((2, 4), 7.0)
     model.seen.fill_(5.0)
     held = HeldCall(lambda: model(X, cache, {}), {"": model}, {"cache": cache}, WatchChoice())
@@ -136,7 +136,7 @@ FORMS: Mapping[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor]
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("form", FORMS)
-def test_results_that_are_no_tensors_are_judged(form: str) -> None:
+def test_results_that_are_not_tensors_are_judged(form: str) -> None:
     right, wrong = FORMS[form]
     answer, text = compared(partial(Answering, right), partial(Answering, wrong), X)
     assert answer == "differ"
@@ -168,7 +168,7 @@ def strictly_causal(size: int) -> torch.Tensor:
 
 
 @pytest.mark.ranks
-def test_a_mask_that_a_function_computes_is_no_input() -> None:
+def test_a_mask_that_a_function_computes_is_not_an_input() -> None:
     answer, text = compared(causal, strictly_causal, (7,))
     assert answer == "differ"
     assert text.startswith("output is computed differently")

@@ -134,7 +134,7 @@ def nan_for_inf(module: Any, inputs: Any) -> Callable[..., Any]:
     return lambda *args: tuple(torch.full_like(each, torch.nan) for each in module(*args))
 
 
-def test_differing_nonfinite_values_and_missing_results_are_no_agreement(session: gl.Session) -> None:
+def test_differing_nonfinite_values_and_missing_results_do_not_agree(session: gl.Session) -> None:
     infinite = session.compare_compiled(lambda x: gl.tap("h", x / 0.0), args=(X + 2,), backend=nan_for_inf)
     assert infinite.untapped == float("inf")
 
@@ -317,7 +317,7 @@ def test_a_call_that_uses_its_gradients_is_compared_with_them_alone(session: gl.
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_mode_around_the_model_is_no_obstacle(fullgraph: bool, session: gl.Session) -> None:
+def test_a_mode_around_the_model_does_not_prevent_tracing(fullgraph: bool, session: gl.Session) -> None:
     session.execute(NET)
     expression = "torch.inference_mode()(net)(x)"
     compared = session.compare_compiled(expression, backend=faulty_without_gradients, fullgraph=fullgraph)
@@ -326,7 +326,7 @@ def test_a_mode_around_the_model_is_no_obstacle(fullgraph: bool, session: gl.Ses
     assert compared.verdict.named == ["out"]
 
 
-def test_what_cannot_be_compiled_is_reported_in_a_few_lines(session: gl.Session) -> None:
+def test_code_that_cannot_be_compiled_is_reported_in_a_few_lines(session: gl.Session) -> None:
     with pytest.raises(gl.RunError, match=r"torch\.compile cannot compile this call: .*") as error:
         session.compare_compiled(lambda x: torch.inference_mode()(torch.sin)(x), args=(X,), fullgraph=True)
     assert len(str(error.value).splitlines()) < 12

@@ -178,7 +178,7 @@ def test_a_token_that_cannot_be_written_leaves_no_empty_one(write: Any, disk: Pa
     assert names(disk) == {filled.name}
 
 
-def test_what_an_earlier_session_wrote_of_itself_survives_a_full_disk(
+def test_the_description_of_an_earlier_session_survives_a_full_disk(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     describe_session(disk, (1, 2), 0)

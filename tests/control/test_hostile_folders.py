@@ -110,7 +110,7 @@ def text(content: str) -> Callable[[Path], None]:
     ],
     ids=["a pipe", "a link", "deep", "infinite", "long", "other types", "negative", "large", "no JSON"],
 )
-def test_whatever_a_folder_says_of_its_session_hangs_and_hinders_nothing(
+def test_no_description_in_a_run_folder_hangs_or_hinders_anything(
     tmp_path: Path, plant: Callable[[Path], None]
 ) -> None:
     folder = run_folder(tmp_path / "runs" / "theirs")

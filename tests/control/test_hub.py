@@ -161,7 +161,7 @@ def test_messages_before_a_ranks_end_arrive_before_its_end(ranks: list[TalkingRa
 
 
 @pytest.mark.usefixtures("endless_rests")
-def test_stopping_reads_what_has_arrived(ranks: list[TalkingRank]) -> None:
+def test_stopping_reads_all_arrived_messages(ranks: list[TalkingRank]) -> None:
     sink, others = RecordingSink(), set(threading.enumerate())
     with hearing(ranks, sink) as hub:
         ranks[1].line.row(a_row(order=1))

@@ -330,7 +330,7 @@ def untapped() -> int:
     return 1
 
 
-def test_a_verdict_without_taps_is_no_agreement(session: gl.Session) -> None:
+def test_a_verdict_without_taps_does_not_agree(session: gl.Session) -> None:
     assert session.verdict(untapped, untapped).text.startswith("Nothing was compared")
 
 

@@ -141,7 +141,7 @@ def stacked(fault: str) -> torch.Tensor:
         return gl.tap("logits", model(torch.randn(1, 6, WIDTH)))
 
 
-def test_what_all_layers_are_given_wrongly_has_one_sentence(session: gl.Session) -> None:
+def test_a_wrong_input_of_all_layers_has_one_sentence(session: gl.Session) -> None:
     verdict = session.verdict(stacked, stacked, args=("order",))
     assert verdict.named == ["layers.*"]
     assert verdict.text.startswith("The model is computed differently in layers 0-2, between ")

@@ -142,7 +142,7 @@ def test_differing_inputs_are_reported_first(
         ("decays the norm", ["layers.*.norm.bias@param", "layers.*.norm.weight@param"]),
     ],
 )
-def test_blame_goes_to_what_is_computed_first(session: gl.Session, fault: str, named: list[str]) -> None:
+def test_blame_goes_to_the_value_computed_first(session: gl.Session, fault: str, named: list[str]) -> None:
     verdict = session.verdict(train, train, args=(fault,))
     assert set(named) <= set(verdict.named), verdict.text
     kinds = {each.rpartition("@")[2] if "@" in each else "" for each in verdict.named}
@@ -151,7 +151,7 @@ def test_blame_goes_to_what_is_computed_first(session: gl.Session, fault: str, n
     assert all(verdict.labels[each] == "culprit" for each in named)
 
 
-def test_the_backward_of_differing_code_is_no_second_culprit(session: gl.Session) -> None:
+def test_the_backward_of_differing_code_is_not_a_second_culprit(session: gl.Session) -> None:
     verdict = session.verdict(train, train, args=("tanh",))
     assert verdict.named == ["layers.*.up"]
     assert verdict.labels["layers.*.norm@grad"] == "inherited"

@@ -356,7 +356,7 @@ def loss_tapped_last(returns: bool) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_a_wrong_group_that_nothing_depends_on_is_no_minor_one(session: gl.Session, returns: bool) -> None:
+def test_a_wrong_group_that_nothing_depends_on_is_not_a_minor_one(session: gl.Session, returns: bool) -> None:
     verdict = session.verdict(loss_tapped_last, loss_tapped_last, args=(returns,))
     assert verdict.named == ["logits"]
     assert verdict.labels["logits"] == "culprit"
@@ -474,6 +474,6 @@ def fills_what_it_reserves(written: int) -> torch.Tensor:
     return gl.tap("read", room[:written] * 2)
 
 
-def test_memory_that_both_sides_reserve_alike_is_no_difference(session: gl.Session) -> None:
+def test_memory_that_both_sides_reserve_alike_is_not_a_difference(session: gl.Session) -> None:
     verdict = session.verdict(fills_what_it_reserves, fills_what_it_reserves, args=(12,))
     assert verdict.text.startswith("No tap adds more than rounding")

@@ -140,7 +140,7 @@ def kept_names() -> set[str]:
     return {str(tags["name"]) for tags in grafter.kept.tags()}
 
 
-def test_a_verdict_keeps_pairs_of_the_layer_that_it_looks_at_alone(session: gl.Session) -> None:
+def test_a_verdict_keeps_pairs_only_of_the_layer_that_it_looks_at(session: gl.Session) -> None:
     assert session.verdict(run_many, run_many, args=("scale",)).named
     (names,) = session.run(target=kept_names).target
     assert any(name.startswith("many.3") for name in names)
@@ -419,7 +419,7 @@ def test_a_line_that_the_target_lacks_is_confirmed_on_the_baseline(session: gl.S
     assert "(the target lacks this)" in verdict.text
 
 
-def test_a_call_that_the_target_makes_once_more_is_part_of_what_differs(session: gl.Session) -> None:
+def test_an_extra_call_of_the_target_is_part_of_the_difference(session: gl.Session) -> None:
     verdict = session.verdict(stages, stages, args=("twice",))
     assert verdict.named == ["out"]
     assert lines(verdict)[0] == ('second = gl.tap("norm", second.exp())', True)

@@ -29,7 +29,7 @@ def test_only_values_far_below_all_others_are_taken_for_masked_ones() -> None:
     assert _may_be_masked(pd.DataFrame(rows)) == ["masked", "also masked"]
 
 
-def test_what_is_masked_on_both_sides_alone_is_left_out_of_the_difference() -> None:
+def test_only_values_masked_on_both_sides_are_left_out_of_the_difference() -> None:
     x, y = torch.tensor([3.0, 4.0, -1e9, -2e4]), torch.tensor([3.0, 4.5, -5e8, -3e4])
     assert _apart(x, y) == pytest.approx(0.1)
     # Masked on one side alone, it is a difference.

@@ -40,7 +40,7 @@ def test_the_output_is_the_first_part_of_the_last_result(
 
 
 @pytest.mark.parametrize("path", [".{}", "['{}']"])
-def test_parts_of_a_result_are_known_by_what_the_functions_return(path: str) -> None:
+def test_parts_of_a_result_are_known_from_the_returned_values(path: str) -> None:
     returned = [path.format(name) for name in ("scores", "boxes")]
     (found,) = find_outputs(rows("head", "output.scores", "output.boxes"), None, returned)
     assert (found.name, found.whole) == ("output.scores", "output")
@@ -49,7 +49,7 @@ def test_parts_of_a_result_are_known_by_what_the_functions_return(path: str) -> 
     assert (found.name, found.whole) == ("output.norm", "")
 
 
-def test_a_chosen_output_is_taken_as_it_is() -> None:
+def test_a_chosen_output_is_used_unchanged() -> None:
     assert [each.name for each in find_outputs(rows("a", "output[0]", "output[1]"), "output[1]")] == ["output[1]"]
 
 

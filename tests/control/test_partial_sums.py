@@ -94,5 +94,5 @@ def halved() -> torch.Tensor:
     return gl.tap("out", gl.tap("sum", x * factor) * 2)
 
 
-def test_copies_that_are_wrong_by_the_number_of_ranks_are_no_summands(session: gl.Session) -> None:
+def test_copies_that_are_wrong_by_the_number_of_ranks_are_not_summands(session: gl.Session) -> None:
     assert session.verdict(halved, halved).named == ["sum"]

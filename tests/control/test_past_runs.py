@@ -100,7 +100,7 @@ def test_an_invalid_budget_is_refused(
 
 
 @pytest.mark.ranks
-def test_a_launch_removes_what_is_over_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_removes_run_folders_beyond_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFTLAB_HOME", str(tmp_path))
     a_run(tmp_path / "runs", "old", 40)
     with gl.launch(1, 1) as session:

@@ -154,7 +154,7 @@ def test_returned_numbers_are_compared(session: gl.Session, tmp_path: Path) -> N
     assert replay.summary.loc[0, "same_tokens"] is None
 
 
-def test_a_request_at_which_a_function_raises_fails_alone(session: gl.Session, tmp_path: Path) -> None:
+def test_only_the_request_at_which_a_function_raises_fails(session: gl.Session, tmp_path: Path) -> None:
     def picky(requests: list[Any]) -> list[Any]:
         if requests[0]["input_ids"] == [2]:
             raise ValueError("no twos, please")

@@ -71,7 +71,7 @@ def forgets_every_sum() -> None:
         Model(Unreduced(config, shard), shard_weights(make_weights(config), shard))(make_tokens(config))
 
 
-def test_a_sum_that_every_layer_forgets_is_found_by_what_it_is_added_to(session: gl.Session) -> None:
+def test_a_sum_that_every_layer_forgets_is_found_by_the_tensor_it_is_added_to(session: gl.Session) -> None:
     check = session.check(target=forgets_every_sum)
     assert check.found[0] == "layers.*.mid"
     # One paragraph: the first layer and its reason, and then what follows from it.
@@ -118,7 +118,7 @@ def sequence_parallel(bias: float, forgets: bool = False) -> None:
 
 
 @pytest.mark.parametrize("bias", [2.0, 30.0])
-def test_parts_of_a_sequence_are_no_sums_that_were_not_reduced(session: gl.Session, bias: float) -> None:
+def test_parts_of_a_sequence_are_not_taken_for_unreduced_sums(session: gl.Session, bias: float) -> None:
     check = session.check(target=sequence_parallel, args=(bias,))
     assert check.found == [], check.text
     assert "The 2 ranks agree where they hold copies (" in check.text
@@ -322,7 +322,7 @@ def test_one_rank_and_two_sides_are_refused(session: gl.Session) -> None:
         session.check(baseline=uneven, target=uneven)
 
 
-def test_a_check_without_taps_is_no_agreement(session: gl.Session) -> None:
+def test_a_check_without_taps_does_not_agree(session: gl.Session) -> None:
     assert session.check(target=rank).text.startswith("Nothing was compared")
 
 

@@ -103,7 +103,7 @@ def in_background(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @pytest.mark.ranks
-def test_run_calls_both_sides_and_returns_what_each_rank_returned(session: gl.Session) -> None:
+def test_run_calls_both_sides_and_returns_each_ranks_result(session: gl.Session) -> None:
     run = session.run(tap_x, lambda layer, shift: tap_x(layer, shift=2 * shift), args=(3,), kwargs={"shift": 0.25})
     assert run.done
     assert run.baseline == [[10.25, 10.25]]
@@ -178,7 +178,7 @@ def test_expressions_and_cells_run_in_the_ranks_own_lasting_namespace(session: g
         ("compare_compiled", lambda session, x: session.compare_compiled(_first, args=x)),
     ],
 )
-def test_a_tensor_in_place_of_all_arguments_is_not_taken_apart(name: str, call: Any, session: gl.Session) -> None:
+def test_a_tensor_given_as_all_arguments_is_not_split(name: str, call: Any, session: gl.Session) -> None:
     """Its rows would be the arguments: of a batch of one, the model would get the only sample, and run all the same."""
     with pytest.raises(
         gl.SessionError, match=rf"^{name}: args= must be a tuple of all positional arguments, not Tensor"
@@ -565,7 +565,7 @@ def test_the_stop_button_ends_the_wait_and_not_the_run(
 
 
 @pytest.mark.ranks
-def test_functions_of_a_cell_are_sent_with_what_they_use(session: gl.Session) -> None:
+def test_functions_of_a_cell_are_sent_with_everything_they_use(session: gl.Session) -> None:
     cell = run_cell(
         """
         import dataclasses
@@ -647,7 +647,7 @@ def test_a_traceback_shows_the_cells_own_lines_and_none_of_graftlabs(session: gl
 
 
 @pytest.mark.ranks
-def test_every_rank_that_fails_is_named_with_what_happened_there(session: gl.Session) -> None:
+def test_every_failing_rank_is_named_with_its_failure(session: gl.Session) -> None:
     def fails() -> None:
         me = gl.here()
         if me.side == "baseline":
@@ -789,7 +789,7 @@ def test_output_of_a_started_run_is_held_until_a_wait(session: gl.Session, capsy
 
 
 @pytest.mark.ranks
-def test_the_log_has_what_a_rank_printed_and_what_lower_layers_wrote(session: gl.Session) -> None:
+def test_the_log_has_a_ranks_prints_and_the_output_of_lower_layers(session: gl.Session) -> None:
     def writes() -> None:
         print("through python")
         os.write(2, b"through the descriptor\n")

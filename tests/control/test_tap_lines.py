@@ -20,7 +20,7 @@ class Search:
 
     traced: list[Any]
 
-    def __init__(self, runs: Any, frame: pd.DataFrame, threshold: float, lonely: str | None) -> None:
+    def __init__(self, runs: Any, frame: pd.DataFrame, threshold: float, one_sided: str | None) -> None:
         self.remarks = ["a remark"]
         self.lines: list[str] = []
         runs.searches.append(self)

@@ -77,14 +77,14 @@ def test_an_edit_after_an_undo_ends_the_chance_to_redo(session: gl.Session) -> N
     assert session.undo().text == "keep: True -> nothing"
 
 
-def test_an_edit_without_a_change_is_no_step_of_undo(session: gl.Session) -> None:
+def test_an_edit_without_a_change_is_not_a_step_of_undo(session: gl.Session) -> None:
     session.edit(b2t="layer == 1")
     session.edit(b2t=" layer == 1 ")
     assert session.undo().parts == ("b2t",)
     assert session.plan.b2t is None
 
 
-def test_the_runs_of_a_verdict_are_no_steps_of_undo(session: gl.Session) -> None:
+def test_the_runs_of_a_verdict_are_not_steps_of_undo(session: gl.Session) -> None:
     session.edit(keep="layer == 1")
     verdict = session.verdict(layers, layers, kwargs={"offset": 0.0})
     assert verdict.named == []
@@ -102,7 +102,7 @@ def test_a_borrowed_plan_is_not_undone_and_restoring_it_allows_it_again(session:
     assert session.undo().parts == ("keep",)
 
 
-def test_restoring_a_borrowed_plan_keeps_what_the_user_has_published_since(session: gl.Session) -> None:
+def test_restoring_a_borrowed_plan_keeps_a_newer_edit_of_the_user(session: gl.Session) -> None:
     lend_plan(session, t2b="layer == 0")
     session.edit(t2b=None, keep="layer == 2")
     lend_plan(session, b2t="True", keep=None)
@@ -113,7 +113,7 @@ def test_restoring_a_borrowed_plan_keeps_what_the_user_has_published_since(sessi
     assert session.plan.version == version
 
 
-def test_what_is_undone_is_in_force_from_the_next_run_on(session: gl.Session) -> None:
+def test_an_undone_edit_takes_effect_from_the_next_run_on(session: gl.Session) -> None:
     def run() -> list[str]:
         return list(session.run(layers, lambda: layers(1.0)).frame["status"])
 

@@ -237,7 +237,7 @@ def test_a_tensor_larger_than_the_budget_is_sent_when_the_buffer_is_empty(a_worl
         publishing.result(DEADLINE)
 
 
-def test_the_error_of_a_full_buffer_says_where_the_peers_are(a_world: MakeWorld) -> None:
+def test_the_error_of_a_full_buffer_names_where_the_peers_are(a_world: MakeWorld) -> None:
     with a_world(1, 2, budget=2 * MIB, timeout=0.1) as world:
         sender, one, other = world.begin().mailboxes
         one.step = other.step = 7

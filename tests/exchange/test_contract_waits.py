@@ -106,7 +106,7 @@ def test_a_rank_outside_the_run_is_not_waited_for(a_world: MakeWorld) -> None:
         assert receiver.bytes_in_use() == 0
 
 
-def test_a_timeout_ends_the_wait_and_says_where_each_peer_is(a_world: MakeWorld) -> None:
+def test_a_timeout_ends_the_wait_and_reports_where_each_peer_is(a_world: MakeWorld) -> None:
     with a_world(3, 1, timeout=0.1) as world:
         world.begin()
         punctual, slow, _never, receiver = world.mailboxes

@@ -191,7 +191,7 @@ def test_nothing_is_released_before_the_receivers_stream_has_read_it(machine: Ma
     assert machine.synchronized == 0
 
 
-def test_a_waiting_receiver_releases_what_its_stream_has_read(machine: Machine, world: World) -> None:
+def test_a_waiting_receiver_releases_tensors_that_its_stream_has_read(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     sender.publish(key("x"), on_gpu(A_MIB))
@@ -206,7 +206,7 @@ def test_a_waiting_receiver_releases_what_its_stream_has_read(machine: Machine, 
     assert machine.synchronized == 0
 
 
-def test_a_rank_waiting_for_room_releases_what_it_has_read(machine: Machine, world: World) -> None:
+def test_a_rank_waiting_for_room_releases_tensors_that_it_has_read(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     sender.publish(key("x"), on_gpu(A_MIB))
@@ -229,7 +229,7 @@ def until_released(sender: Mailbox, left: int) -> None:
     wait_until(is_released, "the release")
 
 
-def test_the_end_of_a_step_waits_for_the_reads_of_that_step_alone(machine: Machine, world: World) -> None:
+def test_the_end_of_a_step_waits_only_for_that_steps_reads(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     for name in ("x", "y"):
@@ -286,7 +286,7 @@ def test_memory_and_events_are_used_again(machine: Machine, world: World) -> Non
     assert len(machine.shared) <= 2 + 4  # a chunk a rank, and an event for each tensor that was under way at once
 
 
-def test_a_dead_receiver_frees_what_it_had(machine: Machine, world: World) -> None:
+def test_the_tensors_of_a_dead_receiver_are_freed(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True
     for name in ("read", "not read"):
@@ -298,7 +298,7 @@ def test_a_dead_receiver_frees_what_it_had(machine: Machine, world: World) -> No
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_of_a_dead_sender_only_what_its_gpu_had_copied_is_read(copied: bool, world: World) -> None:
+def test_only_finished_copies_of_a_dead_senders_gpu_are_read(copied: bool, world: World) -> None:
     sender, receiver = world.mailboxes
     sender.publish(key("x"), on_gpu(5.0))
     if copied:
@@ -460,7 +460,7 @@ def test_a_thousand_tensors_stay_within_the_memory_budget(processes: MakeProcess
 
 
 @pytest.mark.ranks
-def test_a_tap_behind_a_long_kernel_shows_what_the_kernel_made(processes: MakeProcesses) -> None:
+def test_a_tap_after_a_long_kernel_shows_the_kernels_result(processes: MakeProcesses) -> None:
     with processes(sends_behind_a_long_kernel, receives_behind_a_long_kernel) as world:
         assert world.hear(TARGET) == [[float(number)] for number in range(8)]
 

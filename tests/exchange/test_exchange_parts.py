@@ -318,7 +318,7 @@ def test_rank_status_in_words(look: RankStatus, text: str) -> None:
     assert text in str(look)
 
 
-def test_the_age_of_a_status_goes_by_the_clock_of_the_machine_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_a_status_follows_the_clock_of_the_machine_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(monotonic=lambda: 100.0)
     monkeypatch.setattr("graftlab.exchange.status_page.time", clock)
     status = RankStatus("waiting", step=3, since=92.5, tap="q")

@@ -71,7 +71,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
         read_token(path)
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere cannot be read: .*No such file"):
         read_token(tmp_path / "nowhere")
     path = tmp_path / "bytes"

@@ -65,7 +65,7 @@ def counted() -> Iterator[Counter[str]]:
     ],
     ids=["compare", "b2t", "t2b", "keep", "overlap"],
 )
-def test_a_decision_is_the_plans_action_and_who_sends(
+def test_a_decision_has_the_plans_action_and_the_sending_side(
     plan: dict[str, Any], action: Action, baseline_sends: bool
 ) -> None:
     for place in (BASELINE, TARGET):

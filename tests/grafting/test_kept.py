@@ -111,7 +111,7 @@ def test_the_newest_pair_that_has_these_tags_is_found() -> None:
     assert found("y") is None
 
 
-def test_an_input_without_a_value_is_found_only_by_who_asks_for_failures() -> None:
+def test_an_input_without_a_value_is_found_only_on_request_for_failures() -> None:
     kept = KeptPairs()
     keep_number(kept, 1.0, layer=1)
     kept.add(the_input(torch.zeros(1), torch.full((1,), 2.0), layer=2), None)

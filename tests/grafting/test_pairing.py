@@ -364,7 +364,7 @@ def test_an_exception_on_one_side_frees_the_other(session: gl.Session) -> None:
 
 
 @pytest.mark.parametrize("longer", ["baseline", "target"])
-def test_side_with_more_steps_continues_alone(longer: str, session: gl.Session) -> None:
+def test_a_side_with_more_steps_continues_by_itself(longer: str, session: gl.Session) -> None:
     session.edit(b2t="True")
     many = [("x", None, 1.0), None, ("x", None, 2.0), None, ("x", None, 3.0)]
     few = [("x", None, 4.0)]

@@ -296,7 +296,7 @@ def test_draft_can_be_tried_during_a_run(session: gl.Session, tmp_path: Path) ->
     assert run.wait().target == [20.0, 21.0]
 
 
-def test_without_a_kept_pair_the_error_says_how_to_keep_one() -> None:
+def test_without_a_kept_pair_the_error_explains_how_to_keep_one() -> None:
     with gl.launch(1, 1) as session:
         session.run(tap_x, tap_x)
         assert session.kept() == []

@@ -17,7 +17,7 @@ def config_of(session: gl.Session, patch: pytest.MonkeyPatch) -> GraftConfig:
     return GraftConfig.from_env()
 
 
-def test_a_jobs_settings_follow_from_the_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_determines_all_settings_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gl.listen(1, 3, folder=tmp_path) as session:
         config = config_of(session, monkeypatch)
         assert (config.role, config.baseline_world_size, config.target_world_size) == ("target", 1, 3)
@@ -35,6 +35,6 @@ def test_the_token_is_named_by_its_file_and_not_given(tmp_path: Path, monkeypatc
         assert config.endpoint.port > 0
 
 
-def test_what_has_no_job_and_what_is_no_side_is_refused(tmp_path: Path) -> None:
+def test_a_session_without_jobs_and_an_unknown_side_are_refused(tmp_path: Path) -> None:
     with gl.listen(folder=tmp_path) as session, pytest.raises(gl.SessionError, match="a side is 'baseline'"):
         session.environment("both")  # type: ignore[arg-type]

@@ -178,7 +178,7 @@ def test_a_job_that_resumes_begins_at_its_own_step(jobs: Jobs) -> None:
     assert [begun(jobs.heard(number)).first_step for number in (1, 2)] == [130, 130]
 
 
-def test_a_world_abandoned_by_a_death_is_no_generation(jobs: Jobs) -> None:
+def test_a_world_abandoned_by_a_death_does_not_count_as_a_generation(jobs: Jobs) -> None:
     jobs.begin()
     jobs.membership.leave(jobs.ranks[1])
     jobs.come(1)

@@ -173,7 +173,7 @@ def test_a_failure_in_graftlab_does_not_keep_the_other_side_waiting(tmp_path: Pa
     assert rows["error"].str.contains(r"baseline\[0\] ended the (?:step|run) without this tap").sum() == 3
 
 
-def test_the_environment_makes_a_job_record_what_its_filter_matches(tmp_path: Path) -> None:
+def test_the_environment_makes_a_job_record_taps_that_its_filter_matches(tmp_path: Path) -> None:
     told = {"GRAFTLAB_RECORD": str(tmp_path), "GRAFTLAB_RECORD_FILTER": "layer == 1"}
     code, out, err = end(start("trusted_model.py", 2, **told))
     assert (code, out) == (0, "done False\n"), err

@@ -66,7 +66,7 @@ def test_a_changed_weight_is_found_at_its_module(tmp_path: Path) -> None:
     assert frame[frame["name"] == "optimizer.lr"]["rel_l2"].min() == 1
 
 
-def test_an_unmodified_trainer_joins_by_the_environment_alone(tmp_path: Path) -> None:
+def test_an_unmodified_trainer_joins_just_by_its_environment(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers' Trainer needs")
     told = {"run_dir": tmp_path / "run", "watch": "'layer' in name and type != 'Dropout'", "timeout": 120}
     jobs = [

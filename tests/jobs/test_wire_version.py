@@ -132,7 +132,7 @@ def test_so_does_a_script_that_is_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00" * 16, b"gl\x00h"])
-def test_what_is_no_handshake_is_refused_without_a_version(data: bytes) -> None:
+def test_bytes_that_are_not_a_handshake_are_refused_without_a_version(data: bytes) -> None:
     with pytest.raises(MessageError, match="not a handshake of graftlab"):
         unpack_handshake(data)
 

@@ -110,7 +110,7 @@ def test_a_wrong_order_of_heads_is_followed_back_to_where_it_arises() -> None:
     assert found.target[0].is_suspect
 
 
-def test_another_layout_alone_is_no_difference() -> None:
+def test_a_different_layout_is_not_a_difference() -> None:
     def heads_first(x: Tensor) -> Tensor:
         return (x.transpose(1, 2) * 2).transpose(1, 2) + 1
 
@@ -144,7 +144,7 @@ def test_an_operation_that_the_target_lacks_is_named_on_the_baseline() -> None:
     assert [each.operation.call for each in found.baseline] == ["mul(f32[2, 5, 4, 8], 3)"]
 
 
-def test_fused_weights_are_no_difference_and_a_missing_bias_beside_them_is() -> None:
+def test_fused_weights_are_not_a_difference_and_a_missing_bias_beside_them_is() -> None:
     bias, both = drawn(6, seed=6), torch.cat([WEIGHT, 2 * WEIGHT])
 
     def separate(x: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def test_fused_weights_are_no_difference_and_a_missing_bias_beside_them_is() -> 
     assert any(each.operation.name == "addmm" for each in found.baseline)
 
 
-def test_a_constant_that_differs_comes_before_what_reads_it() -> None:
+def test_a_differing_constant_comes_before_its_readers() -> None:
     def angles(theta: float) -> Callable[[Tensor], Tensor]:
         def rotate(x: Tensor) -> Tensor:
             frequency = theta ** (-torch.arange(8) / 8)
@@ -237,7 +237,7 @@ def test_a_cache_row_that_was_not_written_is_lost_where_the_cache_is_read() -> N
     assert not any("cache[row" in source for source in sources(found.target))
 
 
-def test_a_part_that_is_left_out_is_a_suspect_before_what_reads_the_rest() -> None:
+def test_leaving_out_a_part_is_a_suspect_before_the_readers_of_the_rest() -> None:
     def scored(drop: int) -> Callable[[Tensor, Tensor], Tensor]:
         def attend(q: Tensor, k: Tensor) -> Tensor:
             k = k[0, :, 0]
@@ -286,7 +286,7 @@ def test_state_that_was_written_is_named_with_the_line_that_wrote_it_last() -> N
     assert found.baseline[0].state[0].name == "self.keys"
 
 
-def test_a_variable_that_is_written_in_place_is_no_state() -> None:
+def test_a_variable_that_is_written_in_place_is_not_state() -> None:
     def scored(factor: float) -> Callable[[Tensor], Tensor]:
         def score(x: Tensor) -> Tensor:
             y = x * 2
@@ -371,7 +371,7 @@ def scan(swapped: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return scanned
 
 
-def test_a_first_step_that_agrees_by_chance_does_not_clear_what_it_was_taken_from() -> None:
+def test_a_first_step_that_agrees_by_chance_does_not_clear_its_operands() -> None:
     # b and c are exchangeable where nothing was carried over yet.
     found = compared(scan(False), scan(True), *(each[0] for each in (Q, K, V)))
     assert sources(found.target)[0] == "driven = u * (c if swapped else b)"

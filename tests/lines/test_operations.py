@@ -39,7 +39,7 @@ def test_an_operation_has_its_arguments_in_words_and_its_line_of_source() -> Non
     assert softmax.frames()[0].source == "drawn(2, 3).softmax(-1)"
 
 
-def test_a_write_through_a_view_is_a_source_of_what_is_read_from_the_whole() -> None:
+def test_a_write_through_a_view_is_a_source_of_the_whole() -> None:
     cache = torch.zeros(4, 3)
     with OperationRecorder() as recorder:
         before = recorder.read(cache)
@@ -51,7 +51,7 @@ def test_a_write_through_a_view_is_a_source_of_what_is_read_from_the_whole() -> 
     assert recorder.fingerprints[after].moments[0] == 6
 
 
-def test_what_an_operation_only_overwrites_is_no_input_of_it() -> None:
+def test_a_tensor_that_an_operation_only_overwrites_is_not_its_input() -> None:
     with OperationRecorder() as recorder:
         torch.empty(5).fill_(3)
         torch.add(drawn(5), 1, out=torch.empty(5))
@@ -77,7 +77,7 @@ def test_backward_operations_have_the_line_of_their_forward_operation() -> None:
     assert recorded(recorder, "tanh_backward").frames()[0].source == "y = (x * 3).tanh()"
 
 
-def test_a_recorder_does_not_change_what_is_computed_and_can_be_paused() -> None:
+def test_a_recorder_changes_no_result_and_can_be_paused() -> None:
     with OperationRecorder() as recorder:
         with recorder.pause():
             torch.ones(3)
@@ -136,7 +136,7 @@ def test_constants_and_few_numbers_say_nothing() -> None:
     assert fingerprint(torch.ones(3, 1).expand(3, 40)).numel == 3
 
 
-def test_what_a_mask_hides_does_not_hide_differences_in_the_scores_that_are_left() -> None:
+def test_masked_scores_do_not_hide_differences_in_the_others() -> None:
     hidden = torch.full((6, 6), torch.finfo(torch.float32).min).triu(1)
     scores = drawn(6, 6)
     assert agreement(fingerprint(scores + hidden), fingerprint(scores + hidden / 2), 1e-5) == IN_ORDER
@@ -164,7 +164,7 @@ def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() 
     assert set(again.fingerprints) == {1}
 
 
-def test_values_far_from_what_is_wanted_are_not_sorted() -> None:
+def test_values_far_from_wanted_ones_are_not_sorted() -> None:
     x = drawn(6, 6)
     far = OperationRecorder()
     far.is_near = False

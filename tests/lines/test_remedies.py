@@ -97,7 +97,7 @@ def turned_twice(x: Tensor) -> Tensor:
         (turned_once, turned_twice, "x = turned(turned(x))"),
     ],
 )
-def test_what_only_the_target_does_is_left_out(baseline: Function, target: Function, line: str) -> None:
+def test_an_operation_of_only_the_target_is_left_out(baseline: Function, target: Function, line: str) -> None:
     found = remedies(baseline, target)
     helping = [each for each in found if cures(each, baseline, target)]
     assert {each.operation.frames[0].source for each in helping} == {line}
@@ -109,7 +109,7 @@ def test_what_only_the_target_does_is_left_out(baseline: Function, target: Funct
 @pytest.mark.parametrize(
     ("baseline", "target", "line"), [(scaled, project, "x = x * 1.05"), (clamped_in_place, raised, "x.clamp_(max=1.0)")]
 )
-def test_what_the_target_lacks_is_put_in(baseline: Function, target: Function, line: str) -> None:
+def test_an_operation_that_the_target_lacks_is_put_in(baseline: Function, target: Function, line: str) -> None:
     helping = [each for each in remedies(baseline, target) if cures(each, baseline, target)]
     assert {(each.side, each.operation.frames[0].source) for each in helping} == {("baseline", line)}
 
@@ -167,7 +167,7 @@ def test_a_factor_of_zero_does_not_hide_a_wrong_value() -> None:
     assert found.target[0].operation.frames[0].source == "decay = (sign * x).exp()"
 
 
-def test_what_the_baseline_computed_for_another_tap_is_not_blamed() -> None:
+def test_values_that_the_baseline_computed_for_another_tap_are_not_blamed() -> None:
     def reading(which: int) -> SliceTrace:
         recorder = OperationRecorder()
         with recorder:
@@ -183,7 +183,7 @@ def test_what_the_baseline_computed_for_another_tap_is_not_blamed() -> None:
     assert [each.operation.name for each in found.target if not each.is_later] == ["mm"]
 
 
-def test_weights_that_the_run_itself_builds_are_no_operations() -> None:
+def test_weights_that_the_run_itself_builds_are_not_operations() -> None:
     def normed(scales: bool) -> Function:
         def norm(x: Tensor) -> Tensor:
             y = x * x.pow(2).mean(-1, keepdim=True).rsqrt()
@@ -228,6 +228,6 @@ def test_an_idle_operation_is_replaced_only_if_its_line_makes_its_arguments() ->
     assert not [each for each in found if "masked_fill" in each.operation.frames[0].source]
 
 
-def test_what_both_sides_do_with_other_arguments_is_lacking_on_neither() -> None:
+def test_an_operation_with_different_arguments_on_both_sides_is_lacking_on_neither() -> None:
     # Hidden in both ways, the values are those of the baseline.
     assert not [each for each in remedies(hidden(2), hidden(4)) if each.is_one_sided]

@@ -444,7 +444,7 @@ def test_behind_a_fault_grafts_bring_the_values_back(fault: str, llama: Port) ->
     assert len(doubtful) <= 5
 
 
-def test_an_interrupted_match_keeps_what_is_known(llama: Port) -> None:
+def test_an_interrupted_match_keeps_its_pairs(llama: Port) -> None:
     wrong = copy.deepcopy(llama.target)
     FAULTS["a wrong norm"](wrong)
     runs, record = 0, grafting_runs(llama, wrong)
@@ -677,7 +677,7 @@ def test_a_match_continues_past_a_tap_that_only_one_side_has_in_each_layer() -> 
     assert [paired.get(f"second.{n}.mixing") for n in range(4)] == [f"second.{n}.attn" for n in range(4)]
 
 
-def test_numbers_that_count_operations_of_an_exported_graph_are_no_roles() -> None:
+def test_numbers_that_count_operations_of_an_exported_graph_are_not_roles() -> None:
     pairs = [Pair(f"layer_norm_{2 * n + m}", f"{n}.norm{m + 1}") for n in range(2) for m in range(2)]
     assert other_roles(pairs) == []
     assert other_roles([Pair("h.0.ln_2", "0.norm1")]) != []

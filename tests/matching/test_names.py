@@ -35,7 +35,7 @@ def test_constants_are_paired_by_their_names(pairs: dict[str, str], turned: bool
     assert all("matched by name" in pair.note for pair in match.pairs if pair.baseline != "head.weight")
 
 
-def test_constants_of_other_values_or_shapes_are_no_partners() -> None:
+def test_constants_of_different_values_or_shapes_are_not_partners() -> None:
     telling = {"head.weight": torch.arange(12.0).reshape(3, 4)}
     match = gl.match_weights(telling | {"norm.weight": torch.ones(4)}, telling | {"norm.weight": torch.ones(5)})
     assert list(match.unmatched_target) == ["norm.weight"]

@@ -445,7 +445,7 @@ def test_rows_that_both_sides_have_alone_are_said_unless_they_are_padding() -> N
     assert unpaired(packed([0, 1, 2]), packed([2, 0, 3, 1])) == ""
 
 
-def test_a_row_with_other_values_in_its_own_place_is_no_row_of_another_order() -> None:
+def test_a_row_with_different_values_in_its_place_does_not_show_another_order() -> None:
     def last_token(value: Tensor) -> Tensor:
         return torch.cat([value[:-1], value[-1:] * 1.3])
 

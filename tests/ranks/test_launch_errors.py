@@ -231,7 +231,7 @@ BLOCK_TORCH = """
 """
 
 
-def test_without_torch_taps_do_nothing_and_the_rest_names_what_is_missing() -> None:
+def test_without_torch_taps_do_nothing_and_the_rest_names_the_missing_package() -> None:
     done = script(
         BLOCK_TORCH
         + """

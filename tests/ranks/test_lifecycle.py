@@ -140,7 +140,7 @@ def test_leaving_the_with_block_ends_the_ranks_even_by_an_exception() -> None:
     assert still_there(ranks) == []
 
 
-def test_closing_ends_ranks_that_hang_in_a_collective_and_the_run_says_why() -> None:
+def test_closing_ends_ranks_that_hang_in_a_collective_and_the_run_reports_why() -> None:
     session = gl.launch(1, 2)
     ranks = watch(pids_of(session))
     run = session.start(target=receive_what_nobody_sends)

@@ -24,7 +24,7 @@ def test_up_makes_the_cluster_that_its_options_say() -> None:
 
 
 @pytest.mark.parametrize("options", ["--on head:6379", "--on ray:", "--on ray://", "--gpus-per-rank -1"])
-def test_up_refuses_what_is_no_cluster(options: str) -> None:
+def test_up_refuses_a_value_that_is_not_a_cluster(options: str) -> None:
     with pytest.raises(UsageError, match="expected"):
         command_line.parse(f"up {options}")
 
@@ -49,7 +49,7 @@ def test_values_that_no_cluster_can_use_are_refused(given: dict[str, object]) ->
         gl.Ray(**given)  # type: ignore[arg-type]
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(gl.DependencyError, match=r"pip install 'graftlab\[ray\]'"):
         gl.launch(on=gl.Ray())

@@ -291,7 +291,7 @@ def test_a_rank_whose_actor_dies_has_ended_with_the_first_line_of_why(
     assert process.end(DEADLINE) == "ended with its Ray actor: The actor died."
 
 
-def test_all_is_given_back_when_the_notebook_goes_even_where_a_part_fails(
+def test_everything_is_given_back_when_the_notebook_goes_even_if_a_part_fails(
     cluster: Cluster, reserve: Callable[..., RayHosts], caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts = reserve()
@@ -316,7 +316,7 @@ def test_all_is_given_back_where_the_driver_fails(cluster: Cluster, reserve: Cal
     assert (cluster.killed, cluster.shutdowns) == ([0, 1, 2], 1)
 
 
-def test_a_cluster_without_room_is_refused_with_what_is_lacking(
+def test_a_cluster_without_room_is_refused_and_the_error_names_what_it_lacks(
     cluster: Cluster, reserve: Callable[..., RayHosts]
 ) -> None:
     cluster.has_room = False
@@ -339,7 +339,7 @@ def test_a_cluster_without_room_is_refused_with_what_is_lacking(
         ("failure", KeyError("x"), "Ray could not reserve resources: KeyError: 'x'"),
     ],
 )
-def test_what_ray_refuses_is_a_launch_error_with_the_reason(
+def test_a_request_that_ray_refuses_is_a_launch_error_with_the_reason(
     cluster: Cluster, reserve: Callable[..., RayHosts], attribute: str, error: Exception, reason: str
 ) -> None:
     setattr(cluster, attribute, error)

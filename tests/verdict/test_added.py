@@ -165,7 +165,7 @@ def test_one_sided_taps_have_their_own_filter() -> None:
     assert one_sided_filter(frame_of(row("layers.0.b"), row("layers.1.b", **one_sided))) is None
 
 
-def test_rows_as_dicts_have_plain_numbers_and_none_for_what_is_missing() -> None:
+def test_rows_as_dicts_have_plain_numbers_and_none_for_missing_values() -> None:
     frame = pd.DataFrame(
         {
             "name": pd.array(["a", None], dtype="string"),

@@ -92,9 +92,7 @@ def test_groups_beyond_the_bound_are_swapped_together_and_reported() -> None:
 
 
 @pytest.mark.parametrize(("restored", "moves"), [(0.0, True), (0.9, False)])
-def test_a_large_floor_of_low_precision_excuses_only_what_is_left_without_the_groups(
-    restored: float, moves: bool
-) -> None:
+def test_a_large_floor_of_low_precision_excuses_only_the_remaining_error(restored: float, moves: bool) -> None:
     # Rounding adds up to 10 %, and the group moves the output by 20 %.
     low_precision = OutputFloor(0.1, 2**-9, 5.0)
     found = find_causes(["a"], lambda kept: 2.0 if kept else restored, low_precision)

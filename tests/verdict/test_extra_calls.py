@@ -26,7 +26,7 @@ def test_a_call_that_one_side_makes_more_often_is_reported_with_both_counts() ->
     assert said.startswith("The baseline reaches gate 4 times and the target 3 times. ")
 
 
-def test_taps_of_one_side_alone_of_other_tags_or_not_named_are_no_extra_calls() -> None:
+def test_taps_of_one_side_of_other_tags_or_not_named_are_not_extra_calls() -> None:
     assert extra_calls(rows(("unmatched", "target", "gate", {}), ("grafted", "target", "up", {})), ["gate", "up"]) == []
     decode = rows(("grafted", "target", "gate", {"t": 1}), ("unmatched", "target", "gate", {"t": 2}))
     assert extra_calls(decode, ["gate"]) == []

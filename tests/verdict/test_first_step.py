@@ -72,7 +72,7 @@ def test_weights_that_part_after_a_step_that_agrees_show_the_update(taps: Taps, 
     )
 
 
-def test_a_value_that_differs_before_the_weights_is_no_update() -> None:
+def test_a_value_that_differs_before_the_weights_is_not_an_update() -> None:
     first = found({0: {}, 1: {1: 0.2, 2: 0.2, 4: 0.1}, 2: {0: 0.1, 1: 0.3}})
     assert first is not None
     assert not first.is_update
@@ -95,7 +95,7 @@ def test_nothing_is_said_where_the_first_rows_are_late_or_rounding_grows() -> No
     assert found({0: {}, 1: {}}) is None
 
 
-def test_what_follows_a_graft_shows_nothing() -> None:
+def test_steps_after_a_graft_prove_nothing() -> None:
     every = list(rows({0: {}, 1: {1: 0.2}, 2: {1: 0.2}}, ALL))
     frame = to_frame([row._replace(status="grafted") if row.step == 1 else row for row in every])
     assert first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0) is None

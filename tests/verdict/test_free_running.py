@@ -58,17 +58,17 @@ def test_a_first_tap_that_differs_in_later_steps_alone_is_a_free_run(one_step: b
     ],
     ids=["the token is tapped", "from the first step on", "a small error", "it is not the first tap"],
 )
-def test_other_errors_of_later_steps_are_no_free_run(taps: list[Tap]) -> None:
+def test_other_errors_of_later_steps_are_not_a_free_run(taps: list[Tap]) -> None:
     assert runs_freely(frame(taps), ["embed"], 5.0) == []
 
 
-def test_layers_that_share_a_name_are_no_later_calls_of_its_first() -> None:
+def test_layers_that_share_a_name_are_not_later_calls_of_the_first() -> None:
     # As gl.tap("hidden", x, layer=layer) in a loop, with one layer wrong.
     layers = frame([EMBED], one_step=True).assign(occurrence=0)
     assert runs_freely(layers, ["embed"], 5.0) == []
 
 
-def test_training_is_no_free_run() -> None:
+def test_training_is_not_a_free_run() -> None:
     updated = frame([("w", "float32", CLEAN, CLEAN)], kind="optimizer")
     assert runs_freely(pd.concat([frame([EMBED, LOGITS]), updated]), ["embed"], 5.0) == []
 
@@ -83,6 +83,6 @@ def test_tokens_that_only_the_targets_own_run_has_are_said_to_be_held() -> None:
     assert held_choices(frame([LOGITS, last]), ["logits"]) == []
 
 
-def test_nothing_measured_is_no_free_run() -> None:
+def test_an_unmeasured_run_is_not_a_free_run() -> None:
     nothing = frame([LOGITS]).iloc[:0]
     assert (runs_freely(nothing, [], 5.0), held_choices(nothing, [])) == ([], [])

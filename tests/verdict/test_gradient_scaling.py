@@ -145,7 +145,7 @@ def taken_out(
 
 
 @pytest.mark.parametrize("factor", [1 - 1e-4, 0.37, 1024.0])
-def test_a_global_factor_is_taken_out_and_what_is_left_is_named(factor: float) -> None:
+def test_a_global_factor_is_taken_out_and_remaining_differences_are_named(factor: float) -> None:
     found, frame = taken_out(dict.fromkeys(WEIGHTS, factor), {"blocks.1.router.w": 0.1})
     assert found.groups == tuple(f"w{n}@param_grad" for n in range(10))
     assert f"One common factor, {factor:.6g}, explains the gradients of 10 groups" in found.text

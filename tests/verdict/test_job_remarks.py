@@ -66,7 +66,7 @@ def test_inputs_and_weights_without_taps_are_reported_as_unknown() -> None:
     assert "so none was grafted" in " ".join(remarks([row(1, "y")], weights_grafted=0).unseen)
 
 
-def test_differing_weights_that_are_not_grafted_qualify_what_is_named() -> None:
+def test_differing_weights_that_are_not_grafted_qualify_the_named_groups() -> None:
     rows = [row(1, "w", 0.1, kind="param"), *WATCHED[1:]]
     assert "differing weights may explain what is named" in remarks(rows).of_named[0]
     grafted = remarks(rows, weights_grafted=3)

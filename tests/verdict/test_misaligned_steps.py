@@ -74,7 +74,7 @@ def test_calls_within_a_step_are_counted_where_they_do_not_make_whole_steps() ->
     ],
     ids=["an input agrees", "another function", "nothing changes", "a counter alone is off by one"],
 )
-def test_other_differences_are_no_shift(taps: list[tuple[str, Value, Value]]) -> None:
+def test_other_differences_are_not_a_shift(taps: list[tuple[str, Value, Value]]) -> None:
     assert find_misaligned_steps(to_frame(list(rows(taps)))) is None
 
 

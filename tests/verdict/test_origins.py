@@ -129,7 +129,7 @@ def test_a_module_whose_inputs_were_not_all_compared_is_not_called_wrong(
         ((given("attn.o", 0.0), Tap("attn.o", 0.5)), CALLS),
     ],
 )
-def test_without_evidence_there_is_no_origin(taps: tuple[Tap, ...], calls: dict[str, ModuleCall]) -> None:
+def test_without_evidence_no_origin_is_reported(taps: tuple[Tap, ...], calls: dict[str, ModuleCall]) -> None:
     found = origins(*taps, calls=calls)
     assert (found.found, found.not_compared) == ((), {})
     assert not found.are_right("attn.o")

@@ -25,7 +25,7 @@ def test_a_target_that_now_has_a_tap_of_that_name_was_fixed() -> None:
     assert "like it" not in learned_from_other_code([found])
 
 
-def test_a_target_that_now_has_another_taps_values_is_no_mended_one() -> None:
+def test_a_target_that_now_has_another_taps_values_does_not_count_as_fixed() -> None:
     right = OutdatedPair("layers.0.q", "blocks.0.q", "same", 1e-7, 0.5)
     planned, present = [Pair("layers.0.q", "blocks.0.q")], [Pair("layers.0.k", "blocks.0.q")]
     (found,) = with_present_partners([right], planned, present)

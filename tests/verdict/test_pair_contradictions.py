@@ -82,7 +82,7 @@ def test_parts_by_groups_of_heads_are_reported_where_their_layer_does_not_match(
     assert "l.1.q is taken out of h.1.qkv by groups of heads" in said
 
 
-def test_what_the_pairs_leave_out_of_a_tap_is_named_once_for_all_layers() -> None:
+def test_the_part_that_pairs_leave_out_of_a_tap_is_named_once_for_all_layers() -> None:
     pairs = [
         {
             "baseline": f"h.{n}.{m}",

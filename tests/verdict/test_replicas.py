@@ -69,7 +69,7 @@ def test_declared_copies_of_another_shape_or_with_nan_on_one_rank_never_agree(ch
     assert "shapes differ, or some ranks are not finite" in text_of_check(ReplicaComparison(2, [found]), [])
 
 
-def test_a_declared_copy_that_is_far_off_is_no_own_data() -> None:
+def test_a_declared_copy_that_is_far_off_is_not_taken_for_the_ranks_own_data() -> None:
     far = [sketch("x", NUMBERS[0])], [sketch("x", NUMBERS[1])]
     assert only(check(*far)).relation == "own data"
     assert only(check(*far, declared=lambda name: BOTH if name == "x" else None)).relation == "disagrees"
@@ -85,7 +85,7 @@ def test_a_tap_that_a_rank_lacks_is_named_with_the_ranks_that_have_it() -> None:
     assert text_of_check(checked, []).startswith("Not checked, because some ranks do not reach them: y (on ranks")
 
 
-def test_copies_along_one_dimension_of_a_mesh_are_no_failed_copies_along_another() -> None:
+def test_copies_along_one_mesh_dimension_are_not_failed_copies_along_another() -> None:
     ranks = [[sketch("x", NUMBERS[rank % 2] * 0.05 + NUMBERS[7])] for rank in range(4)]
     mesh = {"data": [(0, 2), (1, 3)], "tensor": [(0, 1), (2, 3)]}
     found = only(check(*ranks, mesh=mesh))
@@ -96,7 +96,7 @@ def test_copies_along_one_dimension_of_a_mesh_are_no_failed_copies_along_another
     assert (wrong.ranks, wrong.first_of(3), wrong.first_of(2)) == ((2,), 1, 0)
 
 
-def test_parts_of_a_sequence_that_share_a_bias_are_no_copies_that_differ() -> None:
+def test_parts_of_a_sequence_that_share_a_bias_are_not_differing_copies() -> None:
     whole = sketch("whole", NUMBERS[0], (8, 8))
     parts = [sketch("part", NUMBERS[1] + 0.05 * NUMBERS[2 + rank], (4, 8)) for rank in range(2)]
     assert relations(check(*[[whole, part] for part in parts]))["part"] == "own data"
@@ -134,7 +134,7 @@ def test_a_sum_that_was_not_reduced_is_found_where_it_is_added_to_a_copy() -> No
     assert relations(check(*ranks))["sum"] == "own data"
 
 
-def test_what_ranks_compute_from_other_inputs_is_not_judged() -> None:
+def test_values_that_ranks_compute_from_other_inputs_are_not_judged() -> None:
     ranks = [[sketch("ids", NUMBERS[rank]), sketch("h", NUMBERS[2] + 0.05 * NUMBERS[3 + rank])] for rank in range(2)]
     checked = check(*ranks)
     assert [each.name for each in judged(checked, [])] == ["h"]
@@ -159,13 +159,13 @@ def test_ranks_without_a_finite_number_are_not_reported_to_agree() -> None:
     assert text_of_check(check([], []), []).startswith("Nothing was compared: no tap was reached on every rank.")
 
 
-def test_values_as_large_as_a_copy_are_no_parts_even_where_a_larger_copy_exists() -> None:
+def test_values_as_large_as_a_copy_are_not_parts_even_beside_a_larger_copy() -> None:
     known = [sketch("whole", NUMBERS[0], (8, 8)), sketch("small", NUMBERS[1], (4, 8))]
     ranks = [[*known, sketch("part", NUMBERS[2] + 0.05 * NUMBERS[3 + rank], (4, 8))] for rank in range(2)]
     assert relations(check(*ranks))["part"] == "disagrees"
 
 
-def test_a_copy_that_passes_its_difference_on_is_no_partial_sum() -> None:
+def test_a_copy_that_passes_on_its_difference_is_not_a_partial_sum() -> None:
     ranks = [[sketch("h", NUMBERS[0] + off), sketch("out", NUMBERS[1] + off)] for off in (0.0, 0.1 * NUMBERS[2])]
     assert relations(check(*ranks)) == {"h": "disagrees", "out": "disagrees"}
     copy, out = check(*ranks).taps

@@ -52,10 +52,10 @@ def test_a_new_row_over_an_old_one_is_in_a_wrong_place() -> None:
     ],
     ids=["rounded", "all rows", "equal", "old and new rows", "whole numbers"],
 )
-def test_other_differences_are_no_stale_rows(target: Tensor) -> None:
+def test_other_differences_are_not_stale_rows(target: Tensor) -> None:
     assert stale_rows(CACHE, target, {"k": NEW}) is None
 
 
-def test_rows_without_a_tap_that_feeds_them_are_no_cache() -> None:
+def test_rows_without_a_tap_that_feeds_them_are_not_a_cache() -> None:
     assert stale_rows(CACHE, torch.cat([OTHER, NEW], 1), {"k": NEW * 2}) is None
     assert stale_rows(OLD, OLD.flip(1), {"k": OLD}) is None

@@ -133,7 +133,7 @@ def test_a_difference_without_a_floor_is_beyond_rounding() -> None:
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 
-def test_what_differs_after_the_last_tap_is_named_with_it() -> None:
+def test_a_difference_after_the_last_tap_is_named_with_it() -> None:
     found = unexplained(
         tap("x", 1), tap("y", 2), tap("x", 3, own={"kind": "grad"}), returned_grafted=returned(("", 0.5, PAIR))
     )
@@ -155,7 +155,7 @@ def test_a_cache_beside_the_tapped_results_is_not_called_later_than_them() -> No
     )
 
 
-def test_what_differs_beside_a_tap_that_was_not_grafted_is_not_blamed_on_later_code() -> None:
+def test_a_difference_beside_an_ungrafted_tap_is_not_blamed_on_later_code() -> None:
     found = unexplained(tap("y", 1), returned_grafted=returned(("", 0.5, PAIR)))
     (said,) = found.after_last_tap(all_grafted=False)
     assert said.startswith("With the baseline's value at every tap that could be grafted, the returned value differs")
@@ -169,7 +169,7 @@ def test_grafts_that_change_nothing_beside_a_wrong_last_tap_show_no_later_mistak
     assert unexplained(tap("y", 2), returned=wrong, returned_grafted=same).after_last_tap()
 
 
-def test_state_that_a_call_writes_is_no_returned_value() -> None:
+def test_state_that_a_call_writes_is_not_a_returned_value() -> None:
     path = written_path("cache")
     found = unexplained(tap("y", 2), returned_grafted=returned((path, 0.5, PAIR)), returned=returned((path, 0.7, PAIR)))
     assert found.after_last_tap() == found.no_tap_explains() == []
@@ -207,7 +207,7 @@ def test_the_returned_value_leads_without_a_named_group() -> None:
     assert unexplained(tap("x", 1), tap("y", 3)).no_tap_explains() == []
 
 
-def test_an_inner_tap_with_few_wrong_rows_is_not_told_where_the_output_agrees() -> None:
+def test_an_inner_tap_with_few_wrong_rows_is_not_reported_if_the_output_agrees() -> None:
     assert unexplained(tap("x", 1, 1e-2, mean_abs=1e-4), tap("y", 3)).no_tap_explains() == []
 
 

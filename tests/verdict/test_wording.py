@@ -33,7 +33,7 @@ def said(*taps: dict[str, Any], hints: Mapping[str, str] | None = None) -> str:
     return text_of(Findings(pd.DataFrame(list(taps), columns=list(COLUMNS)), 5.0, 1, hints=hints or {}))
 
 
-def test_after_a_failed_stage_nothing_is_said_to_be_clean() -> None:
+def test_after_a_failed_stage_only_checked_taps_are_called_clean() -> None:
     failed = ["The search for the culprit failed, so its results are missing: OSError"]
     clean, wrong = tap("h.0.out", 1.0), tap("h.1.out", 90.0)
     assert said(clean).startswith("No tap adds more than rounding (")
@@ -123,7 +123,7 @@ def test_members_of_a_model_that_is_a_list_are_named_without_a_star() -> None:
     )
 
 
-def test_members_of_a_list_are_no_layers() -> None:
+def test_members_of_a_list_are_not_layers() -> None:
     taps = [tap(f"net.{n}", 900.0 if n in (1, 4) else 1.0) for n in range(6)]
     assert said(*taps).startswith("net.* is computed differently in members 1, 4 of 0-5 (")
     weights = [tap(f"{n}.weight", 900.0 if n == 1 else 1.0, kind="param") for n in range(3)]
