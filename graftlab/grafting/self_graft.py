@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from graftlab.base.tags import identity, plain
@@ -248,7 +249,7 @@ class CountingHandler:
         if isinstance(own, str):
             self.skipped[name] = None
             return value
-        wanted, _ = given_tags(name, dict(ambient.get()), tags, _ignore_warning)
+        wanted, _ = given_tags(name, dict(ambient.get()), tags, None)
         if is_data(wanted) and not self.takes_data:
             return value
         given = {"name": name, "recompute_status": recompute_status(), **wanted}
@@ -391,21 +392,27 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
     if not dtype.is_floating_point or torch.finfo(dtype).eps < torch.finfo(value.dtype).eps:
         dtype = value.dtype
     generator = torch.Generator().manual_seed(seed)
-    up = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device).view(-1)
+    # A bit for each number: to draw a number each would take longer than all the rest.
+    drawn = torch.randint(0, 256, (-(-value.numel() // 8),), generator=generator, dtype=torch.uint8)
+    up = torch.from_numpy(np.unpackbits(drawn.numpy(), count=value.numel())).to(value.device)
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
+    eps = torch.finfo(dtype).eps
     # In blocks, because in float64 the whole would take many times the memory of the value.
     flat, written = value.reshape(-1), result.view(-1)
     for begin in range(0, len(flat), _BLOCK):
         part, signs, into = (each[begin : begin + _BLOCK] for each in (flat, up, written))
         wide = part.to(dtype).double()
-        mantissa, _ = torch.frexp(wide)
-        # A number over its mantissa is a power of two, so the quotient is exact; for zero and infinity it is nan.
-        unit = (wide * (torch.finfo(dtype).eps / 2)).div_(mantissa).nan_to_num_(0.0)
-        into.copy_(torch.addcmul(wide, unit, signs * 2.0 - 1).to(dtype))
+        # A number's exponent alone is a power of two: of zero it is zero, and of infinity made finite, which adds
+        # nothing to it.
+        power = (wide.view(torch.int64) & _EXPONENT).view(torch.float64).clamp_(max=_LARGEST_POWER)
+        into.copy_(torch.addcmul(wide, power, signs.double() * 2 - 1, value=eps).to(dtype))
     return result if value.is_contiguous() else torch.empty_like(value).copy_(result)
 
 
 _BLOCK = 1 << 16
+# Of a number in double precision.
+_EXPONENT = 0x7FF << 52
+_LARGEST_POWER = 2.0**1023
 
 
 def _added(recorded: TapRecord, value: torch.Tensor, own: torch.Tensor) -> AddedRounding:
@@ -460,6 +467,8 @@ def _repeated(recorded: TapRecord, own: torch.Tensor) -> bool:
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if torch.equal(one, other):
+        return True
     equal = one == other
     if one.is_floating_point() or one.is_complex():
         equal |= (one != one) & (other != other)
@@ -472,7 +481,3 @@ def _label(place: CallKey) -> str:
     if occurrence:
         parts.append(f"call {occurrence + 1}")
     return f"{name} ({', '.join(parts)})" if parts else name
-
-
-def _ignore_warning(name: str, what: str) -> None:
-    """Ignore a warning about an invalid tag, because the grafter showed it in the previous run."""

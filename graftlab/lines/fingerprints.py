@@ -155,7 +155,6 @@ def _places(size: int) -> npt.NDArray[np.int64]:
 
 
 def _sorted_magnitudes(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
-    """The magnitudes of sorted values in order."""
     negative = int(np.searchsorted(values, 0))
     # Both parts are in order, and a stable sort merges them in a fraction of an ordinary sort's time.
     return np.sort(np.concatenate([-values[:negative][::-1], values[negative:]]), kind="stable")
@@ -178,14 +177,16 @@ _BLOCK = 1 << 14
 def _moments(wide: Floats) -> Floats:
     """Sums of the values, their magnitudes, squares, third powers and the roots of their magnitudes."""
     whole = np.zeros(_MOMENTS)
-    total = np.add.reduce
     # In blocks that stay in the processor's cache, and without vector products, for which numpy starts threads.
     for begin in range(0, wide.size, _BLOCK):
         part = wide[begin : begin + _BLOCK]
-        sizes = np.abs(part)
-        squares = part * part
-        sums = total(part), total(sizes), total(squares)
-        whole += (*sums, total(np.multiply(squares, part, out=squares)), total(np.sqrt(sizes, out=sizes)))
+        powers = np.empty((_MOMENTS, part.size))
+        powers[0] = part
+        np.abs(part, out=powers[1])
+        np.multiply(part, part, out=powers[2])
+        np.multiply(powers[2], part, out=powers[3])
+        np.sqrt(powers[1], out=powers[4])
+        whole += np.add.reduce(powers, axis=1)
     return whole
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,7 @@ def sketch_of(tensor: Tensor) -> Sketch:
         empty = np.empty(0)
         return Sketch(len(flat), empty, empty, np.empty(0, np.int64), math.nan, len(flat), 0)
     ordered = np.sort(kept)
-    quantiles = ordered[np.linspace(0, len(ordered) - 1, QUANTILES).round().astype(np.int64)].astype(np.float64)
+    quantiles = ordered[_places_of_quantiles(len(ordered))].astype(np.float64)
     count = min(EXTREMES, len(kept))
     # The largest magnitudes are at the two ends.
     ends = np.abs(np.concatenate((ordered[:count], ordered[-count:])).astype(np.float64))
@@ -96,6 +97,11 @@ def sketch_of(tensor: Tensor) -> Sketch:
         len(flat) - len(kept),
         distinct,
     )
+
+
+@lru_cache(maxsize=64)
+def _places_of_quantiles(size: int) -> Places:
+    return np.linspace(0, size - 1, QUANTILES).round().astype(np.int64)
 
 
 # Squares are summed in float64, in blocks of this many elements.

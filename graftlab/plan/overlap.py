@@ -18,9 +18,12 @@ def refuse_overlap(plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> Non
 
     A tap that has not been seen raises on the rank that reaches it.
     """
-    checks = {"b2t": FilterCheck(plan.b2t or ""), "t2b": FilterCheck(plan.t2b or "")}
+    texts = {"b2t": plan.b2t or "", "t2b": plan.t2b or ""}
+    if not all(map(str.strip, texts.values())):
+        return
+    checks = {name: FilterCheck(text) for name, text in texts.items()}
     for check in checks.values():
-        check.catch_up(taps if check.text.strip() else ())
+        check.catch_up(taps)
     both = matched_by_both(checks)
     if not both:
         if _matches_everything(plan.b2t) and _matches_everything(plan.t2b):

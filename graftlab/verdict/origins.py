@@ -130,7 +130,7 @@ def find_origins(
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ModuleInputs:
     """The inputs of one call of a module: the measured rows, by the tap of the module's output on the target."""
 
     tap: str
@@ -145,8 +145,12 @@ class _Search:
             baseline_name=rows.loc[is_measured, "baseline_name"].to_numpy(),
             is_input=_are_inputs(again),
         )
-        self._again = again
         self._inputs = again[again["is_input"]]
+        # In a deep model there are thousands, and to look through them all takes as long for each tap as a step.
+        self._places: dict[Any, Any] = self._inputs.groupby(["target_name", "rank", "step"], sort=False).indices
+        is_value = np.array([kind_of(tags) is None for tags in again["tags"]], dtype=bool)
+        values = again[is_value & ~again["is_input"].to_numpy(bool)].sort_values("order", kind="stable")
+        self._values = {column: values[column].to_numpy() for column in ("rank", "step", "order", "target_name")}
         self._by_call = {call_key(row): row for row in _dicts(again[~again["is_input"]])}
         self._calls = calls
         self._threshold = threshold
@@ -194,7 +198,7 @@ class _Search:
         calls = self._calls_on(now)
         return next((tap for tap, call in calls.items() if call.module in _behind(now["target_name"])), None)
 
-    def _chain(self, tap: str, now: Mapping[str, Any]) -> list[_Given]:
+    def _chain(self, tap: str, now: Mapping[str, Any]) -> list[_ModuleInputs]:
         """The measured inputs of the module behind a tap, and of the modules around it, the innermost first."""
         calls = self._calls_on(now)
         by_module = {call.module: each for each, call in calls.items()}
@@ -202,19 +206,18 @@ class _Search:
         for each in (tap, *(by_module[name] for name in calls[tap].within if name in by_module)):
             rows = self._given(each, now)
             if len(rows):
-                chain.append(_Given(each, calls[each], rows))
+                chain.append(_ModuleInputs(each, calls[each], rows))
         return chain
 
     def _given(self, tap: str, now: Mapping[str, Any]) -> pd.DataFrame:
         """The inputs of the module's last call before this row."""
-        of_tap = (self._inputs["target_name"] == f"{tap}{SUFFIX}") & (self._inputs["rank"] == now["rank"])
-        of_tap &= (self._inputs["step"] == now["step"]) & (self._inputs["order"] < now["order"])
-        rows: pd.DataFrame = self._inputs[of_tap]
+        rows: pd.DataFrame = self._inputs.iloc[self._places.get((f"{tap}{SUFFIX}", now["rank"], now["step"]), [])]
+        rows = rows[rows["order"] < now["order"]]
         return rows[rows["occurrence"] == rows["occurrence"].max()] if len(rows) else rows
 
     # ---- the two answers ----------------------------------------------------------------------------------------
 
-    def _itself(self, group: str, now: Mapping[str, Any], own: _Given) -> ErrorOrigin:
+    def _itself(self, group: str, now: Mapping[str, Any], own: _ModuleInputs) -> ErrorOrigin:
         return ErrorOrigin(
             group,
             now["name"],
@@ -226,7 +229,7 @@ class _Search:
             (now["name"],),
         )
 
-    def _before(self, group: str, now: Mapping[str, Any], chain: Sequence[_Given]) -> ErrorOrigin | None:
+    def _before(self, group: str, now: Mapping[str, Any], chain: Sequence[_ModuleInputs]) -> ErrorOrigin | None:
         """The origin for a tap that agrees when all modules around it have the same inputs."""
         floor = now["floor"] or np.finfo(float).tiny
         sizes = [_sizes(each.rows) / floor for each in chain]
@@ -262,21 +265,21 @@ class _Search:
             tensors=frozenset(() if given.call.tensor is None else (given.call.tensor,)),
         )
 
-    def _modules(self, given: _Given) -> dict[Side, str]:
+    def _modules(self, given: _ModuleInputs) -> dict[Side, str]:
         name = str(given.rows["baseline_name"].iloc[0]).removesuffix(SUFFIX)
         known = (calls[name].module for calls in self._calls["baseline"] if name in calls)
         return {"baseline": next(known, name), "target": given.call.module}
 
-    def _left_out(self, given: _Given) -> tuple[str, ...]:
+    def _left_out(self, given: _ModuleInputs) -> tuple[str, ...]:
         """The arguments of this module that were not compared, by their names on one side; see `_side_left_out`."""
         return tuple(self._left_out_by_side(given)[self._side_left_out(given)])
 
-    def _side_left_out(self, given: _Given) -> Side:
+    def _side_left_out(self, given: _ModuleInputs) -> Side:
         """The side whose names of uncompared arguments are used: the target, if it has some."""
         of_side = self._left_out_by_side(given)
         return "baseline" if of_side["baseline"] and not of_side["target"] else "target"
 
-    def _left_out_by_side(self, given: _Given) -> dict[Side, list[str]]:
+    def _left_out_by_side(self, given: _ModuleInputs) -> dict[Side, list[str]]:
         names = {f"{given.tap}{SUFFIX}", str(given.rows["baseline_name"].iloc[0])}
         of_side: dict[Side, dict[str, None]] = {"target": {}, "baseline": {}}
         for row in self._not_compared:
@@ -284,15 +287,14 @@ class _Search:
                 of_side[row["side"]][row["tags"]["argument"]] = None
         return {side: list(found) for side, found in of_side.items()}
 
-    def _taps_before(self, given: _Given, around: _Given | None) -> tuple[str, ...]:
+    def _taps_before(self, given: _ModuleInputs, around: _ModuleInputs | None) -> tuple[str, ...]:
         """The last taps that the module around computes before the wrong input, without those inside other modules."""
-        first = given.rows["order"].min()
-        rows = self._again[(self._again["rank"] == given.rows["rank"].iloc[0]) & ~self._again["is_input"]]
-        rows = rows[(rows["step"] == given.rows["step"].iloc[0]) & (rows["order"] < first)]
-        rows = rows[np.array([kind_of(tags) is None for tags in rows["tags"]], dtype=bool)].sort_values("order")
+        values, rows = self._values, given.rows
+        before = (values["rank"] == rows["rank"].iloc[0]) & (values["step"] == rows["step"].iloc[0])
+        before &= values["order"] < rows["order"].min()
         if around is not None:
-            rows = rows[rows["order"] > around.rows["order"].max()]
-        names = list(dict.fromkeys(rows["target_name"].astype(str)))
+            before &= values["order"] > around.rows["order"].max()
+        names = list(dict.fromkeys(map(str, values["target_name"][before])))
         outer = [name for name in names if not any(name.startswith((f"{n}.", f"{n}[")) for n in names if n != name)]
         return tuple(outer[-_BEFORE:])
 
@@ -315,7 +317,9 @@ def _behind(tap: str) -> tuple[str, str]:
 
 
 def _dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+    # By to_dict("records"), which makes a column of each of fifty columns, this takes ten times as long.
+    columns = [str(column) for column in frame.columns]
+    return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(dtype=object).tolist()]
 
 
 def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:

@@ -41,7 +41,9 @@ class RoundingGroups:
         return math.isnan(self.total) or self.restored <= self.total / 2
 
     def sentences(self, in_float32: float | None = None) -> list[str]:
-        """What a verdict says of them; ``in_float32`` is its largest ratio in a run in float32 that names nothing."""
+        """A verdict's sentences on them; ``in_float32`` is the largest ratio of its runs in float32, if they name
+        nothing.
+        """
         if not self.groups:
             return []
         shown = first_of(self.groups, _MOST_SHOWN)
@@ -51,21 +53,21 @@ class RoundingGroups:
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
             f"of {' and '.join(self.dtypes)} taps always are."
         )
+        how = f"{compute} in a different order or precision"
         if in_float32 is None:
             why = (
-                f"So {compute} in a different order or precision, or with a mistake that is smaller than one rounding: "
-                "a run in float32 shows the mistake, and not the others."
+                f"So {how}, or with a mistake that is smaller than one rounding: a run in float32 shows the mistake, "
+                "and not the others."
             )
         else:
-            right = f"{compute} in a different order or precision, and {'are' if several else 'is'} right"
-            why = f"In float32 the sides agree, so {right}."
+            why = f"In float32 the sides agree, so only the rounding differs: {how}."
         said = [f"{found} {why}"]
         if not math.isnan(self.total):
-            output = "" if self.output == "output" else f" {self.output}"
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
+            # The last tap of a model that is watched as a whole has this name.
+            output = "the output" if self.output == "output" else f"the output {self.output}"
             said.append(
-                f"With the baseline's {shown} the output{output} is {now}; with the target's it is off by "
-                f"{self.total:.2g}."
+                f"With the baseline's {shown} {output} is {now}; with the target's it is off by {self.total:.2g}."
             )
         return said
 

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 import graftlab as gl
 from graftlab.control.verdicts import Verdict
 from graftlab.grafting import active
+from graftlab.lines import operations
+from graftlab.lines.fingerprints import Fingerprint
+from graftlab.ranks import line_tracer
 
 pytestmark = pytest.mark.ranks
 
@@ -142,6 +145,61 @@ def test_a_verdict_keeps_pairs_of_the_layer_that_it_looks_at_alone(session: gl.S
     (names,) = session.run(target=kept_names).target
     assert any(name.startswith("many.3") for name in names)
     assert not {name for name in names if name.startswith(tuple(f"many.{place}" for place in (0, 1, 4, 5)))}
+
+
+def count_fingerprints() -> None:
+    me, real = gl.here(), operations.fingerprint
+    assert me is not None
+    counts: list[int] = []
+    me.vars["fingerprints"], me.vars["real fingerprint"] = counts, real
+
+    def counted(value: Tensor, **options: Any) -> Fingerprint:
+        counts[-1] += 1
+        return real(value, **options)
+
+    class Counted(operations.OperationRecorder):
+        def __init__(self, only: frozenset[int] | None = None) -> None:
+            super().__init__(only)
+            counts.append(0)
+
+    me.vars["real recorder"] = line_tracer.OperationRecorder
+    operations.fingerprint, line_tracer.OperationRecorder = counted, Counted  # type: ignore[misc,assignment]
+
+
+def counted_fingerprints() -> list[int]:
+    me = gl.here()
+    assert me is not None
+    operations.fingerprint = me.vars.pop("real fingerprint")
+    line_tracer.OperationRecorder = me.vars.pop("real recorder")  # type: ignore[misc]
+    counts: list[int] = me.vars.pop("fingerprints")
+    return counts
+
+
+def test_a_run_that_confirms_a_line_reads_the_values_that_lead_to_the_tap_alone(session: gl.Session) -> None:
+    session.run(count_fingerprints, count_fingerprints)
+    try:
+        verdict = session.verdict(run_many, run_many, args=("scale",))
+    finally:
+        counted = session.run(counted_fingerprints, counted_fingerprints)
+    assert any(confirmed for _, confirmed in lines(verdict))
+    for first, *confirming in (*counted.baseline, *counted.target):
+        assert confirming
+        assert all(count < first / 2 for count in confirming)
+
+
+def repeat_by_value(wrong: str) -> Tensor:
+    """As many operations follow the first line as its result is large; on the target, too few."""
+    x = gl.tap("x", torch.linspace(1, 2, 24).view(4, 6))
+    x = x * (1.4 if on_target() and wrong else 3.0)
+    for _ in range(int(x.max())):
+        x = (x + 0.25).sin() + 2
+        x = x.cos() * 3
+    return gl.tap("out", x)
+
+
+def test_a_line_is_confirmed_where_more_operations_follow_it_then(session: gl.Session) -> None:
+    verdict = session.verdict(repeat_by_value, repeat_by_value, args=("scale",))
+    assert lines(verdict)[0] == ("x = x * (1.4 if on_target() and wrong else 3.0)", True)
 
 
 def recorders() -> int:

@@ -67,7 +67,7 @@ def test_an_interrupt_reports_each_running_rank_with_where_it_was() -> None:
     assert said[2:] == ["the process group of the target is gone (killed); `%graft restart` brings it back"]
 
 
-def test_a_rank_that_had_to_be_ended_and_one_in_a_collective_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_rank_is_distinguished_from_one_in_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(stacks={"target[1]": "in a collective"})
     ranks.ranks[0].was_ended, ranks.ranks[0].how_it_ended = True, lambda: "was ended"
     monkeypatch.setattr(interrupt_report, "collective_in", lambda stack: "all_reduce" if stack else None)

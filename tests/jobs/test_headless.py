@@ -50,7 +50,7 @@ def started(folder: Path, token: str | None, **settings: Any) -> tuple[Started, 
         return made, headless._decoder.decode(made.written), listener.fileno()
 
 
-def test_the_server_is_told_the_settings_of_the_job_and_inherits_the_listener(
+def test_the_server_gets_the_jobs_settings_and_inherits_the_listener(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", Started)

@@ -167,7 +167,7 @@ def test_a_waiting_rank_learns_which_process_was_refused(tmp_path: Path) -> None
         assert session.row_count == 0
 
 
-def test_a_rendezvous_leaves_no_descriptor_and_another_process_out_while_it_is_locked(tmp_path: Path) -> None:
+def test_a_locked_rendezvous_keeps_others_out_and_leaves_no_descriptor(tmp_path: Path) -> None:
     gc.collect()
     before = os.listdir("/proc/self/fd")
     with Rendezvous(tmp_path) as place:

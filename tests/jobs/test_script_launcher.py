@@ -134,7 +134,7 @@ def test_the_log_is_not_left_open_in_this_process(tmp_path: Path) -> None:
 # ---- its environment ------------------------------------------------------------------------------------------------
 
 
-def test_a_script_is_told_its_side_and_nothing_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_gets_its_side_and_no_variable_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFTLAB_ROLE", "baseline")
     monkeypatch.setenv("PYTHONPATH", "/mine")
     found = _environment("target", tmp_path, ScriptSettings(), {"GRAFTLAB_ENABLE": "1", "RATE": "3"})

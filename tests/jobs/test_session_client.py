@@ -150,7 +150,7 @@ def test_a_job_that_starts_a_session_for_other_machines_prints_its_token_once(
 @pytest.mark.parametrize(
     ("is_own", "listens", "by"), [(True, False, "here"), (True, True, "net"), (False, False, "net")]
 )
-def test_an_address_of_this_machine_at_which_nobody_listens_is_joined_by_its_folder(
+def test_an_address_here_without_a_listener_is_joined_by_its_folder(
     is_own: bool, listens: bool, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = client(tmp_path, address=HERE, run_dir=str(tmp_path))
@@ -207,7 +207,7 @@ def test_another_machine_is_asked_until_the_time_is_over(
     assert made._join_over_network(made._config.endpoint) == "admitted"  # type: ignore[arg-type, comparison-overlap]
 
 
-def test_a_process_with_another_token_is_warned_of_at_once_and_again_only_after_a_change(
+def test_a_process_with_another_token_warns_at_once_and_again_after_a_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = client(tmp_path, address=HERE, token=new_token())

@@ -20,7 +20,7 @@ from graftlab.lines.fingerprints import (
     joined,
 )
 from graftlab.lines.operations import Operation, OperationRecorder
-from graftlab.lines.traces import slice_of
+from graftlab.lines.traces import SliceTrace, slice_of
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -173,6 +173,88 @@ def test_values_far_from_what_is_wanted_are_not_sorted() -> None:
         far.is_near = True
         y.sum()
     assert [far.fingerprints[number].magnitudes is None for number in (0, 1, 2)] == [True, True, False]
+
+
+def scaled(x: torch.Tensor, weight: torch.Tensor, times: int) -> torch.Tensor:
+    for _ in range(times):
+        x = x * weight
+    return x
+
+
+def traced(times: int, only: frozenset[int] | None = None) -> tuple[OperationRecorder, SliceTrace]:
+    """A trace of what is scaled after a tap, as it was before it."""
+    x, weight = drawn(6, 4), drawn(4)
+    recorder = OperationRecorder(only)
+    with recorder:
+        before = scaled(x, weight, 3)
+        recorder.set_by_tap(before, "before", changed=False)
+        number = recorder.read(scaled(before, weight, times))
+    return recorder, slice_of(recorder, number)
+
+
+def test_a_trace_of_wanted_values_has_the_same_operations_and_no_other_fingerprints() -> None:
+    _, first = traced(2)
+    assert first.elsewhere
+    assert first.ran_elsewhere
+    recorder, again = traced(2, frozenset(first.values))
+    ours, theirs = (
+        [(op.index, op.call, op.inputs, op.frames[:2]) for op in each.operations] for each in (again, first)
+    )
+    assert ours == theirs
+    assert {n: each.norm for n, each in again.fingerprints.items()} == {
+        n: each.norm for n, each in first.fingerprints.items()
+    }
+    assert set(recorder.fingerprints) == set(first.fingerprints)
+    assert (again.elsewhere, again.ran_elsewhere, again.without_fingerprint) == ((), (), ())
+    both = again.beside(first)
+    assert (both.operations, both.elsewhere, both.ran_elsewhere) == (
+        again.operations,
+        first.elsewhere,
+        first.ran_elsewhere,
+    )
+
+
+def test_a_trace_says_where_other_values_lead_to_the_result_than_were_wanted() -> None:
+    _, first = traced(2)
+    _, other = traced(4, frozenset(first.values))
+    assert other.without_fingerprint
+
+
+def test_operations_of_one_line_that_ran_elsewhere_are_kept_once_with_all_results() -> None:
+    _, first = traced(2)
+    (product, made), *_ = (each for each in first.ran_elsewhere if each[0].name == "mul")
+    assert (product.frames[0].source, len(made)) == ("x = x * weight", 3)
+
+
+def test_what_existed_before_is_named_where_it_is_read_near_a_wanted_value() -> None:
+    weight = torch.nn.Parameter(drawn(4), requires_grad=False)
+    recorder = OperationRecorder()
+    recorder.is_near = recorder.reads_constants = False
+    with recorder:
+        far = drawn(6, 4) * weight
+        (number,) = recorder.left_out
+        assert recorder.values[number].path is None
+        recorder.is_near = True
+        result = recorder.read(far * weight)
+    assert (recorder.values[number].path, recorder.values[number].is_parameter) == ("weight", True)
+    assert not slice_of(recorder, result).without_fingerprint
+
+
+def test_what_existed_before_and_is_read_far_from_a_wanted_value_alone_is_asked_for() -> None:
+    weight = torch.nn.Parameter(drawn(4), requires_grad=False)
+
+    def trace(only: frozenset[int] | None) -> SliceTrace:
+        recorder = OperationRecorder(only)
+        recorder.is_near = recorder.reads_constants = False
+        with recorder:
+            far = drawn(6, 4) * weight
+            recorder.is_near = True
+            return slice_of(recorder, recorder.read(far.cos()))
+
+    first = trace(None)
+    (number,) = first.without_fingerprint
+    again = trace(frozenset(first.values))
+    assert (again.without_fingerprint, again.values[number].path) == ((), "weight")
 
 
 def test_operations_have_their_arguments_and_shapes_apart() -> None:

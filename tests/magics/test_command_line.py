@@ -117,7 +117,25 @@ def test_commands_that_evaluate_ask_for_an_expression(name: str) -> None:
         ("up --on ray", "expected ray:auto, ray:HOST:PORT"),
         ("up --on ray:", "expected ray:auto"),
         ("up --on ray://", "expected ray:auto"),
-        ("up -b 0", "0"),
+        ("up -b 0", "of at least 1"),
+        ("up -b two", "not 'two'"),
+        ("up -t -1", "not '-1'"),
+        ("up --start-method fork", "invalid choice: 'fork'"),
+        ("up 3", "unrecognized arguments: 3"),
+        ("status --all", "unrecognized arguments: --all"),
+        ("log -n none", "not 'none'"),
+        ("run -o", "expected one argument"),
+        ("run -o name", "give an expression"),
+        ("run -o 1x 1", "'1x' is not a valid variable name"),
+        ("run --out-file x 1", "unrecognized arguments: --out-file"),
+        ("filter name", "--b2t, --t2b, --compare, --keep"),
+        ("filter --b2t --keep True", "--b2t needs an expression"),
+        ("filter --only name", "unrecognized arguments: --only"),
+        ("transform", "required: name"),
+        ("frame --every", "unrecognized arguments: --every"),
+        ("plot --kind pie", "invalid choice: 'pie'"),
+        ("plot --noise-floor low", "invalid float value: 'low'"),
+        ("nonsense", "%graft run"),
         ("up -o 3x", "'3x' is not a valid variable name"),
         ("up -o class", "'class' is not a valid variable name"),
         ("plot --steps 5", "expected steps A:B"),
@@ -165,6 +183,18 @@ def test_a_wrong_line_is_refused_with_what_was_expected(line: str, said: str) ->
 def test_values_are_read_as_their_help_says(line: str, expected: dict[str, object]) -> None:
     given = vars(command_line.parse(line)[1])
     assert {name: given[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_subcommand_has_help_that_names_its_options(name: str) -> None:
+    texts = []
+    for option in ("-h", "--help"):
+        with pytest.raises(command_line.HelpRequest) as asked:
+            command_line.parse(f"{name} {option}")
+        texts.append(asked.value.text)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith((f"usage: %graft {name}", f"usage: %%graft {name}"))
+    assert [option for option in COMMANDS[name].options if option not in texts[0]] == []
 
 
 def test_a_line_may_end_with_a_comment() -> None:

@@ -119,26 +119,6 @@ def test_up_with_the_same_options_keeps_the_session_and_its_ranks(notebook: Kern
 
 
 @pytest.mark.ranks
-def test_up_with_other_options_is_refused_and_lists_what_would_be_lost(notebook: Kernel) -> None:
-    typed(notebook, "first = session")
-    typed(notebook, DEFINE)
-    typed(notebook, "%graft run forward(torch.ones(4))")
-    reply = notebook.run("%graft up -b 2 -t 2 --timeout 50")
-    assert reply.stderr.startswith(
-        "UsageError: %graft up: a session with other options is open (baseline 1 -> 2, timeout"
-    )
-    assert "3 ranks: models, variables, kept tensors (2 runs so far; 4 rows stay in " in reply.stderr
-    assert value(notebook, "first.closed, session is first") == "(False, True)"
-
-
-@pytest.mark.ranks
-def test_up_with_replace_closes_the_open_session(notebook: Kernel) -> None:
-    typed(notebook, "first = session")
-    assert "closing the open session" in typed(notebook, "%graft up -b 1 -t 2 --replace")
-    assert value(notebook, "first.closed, session.closed, session is first") == "(True, False, False)"
-
-
-@pytest.mark.ranks
 def test_up_replaces_a_session_that_has_lost_a_rank(notebook: Kernel) -> None:
     typed(notebook, "import os, signal\nfirst = session\nos.kill(first.ranks[2].pid, signal.SIGKILL)")
     typed(notebook, "while first.ranks[2].alive: pass")
@@ -332,16 +312,6 @@ def test_filter_reports_the_matches_and_suggests_corrections(notebook: Kernel) -
     said = typed(notebook, "%graft filter --b2t nme == 'hidden' --keep True")
     assert said == "b2t: 0 of 2 seen; no tap has the tag 'nme'; did you mean 'name'?\nkeep: 2 of 2 seen\n"
     assert "b2t matched no tap in this run: nme == 'hidden'" in value(notebook, "%graft run forward(torch.ones(4))")
-
-
-@pytest.mark.ranks
-def test_plot_of_an_unknown_tap_suggests_others(notebook: Kernel) -> None:
-    typed(notebook, DEFINE)
-    typed(notebook, "%graft run forward(torch.ones(4))")
-    reply = notebook.run("%graft plot hiden")
-    assert "UsageError: %graft plot: no tap is called 'hiden'; did you mean 'hidden'?" in reply.stderr
-    reply = notebook.run("%graft plot --kind ranks zzz")
-    assert "no tap is called 'zzz'; the taps are 'hidden', 'out'" in reply.stderr
 
 
 @pytest.mark.ranks
@@ -589,48 +559,11 @@ def test_a_rank_that_warns_names_the_users_line(notebook: Kernel) -> None:
     ("line", "says"),
     [
         ("%graft stat", "did you mean 'status'?"),
-        ("%graft nonsense", "%graft run"),
-        ("%graft baseline", "write %%graft baseline"),
-        ("%graft target[1]", "write %%graft target[1]"),
-        ("%graft up -b two", "not 'two'"),
-        ("%graft up -b 0", "of at least 1"),
-        ("%graft up -t -1", "not '-1'"),
-        ("%graft up --timeout soon", "not 'soon'"),
-        ("%graft up --timeout 0", "above 0"),
-        ("%graft up --start-method fork", "invalid choice: 'fork'"),
-        ("%graft up -o 1x", "'1x' is not a valid variable name"),
-        ("%graft up -o class", "'class' is not a valid variable name"),
-        ("%graft up 3", "unrecognized arguments: 3"),
         ("%graft up 'unfinished", "No closing quotation"),
-        ("%graft status --all", "unrecognized arguments: --all"),
-        ("%graft log -n none", "not 'none'"),
         ("%graft run", "give an expression"),
-        ("%graft run -o", "expected one argument"),
-        ("%graft run -o name", "give an expression"),
-        ("%graft run -o 1x 1", "'1x' is not a valid variable name"),
-        ("%graft run --out-file x 1", "unrecognized arguments: --out-file"),
-        ("%graft filter name", "--b2t, --t2b, --compare, --keep"),
-        ("%graft filter --b2t", "--b2t needs an expression"),
-        ("%graft filter --b2t --keep True", "--b2t needs an expression"),
-        ("%graft filter --only name", "unrecognized arguments: --only"),
-        ("%graft transform", "required: name"),
         ("%graft transform missing", "no function 'missing'"),
-        ("%graft transform math.floor --where", "--where needs a filter"),
-        ("%graft transform default --where True", "leave out --where"),
         ("%%graft transform --where\nx = 1", "--where needs a filter"),
-        ("%graft frame --every", "unrecognized arguments: --every"),
-        ("%graft plot --kind pie", "invalid choice: 'pie'"),
-        ("%graft plot --kind heatmap", "name a tap"),
-        (
-            "%graft plot --verdict --step 3",
-            "--verdict takes a tap, and with it --dims, and no other option",
-        ),
-        ("%graft plot hidden --dims a", "expected one or two dimensions R,C"),
-        ("%graft plot hidden --tags layer", "expected TAG=VALUE, such as layer=3"),
-        ("%graft plot --verdict --dims 0,1", "--dims: name a tap"),
-        ("%graft plot --noise-floor low", "invalid float value: 'low'"),
         ("%%graft nowhere\n1", "target[1]"),
-        ("%%graft run\nf(x)", "`%graft run`, with one %"),
         ("%%graft target -o x\n1", "is not a place to run a cell"),
     ],
 )
@@ -717,18 +650,6 @@ def test_replay_feeds_a_file_to_the_functions_that_it_names(notebook: Kernel, tm
     reply = notebook.run(f"%graft replay '{dump}' --baseline missing")
     assert reply.error_name == "RunError"
     assert "missing" in reply.error
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("subcommand", SUBCOMMANDS)
-def test_every_subcommand_has_help_that_names_its_options(bare: Kernel, subcommand: str) -> None:
-    reply = bare.run(f"%graft {subcommand} -h")
-    assert not reply.error
-    assert not reply.stderr
-    assert reply.stdout.startswith(f"usage: %graft {subcommand}")
-    for option in command_line.COMMANDS[subcommand].options:
-        assert option in reply.stdout
-    assert bare.run(f"%graft {subcommand} --help").stdout == reply.stdout
 
 
 @pytest.mark.ranks

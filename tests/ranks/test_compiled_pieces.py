@@ -17,7 +17,8 @@ def graph_of(*lines: tuple[str, Any, tuple[str, ...]]) -> list[fx.Node]:
     graph = fx.Graph()
     made = {"x": graph.placeholder("x")}
     for name, value, reads in lines:
-        made[name] = graph.call_function(operator.neg, tuple(made[each] for each in reads), name=name)
+        # In older releases call_function() takes no name.
+        made[name] = graph.create_node("call_function", operator.neg, tuple(made[each] for each in reads), name=name)
         made[name].meta["example_value"] = value
     graph.output(made[lines[-1][0]])
     return [made[name] for name, _, _ in lines]

@@ -49,7 +49,7 @@ def test_weights_come_before_the_optimizers_state_and_gradients_in_backward_orde
     optimizer.step()
     taps = Taps()
     with handled_by(taps):
-        update_of(model, optimizer).show_given()
+        update_of(model, optimizer).show_inputs()
     assert taps.shown == [
         *(("weight", "param"), ("bias", "param")),
         *(("weight.momentum_buffer", "optimizer"), ("bias.momentum_buffer", "optimizer")),
@@ -63,11 +63,11 @@ def test_repetitions_begin_with_what_taps_leave_only_once_it_is_taken(model: nn.
     held = update_of(model, optimizer)
     taps = Taps({("bias", "param"): 5.0, ("bias", "param_grad"): 1.0})
     with handled_by(taps):
-        held.show_given()
+        held.show_inputs()
     held()
     assert model.bias.item() == pytest.approx(before - 3.0)
     with handled_by(taps):
-        held.take_given()
+        held.take_inputs()
     held()
     held()
     assert model.bias.item() == 4.0
@@ -81,8 +81,8 @@ def test_repetitions_begin_with_what_taps_leave_only_once_it_is_taken(model: nn.
 def test_a_script_continues_with_what_was_taken_if_it_is_kept(model: nn.Linear) -> None:
     held = update_of(model, torch.optim.SGD(model.parameters(), 1.0))
     with handled_by(Taps({("bias", "param"): 5.0})):
-        held.take_given()
-    held.keep_given()
+        held.take_inputs()
+    held.keep_inputs()
     held()
     held.end()
     assert model.bias.item() == 5.0
@@ -100,7 +100,7 @@ def test_gradients_with_the_factor_of_a_scaler_are_shown_without_it(model: nn.Li
 
     held = update_of(model, optimizer)
     with handled_by(Values()):
-        held.show_given()
+        held.show_inputs()
     assert shown["bias param_grad"] == 1.5
     assert shown["weight param_grad"] == 1.5
 

@@ -156,7 +156,7 @@ def test_a_graft_that_does_not_fit_is_a_note_and_changes_nothing() -> None:
 # ---- one step of a job ----------------------------------------------------------------------------------------------
 
 
-def test_only_the_first_step_under_a_plan_is_recorded_and_names_in_pairs_are_passed_on() -> None:
+def test_the_first_step_under_a_plan_is_recorded_under_the_names_in_pairs() -> None:
     passed: list[str] = []
 
     def grafter_tap(name: str, value: Any, extras: Any, tags: Any, replace: bool) -> Any:

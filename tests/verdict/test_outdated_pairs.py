@@ -57,7 +57,7 @@ def test_the_remark_prefers_a_pair_whose_present_partner_is_known() -> None:
     assert "and differs by 0.5 now: the code or the call has changed since" in no_longer_equal([OLD])
 
 
-def test_a_target_that_had_another_roles_values_was_fixed_whatever_its_new_partner_is_called() -> None:
+def test_a_target_that_had_another_roles_values_was_fixed_under_any_new_name() -> None:
     outdated, present = [OutdatedPair("blocks.0.k", "blocks.0.q", "same", 1e-7, 0.5)], [Pair("proj", "blocks.0.q")]
     (found,) = with_present_partners(outdated, [Pair("blocks.0.k", "blocks.0.q")], present)
     assert (found.present, found.is_mended) == ("has the values of proj", True)

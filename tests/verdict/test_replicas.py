@@ -184,3 +184,16 @@ def test_own_data_by_a_stated_layout_is_not_looked_at_again() -> None:
     alone = Replicas("shard", ((0,), (1,)))
     checked = check(*ranks, declared=lambda name: alone if name == "h.1.x" else None)
     assert relations(checked) == {"h.0.x": "agrees", "h.1.x": "own data"}
+
+
+def test_a_sum_is_sought_among_the_taps_just_before_it_alone() -> None:
+    for between, relation in ((15, "disagrees"), (16, "own data")):
+        ranks = [
+            [
+                *(sketch("x", NUMBERS[0]), sketch("part", NUMBERS[1 + rank])),
+                *(sketch(f"c{n}", NUMBERS[0]) for n in range(between)),
+                sketch("sum", NUMBERS[0] + NUMBERS[1 + rank]),
+            ]
+            for rank in range(2)
+        ]
+        assert relations(check(*ranks))["sum"] == relation, between
