@@ -418,7 +418,8 @@ class _Side:
 
         for each in reversed(self.trace.operations):
             # A single number, or a constant, proves nothing about earlier operations, but may itself be equal.
-            if each.outputs and all(self._is_silent_and_equal(number) for number in each.outputs):
+            used = [n for n in each.outputs if n in self.trace.fingerprints or readers[each.index, n]]
+            if used and all(map(self._is_silent_and_equal, used)):
                 equal.add(each.index)
             # An operation that takes a part of a value proves only that part: the rest may still differ.
             parts = _KnownShare()

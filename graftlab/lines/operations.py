@@ -261,6 +261,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.only = only
         self._paused = 0
         self._known: dict[tuple[Any, ...], int] = {}
+        self._computed_from: set[int] = set()
+        """The values that operations have read to compute others."""
         self._written: dict[int, _Storage] = {}
         self._named: set[int] = set()
         self._entries: dict[tuple[int, int], StackEntry] = {}
@@ -328,6 +330,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._begin_life(each, [])
         numbers = [self.read(each) for each in read]
         inputs = tuple(dict.fromkeys(numbers))
+        if signature.name not in LAYOUT_OPERATIONS:
+            self._computed_from.update(inputs)
         for each, number in zip(read, numbers, strict=True):
             self._name_state(each, number)
         self._keep(read)
@@ -442,7 +446,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def set_by_tap(self, tensor: torch.Tensor, tap: str, *, changed: bool) -> int:
         """Note that a tap showed this tensor, and whether it overwrote it. Returns the value's number."""
-        if changed:
+        # What was computed from it before the tap is no more set by the tap than where a graft overwrites it.
+        is_late = not self._computed_from.isdisjoint({self._number(tensor, None), *self._of_same_numbers(tensor)})
+        if changed or is_late:
             self._write(tensor, None)
         self.begin_taps()
         number = self._number(tensor, None)

@@ -566,3 +566,17 @@ def test_new_memory_that_is_filled_later_is_no_suspect() -> None:
     found = compared(paged(False), paged(True), Q)
     assert "pool = torch.zeros(4, 2, 8)" not in sources([*found.target, *found.baseline])
     assert sources(found.target)[0] == "pool[block, step % 2] = x[:, step, 0]"
+
+
+def test_a_result_that_nothing_reads_loses_no_operation() -> None:
+    def loss(wrong: bool) -> Callable[[Tensor], Tensor]:
+        def add(x: Tensor) -> Tensor:
+            # Of both results of each operation the second is never read.
+            chosen = F.logsigmoid(x[0, :2]).mean() + F.nll_loss(x, torch.zeros(6, dtype=torch.int64))
+            y = x.square().mean(1) if wrong else x.square().sum(1)
+            return chosen + y
+
+        return add
+
+    found = compared(loss(False), loss(True), WEIGHT)
+    assert sources(found.target) == ["y = x.square().mean(1) if wrong else x.square().sum(1)", "return chosen + y"]

@@ -277,6 +277,18 @@ def test_a_tap_sets_its_value_in_every_shape_that_was_known() -> None:
     assert [each.name for each in slice_of(recorder, result).operations] == ["add", "tanh"]
 
 
+def test_a_tap_does_not_set_what_was_computed_from_its_value_before() -> None:
+    recorder = OperationRecorder()
+    with recorder:
+        part = torch.ones(4).exp()
+        total = part + 1
+        recorder.set_by_tap(part, "part", changed=False)
+        part.sqrt()
+    assert recorder.values[recorder.read(total)].tap is None
+    before, after = (next(each for each in recorder.operations if each.name == name) for name in ("add", "sqrt"))
+    assert [recorder.values[each.inputs[0]].tap for each in (before, after)] == [None, "part"]
+
+
 def test_a_tap_does_not_set_another_part_of_the_same_memory() -> None:
     weight = drawn(8, 8)
     recorder = OperationRecorder()

@@ -185,6 +185,11 @@ def test_state_that_a_call_writes_is_not_a_returned_value() -> None:
     )
 
 
+def test_a_part_of_the_result_that_differs_is_not_beside_an_output_that_agrees() -> None:
+    (said,) = unexplained(tap("output[0]", 1, 0.5), tap("output[1]", 2)).no_tap_explains()
+    assert said.endswith("and no tap explains it.")
+
+
 def test_whole_numbers_that_rounding_turns_are_named() -> None:
     floors = AccumulatedFloors({}, {"": 0.2})
     (said,) = unexplained(returned=returned(("", 0.3, ("int64", "int64"))), floors=floors).turned()
