@@ -6,8 +6,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 p
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then command -v $$p; break; fi; done)
 
 PYTEST_ARGS ?=
-# Worker processes of pytest; 0 for none, as --pdb and -s need it.
-PYTEST_WORKERS ?= 2
+# Worker processes of pytest; 0 for none, as --pdb and -s need it. On two cores a third one works while others wait for
+# the processes that tests start.
+PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
 LAB_ARGS ?=
 BENCH_ARGS ?=

@@ -47,7 +47,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # Modules beside the rooms, by the tests that hold them.
 MODULES = {
     "__init__": "tests/test_public_names.py",
-    "__main__": "tests/test_command_line.py",
+    "__main__": "tests/test_graftlab_command.py",
     "config": "tests/jobs",
     "demo": "tests/test_packaging.py",
     "doctor": "tests/test_packaging.py",

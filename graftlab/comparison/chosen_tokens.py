@@ -123,14 +123,14 @@ def sentence_on(tokens: Sequence[ChosenToken], number: int, model: str) -> str:
     if not wrong:
         first = tokens[0]
         return (
-            f"{begins}, by a near tie: in the call before, the baseline's logits of both are {first.apart:.2g} apart, "
-            f"where rounding explains {first.limit:.2g}, and each side took its largest. Later differences are "
+            f"{begins}, by a near tie: in the previous call, the baseline's logits of both are {first.apart:.2g} "
+            f"apart, where rounding explains {first.limit:.2g}, and each side took its largest. Later differences are "
             "inherited from there."
         )
     first = wrong[0]
     if not first.is_targets_largest:
         return f"{begins}, and the target's is not the largest of its logits: the code that chooses tokens differs."
     return (
-        f"{begins}, and that is not a near tie: in the call before, the baseline's logits of both are "
+        f"{begins}, and that is not a near tie: in the previous call, the baseline's logits of both are "
         f"{first.apart:.2g} apart, where rounding explains {first.limit:.2g}."
     )

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compiled",
         action="store_true",
-        help="compare BASELINE, a function or what it returns, with the code that torch.compile makes of it",
+        help="compare BASELINE, a function or the model that it returns, with its compiled form",
     )
     parser.add_argument("--backend", metavar="NAME", help="the backend for --compiled (default: inductor)")
     parser.add_argument(

@@ -44,7 +44,7 @@ class GradientFindings:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _GradientPair:
     """One compared gradient: the weight's names on both sides, the target's rank, the row, and the rounding limit.
 
     ``is_small`` means that the gradient may be zero, and the difference rounding.
@@ -143,7 +143,7 @@ def _lines(
     baseline: Sequence[UpdateDescription],
     target: Sequence[UpdateDescription],
     known: Mapping[str, float],
-) -> list[_Line]:
+) -> list[_GradientPair]:
     mine = [row for row in rows if kind_of(row["tags"]) == "param_grad"]
     # Values between the weights may be rounded more than the weights, as under autocast.
     inside = [sample.dtype for each in (*baseline[:1], *target[:1]) for sample in each.of_results.values()]
@@ -162,7 +162,9 @@ def _lines(
         size = math.sqrt(row["numel"] or 0)
         apart = (row["rel_l2"] or 0.0) * before * size
         is_small = math.isfinite(apart) and limit * before * size < apart <= most and _cosine(row) < _ALIKE
-        lines.append(_Line(row["name"], row.get("target_name") or row["name"], row["rank"], row, limit, is_small))
+        lines.append(
+            _GradientPair(row["name"], row.get("target_name") or row["name"], row["rank"], row, limit, is_small)
+        )
     return lines
 
 
@@ -171,7 +173,7 @@ def _cosine(row: Mapping[str, Any]) -> float:
     return best_factor(row) * before / after if after else 0.0
 
 
-def _common_factor(lines: Sequence[_Line]) -> tuple[float, int]:
+def _common_factor(lines: Sequence[_GradientPair]) -> tuple[float, int]:
     """The factor that explains more than half of the gradients, and for how many weights; 1 if there is none."""
     agreeing = {line.name for line in lines if line.is_explained(1.0)}
     best, most = 1.0, agreeing
@@ -206,7 +208,10 @@ def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapp
 
 
 def _sum_of_ranks(
-    over: Sequence[_Line], paired: Mapping[str, str], baseline: UpdateDescription, target: Sequence[UpdateDescription]
+    over: Sequence[_GradientPair],
+    paired: Mapping[str, str],
+    baseline: UpdateDescription,
+    target: Sequence[UpdateDescription],
 ) -> str | None:
     """A sentence if the gradients of the target's ranks add up to the baseline's, or average to it."""
     if len(target) < 2:
@@ -265,7 +270,7 @@ def _distance(expected: torch.Tensor, found: torch.Tensor) -> float:
     return apart / norm if norm else (0.0 if apart == 0 else math.inf)
 
 
-def _in_words(over: Sequence[_Line], named: Sequence[str], factor: float) -> str:
+def _in_words(over: Sequence[_GradientPair], named: Sequence[str], factor: float) -> str:
     worst: dict[str, tuple[float, str]] = {}
     for line in over:
         left = line.left(factor)

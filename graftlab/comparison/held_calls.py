@@ -128,7 +128,7 @@ class Repeats:
         baseline's. Unless it ``is_first``, a tensor of the target's that has no partner is such a one.
         """
         if len(self.session.ranks) > 2:
-            # A rank that cannot run so would let the others wait.
+            # A rank that cannot run in float32 would keep the others waiting.
             return None
         read = self.session.run(call_numbers, call_numbers)
         numbers = _unequal_numbers(read.baseline[0], read.target[0], is_first)
@@ -261,7 +261,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     found, frame = verdict.findings, verdict.frame
     if answer_of(replace(found, in_float32=0.0, unexplained=()), True, True) != "agree":
         return None
-    # Bit-equal calls are right. Of different dtypes, one side's weights are rounded.
+    # Bit-equal calls are right. If dtypes differ, one side's weights are rounded.
     if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() or frame["cast"].notna().any():
         return None
     wide = repeats.in_float32(choice, is_first=is_first)
@@ -411,8 +411,8 @@ def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescr
     if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
         return []
     return [
-        f"The calls have batches of other sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
-        "target, so they are not the same work: let both sides call their models with the same batch."
+        f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
+        "target, so they do different work: let both sides call their models with the same batch."
     ]
 
 

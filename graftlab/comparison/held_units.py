@@ -22,7 +22,7 @@ SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "base
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldUnits:
     """The reports of both sides' ranks on what they hold."""
 
     baseline: Sequence[object]
@@ -62,13 +62,13 @@ class Held:
         ]
 
 
-def trains(held: Held) -> bool:
+def trains(held: HeldUnits) -> bool:
     """Whether the calls need gradients on all ranks."""
     every = (*held.baseline, *held.target)
     return all(isinstance(each, CallDescription) and each.needs_backward for each in every)
 
 
-def have_equal_shapes(held: Held) -> bool:
+def have_equal_shapes(held: HeldUnits) -> bool:
     """Whether the results of all ranks' calls have the same shapes, that is, both sides split the batch alike."""
     every = (*held.baseline, *held.target)
     shapes = [[t.shape for t in each.returned.values()] for each in every if isinstance(each, CallDescription)]
@@ -78,7 +78,7 @@ def have_equal_shapes(held: Held) -> bool:
 Description = TypeVar("Description", CallDescription, UpdateDescription)
 
 
-def described_as(held: Held, kind: type[Description]) -> tuple[list[Description], list[Description]]:
+def described_as(held: HeldUnits, kind: type[Description]) -> tuple[list[Description], list[Description]]:
     ours, theirs = ([each for each in side if isinstance(each, kind)] for side in (held.baseline, held.target))
     return ours, theirs
 

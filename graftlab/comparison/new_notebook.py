@@ -110,7 +110,7 @@ def _cells(notebook: Path, kind: Kind, baseline: str, target: str, inputs: str |
     here = Path.cwd()
     folder = [] if notebook.resolve().parent == here else ["import os", ""]
     moved = [] if not folder else ["", f"os.chdir({str(here)!r})  # the folder that the paths below start from"]
-    sides = ", ".join(_quoted(text) for text in (baseline, target, inputs) if text is not None)
+    sides = ", ".join(json.dumps(text, ensure_ascii=False) for text in (baseline, target, inputs) if text is not None)
     return [
         (
             "markdown",
@@ -152,10 +152,6 @@ def _cells(notebook: Path, kind: Kind, baseline: str, target: str, inputs: str |
             'comparison.session.close()\nprint("The sides", comparison.answer, *comparison.named)',
         ),
     ]
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _document(cells: list[tuple[str, str]]) -> dict[str, Any]:

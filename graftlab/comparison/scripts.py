@@ -27,7 +27,7 @@ from graftlab.comparison.held_calls import (
 )
 from graftlab.comparison.held_units import (
     SIDES,
-    Held,
+    HeldUnits,
     described_as,
     failure_of,
     have_equal_shapes,
@@ -73,7 +73,7 @@ _HOW = (
     "Each script waited in the outermost calls of its models and in the steps of its optimizers, which were repeated "
     "for each run from the same state; nothing else in the scripts was repeated."
 )
-_REFUSED = "What cannot be repeated in its process is judged where the scripts are started again for each run:"
+_REFUSED = "To judge a call or update that cannot be repeated, the scripts must be started again for each run;"
 # After this many calls that raise, a script is no longer waited for.
 _MOST_RAISING = 16
 _AFTER_A_TIE = f"{NOT_CHECKED}what the scripts compute from different tokens."
@@ -208,8 +208,8 @@ class _HeldInTurn:
             else:
                 held = self._described_whole(held)
                 compared = self._judge_call(held)
-                if self._may_be_micro_batches(compared, held):
-                    # The call was not compared, so it does not count among those that agree.
+                if compared.answer == "inconclusive" and trains(held) and not have_equal_shapes(held):
+                    # Perhaps micro-batches: the call was not compared, so it does not count among those that agree.
                     self._models.pop()
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
@@ -239,13 +239,13 @@ class _HeldInTurn:
             return self._with(self._compared, (why, self._agreed(), *said), "inconclusive")
         return self._with(self._compared, (self._agreed(), *said))
 
-    def _first(self) -> Held:
+    def _first(self) -> HeldUnits:
         if self._choice.training:
             take_baseline_weights(self._session)
         run = self._session.run(describe_call, describe_call)
-        return Held(run.baseline, run.target)
+        return HeldUnits(run.baseline, run.target)
 
-    def _next(self, side: Side | None, before: Held) -> Held | None:
+    def _next(self, side: Side | None, before: HeldUnits) -> HeldUnits | None:
         """Let the scripts, or this side's, continue to the next unit; None if the time is over."""
         ours, theirs = side in (None, "baseline"), side in (None, "target")
         self._session.run(release_call if ours else None, release_call if theirs else None)
@@ -258,14 +258,14 @@ class _HeldInTurn:
         self._run = run
         if not run.done:
             return None
-        return Held(run.baseline if ours else before.baseline, run.target if theirs else before.target)
+        return HeldUnits(run.baseline if ours else before.baseline, run.target if theirs else before.target)
 
-    def _brought_together(self, held: Held) -> Held | None:
+    def _brought_together(self, held: HeldUnits) -> HeldUnits | None:
         """Let a side continue whose call raises, or that calls while the other makes its update; None if time is over.
 
         Raises :class:`SessionError` if calls only raise.
         """
-        following: Held | None = held
+        following: HeldUnits | None = held
         while following is not None:
             held = following
             if raising := held.raising:
@@ -276,7 +276,7 @@ class _HeldInTurn:
                 return held
         return None
 
-    def _next_of(self, raising: Sequence[tuple[Side, CallDescription]], held: Held) -> Held | None:
+    def _next_of(self, raising: Sequence[tuple[Side, CallDescription]], held: HeldUnits) -> HeldUnits | None:
         """Let the sides continue whose calls raise, because their scripts may expect that, and call again."""
         if len(self._raised) >= _MOST_RAISING:
             raise SessionError("\n".join(self._raised))
@@ -292,7 +292,7 @@ class _HeldInTurn:
         """Whether the requested number of calls has been judged."""
         return len(self._models) >= self._choice.calls
 
-    def _look_at_results(self, held: Held) -> Comparison | None:
+    def _look_at_results(self, held: HeldUnits) -> Comparison | None:
         """The comparison so far if this call's results agree, or prove nothing; None if the call must be judged."""
         if trains(held) or self._unpaired is not None:
             return self._compared
@@ -307,21 +307,21 @@ class _HeldInTurn:
             self._judged_by = 0.0
         return self._compared
 
-    def _described_whole(self, held: Held) -> Held:
+    def _described_whole(self, held: HeldUnits) -> HeldUnits:
         if not self._are_judged:
             return held
         run = self._session.run(describe_call, describe_call)
         self._newest = run.baseline[0], run.target[0]
-        return Held(run.baseline, run.target)
+        return HeldUnits(run.baseline, run.target)
 
-    def _judges_calls(self, held: Held) -> bool:
+    def _judges_calls(self, held: HeldUnits) -> bool:
         """Whether to judge this call: not after the requested number, or if the sides split the batch differently."""
         self._since_update += 1
         if self._are_judged:
             return False
         return self._unpaired is None or have_equal_shapes(held)
 
-    def _is_enough(self, held: Held) -> bool:
+    def _is_enough(self, held: HeldUnits) -> bool:
         if held.both_hold(UpdateDescription):
             return self._are_judged or self._updates >= self._choice.calls
         if trains(held):
@@ -338,10 +338,7 @@ class _HeldInTurn:
             self._judged_by = 0.0 if self._choice.keep_going else now + max(now - self._began, _LOOK_AT_RESULTS)
         return now > self._judged_by
 
-    def _may_be_micro_batches(self, compared: Comparison, held: Held) -> bool:
-        return compared.answer == "inconclusive" and trains(held) and not have_equal_shapes(held)
-
-    def _judge_call(self, held: Held) -> Comparison:
+    def _judge_call(self, held: HeldUnits) -> Comparison:
         baseline, target = described_as(held, CallDescription)
         models = baseline[0].model, target[0].model
         self._buffers = {group_of(name) for each in (*baseline, *target) for name in each.buffers}
@@ -368,7 +365,7 @@ class _HeldInTurn:
                 self._apart[name] = max(self._apart.get(name, 0.0), float(error))
         return compared
 
-    def _judge_update(self, held: Held) -> Comparison:
+    def _judge_update(self, held: HeldUnits) -> Comparison:
         baseline, target = described_as(held, UpdateDescription)
         self._updates += 1
         self._since_update = 0
@@ -478,22 +475,22 @@ class _HeldInTurn:
             )
         if any(line.startswith(_WEIGHTS_DIFFER) for line in compared.findings.data):
             return (
-                f"Before call {number} the weights differ, so the difference arises in what follows the last call: "
+                f"Before call {number} the weights differ, so the difference arises after the last call: in "
                 "the loss, the update, or code that writes weights."
             )
         if number > 1 and compared.findings.named and set(compared.findings.named) <= set(compared.findings.inputs):
             return (
                 f"Before call {number}, of {self._models[-1]}, its inputs differ, and the calls before it agree: the "
-                "scripts' own code between the calls differs, or rounding has turned a choice, such as a token."
+                "scripts' own code between the calls differs, or rounding has flipped a choice, such as a token."
             )
-        return f"At call {number}, of {self._models[-1]}:"
+        return f"In call {number}, of {self._models[-1]}:"
 
     def _differing_buffers(self, compared: Comparison) -> bool:
         """Whether buffers of the model differ, such as a norm's running mean, and no weights."""
         differing = set(compared.findings.weights)
         return bool(differing) and differing <= self._buffers
 
-    def _ended(self, held: Held) -> Comparison:
+    def _ended(self, held: HeldUnits) -> Comparison:
         """The comparison after at least one side has ended, while the other may have continued."""
         ranks = zip(self._session.ranks, (*held.baseline, *held.target), strict=True)
         if any(rank.alive and result is None for rank, result in ranks):

@@ -51,7 +51,6 @@ Units = Mapping[Side, tuple[UnitKind, int]]
 
 
 def units_of(side_by_side: Mapping[Side, CallDescription | UpdateDescription]) -> Units:
-    """The units of these descriptions."""
     return {
         side: ("update" if isinstance(each, UpdateDescription) else "call", each.number)
         for side, each in side_by_side.items()

@@ -118,7 +118,7 @@ class CompiledComparison:
         if self.not_whole is not None:
             said.append(
                 f"torch.compile cannot compile this call as a whole ({self.not_whole}). The modules that it calls were "
-                "compiled, each as by module.compile(), and the rest ran as it is."
+                "compiled one by one, as by module.compile(), and the rest ran uncompiled."
             )
         if self.other_mode is not None and self.grad_mode is None:
             agrees = self.other_mode <= _PARTED * self.floor
@@ -191,7 +191,7 @@ class CompiledComparison:
         if self.verdict.named:
             return f"That is more than rounding: {floor}."
         return (
-            f"That is more than rounding ({floor}), though no tap adds as much: what is computed between the last tap "
+            f"That is more than rounding ({floor}), though no tap adds as much: the computation between the last tap "
             f"and the result differs. Tap the result."
         )
 

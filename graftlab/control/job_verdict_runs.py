@@ -18,7 +18,6 @@ from graftlab.control.pickles import open_value
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.control.verdict_runs import (
     EDITED,
-    NotTraced,
     RunFilters,
     TracedRun,
     VerdictAbandoned,
@@ -124,7 +123,7 @@ class StepRuns(VerdictRuns):
         grafted: frozenset[tuple[TapIdentity, int, int]],
         changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
-    ) -> TracedRun | NotTraced:
+    ) -> TracedRun | str:
         before, version = self.session.row_count, self.session.plan.version + 1
         ranks = self.session.ranks
         for rank in ranks:
@@ -137,7 +136,7 @@ class StepRuns(VerdictRuns):
         for rank in ranks:
             found = self._jobs.ask(rank, AskLineTraces(), LineTraces)
             if found.obstacle:
-                return NotTraced(f"on {rank.label}, {found.obstacle}")
+                return f"on {rank.label}, {found.obstacle}"
             if found.packed is None:
                 raise SessionError(f"verdict: {rank.label} did not trace its step ({why}); its log has the reason")
             traces[rank.place.side].append(open_value(rank, found.packed))

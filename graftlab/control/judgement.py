@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pandas as pd
 
@@ -21,13 +21,15 @@ from graftlab.control.masked_values import left_out, without_masked_values
 from graftlab.control.measured_floors import MeasuredFloors
 from graftlab.control.mechanisms import LentWeights, Mechanisms
 from graftlab.control.partial_sums import not_compared, partial_sums
-from graftlab.control.swaps import OutputTap, Swaps, find_outputs
+from graftlab.control.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
 from graftlab.control.unmeasured import (
+    baseline_changed,
     effects_not_measured,
     judged_at,
     judged_until_sketch,
     not_grafted,
     not_in_twin,
+    outputs_themselves,
     unseen_taps,
 )
 from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
@@ -40,8 +42,8 @@ from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import (
     added_frame,
     labelled,
-    lonely_filter,
     named_groups,
+    one_sided_filter,
     unread_grafts,
     unread_grafts_text,
 )
@@ -107,7 +109,7 @@ class Evidence:
     outputs: Sequence[OutputTap]
     selves: Sequence[SelfGraft]
     floors: MeasuredFloors
-    lonely: str | None
+    one_sided: str | None
     """A filter for the taps that only one side has. A swap must not wait for them."""
     settings: SettingsDifference
 
@@ -205,9 +207,9 @@ class Judgement:
             nothing_read: list[str] = []
             read = self._attempt("the check for unwritten memory", self._runs.unwritten_memory, nothing_read)
             without_output += reads_unwritten(read)
-        mechanisms = Mechanisms(self._runs, evidence.lonely)
+        mechanisms = Mechanisms(self._runs, evidence.one_sided)
         origins = self._origins(evidence, naming, mechanisms)
-        swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.lonely)
+        swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
         causes, remarks = self._causes(evidence, naming, swaps)
         # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
         if not (causes and all(each.restored <= each.limit for each in causes.values())):
@@ -227,10 +229,11 @@ class Judgement:
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
         if self._can_trace(evidence, naming):
-            # Groups that cancel or round differently are not mistakes.
-            to_blame = frame.loc[frame["label"] == "culprit", "group"]
-            groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
-            search = LineSearch(self._runs, frame, self._threshold, evidence.lonely)
+            # Groups that cancel or round differently are not mistakes. Minor ones may be, if there is no other.
+            labels = ("culprit", "minor")
+            culprits, minor = ({*frame.loc[frame["label"] == each, "group"]} - {*naming.inputs} for each in labels)
+            groups = [group for group in naming.named if group in (culprits or minor)]
+            search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
             self._attempt("the search for lines of source", lambda: search.trace(groups), None)
             # Whatever fails here, the lines that were found are kept.
             self._attempt("the confirmation of lines of source", search.confirm, None)
@@ -353,7 +356,7 @@ class Judgement:
             outputs,
             selves,
             MeasuredFloors(selves, self._before),
-            lonely_filter(pd.concat([compared, grafted])),
+            one_sided_filter(pd.concat([compared, grafted])),
             settings,
         )
 
@@ -429,7 +432,7 @@ class Judgement:
         unchanged: tuple[pd.DataFrame, list[str]] = naming.frame, []
         frame, names = self._attempt(
             "the comparison of values that are not masked",
-            lambda: without_masked_values(self._runs, evidence.measured, naming.frame, evidence.lonely),
+            lambda: without_masked_values(self._runs, evidence.measured, naming.frame, evidence.one_sided),
             unchanged,
         )
         left = {*naming.following, *naming.scaled}
@@ -512,14 +515,14 @@ class Judgement:
         return self._explains(naming) and not (of_functions and naming.not_repeated)
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
-        """What the named groups do to each output, by the output's title, and remarks on that."""
+        """The effect of the named groups on each output, by the output's title, and remarks on it."""
         if not (self._explains(naming) and self._can_swap(evidence, naming)):
             return {}, []
         frame, named = naming.frame, naming.named
         causes: dict[str, Causes] = {}
         for output in evidence.outputs:
             rank = place_in_blame(output.group)
-            groups = [g for g in named if judged_at(g) == rank and _first_over(frame, g, self._threshold) <= output.end]
+            groups = [g for g in named if judged_at(g) == rank and first_over(frame, g, self._threshold) <= output.end]
             if not groups or not swaps.can_measure(groups, output):
                 continue
             # The effect of a gradient is measured with the baseline's values, which are computed before it.
@@ -527,21 +530,21 @@ class Judgement:
             found = self._attempt(
                 f"the search for what moves {output.name}",
                 lambda output=output, groups=groups, settled=settled: swaps.causes(  # type: ignore[misc]
-                    groups, settled, output, self._threshold, by_size=_by_size(frame, groups)
+                    groups, settled, output, self._threshold, by_size=by_size(frame, groups)
                 ),
                 None,
             )
             if found is not None:
                 causes[output.title] = found.with_earlier(
-                    _earlier(frame, output, naming.accumulated, found.limit) if found.agrees else ()
+                    earlier_steps(frame, output, naming.accumulated, found.limit) if found.agrees else ()
                 )
         changed: list[str] = self._attempt("the last check of the baseline", self._runs.baseline_changed, [])
         if changed:
             # The swaps were measured against a baseline that has changed.
-            return {}, [_changed(changed)]
+            return {}, [baseline_changed(changed)]
         alone = self._without_dependents(causes, [part.group for each in evidence.outputs for part in each.all])
         causes = {group: each.with_unknown(alone) for group, each in causes.items()}
-        return causes, effects_not_measured(named, causes, swaps, evidence.outputs) + _outputs_themselves(alone)
+        return causes, effects_not_measured(named, causes, swaps, evidence.outputs) + outputs_themselves(alone)
 
     def _without_dependents(self, causes: Mapping[str, Causes], outputs: Collection[str]) -> list[str]:
         """The minor groups of values that nothing else depends on. They are outputs themselves."""
@@ -566,50 +569,3 @@ class Judgement:
         found = found.with_effect(output.name, *measured)
         # In any tensor parallel target sums over ranks round differently, which explains little.
         return found if found.explains_output else RoundingGroups()
-
-
-def _first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
-    """The step, and the position in it, at which the group first adds more than rounding."""
-    over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
-    return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
-
-
-def _by_size(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
-    """The groups, those that add the most first."""
-    most = frame[frame["group"].isin(list(groups))].groupby("group")["ratio"].max()
-    return sorted(groups, key=lambda group: -float(most[group]))
-
-
-def _earlier(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, limit: float) -> list[int]:
-    """The steps, before the last one, in which the output differs without grafts."""
-    # The group may contain other layers.
-    is_output = (frame["name"] == output.name) & frame["tags"].map(lambda tags: _is_same_layer(tags, output.tags))
-    floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
-    rows = frame[is_output & (frame["error"] > limit * floor.rel_l2)]
-    return [
-        int(step)
-        for step, order in zip(rows["step"], rows["order"], strict=True)
-        if (int(step), int(order)) != output.place
-    ]
-
-
-def _is_same_layer(tags: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether two calls of a tap belong to one layer, even if to different requests, tokens or other iterations."""
-    return all(tags.get(tag) == others.get(tag) for tag in ("layer", "kind"))
-
-
-def _outputs_themselves(groups: Sequence[str]) -> list[str]:
-    if not groups:
-        return []
-    if len(groups) == 1:
-        what = "it is an output itself, or its tap shows a copy. A swap cannot show its effect."
-    else:
-        what = "they are outputs themselves, or their taps show copies. A swap cannot show their effect."
-    return [f"No later tap depends on {', '.join(groups)}: {what}"]
-
-
-def _changed(taps: Sequence[str]) -> str:
-    return (
-        f"After its code was swapped the baseline no longer showed the same values at {', '.join(taps[:3])}, "
-        "so the swaps are left out."
-    )

@@ -48,7 +48,8 @@ class PairsOnRanks:
 
     def tags(self, failed: bool) -> list[dict[str, Any]]:
         """The tags of every pair, oldest first, rank by rank; with ``failed`` also of inputs whose transform failed."""
-        return [tags for rank in self._receivers() for tags in self._tags_on(rank, failed)]
+        asked = AskKeptTags(failed)
+        return [tags for rank in self._receivers() for tags in self._ask(rank, asked, KeptTags).tags]
 
     def pair(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> Any:
         """Both tensors, ``(baseline, target)``, on the CPU."""
@@ -100,9 +101,6 @@ class PairsOnRanks:
         more = f" and {len(kept) - _NAMED} others" if len(kept) > _NAMED else ""
         held = f"; kept are {[*kept][:_NAMED]}{more}" if kept else ", nor for any other tap"
         raise SessionError(f"no pair of tensors is kept for {wanted}{held}. {self._advise(name, tags)}")
-
-    def _tags_on(self, rank: RankHandle, failed: bool) -> list[dict[str, Any]]:
-        return self._ask(rank, AskKeptTags(failed), KeptTags).tags
 
     def _receivers(self) -> list[RankHandle]:
         # The target's ranks receive at all taps except those that are grafted t2b.

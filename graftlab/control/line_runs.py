@@ -11,7 +11,7 @@ import pandas as pd
 
 from graftlab.base.tags import identity, own_tags
 from graftlab.base.world import Side
-from graftlab.control.verdict_runs import MOST_RUNS, NotTraced, RunFilters, TracedRun, VerdictRuns
+from graftlab.control.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import RunError
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
@@ -37,7 +37,7 @@ LineGraft = dict[int, int]
 
 
 @dataclass(frozen=True)
-class _Changed:
+class _RankChanges:
     """The changes of one rank's next run, as in :class:`OperationChanges`."""
 
     shown: dict[int, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class _Changed:
 
 
 @dataclass(eq=False)
-class _Traced:
+class _TracedCall:
     """One call of a named group: the measured row, and what was found about it."""
 
     group: str
@@ -120,12 +120,12 @@ class _Traced:
 class LineSearch:
     """Finds the lines behind the named groups of one verdict. ``frame`` has their rows, with labels."""
 
-    def __init__(self, runs: VerdictRuns, frame: pd.DataFrame, threshold: float, lonely: str | None) -> None:
+    def __init__(self, runs: VerdictRuns, frame: pd.DataFrame, threshold: float, one_sided: str | None) -> None:
         self._runs = runs
         self._frame = frame
         self._threshold = threshold
-        self._lonely = lonely
-        self._found_calls: list[_Traced] = []
+        self._one_sided = one_sided
+        self._found_calls: list[_TracedCall] = []
         self._traced: TracedRun | None = None
         self._not_traced = ""
         self._not_confirmed = False
@@ -142,8 +142,8 @@ class LineSearch:
         if not self._found_calls:
             return
         traced = self._trace("the operations behind what differs", self._found_calls)
-        if isinstance(traced, NotTraced):
-            self._not_traced = traced.reason
+        if isinstance(traced, str):
+            self._not_traced = traced
             return
         self._traced = traced
         for call in self._found_calls:
@@ -191,7 +191,7 @@ class LineSearch:
                 for call in chosen:
                     call.give_up_change()
                 continue
-            if isinstance(again, NotTraced):
+            if isinstance(again, str):
                 self._not_confirmed = True
                 return
             self._judge(chosen, again, calls)
@@ -200,10 +200,10 @@ class LineSearch:
     @property
     def lines(self) -> list[DifferingLine]:
         """The lines that were found, in the groups' order; empty where the runs cannot be traced."""
-        found = [line for each in self._found_calls for line in self._found(each)]
+        found = [line for each in self._found_calls for line in self._lines_of(each)]
         return list({(each.group, each.side, each.file, each.line): each for each in reversed(found)}.values())[::-1]
 
-    def _calls(self, group: str) -> list[_Traced]:
+    def _calls(self, group: str) -> list[_TracedCall]:
         """The group's call that adds the most, and its first that adds more than rounding, if at another tap."""
         rows = self._frame[(self._frame["group"] == group) & (self._frame["ratio"] > self._threshold)]
         if not len(rows):
@@ -213,7 +213,7 @@ class LineSearch:
         first = rows.sort_values(["step", "order"], kind="stable").iloc[0]
         chosen = [worst] if first["name"] == worst["name"] else [worst, first]
         return [
-            _Traced(
+            _TracedCall(
                 group,
                 {str(name): value for name, value in row.items()},
                 WantedCall(row["name"], row["tags"], int(row["step"]), int(row["occurrence"]), int(row["order"])),
@@ -222,25 +222,27 @@ class LineSearch:
             for row in chosen
         ]
 
-    def _trace(self, why: str, calls: Sequence[_Traced]) -> TracedRun | NotTraced:
+    def _trace(self, why: str, calls: Sequence[_TracedCall]) -> TracedRun | str:
         changes = self._changes(calls)
-        filters = RunFilters(b2t="True", leaving=self._lonely)
+        filters = RunFilters(b2t="True", leaving=self._one_sided)
         wanted = [each.wanted for each in calls]
-        # A run with other values at some operations differs from the first in what follows these alone.
+        # A run with other values at some operations differs from the first only after these.
         first = self._traced
         only = None if first is None else first.needed
         traced = self._runs.traced(why, filters, wanted, self._grafted, changes, only)
-        if not isinstance(traced, NotTraced) and traced.without_fingerprint:
-            # Other operations lead to the taps now; or in the first run, their values were over a budget.
+        if not isinstance(traced, str) and traced.without_fingerprint:
+            # Different operations lead to the taps now, or their values exceeded a budget in the first run.
             first = first or traced
             traced = self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
-        return traced if first is None or isinstance(traced, NotTraced) else traced.beside(first)
+        return traced if first is None or isinstance(traced, str) else traced.beside(first)
 
-    def _changes(self, calls: Sequence[_Traced]) -> dict[Side, list[OperationChanges]]:
+    def _changes(self, calls: Sequence[_TracedCall]) -> dict[Side, list[OperationChanges]]:
         """The changes of the next run, for each rank of both sides."""
         options = self._runs.session.options
         sizes: dict[Side, int] = {"baseline": options.baseline, "target": options.target}
-        changed: dict[Side, list[_Changed]] = {side: [_Changed() for _ in range(size)] for side, size in sizes.items()}
+        changed: dict[Side, list[_RankChanges]] = {
+            side: [_RankChanges() for _ in range(size)] for side, size in sizes.items()
+        }
         for call in calls:
             own = int(call.row["rank"])
             ranks: dict[Side, int] = {"target": own, "baseline": own if len({*sizes.values()}) == 1 else 0}
@@ -251,7 +253,7 @@ class LineSearch:
             if call.trying.partner is not None:
                 self._show(changed, call, ranks, call.trying.partner, None, _fed_tap_of(call.trying))
             for rank, each in enumerate(changed["target"]):
-                if all(self._at(call, "target", own, index, rank) == index for index in call.trying.touched):
+                if all(self._index_on(call, "target", own, index, rank) == index for index in call.trying.touched):
                     each.passed.update(call.trying.passed)
                     name = _fed_tap_of(call.trying) if call.trying.fed else ""
                     each.fed.update({index: (number, name) for index, number in call.trying.fed.items()})
@@ -262,8 +264,8 @@ class LineSearch:
 
     def _show(
         self,
-        changed: Mapping[Side, Sequence[_Changed]],
-        call: _Traced,
+        changed: Mapping[Side, Sequence[_RankChanges]],
+        call: _TracedCall,
         ranks: Mapping[Side, int],
         baseline: int,
         target: int | None,
@@ -273,11 +275,11 @@ class LineSearch:
         indices: dict[Side, int | None] = {"baseline": baseline, "target": target}
         for side, index in indices.items():
             for rank, each in enumerate(changed[side]):
-                at = None if index is None else self._at(call, side, ranks[side], index, rank)
+                at = None if index is None else self._index_on(call, side, ranks[side], index, rank)
                 if at is not None:
                     each.shown[at] = name
 
-    def _at(self, call: _Traced, side: Side, own: int, index: int, rank: int) -> int | None:
+    def _index_on(self, call: _TracedCall, side: Side, own: int, index: int, rank: int) -> int | None:
         """The index on ``rank`` of the operation with ``index`` on the call's rank ``own``; None if it did not run."""
         if rank == own or self._traced is None:
             return index
@@ -289,12 +291,12 @@ class LineSearch:
         found = None if wanted is None else theirs.places.get(wanted)
         return None if found is None else found.index
 
-    def _compare(self, calls: Sequence[_Traced], traced: TracedRun) -> None:
+    def _compare(self, calls: Sequence[_TracedCall], traced: TracedRun) -> None:
         for call in calls:
             place = self._found_calls.index(call)
             baseline = [each[place] for each in traced.baseline]
             target = [each[place] for each in traced.target]
-            found, others = _all(baseline), _all(target)
+            found, others = _all_or_none(baseline), _all_or_none(target)
             if found is not None and others is not None:
                 call.lost = first_lost(found, others, int(call.row["rank"]), call.tolerance)
                 known = {each.operation.index for each in call.kept}
@@ -308,13 +310,13 @@ class LineSearch:
 
     # ---- confirming -------------------------------------------------------------------------------------------------
 
-    def _choose(self, calls: Sequence[_Traced], traced: TracedRun) -> list[_Traced]:
+    def _choose(self, calls: Sequence[_TracedCall], traced: TracedRun) -> list[_TracedCall]:
         """Give each unsettled call its next operation to graft; returns the calls that have one.
 
         An operation that leads to several calls is grafted for one of them at a time, or it would seem to confirm the
         others too, except where it is the only change for each of them.
         """
-        chosen: list[_Traced] = []
+        chosen: list[_TracedCall] = []
         slices = [
             {each.index for trace in traced.target if (own := trace[place]) for each in own.operations}
             for place in range(len(calls))
@@ -344,7 +346,7 @@ class LineSearch:
             chosen.append(call)
         return chosen
 
-    def _judge(self, chosen: Sequence[_Traced], traced: TracedRun, calls: Sequence[_Traced]) -> None:
+    def _judge(self, chosen: Sequence[_TracedCall], traced: TracedRun, calls: Sequence[_TracedCall]) -> None:
         for call in chosen:
             agrees = self._agrees(call, traced.rows)
             if not self._is_as_before(call, traced):
@@ -373,7 +375,7 @@ class LineSearch:
                 # What is lost now is lost for another reason.
                 self._compare([call], traced)
 
-    def _is_as_before(self, call: _Traced, traced: TracedRun) -> bool:
+    def _is_as_before(self, call: _TracedCall, traced: TracedRun) -> bool:
         """Whether the operations that were changed are those of the first traced run."""
         assert self._traced is not None
         place = self._found_calls.index(call)
@@ -385,7 +387,7 @@ class LineSearch:
                 return False
         return True
 
-    def _agrees(self, call: _Traced, rows: pd.DataFrame) -> bool | None:
+    def _agrees(self, call: _TracedCall, rows: pd.DataFrame) -> bool | None:
         """Whether the tap agrees now; None where an operation could not be grafted."""
         measured = rows[rows["status"].isin(MEASURED)]
         if not call.taps <= set(measured["name"]):
@@ -401,7 +403,7 @@ class LineSearch:
 
     # ---- the report -------------------------------------------------------------------------------------------------
 
-    def _found(self, call: _Traced) -> list[DifferingLine]:
+    def _lines_of(self, call: _TracedCall) -> list[DifferingLine]:
         if call.before is None:
             return []
         cure = call.cure
@@ -471,12 +473,12 @@ def _with_counterpart(baseline: Sequence[LostOperation], target: Sequence[LostOp
     return [*first, *(each for each in baseline if each.operation.index != counterpart.index)]
 
 
-def _all(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
+def _all_or_none(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
     found = [each for each in traces if each is not None]
     return found if found and len(found) == len(traces) else None
 
 
-def _of_summands(call: _Traced) -> str:
+def _of_summands(call: _TracedCall) -> str:
     """Why a line before a sum over ranks is not confirmed; blank for other lines."""
     first = [each for each in call.kept if not each.is_suspect][:1]
     if call.confirmed or call.cure is not None or not first or not first[0].operation.frames:
@@ -511,7 +513,7 @@ def _fed_tap_of(remedy: Remedy) -> str:
     return f"{LINE_TAP}.{remedy.partner}.before.{min(remedy.fed)}"
 
 
-def _makes_same_change(call: _Traced, graft: LineGraft, tries_remedy: bool, other: _Traced) -> bool:
+def _makes_same_change(call: _TracedCall, graft: LineGraft, tries_remedy: bool, other: _TracedCall) -> bool:
     """Whether the change chosen for ``other`` is also the only change of this call."""
     if tries_remedy:
         return other.trying is not None and other.trying.changes == call.untried[0].changes
@@ -533,7 +535,7 @@ def _tap_of(target: int, baseline: int) -> str:
     return f"{LINE_TAP}.{baseline}.{target}"
 
 
-def _next_graft(call: _Traced) -> LineGraft:
+def _next_graft(call: _TracedCall) -> LineGraft:
     """The operations of the most telling line that has not been grafted; empty if one of them cannot be."""
     assert call.lost is not None
     left = [each for each in call.lost.target if each.operation.index not in call.grafted and not each.is_later]

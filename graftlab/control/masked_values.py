@@ -26,7 +26,7 @@ _SHOWN = 3
 
 
 def without_masked_values(
-    runs: VerdictRuns, grafted: pd.DataFrame, frame: pd.DataFrame, lonely: str | None
+    runs: VerdictRuns, grafted: pd.DataFrame, frame: pd.DataFrame, one_sided: str | None
 ) -> tuple[pd.DataFrame, list[str]]:
     """The verdict's frame with ``added`` and ``ratio`` of values that are not masked; and the names of these taps.
 
@@ -36,7 +36,7 @@ def without_masked_values(
     if not may_be_masked:
         return frame, []
     keep = filter_of((name, None) for name in may_be_masked)
-    runs.both("the values that are not masked", RunFilters(b2t="True", keep=keep, leaving=lonely))
+    runs.both("the values that are not masked", RunFilters(b2t="True", keep=keep, leaving=one_sided))
     largest = float(frame["floor"].max())
     judged: dict[tuple[Any, ...], tuple[float, float]] = {}
     names: dict[str, None] = {}

@@ -149,7 +149,7 @@ class _Match:
 
     # ---- ranks --------------------------------------------------------------------------------------------------
 
-    def _one(self, ranks: Sequence[MatchRecord], side: Side) -> list[RecordedTap]:
+    def _whole_taps(self, ranks: Sequence[MatchRecord], side: Side) -> list[RecordedTap]:
         """Join the records of a side's ranks into taps of whole tensors."""
         for rank, records in enumerate(ranks):
             self._moved += sum(_size(tap.value) for tap in records.taps if tap.value is not None)
@@ -237,12 +237,12 @@ class _MatchedRuns(_Match):
             self._session.interrupt()
             raise
         if not self._runs:
-            self._baseline = self._one(run.baseline, "baseline")
+            self._baseline = self._whole_taps(run.baseline, "baseline")
             for tap in self._baseline:
                 if tap.value is not None:
                     self._values[tap.name] = tap.value
         self._runs += 1
-        target = self._one(run.target, "target")
+        target = self._whole_taps(run.target, "target")
         return self._in_order(self._baseline, target)
 
     def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
@@ -325,23 +325,23 @@ class _MatchedSteps(_Match):
         if plan.version != version or self._jobs.after(why, version, 1) is None:
             raise SessionError("match: the plan was edited during the match. Do not edit it until the match is done")
         self._runs += 1
-        return self._in_order(*(self._one(self._records(side), side) for side in ("baseline", "target")))
+        return self._in_order(*(self._whole_taps(self._records(side), side) for side in ("baseline", "target")))
 
     def _records(self, side: Side) -> list[MatchRecord]:
         records = []
         for rank in self._session.select(side):
-            record = self._asked(rank, None)
+            record = self._recorded_on(rank, None)
             if not isinstance(record, MatchRecord):
                 raise SessionError(f"match: {rank.label} recorded nothing in this step; its log has the reason")
             records.append(record)
         return records
 
     def _fetch(self, side: Side, name: str) -> Tensor | None:
-        value: Tensor | None = self._asked(self._session.select(side)[0], name)
+        value: Tensor | None = self._recorded_on(self._session.select(side)[0], name)
         self._moved += 0 if value is None else _size(value)
         return value
 
-    def _asked(self, rank: RankHandle, value: str | None) -> Any:
+    def _recorded_on(self, rank: RankHandle, value: str | None) -> Any:
         packed = self._jobs.ask(rank, AskMatch(value), MatchResult).packed
         return None if packed is None else open_value(rank, packed)
 

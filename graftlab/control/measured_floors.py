@@ -72,7 +72,6 @@ class MeasuredFloors:
         return self._pooled(rows, (), lambda name, added: group_of(name, added.tags)).get(group, Floor(0.0, 0.0))
 
     def groups(self, added: AddedRounding) -> list[str]:
-        """The groups that a tap is in."""
         return [group_of(name, added.tags) for name in self.paired(added)]
 
     def last_tap(self) -> str | None:

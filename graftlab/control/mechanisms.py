@@ -120,11 +120,11 @@ def _place(row: Mapping[str, Any]) -> tuple[bool, int, int]:
 
 
 class Mechanisms:
-    """Looks at the tensors of named groups. ``lonely`` is a filter for the taps that only one side has."""
+    """Looks at the tensors of named groups. ``one_sided`` is a filter for the taps that only one side has."""
 
-    def __init__(self, runs: VerdictRuns, lonely: str | None) -> None:
+    def __init__(self, runs: VerdictRuns, one_sided: str | None) -> None:
         self._runs = runs
-        self._lonely = lonely
+        self._one_sided = one_sided
         self._of_inputs: dict[str, str | None] = {}
         self._pair_budget = _PAIR_BUDGET
         self._pairs: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -155,7 +155,7 @@ class Mechanisms:
         of_outputs = _affordable(shown, rows, self._runs.session.options.keep_budget)
         keep = " or ".join(filter(None, (f"kind == {KIND!r}", of_outputs)))
         again, calls = self._runs.with_module_inputs(
-            wanted, RunFilters(b2t="True", keep=keep, leaving=self._lonely, pairs=pairs)
+            wanted, RunFilters(b2t="True", keep=keep, leaving=self._one_sided, pairs=pairs)
         )
         added_again = added(again)
         if of_outputs is not None:
@@ -214,7 +214,7 @@ class Mechanisms:
             return hints
         if not all(call_key(row) in self._pairs for row in shown):
             self._pairs.clear()
-            self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=self._lonely))
+            self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=self._one_sided))
         for group, row in worst.items():
             before = _taps_before(frame, row)
             try:

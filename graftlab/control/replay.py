@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,7 +99,8 @@ def replay(
         logger.warning("replay of %s: request %d (%s) is skipped: %s", path, each.index, each.rid, each.reason)
     good = [(index, each.record) for index, each in enumerate(chosen) if each.lost is None]
     if not good:
-        raise RequestError(f"{path} holds no request that can be replayed: " + (_reasons(skipped) or "it is empty"))
+        why = "; ".join(f"{each.rid}: {each.reason}" for each in skipped)
+        raise RequestError(f"{path} holds no request that can be replayed: {why or 'it is empty'}")
     batches = [good[start : start + batch_size] for start in range(0, len(good), batch_size)]
     names = [",".join(_rid(index, record) for index, record in batch) for batch in batches]
     requests = [[record.request for _, record in batch] for batch in batches]
@@ -191,10 +192,6 @@ def _damage(record: RecordedRequest) -> str | None:
 
 def _rid(index: int, record: RecordedRequest) -> str:
     return record.rid or f"#{index}"
-
-
-def _reasons(skipped: Iterable[SkippedRequest]) -> str:
-    return "; ".join(f"{each.rid}: {each.reason}" for each in skipped)
 
 
 # ---- the summary ----------------------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ class RunState:
         for label, failure in sorted(failures.items(), key=lambda item: self._weight(ranks[item[0]], order[item[0]])):
             if isinstance(failure, str):
                 what = failure if ranks[label].was_ended else f"died: {failure}"
-            elif self._is_consequence(ranks[label], failure):
+            elif failure.kind == "KeyboardInterrupt" and ranks[label].place.world_rank in self._stopped:
                 what = f"was interrupted, because {next(iter(order))} failed"
             else:
                 what = f"raised {failure.kind}: {failure.message}\n{failure.traceback}"
@@ -266,6 +266,3 @@ class RunState:
     def _weight(self, rank: RankHandle, order: int) -> tuple[int, int]:
         """Sort deaths first, since most other failures follow from them, and ranks ended for a failure last."""
         return 2 if rank.was_ended else rank.place.world_rank not in self._deaths, order
-
-    def _is_consequence(self, rank: RankHandle, failure: Failure) -> bool:
-        return rank.place.world_rank in self._stopped and failure.kind == "KeyboardInterrupt"

@@ -32,6 +32,7 @@ from graftlab.verdict.causes import (
     distance,
     find_causes,
 )
+from graftlab.verdict.unexplained import AccumulatedFloors
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class OutputTap:
 
     @property
     def all(self) -> tuple[OutputTap, ...]:
-        """This part and the others."""
+        """This part and all others."""
         return self, *self.parts
 
     @property
@@ -103,7 +104,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str]
                 records(chosen.sort_values(["step", "order"])), set(map(_as_in_taps, returned))
             )
             main, *others = (_output_tap(row, zero, whole) for row in rows_of_result)
-            # A cache has parts of parts, and a list may be long.
+            # A cache has nested parts, and a list may be long.
             direct = [each for each in others if _DIRECT.fullmatch(each.name.removeprefix(whole))]
             found.append(replace(main, parts=tuple(direct) if kind is None and len(direct) < _MOST_PARTS else ()))
     return found
@@ -152,7 +153,7 @@ def _last_result(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> t
 class Swaps:
     """Measures the effect of groups on an output.
 
-    ``rows`` are those measured with every tap grafted, ``lonely`` is a filter for the taps that only one side has.
+    ``rows`` are those measured with every tap grafted, ``one_sided`` is a filter for the taps that only one side has.
     """
 
     def __init__(
@@ -161,13 +162,13 @@ class Swaps:
         rows: pd.DataFrame,
         selves: Sequence[SelfGraft],
         floors: MeasuredFloors,
-        lonely: str | None,
+        one_sided: str | None,
     ) -> None:
         self._runs = runs
         self._rows = rows
         self._selves = selves
         self._floors = floors
-        self._lonely = lonely
+        self._one_sided = one_sided
         self._names = self._names_by_group()
         self._left = MOST_SWAPS
         self.not_swapped: dict[str, None] = {}
@@ -206,7 +207,7 @@ class Swaps:
     def _distances(
         self, groups: Sequence[str], settled: Sequence[str], outputs: Sequence[OutputTap]
     ) -> Callable[[frozenset[str]], list[Distance]]:
-        """A function of the groups that keep the target's code, to how far each output is then. Each call is a run."""
+        """A function from groups that keep the target's code to each output's distance then. Each call is a run."""
         names = [self._kept_name(output) for output in outputs]
         at_output = " or ".join(f"({self._filter_at(output)})" for output in outputs)
         of_outputs: set[TapName] = set().union(*(self._names[output.group] for output in outputs))
@@ -225,7 +226,7 @@ class Swaps:
             if held is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
-            frame = self._runs.both(why, RunFilters(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._lonely))
+            frame = self._runs.both(why, RunFilters(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._one_sided))
             waited = frame[frame["status"].isin(("missing", "timeout")) & frame["name"].isin(known)]
             if len(waited):
                 self.not_swapped.update(dict.fromkeys(waited["name"]))
@@ -320,3 +321,33 @@ class Swaps:
 def _computed_after(group: str) -> tuple[str, ...]:
     """The kinds of taps that a step reaches after the values, or gradients, of this group."""
     return tuple(kind for kind in KINDS if place_in_blame(f"@{kind}") > place_in_blame(group))
+
+
+def first_over(frame: pd.DataFrame, group: str, threshold: float) -> tuple[int, int]:
+    """The step, and the position in it, at which the group first adds more than rounding."""
+    over = frame[(frame["group"] == group) & (frame["ratio"] > threshold)]
+    return min((int(step), int(order)) for step, order in zip(over["step"], over["order"], strict=True))
+
+
+def by_size(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
+    """The groups, those that add the most first."""
+    most = frame[frame["group"].isin(list(groups))].groupby("group")["ratio"].max()
+    return sorted(groups, key=lambda group: -float(most[group]))
+
+
+def earlier_steps(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFloors, limit: float) -> list[int]:
+    """The steps, before the last one, in which the output differs without grafts."""
+    # The group may contain other layers.
+    is_output = (frame["name"] == output.name) & frame["tags"].map(lambda tags: _is_same_layer(tags, output.tags))
+    floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
+    rows = frame[is_output & (frame["error"] > limit * floor.rel_l2)]
+    return [
+        int(step)
+        for step, order in zip(rows["step"], rows["order"], strict=True)
+        if (int(step), int(order)) != output.place
+    ]
+
+
+def _is_same_layer(tags: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether two calls of a tap belong to one layer, even if to different requests, tokens or other iterations."""
+    return all(tags.get(tag) == others.get(tag) for tag in ("layer", "kind"))

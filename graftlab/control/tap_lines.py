@@ -16,7 +16,7 @@ from graftlab.control.line_runs import LineSearch
 from graftlab.control.verdict_request import VerdictRequest
 from graftlab.control.verdict_runs import RunFilters
 from graftlab.errors import SessionError
-from graftlab.verdict.added import added_frame, lonely_filter
+from graftlab.verdict.added import added_frame, one_sided_filter
 from graftlab.verdict.lines import DifferingLine, lines_frame, lines_in_words
 from graftlab.verdict.source_view import source_view
 
@@ -76,7 +76,7 @@ def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> Tap
             )
         compared = runs.both("without grafts", RunFilters(compare="True"))
         grafted = runs.both("what each tap adds", RunFilters(b2t="True"))
-        lonely = lonely_filter(pd.concat([compared, grafted]))
+        one_sided = one_sided_filter(pd.concat([compared, grafted]))
         frame = added_frame(runs.to_be_grafted(grafted), {})
         mine = frame["name"] == tap
         if not mine.any():
@@ -95,8 +95,8 @@ def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> Tap
             )
         if not (rows["ratio"] > request.threshold).any():
             return TapLines(tap, 0.0, 0.0, ())
-        worst = rows.iloc[int(rows["ratio"].fillna(0).to_numpy().argmax())]
-        search = LineSearch(runs, frame, request.threshold, lonely)
+        worst = rows.iloc[int(rows["ratio"].to_numpy().argmax())]
+        search = LineSearch(runs, frame, request.threshold, one_sided)
         search.trace([tap])
         search.confirm()
         found = [replace(each, group=tap) for each in search.lines]

@@ -58,7 +58,7 @@ def not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
 
 
 def not_grafted(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
-    """A sentence on taps that could not be grafted, before a named one: later taps inherit a difference there."""
+    """A sentence on taps before a named one that could not be grafted: later taps inherit a difference there."""
     over = frame.loc[frame["ratio"] > threshold, "order"]
     failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
     if not len(failed):
@@ -131,3 +131,22 @@ def effects_not_measured(
             "there, and should have equal ones."
         )
     return said
+
+
+def outputs_themselves(groups: Sequence[str]) -> list[str]:
+    """Remarks on groups without dependents, whose effect no swap can show."""
+    if not groups:
+        return []
+    if len(groups) == 1:
+        what = "it is an output itself, or its tap shows a copy. A swap cannot show its effect."
+    else:
+        what = "they are outputs themselves, or their taps show copies. A swap cannot show their effect."
+    return [f"No later tap depends on {', '.join(groups)}: {what}"]
+
+
+def baseline_changed(taps: Sequence[str]) -> str:
+    """A remark on taps at which the baseline no longer showed its values after the swaps."""
+    return (
+        f"After its code was swapped the baseline no longer showed the same values at {', '.join(taps[:3])}, "
+        "so the swaps are left out."
+    )

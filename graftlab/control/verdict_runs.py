@@ -95,11 +95,13 @@ class TracedRun:
 
     @property
     def without_fingerprint(self) -> bool:
-        """Whether the fingerprint of a value that is needed was left out."""
+        """Whether a needed fingerprint is missing."""
         return any(trace.without_fingerprint for trace in self._every())
 
     def beside(self, earlier: TracedRun) -> TracedRun:
-        """This run of certain values, with what the ``earlier`` one has of operations that lead to no wanted call."""
+        """This run, which took only some fingerprints, with those of the ``earlier`` one for operations that lead to no
+        wanted call.
+        """
 
         def merged(ours: Traces, theirs: Traces) -> Traces:
             return [
@@ -117,13 +119,6 @@ class TracedRun:
     def _every(self) -> Iterator[SliceTrace]:
         for rank in (*self.baseline, *self.target):
             yield from (trace for trace in rank if trace is not None)
-
-
-@dataclass(frozen=True)
-class NotTraced:
-    """Why a run could not be traced, in words."""
-
-    reason: str
 
 
 class VerdictRuns:
@@ -257,8 +252,8 @@ class VerdictRuns:
         grafted: frozenset[tuple[TapIdentity, int, int]],
         changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
-    ) -> TracedRun | NotTraced:
-        """Trace the wanted calls in one run of both sides.
+    ) -> TracedRun | str:
+        """Trace the wanted calls in one run of both sides; returns the reason if that is impossible.
 
         ``changes`` are made at single operations on each rank. ``only`` restricts fingerprints to these values.
         """
@@ -341,9 +336,9 @@ class CalledRuns(VerdictRuns):
         grafted: frozenset[tuple[TapIdentity, int, int]],
         changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
-    ) -> TracedRun | NotTraced:
+    ) -> TracedRun | str:
         if self.recorded:
-            return NotTraced("a recording has no operations to compare the target's with")
+            return "a recording has no operations to compare the target's with"
         args, kwargs = self.request.arguments
         callees: dict[Side, Callee] = {
             side: partial(
@@ -391,7 +386,8 @@ class CalledRuns(VerdictRuns):
         self.count += 1
         before = self.session.row_count
         # All runs but the first are set aside, so that displays show the plain one again.
-        number, set_aside = self._next_number(), internals_of(self.session).set_aside
+        runs, set_aside = self.session.runs, internals_of(self.session).set_aside
+        number = runs[-1].number + 1 if runs else 0
         if self.count > 1:
             set_aside.add(number)
         try:
@@ -407,10 +403,6 @@ class CalledRuns(VerdictRuns):
             # Without the verdict the run is useless.
             self.session.interrupt()
             raise
-
-    def _next_number(self) -> int:
-        runs = self.session.runs
-        return runs[-1].number + 1 if runs else 0
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
         if self.recorded:

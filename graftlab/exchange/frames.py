@@ -161,7 +161,6 @@ _decode_keyed: Callable[[bytes], Frame] = msgspec.msgpack.Decoder(_Keyed).decode
 
 
 def encode(frame: Frame) -> bytes:
-    """Encode a frame."""
     try:
         return _encode(frame)
     except (OverflowError, UnicodeEncodeError):

@@ -69,17 +69,22 @@ WarnOnce = Callable[[str, str], None]
 
 
 def given_tags(
-    name: str, around: Mapping[str, Any], own: Mapping[str, Any], warn_once: WarnOnce
+    name: str, around: Mapping[str, Any], own: Mapping[str, Any], warn_once: WarnOnce | None
 ) -> tuple[dict[str, Any], bool]:
-    """Merge a tap's own tags with those set around it, without invalid ones; also returns whether all are valid."""
+    """Merge a tap's own tags with those set around it, without invalid ones; also returns whether all are valid.
+
+    ``warn_once`` is None in repeated runs, because an earlier run has shown the warnings.
+    """
     given = {**around, **own}
     refused = [tag for tag, value in given.items() if is_no_tag(tag, value)]
     for tag in refused:
-        warn_once(
-            name,
-            f"{tag}={type(given.pop(tag)).__name__} cannot be a tag, since it would never be equal on both sides; "
-            "it is left out. Pass data for the other side's transform as extras=",
-        )
+        kind = type(given.pop(tag)).__name__
+        if warn_once is not None:
+            warn_once(
+                name,
+                f"{tag}={kind} cannot be a tag, since it would never be equal on both sides; it is left out. Pass data "
+                "for the other side's transform as extras=",
+            )
     return given, not refused
 
 

@@ -191,7 +191,7 @@ class ReceivePipeline:
         up, or the reason why that is impossible.
         """
         if not receipt.contributions:
-            return _no_contribution(receipt)
+            return TapResult("timeout" if receipt.timed_out else "missing", [], error=_absent(receipt))
         if receipt.unreadable:
             return _unreadable(call, receipt)
         theirs = _sent_as_it_is(call, receipt) if call.action.transform is None and layout is None else None
@@ -441,10 +441,6 @@ def _absent(receipt: Receipt) -> str | None:
 
 def _joined(*notes: str | None) -> str | None:
     return "; ".join(filter(None, notes)) or None
-
-
-def _no_contribution(receipt: Receipt) -> TapResult:
-    return TapResult("timeout" if receipt.timed_out else "missing", [], error=_absent(receipt))
 
 
 def _unreadable(call: TapCall, receipt: Receipt) -> TapResult:

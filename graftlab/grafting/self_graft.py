@@ -249,7 +249,7 @@ class CountingHandler:
         if isinstance(own, str):
             self.skipped[name] = None
             return value
-        wanted, _ = given_tags(name, dict(ambient.get()), tags, _ignore_warning)
+        wanted, _ = given_tags(name, dict(ambient.get()), tags, None)
         if is_data(wanted) and not self.takes_data:
             return value
         given = {"name": name, "recompute_status": recompute_status(), **wanted}
@@ -481,7 +481,3 @@ def _label(place: CallKey) -> str:
     if occurrence:
         parts.append(f"call {occurrence + 1}")
     return f"{name} ({', '.join(parts)})" if parts else name
-
-
-def _ignore_warning(name: str, what: str) -> None:
-    """Ignore a warning about an invalid tag, because the grafter showed it in the previous run."""

@@ -51,7 +51,7 @@ class Trial:
         return self.error is None
 
 
-class _Bounded(io.TextIOBase):
+class _BoundedText(io.TextIOBase):
     """Keeps the first characters written, and counts the rest."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def try_draft(drafts: Specs, kept: KeptPair | None, device: str, plan: GraftPlan
 
 def _try_one(draft: TransformSpec, kept: KeptPair | None, device: str, note: str | None) -> Trial:
     trial = Trial()
-    printed = _Bounded()
+    printed = _BoundedText()
     try:
         if kept is not None:
             trial = _described(kept)
@@ -118,7 +118,7 @@ def _try_one(draft: TransformSpec, kept: KeptPair | None, device: str, note: str
 
 
 @contextlib.contextmanager
-def _shown_in(printed: _Bounded) -> Iterator[None]:
+def _shown_in(printed: _BoundedText) -> Iterator[None]:
     """Capture the draft's output, but not graftlab's own messages, such as that about a missing kernel."""
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         yield

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from graftlab.base import wire
 from graftlab.base.wire import WIRE_VERSION, graftlab_release
 from graftlab.base.world import RunInfo, Side
-from graftlab.errors import MessageError, SessionError
+from graftlab.errors import GraftError, MessageError, SessionError
 from graftlab.plan.wire import WirePlan
 
 _LENGTH = struct.Struct("<I")
@@ -25,6 +25,9 @@ _HEAD = struct.Struct("<4sHB")
 _MARK = b"gl\x00h"
 # A plan's transform may be a function, with everything that it captures.
 _LARGEST = 256 << 20
+
+
+A = TypeVar("A")
 
 
 class HandshakeMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -225,25 +228,33 @@ def send_handshake(connection: socket.socket, message: HandshakeMessage) -> None
 
 def receive_handshake(connection: socket.socket) -> Any:
     """Return the next message; None if the other end is gone. Raises as :func:`unpack_handshake`, and TimeoutError."""
-    head = _exactly(connection, _LENGTH.size)
-    if head is None:
+    try:
+        (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
+        if length > _LARGEST:
+            raise MessageError(f"it claims {length:,} bytes; the limit is {_LARGEST:,}")
+        data = receive_exactly(connection, length)
+    except (ConnectionError, EOFError):
         return None
-    (length,) = _LENGTH.unpack(head)
-    if length > _LARGEST:
-        raise MessageError(f"it claims {length:,} bytes; the limit is {_LARGEST:,}")
-    data = _exactly(connection, length)
-    return None if data is None else unpack_handshake(data)
+    return unpack_handshake(data)
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes | None:
-    # Not a byte more, because descriptors arrive with the next byte.
+def ask(connection: socket.socket, request: HandshakeMessage, expected: type[A], refused: type[GraftError]) -> A:
+    """Send a request, and return its answer, which has the type ``expected``. Raises ``refused`` for any other."""
+    send_handshake(connection, request)
+    answer = receive_handshake(connection)
+    if not isinstance(answer, expected):
+        raise refused(
+            answer.error if isinstance(answer, RequestRefused) else f"the other end answered {type(answer).__name__}"
+        )
+    return answer
+
+
+def receive_exactly(connection: socket.socket, length: int) -> bytes:
+    """Receive this number of bytes, and not one more, because descriptors arrive with the next. Raises EOFError."""
     parts = bytearray()
     while len(parts) < length:
-        try:
-            more = connection.recv(length - len(parts))
-        except ConnectionError:
-            return None
+        more = connection.recv(length - len(parts))
         if not more:
-            return None
+            raise EOFError("the other end is gone")
         parts += more
     return bytes(parts)

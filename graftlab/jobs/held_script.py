@@ -31,13 +31,7 @@ from graftlab.diffs.results import named_tensors
 from graftlab.errors import ConfigError, GraftError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.grafting.kept import KeptPairs
-from graftlab.jobs.handshake import (
-    HoldAccepted,
-    HoldRequest,
-    RequestRefused,
-    receive_handshake,
-    send_handshake,
-)
+from graftlab.jobs.handshake import HoldAccepted, HoldRequest, ask
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
@@ -387,12 +381,7 @@ def _join(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _Script
     with connection:
         connection.settimeout(_ANSWER_LIMIT)
         request = HoldRequest(side, rank, size, os.getpid(), str(device), own_backend())
-        send_handshake(connection, request)
-        answer = receive_handshake(connection)
-        if isinstance(answer, RequestRefused):
-            raise ConfigError(answer.error)
-        if not isinstance(answer, HoldAccepted):
-            raise ConfigError(f"the comparison answered {type(answer).__name__}")
+        answer = ask(connection, request, HoldAccepted, ConfigError)
         *shared, line, wake, death_pipe = receive_descriptors(connection, answer.descriptors)
     die_with_notebook(death_pipe)
     place = Place(side, rank, size, answer.other_world_size)

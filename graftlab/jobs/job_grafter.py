@@ -30,7 +30,7 @@ from graftlab.taps.untraced import outside_compiled_code
 
 
 @dataclass(frozen=True)
-class _Takes:
+class _UnreplacedTap:
     """Handles taps by the grafter's original method, whatever replaces it."""
 
     tap: Callable[..., Any]
@@ -197,7 +197,7 @@ class JobGrafter(Grafter):
 
     def trace_steps(self, order: TraceSteps) -> None:
         """Trace the first steps under the plan of this version. Called on the control thread."""
-        traced = TracedSteps(order.request, order.steps, self.place.side, self, _Takes(super().tap))
+        traced = TracedSteps(order.request, order.steps, self.place.side, self, _UnreplacedTap(super().tap))
         with self._ordering:
             self._traced_steps, self._orders[order.version] = traced, traced
 

@@ -20,6 +20,7 @@ from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.descriptors import SharedDescriptors
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (
     Contact,
     Contacts,
@@ -144,12 +145,7 @@ class Membership:
 
     def note_contact(self, rank: AttachedRankHandle, contact: Contact) -> None:
         """Send the rank's address to the other ranks, and theirs to it."""
-        others = dict(self._contacts)
-        self._contacts[rank.place.world_rank] = contact
-        rank.channel.send(pack(Contacts(tuple(others.values()))))
-        for other in self._ranks:
-            if other is not rank and other.place.world_rank in self._contacts:
-                other.channel.send(pack(Contacts((contact,))))
+        introduce(rank, contact, self._contacts, self._ranks)
 
     def note_linked(self, rank: AttachedRankHandle, message: LinkReport) -> None:
         """Note that the rank is connected to all others, and start the world if it was the last."""
@@ -240,3 +236,12 @@ class Membership:
         if self._shared is not None:
             self._shared.release()
             self._shared = None
+
+
+def introduce(rank: RankHandle, contact: Contact, known: dict[int, Contact], ranks: Sequence[RankHandle]) -> None:
+    """Note the contact of a rank among the ``known`` ones, send it to their ranks, and theirs to this one."""
+    rank.channel.send(pack(Contacts(tuple(known.values()))))
+    known[rank.place.world_rank] = contact
+    for other in ranks:
+        if other is not rank and other.place.world_rank in known:
+            other.channel.send(pack(Contacts((contact,))))

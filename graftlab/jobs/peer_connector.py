@@ -31,6 +31,7 @@ from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.keys import derive_keys
 from graftlab.exchange.peers import Link
 from graftlab.exchange.tcp import RouterSocket, TcpChannel
+from graftlab.jobs.handshake import receive_exactly
 from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import peer_uid
 from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
@@ -233,8 +234,8 @@ class PeerConnector:
         return SocketChannel(connection), self._their_arena(connection, contact)
 
     def _receive_hello(self, connection: socket.socket) -> _PeerHello:
-        length = int.from_bytes(_exactly(connection, 2), "little")
-        hello: _PeerHello = _decoder.decode(_exactly(connection, length))
+        length = int.from_bytes(receive_exactly(connection, 2), "little")
+        hello: _PeerHello = _decoder.decode(receive_exactly(connection, length))
         return hello
 
     def _their_arena(self, connection: socket.socket, contact: Contact) -> Arena:
@@ -270,22 +271,10 @@ class PeerConnector:
             self._router.close()
 
     def close(self) -> None:
-        """Close the links."""
         for channel, _ in self._links.values():
             channel.close()
         self._router.close()
         self._refusals.close()
-
-
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    # Not a byte more, because a descriptor arrives with the next byte.
-    data = b""
-    while len(data) < length:
-        more = connection.recv(length - len(data))
-        if not more:
-            raise EOFError("the other end is gone")
-        data += more
-    return data
 
 
 def _own_folder() -> Path:

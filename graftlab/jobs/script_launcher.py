@@ -95,7 +95,6 @@ class ScriptProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the command has ended."""
         return self._process.poll() is not None
 
     @property

@@ -23,6 +23,7 @@ from graftlab.jobs.handshake import (
     RequestRefused,
     WorldShare,
     WorldShareRequest,
+    ask,
     receive_handshake,
     send_handshake,
 )
@@ -248,12 +249,7 @@ class SessionClient:
                 raise SessionError("the session server has ended")
             with connection:
                 connection.settimeout(self._config.timeout)
-                send_handshake(connection, request)
-                reply = receive_handshake(connection)
-                if isinstance(reply, RequestRefused):
-                    raise SessionError(reply.error)
-                if not isinstance(reply, WorldShare):
-                    raise SessionError(f"the session server answered {type(reply).__name__}")
+                reply = ask(connection, request, WorldShare, SessionError)
                 return reply, receive_descriptors(connection, reply.descriptors)
 
     def _request(self, state: RejoinState | None) -> JoinRequest:

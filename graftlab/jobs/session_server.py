@@ -184,8 +184,9 @@ class SessionServer:
                     select.select([self._wake_read], [], [], 1.0)
                     continue
                 # In parallel, so that a process that connects and is silent delays no other.
-                thread = threading.Thread(target=self._shake_hands, args=(connection,), name="graftlab-handshake")
-                thread.daemon = True
+                thread = threading.Thread(
+                    target=self._shake_hands, args=(connection,), name="graftlab-handshake", daemon=True
+                )
                 self._handshakes[thread] = connection, time.monotonic() + _HANDSHAKE_LIMIT
                 thread.start()
         for thread in self._end_handshakes(math.inf):

@@ -155,7 +155,6 @@ def _places(size: int) -> npt.NDArray[np.int64]:
 
 
 def _sorted_magnitudes(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
-    """The magnitudes of sorted values in order."""
     negative = int(np.searchsorted(values, 0))
     # Both parts are in order, and a stable sort merges them in a fraction of an ordinary sort's time.
     return np.sort(np.concatenate([-values[:negative][::-1], values[negative:]]), kind="stable")

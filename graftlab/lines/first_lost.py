@@ -57,11 +57,19 @@ def first_lost(
     # A step that both sides make as a whole must not be judged by a part of it.
     theirs_by_rank, ours_by_rank = _every_value(target), _every_value(baseline)
     elsewhere, ours_elsewhere = (
-        _Known([each for trace in side for each in trace.elsewhere], tolerance) for side in (baseline, target)
+        _FingerprintIndex([each for trace in side for each in trace.elsewhere], tolerance)
+        for side in (baseline, target)
     )
-    on_target = _Side(target[rank], target, rank, _Known(ours_by_rank, tolerance), _result(baseline[ours]), elsewhere)
+    on_target = _Side(
+        target[rank], target, rank, _FingerprintIndex(ours_by_rank, tolerance), _result(baseline[ours]), elsewhere
+    )
     on_baseline = _Side(
-        baseline[ours], baseline, ours, _Known(theirs_by_rank, tolerance), _result(target[rank]), ours_elsewhere
+        baseline[ours],
+        baseline,
+        ours,
+        _FingerprintIndex(theirs_by_rank, tolerance),
+        _result(target[rank]),
+        ours_elsewhere,
     )
     if (missing := _missing_sum(baseline[ours], target, rank, tolerance)) is not None:
         return LostOnBothSides([], [missing], (len(baseline[ours].operations), len(target[rank].operations)))
@@ -135,7 +143,7 @@ def _in_places(trace: SliceTrace) -> dict[tuple[OperationPlace, int], int]:
     }
 
 
-class _Known:
+class _FingerprintIndex:
     """Finds fingerprints among those of the other side."""
 
     def __init__(self, fingerprints: Iterable[Fingerprint], tolerance: float) -> None:
@@ -190,7 +198,7 @@ def _total(each: Fingerprint) -> float:
 
 
 @dataclass
-class _Parts:
+class _KnownShare:
     """How many elements of a value its parts have, and how many of these the other side has."""
 
     all: int = 0
@@ -213,10 +221,10 @@ class _Side:
     trace: SliceTrace
     ranks: Sequence[SliceTrace]
     rank: int
-    known: _Known
+    known: _FingerprintIndex
     other_result: Fingerprint | None
     """The other side's value of the tap, which differs from this side's."""
-    elsewhere: _Known
+    elsewhere: _FingerprintIndex
     """Values that the other side computed before the tap, but not for it."""
     _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
     _of_all_ranks: dict[int, list[Fingerprint]] | None = None
@@ -413,12 +421,12 @@ class _Side:
             if each.outputs and all(self._is_silent_and_equal(number) for number in each.outputs):
                 equal.add(each.index)
             # An operation that takes a part of a value proves only that part: the rest may still differ.
-            parts = _Parts()
+            parts = _KnownShare()
             is_whole = False
             for number in each.outputs:
                 own = has(number)
                 size = math.prod(self.trace.values[number].shape)
-                taken = _Parts()
+                taken = _KnownShare()
                 if self.trace.values[number].dtype in COUNTS:
                     # A part of chosen indices may be right by chance.
                     own |= {*readers[each.index, number]} <= rescued and bool(readers[each.index, number])

@@ -86,7 +86,7 @@ def stack_entries(
         code = each.f_code
         origin = _origin(code.co_filename)
         if origin != _INTERNAL:
-            # The entry has the code, so no other can get its id.
+            # The entry holds the code, so no other object gets its id.
             place = id(code), each.f_lasti
             if place not in entries:
                 line = each.f_lineno or code.co_firstlineno

@@ -114,7 +114,7 @@ def _has_own_backward(frames: Sequence[SourceFrame]) -> bool:
 
 
 class _Layout(NamedTuple):
-    """Where a tensor's elements are in its memory; ``stride`` is None for a tensor of another kind."""
+    """The place of a tensor's elements in its memory; ``stride`` is None for a tensor that is not strided."""
 
     shape: tuple[int, ...]
     begin: int = 0
@@ -130,21 +130,21 @@ class _Layout(NamedTuple):
 
 
 @dataclass
-class _Writes:
+class _Storage:
     """The state of one storage: its life, because addresses are reused, and the operations that wrote to it."""
 
     life: int
     writes: int = 0
     writers: list[int] = field(default_factory=list)
     present: dict[int, _Layout] = field(default_factory=dict)
-    """The values that it holds now, each with where they are in the memory."""
+    """Its present values, each with its place in the memory."""
     is_written_in_place: bool = False
     path: str | None = None
     searches: int = 0
 
 
 class _Argument(NamedTuple):
-    """What a schema says of an argument. ``default`` is empty where it has none."""
+    """An argument in a schema. ``default`` is empty if it has none."""
 
     name: str
     is_by_name: bool
@@ -153,17 +153,17 @@ class _Argument(NamedTuple):
 
 
 class _Signature(NamedTuple):
-    """What is known of an operation before it is called."""
+    """The facts of an operation that are known before it is called."""
 
     name: str
     arguments: tuple[_Argument, ...]
     is_collective: bool
-    """Whether it may still be under way when it returns, and its schema does not say what it writes to."""
+    """Whether it may still be in progress when it returns, and its schema does not show what it writes to."""
     has_later_result: bool
     may_draw: bool
 
     def given(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
-        """The arguments with the values that were given."""
+        """The arguments with the given values."""
         for place, argument in enumerate(self.arguments):
             if place < len(args):
                 yield argument, args[place]
@@ -173,7 +173,7 @@ class _Signature(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _signature(func: Any) -> _Signature:
-    # Torch makes each part of a schema anew whenever it is asked.
+    # torch makes each part of a schema anew at each access.
     schema = func._schema
     name = schema.name.rpartition("::")[2].removeprefix("_")
     is_collective = func.namespace in _COLLECTIVES
@@ -199,7 +199,7 @@ def modes_in_force() -> list[TorchDispatchMode]:
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _BegunOperation:
     """Notes on an operation, made before it runs."""
 
     signature: _Signature
@@ -239,14 +239,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values: list[TracedValue] = []
         self.fingerprints: dict[int, Fingerprint] = {}
         self.left_out: set[int] = set()
-        """The values without a fingerprint: over the budget, far from what is wanted, or not in ``only``."""
+        """The values without a fingerprint: over the budget, far from wanted values, or not in ``only``."""
         self.is_open = True
         self.present_step: Callable[[], int] = int
         """Returns the code's present step, counted from the first."""
         self.is_near = True
         """Whether the code is near a wanted value."""
         self.reads_constants = True
-        """Whether fingerprints are taken, far from what is wanted, of what no operation computed."""
+        """Whether fingerprints far from wanted values are taken of values that no operation computed."""
         self.is_cut_short = False
         """Whether there were too many operations to record all."""
         self.fails_silently = False
@@ -261,7 +261,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.only = only
         self._paused = 0
         self._known: dict[tuple[Any, ...], int] = {}
-        self._written: dict[int, _Writes] = {}
+        self._written: dict[int, _Storage] = {}
         self._named: set[int] = set()
         self._entries: dict[tuple[int, int], StackEntry] = {}
         self._lives = 0
@@ -312,7 +312,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _fail(self, error: Exception) -> None:
         self.failure, self.is_open = error, False
 
-    def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Begun:
+    def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _BegunOperation:
         """Note the values that an operation reads, before it may overwrite them."""
         signature = _signature(func)
         read, written = [], []
@@ -333,17 +333,19 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._keep(read)
         node, index = _autograd_node(), len(self.operations)
         if self.only is not None and not self.only.issuperset(inputs):
-            # An operation that leads to a wanted value reads wanted values alone.
-            return _Begun(signature, read, written, inputs, index, node)
+            # An operation that leads to a wanted value reads only wanted values.
+            return _BegunOperation(signature, read, written, inputs, index, node)
         # Without the frames of this method and of the method that the operation calls.
         stack = tuple(stack_entries(sys._getframe(2), self._entries))
         shapes = [tuple(each.shape) for each in _tensors([*args, *given.values()])]
         call, arguments = _in_words(signature, args, given)
-        return _Begun(
+        return _BegunOperation(
             signature, read, written, inputs, index, node, stack, _forward_lines(node), call, arguments, shapes
         )
 
-    def _end(self, begun: _Begun, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> Any:
+    def _end(
+        self, begun: _BegunOperation, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any
+    ) -> Any:
         """Record an operation that has run, and return the result to continue with."""
         # Operations inside this one were not recorded, because torch disables the mode meanwhile.
         index, written, signature = begun.index, begun.written, begun.signature
@@ -410,7 +412,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kept[number] = each.clone()
 
     def _fed_to(
-        self, begun: _Begun, args: Sequence[Any], given: dict[str, Any]
+        self, begun: _BegunOperation, args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with fed values replaced, except where the operation writes to them."""
         if begun.index not in self.fed:
@@ -462,14 +464,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory.writers.append(index)
             memory.is_written_in_place = True
 
-    def _memory(self, tensor: torch.Tensor) -> _Writes:
+    def _memory(self, tensor: torch.Tensor) -> _Storage:
         address = _address(tensor)
         return self._written.get(address) or self._begin_life(tensor, [])
 
-    def _begin_life(self, tensor: torch.Tensor, writers: list[int]) -> _Writes:
+    def _begin_life(self, tensor: torch.Tensor, writers: list[int]) -> _Storage:
         """Note that this tensor's memory is new, whatever was at its address before."""
         self._lives += 1
-        memory = self._written[_address(tensor)] = _Writes(self._lives, 0, writers)
+        memory = self._written[_address(tensor)] = _Storage(self._lives, 0, writers)
         return memory
 
     def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
@@ -489,7 +491,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_parameter = value.is_parameter or (isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value))
         path, is_new = value.path, number not in self._named or is_parameter != value.is_parameter
         if is_new and (is_parameter or not value.sources) and self._is_near(number):
-            # Its name is searched for among thousands of objects.
+            # The search for its name goes through thousands of objects.
             self._named.add(number)
             path = path_of(tensor, sys._getframe(1))
         if (path, is_parameter) != (value.path, value.is_parameter):
@@ -516,7 +518,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether an operation that may draw random numbers does. An attention that drops out nothing does not."""
+    """Whether an operation that may draw random numbers does. Attention without dropout does not."""
     values = {argument.name: value for argument, value in signature.given(args, given)}
     drops_out = any(argument.name == "dropout_p" for argument in signature.arguments)
     return not drops_out or bool(values.get("dropout_p"))

@@ -129,7 +129,9 @@ class SliceTrace:
     ran_elsewhere: tuple[tuple[TracedOperation, tuple[Fingerprint, ...]], ...] = ()
 
     def beside(self, earlier: SliceTrace) -> SliceTrace:
-        """This, with what ``earlier``, a trace of the same call, has of operations that did not lead to its value."""
+        """This trace, with the values of ``earlier``, a trace of the same call, for operations that did not lead to its
+        value.
+        """
         others = earlier.elsewhere, earlier.of_forward, earlier.ran_elsewhere
         return replace(self, elsewhere=others[0], of_forward=others[1], ran_elsewhere=others[2])
 
@@ -202,7 +204,7 @@ def _elsewhere(
 
     lines = {line(each) for each in chosen}
     indices = {each.index for each in chosen}
-    # A line in a loop runs thousands of operations that differ in what they compute alone.
+    # A line in a loop runs thousands of operations that differ only in their values.
     alike: dict[object, list[Operation]] = defaultdict(list)
     for each in recorder.operations:
         if each.index not in indices and not each.only_arranges and recorder.fingerprints.keys() & each.outputs:

@@ -142,11 +142,11 @@ def _in_rounds(
         # Everything matches by value, so no fault hides a tap.
         return proposal
     left, tries = rounds, 0
-    grafted: set[tuple[str, ...]] | None = None
+    grafted: set[tuple[str, str, str, Side]] | None = None
     following = proposal
     try:
         while left:
-            if grafted != (wanted := {_graft_key(pair) for pair in _grafts(proposal)}):
+            if grafted != (wanted := {(*_key(pair), pair.layout.text, pair.whole) for pair in _grafts(proposal)}):
                 baseline, target = record(_grafts(proposal))
                 following, grafted = match(baseline, target, before=proposal, trusted=trusted), wanted
             if _matched(following) > _matched(proposal) or _more_rules(following, proposal):
@@ -171,10 +171,6 @@ def _in_rounds(
     except KeyboardInterrupt:
         return replace(proposal, notices=(*proposal.notices, INTERRUPTED))
     return proposal
-
-
-def _graft_key(pair: Pair) -> tuple[str, ...]:
-    return pair.baseline, pair.target, pair.layout.text, pair.whole
 
 
 def _key(pair: Pair) -> tuple[str, str]:

@@ -29,7 +29,7 @@ _Family = tuple[str, str, Side]
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _ShownCall:
     """The rows that one call of a tap has shown, and the call's place among its side's taps."""
 
     order: int
@@ -43,7 +43,7 @@ class _RowTaps:
 
     baseline: str
     target: str
-    shown: Mapping[Side, Sequence[_Shown]]
+    shown: Mapping[Side, Sequence[_ShownCall]]
 
     def found(self, mine: RecordedTap, theirs: RecordedTap) -> FoundRows | None:
         """The target's rows in the baseline, for a call of each side's tap; None if either has yet to show its rows."""
@@ -125,7 +125,7 @@ def _row_taps(
         chosen[side] = list(
             dict.fromkeys([*ids[:_TRIED], *floats[:_TRIED], *(n for n in floats if n in found_at[side])])
         )
-    shown: dict[tuple[Side, str], list[_Shown]] = {}
+    shown: dict[tuple[Side, str], list[_ShownCall]] = {}
     for mine in chosen["baseline"]:
         for theirs in chosen["target"]:
             one, other = calls["baseline"][mine][0], calls["target"][theirs][0]
@@ -141,15 +141,14 @@ def _row_taps(
                 yield each
 
 
-def _shown(taps: Sequence[RecordedTap], fetch: Fetch | None) -> Iterator[_Shown]:
+def _shown(taps: Sequence[RecordedTap], fetch: Fetch | None) -> Iterator[_ShownCall]:
     for tap in taps:
         value = value_of(tap, fetch)
         if value is not None:
-            yield _Shown(tap.order, call_of(tap.name), ShownRows.of(value))
+            yield _ShownCall(tap.order, call_of(tap.name), ShownRows.of(value))
 
 
 def _shows(taps: _RowTaps, order: RowOrder) -> bool:
-    """Whether these taps show a known order."""
     last: list[list[ShownRows]] = []
     for side, call in (("baseline", order.baseline), ("target", order.target)):
         own = [each for each in taps.shown[side] if each.call == call]  # type: ignore[index]

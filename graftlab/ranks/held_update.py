@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graftlab.ranks.state_snapshot import StateSnapshot
+from graftlab.ranks.state_snapshot import StateSnapshot, own_part
 from graftlab.taps.calls import tap_handler
-from graftlab.taps.training import scale_of, tap_scaled, watch_training
+from graftlab.taps.training import scale_of, tap_gradients, watch_training
 from graftlab.taps.watch import Watch, weights_of
 
 # Elements of a gradient that are kept for a closer look.
@@ -204,12 +204,7 @@ class HeldUpdate:
             for key, value in self._optimizer.state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
                     handler.tap(f"{name}.{key}", value, None, {"kind": "optimizer"})
-        scale = scale_of(self._optimizer)
-        for name, weight in reversed(weights.items()):
-            if weight.grad is not None and scale is None:
-                handler.tap(name, weight.grad, None, {"kind": "param_grad"})
-            elif weight.grad is not None:
-                tap_scaled(handler, name, weight.grad, scale)
+        tap_gradients(handler, self._optimizer, reversed(weights.items()))
 
     def take_inputs(self) -> None:
         """Tap the update's inputs, and let repetitions begin with the taps' results."""
@@ -229,7 +224,7 @@ class HeldUpdate:
     def _results(self) -> list[torch.Tensor]:
         self._base.restore()
         self._step()
-        shown = [_local(weight).clone() for weight in self._weights().values()]
+        shown = [own_part(weight).clone() for weight in self._weights().values()]
         self._base.restore()
         return shown
 
@@ -250,10 +245,6 @@ def _scale_of_losses() -> float:
     # An optimizer does not know its scaler.
     scalers = [each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
     return float(scalers[0].get_scale()) if len(scalers) == 1 else 1.0
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _named(models: Mapping[str, torch.nn.Module], optimizer: torch.optim.Optimizer) -> torch.nn.Module:

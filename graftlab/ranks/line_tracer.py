@@ -174,7 +174,7 @@ class _LineTracer:
     ) -> None:
         self.recorder = OperationRecorder(request.only)
         self.recorder.present_step = self._present_step
-        # Of what the forward pass reads, the backward pass of one side alone may read a part.
+        # Only one side's backward pass may read some of the values that the forward pass reads.
         self.recorder.reads_constants = _has_gradient(request)
         self.recorder.is_near = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
@@ -224,7 +224,7 @@ class _LineTracer:
         self.recorder.begin_taps()
         if not isinstance(own, torch.Tensor) or not self.recorder.is_open:
             return self._takes.tap(name, value, extras, tags, replace)
-        given, _ = given_tags(name, dict(ambient.get()), tags, _ignore_warning)
+        given, _ = given_tags(name, dict(ambient.get()), tags, None)
         names = [(each.name, each.tags) for each in self._grafter.plan.pairings(self._side, name, given)]
         calls = [
             self._note(paired, paired_tags if paired_tags is not None else given, own) for paired, paired_tags in names
@@ -279,7 +279,3 @@ class _LineTracer:
         if name not in self._fed:
             self._fed[name] = self._show(name, value)
         return self._fed[name]
-
-
-def _ignore_warning(name: str, what: str) -> None:
-    """Ignore a warning about an invalid tag, because the grafter has shown it in an earlier run."""

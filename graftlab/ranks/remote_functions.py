@@ -129,7 +129,6 @@ def round_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def call_in_float64(callee: Callee, *args: Any, **kwargs: Any) -> Any:
-    """Run the callee in float64."""
     with in_float64():
         return bind_callee(callee, args, kwargs)()
 

@@ -21,6 +21,12 @@ _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 _MAX_DEPTH = 6
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
 def _is_of_sharding(value: Any) -> bool:
     """Whether this is torch's state of a sharded model, which must match where its weights are at the moment."""
     return type(value).__module__.startswith("torch.distributed.") and not isinstance(value, _KNOWN)
@@ -59,7 +65,7 @@ class StateSnapshot:
         found: dict[str, torch.Tensor] = {}
         left: list[str] = []
         for path, tensor in tensors_by_path(roots):
-            local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+            local = own_part(tensor).detach()
             before = self._kept.get(id(tensor))
             if before is not None and _same_bits(local, before):
                 continue
@@ -151,7 +157,7 @@ class StateSnapshot:
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = own_part(tensor)
         kept = local.detach().clone()
         self._kept[id(tensor)] = kept
 

@@ -1,4 +1,4 @@
-"""The numbers of a call as float32 in the place of 16 bits: what rounding hides in the one shows in the other."""
+"""Repeats a call in float32 instead of 16 bits, to show mistakes that rounding hides."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from graftlab.errors import SessionError
 _NARROW = (torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BUDGET = 1 << 30
-"""Bytes that the wide copies may take."""
+"""The most bytes of the wide copies."""
 
 
 class WideTensors:
-    """The tensors of 16 bits among these with their values as float32, in place, until :meth:`narrow`.
+    """The 16-bit tensors among these, widened in place to float32 until :meth:`narrow`.
 
     ``numbers`` are values to take in the place of a tensor's own, by its id, also of tensors with more bits.
 
@@ -29,7 +29,7 @@ class WideTensors:
         if not any(each.dtype in _NARROW for each in chosen.values()):
             raise SessionError("no tensor of 16 bits was found")
         for each in chosen.values():
-            # What writes into one of two views must reach the other.
+            # A write into one of two views must reach the other.
             if type(each) not in _PLAIN or each.layout != torch.strided or each._base is not None:
                 raise SessionError("some tensors are sharded, sparse or views of others")
         storages = {each.untyped_storage().data_ptr() for each in chosen.values() if each.numel()}
@@ -47,13 +47,13 @@ class WideTensors:
             raise SessionError(str(error).partition("\n")[0]) from error
 
     def _put(self, tensor: torch.Tensor, wide: torch.Tensor, narrow: torch.Tensor) -> None:
-        # A gradient has the dtype of its tensor; a snapshot brings it back.
+        # A gradient must have its tensor's dtype. A snapshot restores the gradient.
         tensor.grad = None
         tensor.data = wide
         self._narrow.append((tensor, narrow))
 
     def narrow(self) -> None:
-        """Put the tensors of 16 bits back."""
+        """Restore the 16-bit tensors."""
         for tensor, data in self._narrow:
             tensor.grad = None
             tensor.data = data

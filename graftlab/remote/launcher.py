@@ -28,6 +28,7 @@ from graftlab.jobs.handshake import (
     pack_handshake,
     unpack_handshake,
 )
+from graftlab.jobs.membership import introduce
 from graftlab.jobs.proxy import Ends, TcpListener
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
@@ -36,7 +37,6 @@ from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import end_ranks
 from graftlab.ranks.messages import (
     Contact,
-    Contacts,
     Dispatch,
     Hello,
     LinkReport,
@@ -202,12 +202,7 @@ class _RemoteLaunch:
     # ---- the ranks' messages ------------------------------------------------------------------------------------
 
     def _on_contact(self, contact: Contact, rank: RemoteRankHandle) -> None:
-        others = tuple(self._contacts.values())
-        self._contacts[rank.place.world_rank] = contact
-        rank.channel.send(pack(Contacts(others)))
-        for other in self.ranks:
-            if other is not rank and other.place.world_rank in self._contacts:
-                other.channel.send(pack(Contacts((contact,))))
+        introduce(rank, contact, self._contacts, self.ranks)
 
     def _on_linked(self, report: LinkReport, rank: RemoteRankHandle) -> None:
         rank.note_links(report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -103,12 +103,7 @@ class _TrainingTaps:
             return
         for setting, values in self._settings(optimizer).items():
             handler.tap(f"{self._prefix}optimizer.{setting}", values, None, {"kind": "optimizer"})
-        scale = scale_of(optimizer)
-        for name, weight in self._in_backward_order():
-            if weight.grad is not None and scale is None:
-                handler.tap(name, weight.grad, None, {"kind": "param_grad"})
-            elif weight.grad is not None:
-                tap_scaled(handler, name, weight.grad, scale)
+        tap_gradients(handler, optimizer, self._in_backward_order())
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._accumulated.clear()
@@ -159,9 +154,20 @@ def scale_of(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     return scaler if isinstance(scaler, torch.Tensor) else None
 
 
-def tap_scaled(handler: taps.TapHandler, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Tap a gradient without the factor that a scaler has left in it; a graft is written with the factor."""
-    assert scale is not None
+def tap_gradients(
+    handler: taps.TapHandler, optimizer: torch.optim.Optimizer, weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Tap the gradients that an optimizer reads, without the factor that a scaler has left in them."""
+    scale = scale_of(optimizer)
+    for name, weight in weights:
+        if weight.grad is not None and scale is None:
+            handler.tap(name, weight.grad, None, {"kind": "param_grad"})
+        elif weight.grad is not None and scale is not None:
+            _tap_scaled(handler, name, weight.grad, scale)
+
+
+def _tap_scaled(handler: taps.TapHandler, name: str, gradient: torch.Tensor, scale: torch.Tensor) -> None:
+    """Tap a gradient without its factor; a graft is written with the factor."""
     factor = scale.to(gradient.device)
     shown = gradient.detach() / factor
     # Compare only this rank's shard: comparing whole DTensors is a collective.

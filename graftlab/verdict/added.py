@@ -216,7 +216,7 @@ def labelled(
 _LONGEST_FILTER = 4_000
 
 
-def lonely_filter(rows: pd.DataFrame) -> str | None:
+def one_sided_filter(rows: pd.DataFrame) -> str | None:
     """A filter for the groups without a measured tap, which only one side has; None if there are none.
 
     A filter that would be too long leaves out the last groups.
@@ -228,12 +228,12 @@ def lonely_filter(rows: pd.DataFrame) -> str | None:
         names.setdefault(group, set()).add((name, kind_of(tags)))
         if status in MEASURED:
             measured.add(group)
-    lonely = [names[group] for group in names if group not in measured]
-    while lonely:
-        text = filter_of(sorted((each for names in lonely for each in names), key=str))
+    one_sided = [names[group] for group in names if group not in measured]
+    while one_sided:
+        text = filter_of(sorted((each for names in one_sided for each in names), key=str))
         if text is None or len(text) <= _LONGEST_FILTER:
             return f"({text})" if text else None
-        lonely = lonely[: len(lonely) // 2]
+        one_sided = one_sided[: len(one_sided) // 2]
     return None
 
 

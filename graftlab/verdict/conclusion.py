@@ -105,7 +105,6 @@ def tap_summaries(rows: Sequence[Row], history: History = History()) -> list[Tap
 
 
 def history_of(frame: pd.DataFrame, noise_floor: float) -> History:
-    """The history of a run, from its frame."""
     if not len(frame):
         return History()
     facts = Facts(frame)

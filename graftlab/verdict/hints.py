@@ -175,17 +175,13 @@ def _changes(x: Tensor, y: Tensor, tells: Sequence[Callable[[Tensor, Tensor], Te
     """The changes that fit, in this order."""
     for tell in tells:
         for text, changed in tell(x, y):
-            hint = Hint(text, _fit(x, y, changed))
+            hint = Hint(text, 1.0 - float((y - changed).norm() / (y - x).norm()))
             if hint.fit >= GOOD_FIT:
                 yield hint
 
 
 Tell = Iterator[tuple[str, Tensor]]
 """Changes of the baseline's values, in words and as a tensor."""
-
-
-def _fit(x: Tensor, y: Tensor, changed: Tensor) -> float:
-    return 1.0 - float((y - changed).norm() / (y - x).norm())
 
 
 def _constant(x: Tensor, y: Tensor) -> Tell:

@@ -130,7 +130,7 @@ def find_origins(
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ModuleInputs:
     """The inputs of one call of a module: the measured rows, by the tap of the module's output on the target."""
 
     tap: str
@@ -198,7 +198,7 @@ class _Search:
         calls = self._calls_on(now)
         return next((tap for tap, call in calls.items() if call.module in _behind(now["target_name"])), None)
 
-    def _chain(self, tap: str, now: Mapping[str, Any]) -> list[_Given]:
+    def _chain(self, tap: str, now: Mapping[str, Any]) -> list[_ModuleInputs]:
         """The measured inputs of the module behind a tap, and of the modules around it, the innermost first."""
         calls = self._calls_on(now)
         by_module = {call.module: each for each, call in calls.items()}
@@ -206,7 +206,7 @@ class _Search:
         for each in (tap, *(by_module[name] for name in calls[tap].within if name in by_module)):
             rows = self._given(each, now)
             if len(rows):
-                chain.append(_Given(each, calls[each], rows))
+                chain.append(_ModuleInputs(each, calls[each], rows))
         return chain
 
     def _given(self, tap: str, now: Mapping[str, Any]) -> pd.DataFrame:
@@ -217,7 +217,7 @@ class _Search:
 
     # ---- the two answers ----------------------------------------------------------------------------------------
 
-    def _itself(self, group: str, now: Mapping[str, Any], own: _Given) -> ErrorOrigin:
+    def _itself(self, group: str, now: Mapping[str, Any], own: _ModuleInputs) -> ErrorOrigin:
         return ErrorOrigin(
             group,
             now["name"],
@@ -229,7 +229,7 @@ class _Search:
             (now["name"],),
         )
 
-    def _before(self, group: str, now: Mapping[str, Any], chain: Sequence[_Given]) -> ErrorOrigin | None:
+    def _before(self, group: str, now: Mapping[str, Any], chain: Sequence[_ModuleInputs]) -> ErrorOrigin | None:
         """The origin for a tap that agrees when all modules around it have the same inputs."""
         floor = now["floor"] or np.finfo(float).tiny
         sizes = [_sizes(each.rows) / floor for each in chain]
@@ -265,21 +265,21 @@ class _Search:
             tensors=frozenset(() if given.call.tensor is None else (given.call.tensor,)),
         )
 
-    def _modules(self, given: _Given) -> dict[Side, str]:
+    def _modules(self, given: _ModuleInputs) -> dict[Side, str]:
         name = str(given.rows["baseline_name"].iloc[0]).removesuffix(SUFFIX)
         known = (calls[name].module for calls in self._calls["baseline"] if name in calls)
         return {"baseline": next(known, name), "target": given.call.module}
 
-    def _left_out(self, given: _Given) -> tuple[str, ...]:
+    def _left_out(self, given: _ModuleInputs) -> tuple[str, ...]:
         """The arguments of this module that were not compared, by their names on one side; see `_side_left_out`."""
         return tuple(self._left_out_by_side(given)[self._side_left_out(given)])
 
-    def _side_left_out(self, given: _Given) -> Side:
+    def _side_left_out(self, given: _ModuleInputs) -> Side:
         """The side whose names of uncompared arguments are used: the target, if it has some."""
         of_side = self._left_out_by_side(given)
         return "baseline" if of_side["baseline"] and not of_side["target"] else "target"
 
-    def _left_out_by_side(self, given: _Given) -> dict[Side, list[str]]:
+    def _left_out_by_side(self, given: _ModuleInputs) -> dict[Side, list[str]]:
         names = {f"{given.tap}{SUFFIX}", str(given.rows["baseline_name"].iloc[0])}
         of_side: dict[Side, dict[str, None]] = {"target": {}, "baseline": {}}
         for row in self._not_compared:
@@ -287,7 +287,7 @@ class _Search:
                 of_side[row["side"]][row["tags"]["argument"]] = None
         return {side: list(found) for side, found in of_side.items()}
 
-    def _taps_before(self, given: _Given, around: _Given | None) -> tuple[str, ...]:
+    def _taps_before(self, given: _ModuleInputs, around: _ModuleInputs | None) -> tuple[str, ...]:
         """The last taps that the module around computes before the wrong input, without those inside other modules."""
         values, rows = self._values, given.rows
         before = (values["rank"] == rows["rank"].iloc[0]) & (values["step"] == rows["step"].iloc[0])

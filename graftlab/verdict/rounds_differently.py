@@ -41,7 +41,9 @@ class RoundingGroups:
         return math.isnan(self.total) or self.restored <= self.total / 2
 
     def sentences(self, in_float32: float | None = None) -> list[str]:
-        """What a verdict says of them; ``in_float32`` is its largest ratio in a run in float32 that names nothing."""
+        """A verdict's sentences on them; ``in_float32`` is the largest ratio of its runs in float32, if they name
+        nothing.
+        """
         if not self.groups:
             return []
         shown = first_of(self.groups, _MOST_SHOWN)
@@ -51,13 +53,14 @@ class RoundingGroups:
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
             f"of {' and '.join(self.dtypes)} taps always are."
         )
+        how = f"{compute} in a different order or precision"
         if in_float32 is None:
             why = (
-                f"So {compute} in a different order or precision, or with a mistake that is smaller than one rounding: "
-                "a run in float32 shows the mistake, and not the others."
+                f"So {how}, or with a mistake that is smaller than one rounding: a run in float32 shows the mistake, "
+                "and not the others."
             )
         else:
-            why = f"In float32 the sides agree, so only the rounding differs: {compute} in a different order or precision."
+            why = f"In float32 the sides agree, so only the rounding differs: {how}."
         said = [f"{found} {why}"]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"

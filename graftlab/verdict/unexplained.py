@@ -203,7 +203,7 @@ class UnexplainedDifferences:
         return said + [f"{what}." for what in (self.returned.left if self.returned else ())]
 
     def after_last_tap(self, *, all_grafted: bool = True) -> list[str]:
-        """A sentence where something is computed differently after the last tap, or beside all of them.
+        """A sentence if something is computed differently after the last tap, or beside all taps.
 
         Unless ``all_grafted``, a tap that has no baseline's value may be the reason.
         """
@@ -214,7 +214,7 @@ class UnexplainedDifferences:
             return [f"{_capital(worst.what)} differs {worst.size}, and no tap was measured on both sides."]
         if not all_grafted:
             return [f"With the baseline's value at every tap that could be grafted, {worst.what} differs {worst.size}."]
-        # The parts of a result have taps, and nothing comes after them: a cache is written before.
+        # If the parts of a result have taps, nothing comes after them: a cache is written before.
         where = "that no tap shows" if _OF_A_RESULT.fullmatch(self._last) else f"after the last tap, {self._last},"
         return [
             f"Something {where} is computed differently: with the baseline's value at every tap, {worst.what} still "
@@ -239,7 +239,7 @@ class UnexplainedDifferences:
         return [f"{_capital(worst.what)}{more} differs {worst.size}{grafts}."]
 
     def lost_gradients(self) -> list[str]:
-        """A sentence for each side on the weights of both sides whose gradients it alone computes."""
+        """A sentence for each side on weights of both sides whose gradients only that side computes."""
         rows = self.compared
         kinds = pd.Series([kind_of(tags) for tags in rows["tags"]], index=rows.index, dtype=object)
         of_both = set(rows.loc[(kinds == "param") & rows["status"].isin(MEASURED), "name"])

@@ -80,7 +80,9 @@ class Findings:
     """Sentences on reasons why named groups may be innocent."""
     not_repeated: Sequence[str] = ()
     causes: Mapping[str, Causes] = field(default_factory=dict)
-    """By the title of the output at which they were measured: its group, or the name of a result of several parts."""
+    """The causes, by the title of the output at which they were measured: its group, or the name of a result with
+    parts.
+    """
     hints: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
     data: Sequence[str] = ()
@@ -108,7 +110,7 @@ class Findings:
     rounding: RoundingGroups = field(default_factory=RoundingGroups)
     """The groups that round differently. They are among the named ones."""
     in_float32: float | None = None
-    """The largest ratio of the same runs in float32, if that names nothing either; set for a call of 16 bits."""
+    """The largest ratio of the same runs in float32, if they name nothing either; set for a call of 16 bits."""
     maps: Mapping[str, ShownMap] = field(default_factory=dict)
     """Where the tensors of a culprit differ, by group."""
     origins: ErrorOrigins | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kit.tensors import DTYPES, bits, layouts
 
-from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes, copyable, dtype_named, from_bytes, to_bytes
+from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes, assembled, copyable, dtype_named, from_bytes, to_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -54,3 +56,11 @@ def test_every_dtype_of_torch_has_a_name_and_nothing_else_of_torch_is_one() -> N
     for name in ("float3", "load", "__name__", ""):
         with pytest.raises(ValueError, match=f"torch has no dtype '{name}'"):
             dtype_named(name)
+
+
+def test_bytes_become_a_tensor_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        for shape in ((0, 3), (2, 3)):
+            data = bytes(4 * math.prod(shape))
+            made = assembled([data[:5], data[5:]], len(data), torch.float32, shape)
+            assert (made.device.type, tuple(made.shape)) == ("cpu", shape)

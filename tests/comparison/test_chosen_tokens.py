@@ -55,7 +55,7 @@ def test_a_token_that_one_wrong_logit_has_turned_is_no_near_tie() -> None:
     theirs[1, -1, 700] += 4e-5
     (token,) = found(ours, theirs)
     assert not token.is_tie
-    assert "not a near tie: in the call before, the baseline's logits of both are 2e-05 apart" in sentence_on(
+    assert "not a near tie: in the previous call, the baseline's logits of both are 2e-05 apart" in sentence_on(
         [token], 4, "Model"
     )
 
@@ -134,7 +134,7 @@ def test_a_near_tie_is_proven_and_another_choice_is_not_excused(
     assert text.startswith("3 calls of Model agree. Before call 4, of Model, the tokens differ in row"), text
     if how == "rounds":
         assert answer["answer"] == "agree"
-        assert "by a near tie: in the call before, the baseline's logits of both are 0 apart" in text
+        assert "by a near tie: in the previous call, the baseline's logits of both are 0 apart" in text
         assert "Not checked: what the scripts compute from different tokens." in text
     else:
         assert answer["answer"] == "differ"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from torch import nn
 from graftlab.__main__ import main
 from graftlab.comparison.held_calls import (
     JudgingChoice,
+    Repeats,
     _have_equal_rows,
     _other_batch,
     answer_of,
@@ -34,7 +36,16 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.ranks import held_call
-from graftlab.ranks.held_call import CallDescription, HeldCall, ScriptEnd, WatchChoice, describe_call
+from graftlab.ranks.held_call import (
+    CallDescription,
+    HeldCall,
+    ScriptEnd,
+    WatchChoice,
+    describe_call,
+    drop_backward,
+    repeat_call,
+    try_backward,
+)
 from graftlab.ranks.held_functions import FunctionInFile, arguments_of
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
@@ -309,7 +320,7 @@ def test_batches_of_other_sizes_are_named(ours: tuple[int, ...], theirs: tuple[i
     told = _other_batch(calls[:1], calls[1:])
     assert bool(told) == said
     assert not said or told[0].startswith(
-        "The calls have batches of other sizes, 3 on the baseline and 2 on the target"
+        "The calls have batches of different sizes, 3 on the baseline and 2 on the target"
     )
     assert not _other_batch(calls[:1] * 2, calls[1:])
 
@@ -483,3 +494,23 @@ def test_only_what_was_compared_to_its_end_agrees(
 ) -> None:
     findings = Findings(**{"frame": taps_of("a"), "threshold": 5.0, "target_ranks": 1, **found})
     assert answer_of(findings, trusted=trusted, results_compared=results_compared) == answer
+
+
+@pytest.mark.parametrize("explain", [True, False])
+def test_calls_are_judged_as_the_caller_has_chosen(explain: bool) -> None:
+    session = MagicMock()
+    choice = JudgingChoice(output="logits", floor=1e-3, threshold=7.0)
+    assert Repeats(session).verdict(choice, explain=explain) is session.verdict.return_value
+    session.verdict.assert_called_once_with(
+        repeat_call, repeat_call, output="logits" if explain else None, floor=1e-3, threshold=7.0, explain=explain
+    )
+
+
+def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
+    session = MagicMock()
+    session.run.return_value = SimpleNamespace(baseline=[None], target=[None])
+    assert Repeats(session).add_backward() is None
+    assert session.run.call_args_list == [call(try_backward, try_backward)]
+    session.run.return_value = SimpleNamespace(baseline=[None], target=[None, "no gradient"])
+    assert Repeats(session).add_backward() == "no gradient"
+    assert session.run.call_args_list[1:] == [call(try_backward, try_backward), call(drop_backward, drop_backward)]

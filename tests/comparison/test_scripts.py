@@ -59,7 +59,7 @@ def test_a_mistake_of_later_calls_is_named_in_unchanged_scripts(
     assert (answer["answer"], answer["exit_code"], answer["named"]) == ("differ", 1, ["layers.*.out"])
     text = str(answer["text"])
     assert text.startswith(
-        "1 call of Model agrees. At call 2, of Model:\nlayers.* is computed differently in layers 0-1, "
+        "1 call of Model agrees. In call 2, of Model:\nlayers.* is computed differently in layers 0-1, "
     )
     assert "With the baseline's layers.*.out the output output.logits agrees" in text
     assert "layers.* is computed differently in layers 0-1, " in Path(str(answer["report"])).read_text()
@@ -98,7 +98,7 @@ def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict
 def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
     turns._models = ["Net", "Net"]
-    for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "At call 2, of Net:")):
+    for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "In call 2, of Net:")):
         frame = pd.DataFrame({"group": [group], "label": ["culprit"]})
         findings = Findings(frame, 5.0, 1, inputs=["input.ids@input"])
         assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)

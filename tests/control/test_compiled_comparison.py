@@ -254,7 +254,7 @@ def test_a_difference_after_the_last_tap_is_reported(session: gl.Session) -> Non
 
     compared = session.compare_compiled(ends_untapped, args=(X,), backend=faulty)
     assert compared.verdict.named == []
-    assert "what is computed between the last tap and the result differs. Tap the result." in compared.text
+    assert "the computation between the last tap and the result differs. Tap the result." in compared.text
 
 
 def test_code_that_does_not_run_in_float64_is_compared_and_reported(session: gl.Session) -> None:

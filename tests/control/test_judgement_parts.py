@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from graftlab.control.job_steps import JobStepsAbandoned
-from graftlab.control.judgement import Judgement, _changed, _is_same_layer, _outputs_themselves
-from graftlab.control.unmeasured import effects_not_measured
+from graftlab.control.judgement import Judgement
+from graftlab.control.swaps import _is_same_layer
+from graftlab.control.unmeasured import baseline_changed, effects_not_measured, outputs_themselves
 from graftlab.errors import SessionError
 from graftlab.verdict.causes import Causes
 
@@ -72,10 +73,10 @@ def test_an_effect_is_missing_only_if_no_output_was_measured_for_it() -> None:
 
 
 def test_what_swaps_did_not_show_is_said_of_one_output_and_of_several() -> None:
-    assert _outputs_themselves([]) == []
-    assert _outputs_themselves(["a"])[0].startswith("No later tap depends on a: it is an output itself")
-    assert _outputs_themselves(["a", "b"])[0].startswith("No later tap depends on a, b: they are outputs themselves")
-    assert "the same values at a, b, c, so the swaps" in _changed("abcd")
+    assert outputs_themselves([]) == []
+    assert outputs_themselves(["a"])[0].startswith("No later tap depends on a: it is an output itself")
+    assert outputs_themselves(["a", "b"])[0].startswith("No later tap depends on a, b: they are outputs themselves")
+    assert "the same values at a, b, c, so the swaps" in baseline_changed("abcd")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graftlab.control import line_runs
-from graftlab.control.line_runs import LineSearch, _makes_same_change, _Traced, _with_counterpart, _written
+from graftlab.control.line_runs import LineSearch, _makes_same_change, _TracedCall, _with_counterpart, _written
 
 
 def operation(index: int, name: str = "add") -> Any:
@@ -31,10 +31,10 @@ def remedy(**given: Any) -> Any:
     return SimpleNamespace(**{**usual, "is_certain": False, **given})
 
 
-def call(group: str = "g", **given: Any) -> _Traced:
+def call(group: str = "g", **given: Any) -> _TracedCall:
     row = {"added": 1e-2, "floor": 1e-6, "floor_max": 1e-6, "cast": None, "dtype": "float32", "rank": 0}
     wanted: Any = SimpleNamespace(name=group)
-    return _Traced(group, row, wanted, given.pop("is_worst", True), **given)
+    return _TracedCall(group, row, wanted, given.pop("is_worst", True), **given)
 
 
 class Traced:
@@ -160,7 +160,7 @@ def test_remedies_come_first_unless_a_counterpart_is_preferred(search: Any, graf
     assert search._choose([call("a", lost=on_both())], Traced((1,))) == []
 
 
-def test_no_more_operations_are_grafted_than_the_limit_allows(search: Any, grafts: dict[str, Any]) -> None:
+def test_operations_are_grafted_up_to_a_limit(search: Any, grafts: dict[str, Any]) -> None:
     grafts["a"] = {9: 90}
     full = [{n: n} for n in range(line_runs.MOST_GRAFTS)]
     assert search._choose([call("a", lost=on_both(), grafts=list(full))], Traced((9,))) == []
@@ -215,9 +215,7 @@ def test_a_remedy_with_which_the_tap_agrees_is_the_cure(search: Any) -> None:
         assert (mine.cure, mine.is_settled) == ((tried, True) if agrees else (None, False))
 
 
-def test_a_tap_that_still_differs_is_compared_again_and_other_operations_confirm_nothing(
-    search: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tap_that_still_differs_is_compared_again(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
     monkeypatch.setattr(search, "_compare", lambda calls, traced: compared.extend(calls))
     mine = call("a", grafts=[{1: 10}])

@@ -48,8 +48,8 @@ def line(name: str, order: int, ratio: float = 0.0, **more: Any) -> dict[str, An
     return {"name": name, "order": order, "ratio": ratio, **usual, **more}
 
 
-def mechanisms(runs: Runs, lonely: str | None = None) -> Mechanisms:
-    return Mechanisms(runs, lonely)  # type: ignore[arg-type]
+def mechanisms(runs: Runs, one_sided: str | None = None) -> Mechanisms:
+    return Mechanisms(runs, one_sided)  # type: ignore[arg-type]
 
 
 def frame_of(*lines: dict[str, Any]) -> pd.DataFrame:

@@ -220,7 +220,7 @@ def test_a_trace_says_where_other_values_lead_to_the_result_than_were_wanted() -
     assert other.without_fingerprint
 
 
-def test_what_one_line_ran_elsewhere_is_kept_once_with_all_results() -> None:
+def test_operations_of_one_line_that_ran_elsewhere_are_kept_once_with_all_results() -> None:
     _, first = traced(2)
     (product, made), *_ = (each for each in first.ran_elsewhere if each[0].name == "mul")
     assert (product.frames[0].source, len(made)) == ("x = x * weight", 3)

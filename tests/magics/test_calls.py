@@ -352,3 +352,21 @@ def test_completion_offers_what_may_stand_there(
     found = complete_graft(context)
     assert [each.text for each in found["completions"]] == expected
     assert bool(found.get("suppress")) is bool(expected)
+
+
+@pytest.mark.parametrize("has_stdin", [False, True])
+def test_the_debugger_takes_one_command_or_prompts_where_a_person_can_answer(
+    has_stdin: bool, notebook: Notebook, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(notebook.magics, "_has_stdin", lambda: has_stdin)
+    prompts: list[str] = []
+    monkeypatch.setattr(magics, "prompt", lambda rank, *_: prompts.append(rank))
+    notebook.session.runs.append(SimpleNamespace(failures={"target[0]": "ValueError", "target[1]": "ValueError"}))
+    notebook.run("debug baseline[0] p x")
+    assert notebook.calls == [("post_mortem", ("baseline[0]", "p x"), {})]
+    assert capsys.readouterr().out == "post_mortem\n"
+    notebook.run("debug")
+    shown = capsys.readouterr().out
+    assert prompts == (["target[0]"] if has_stdin else [])
+    assert shown.startswith("" if has_stdin else "post_mortem\n`%graft debug target[0] p EXPR` shows a value")
+    assert bool(shown) is not has_stdin

@@ -15,7 +15,7 @@ from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher
 from graftlab.matching.contradictions import other_roles
 from graftlab.matching.matcher import match_taps
-from graftlab.matching.mistakes import _where
+from graftlab.matching.mistakes import _other_layers, _where
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
@@ -717,3 +717,13 @@ def test_a_guess_is_the_name_most_alike_of_the_same_shape_and_nearest_in_order()
 def test_the_frame_of_an_empty_proposal_has_all_columns() -> None:
     assert list(Proposal(()).frame.columns) == list(COLUMNS)
     assert Proposal(()).frame["match_rel"].dtype == "float64"
+
+
+def test_layers_in_another_order_are_held_to_the_shift_of_the_other_weights() -> None:
+    pairs = [Pair(f"h.{n + 2}.mlp", f"b.{n}.mlp") for n in range(5)]
+    pairs += [Pair(f"h.{n}.act", f"b.{m}.act") for n, m in ((2, 0), (4, 1), (3, 2))]
+    said = _other_layers(pairs, set())
+    assert [name for name, *_ in map(str.split, said)] == ["b.1.act", "b.2.act"]
+    assert said[0] == (
+        "b.1.act has the values of h.4.act, which is in layer 4; it should be layer 3, as for other weights"
+    )

@@ -447,3 +447,20 @@ def test_a_split_that_is_not_even_is_refused(ranks, change, message):
 def test_without_a_process_group_the_error_says_what_to_call():
     with pytest.raises(RuntimeError, match=r"init_process_group first"):
         TensorParallelTransformer(CONFIG)
+
+
+def test_shards_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view would keep the whole weight in memory, write it into each checkpoint, and train it."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    full = tensor_parallel.Linear(8, 6)
+    shards = [
+        tensor_parallel.ColumnParallelLinear(full, 2, 4, None),
+        tensor_parallel.RowParallelLinear(full, 2, 4, None),
+        tensor_parallel.VocabParallelHead(full, None, tied=False),
+    ]
+    for shard, own in zip(shards, (full.weight[2:4], full.weight[:, 2:4], full.weight[3:]), strict=True):
+        assert torch.equal(shard.weight, own)
+        assert shard.weight.untyped_storage().nbytes() == own.numel() * 4
+        assert shard.weight.untyped_storage().data_ptr() != full.weight.untyped_storage().data_ptr()
+    assert tensor_parallel.VocabParallelHead(full, None, tied=True).weight is full.weight

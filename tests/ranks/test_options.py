@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import graftlab as gl
 from graftlab.base import limits
 from graftlab.errors import LaunchError
 from graftlab.magics.command_line import COMMANDS
+from graftlab.ranks import launcher
 from graftlab.ranks.launcher import _environment
 from graftlab.ranks.options import LaunchOptions
 
@@ -69,3 +71,47 @@ def test_collectives_of_ranks_stay_on_this_machine_unless_the_user_says_otherwis
     assert {_environment()[name] for name in names} == {"lo" if sys.platform.startswith("linux") else "lo0"}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     assert _environment()["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+class Ending:
+    """A rank that ends within ``needs`` seconds, or never."""
+
+    def __init__(self, clock: list[float], done: list[str], name: str, needs: float) -> None:
+        self.channel = SimpleNamespace(send=lambda message: done.append(f"asked {name}"))
+        self.alive = True
+        self._clock, self._done, self._name, self._needs = clock, done, name, needs
+
+    def join(self, timeout: float) -> bool:
+        self._done.append(f"joined {self._name} for {timeout:g}")
+        self._clock[0] += min(timeout, self._needs)
+        return self._needs <= timeout
+
+    def kill(self) -> None:
+        self._done.append(f"killed {self._name}")
+
+
+def test_ranks_share_the_time_to_end_and_all_that_are_left_are_killed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, done = [100.0], list[str]()
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    ranks: Any = [Ending(clock, done, name, needs) for name, needs in (("a", 0.5), ("b", 9.0), ("c", 1.0), ("d", 0.0))]
+    launcher.end_ranks(ranks, patience=2.0)
+    assert done[:4] == ["asked a", "asked b", "asked c", "asked d"]
+    assert done[4:8] == ["joined a for 2", "joined b for 1.5", "joined c for 0", "joined d for 0"]
+    assert done[8:] == ["killed b", "killed c", "joined b for 5", "joined c for 5"]
+    assert not any(rank.alive for rank in ranks)
+
+
+def test_a_stop_while_ranks_end_leaves_none_alive() -> None:
+    killed: list[str] = []
+
+    class Stopped(Ending):
+        def join(self, timeout: float) -> bool:
+            raise KeyboardInterrupt
+
+        def kill(self) -> None:
+            killed.append(self._name)
+
+    ranks: Any = [Stopped([0.0], [], name, 0.0) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        launcher.end_ranks(ranks)
+    assert killed == ["a", "b"]

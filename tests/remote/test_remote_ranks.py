@@ -102,6 +102,7 @@ def test_code_is_interrupted_inspected_and_edited_while_it_runs(session: gl.Sess
 def test_a_killed_rank_is_named_and_nothing_stays_behind(session: gl.Session, hosts: LocalHosts) -> None:
     pids = [rank.pid or 0 for rank in session.ranks]
     processes = watch(pids)
+    session.execute("print('a last line')", on="target")
     run = session.start(serve, serve).wait_steps(1)
     os.kill(pids[2], signal.SIGKILL)
     with pytest.raises(gl.RunError, match=r"target\[1\].*killed by SIGKILL"):
@@ -111,7 +112,7 @@ def test_a_killed_rank_is_named_and_nothing_stays_behind(session: gl.Session, ho
     session.close()
     assert still_there(processes) == []
     assert hosts.released == 1
-    assert "a line" in session.ranks[1].log.read_text()
+    assert "a last line" in session.ranks[1].log.read_text()
 
 
 def test_a_machine_with_another_graftlab_or_python_is_refused() -> None:

@@ -855,3 +855,27 @@ def test_edit_after_compilation_reaches_the_tap_at_one_step_on_all_ranks(tmp_pat
     # Sides that end the loop at different steps leave taps without a counterpart at the end only.
     others = frame[frame["status"] != "compared"]
     assert (others["step"] > compared["step"].max() - 1).all()
+
+
+def test_the_choice_of_taps_holds_in_its_block_alone_even_if_that_fails() -> None:
+    def now() -> tuple[object, bool]:
+        return compiled._choice, compiled._is_given
+
+    before = now()
+
+    def fail() -> None:
+        with compiled.only_taps(("inner",)):
+            raise ZeroDivisionError
+
+    with compiled.only_taps(("outer",)):
+        outer = now()
+        assert outer[1]
+        assert compiled._matches("outer", (), outer[0])
+        assert not compiled._matches("inner", (), outer[0])
+        with compiled.only_taps(None):
+            assert now() == (None, True)
+        assert now() == outer
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert now() == outer
+    assert now() == before

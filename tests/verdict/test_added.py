@@ -11,7 +11,7 @@ import pytest
 from graftlab.filters.expressions import compile_filter
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.added import _taps, added_frame, coarser_dtype, lonely_filter, named_groups, records, unseen_of
+from graftlab.verdict.added import _taps, added_frame, coarser_dtype, named_groups, one_sided_filter, records, unseen_of
 from graftlab.verdict.floor import Floor, pool
 
 EPS = 2.0**-24
@@ -137,8 +137,8 @@ def test_unmeasured_taps_are_reported(bad: Row, said: str) -> None:
 
 
 def test_one_sided_taps_are_reported_for_each_side() -> None:
-    lonely = [row(name, None, status="missing") for name in "ab"]
-    assert unseen_of(frame_of(*lonely, row("c", None, status="unmatched", side="baseline"))) == [
+    one_sided = [row(name, None, status="missing") for name in "ab"]
+    assert unseen_of(frame_of(*one_sided, row("c", None, status="unmatched", side="baseline"))) == [
         "2 taps (a, b) are on the target only.",
         "1 tap (c) is on the baseline only.",
     ]
@@ -151,16 +151,18 @@ def test_values_are_named_before_gradients() -> None:
 
 
 def test_one_sided_taps_have_their_own_filter() -> None:
-    lonely = {"status": "unmatched", "rel_l2": None}
-    rows = frame_of(row("layers.0.a"), row("layers.0.b", **lonely), row("layers.1.b", **lonely), row("c", **lonely))
-    text = lonely_filter(rows)
+    one_sided = {"status": "unmatched", "rel_l2": None}
+    rows = frame_of(
+        row("layers.0.a"), row("layers.0.b", **one_sided), row("layers.1.b", **one_sided), row("c", **one_sided)
+    )
+    text = one_sided_filter(rows)
     assert text is not None
     matches = compile_filter(text).matches
     assert [name for name in ("layers.0.a", "layers.0.b", "layers.7.b", "c", "d") if matches({"name": name})] == [
         *("layers.0.b", "layers.7.b", "c")
     ]
     # One of the group was measured, so the sides do have it.
-    assert lonely_filter(frame_of(row("layers.0.b"), row("layers.1.b", **lonely))) is None
+    assert one_sided_filter(frame_of(row("layers.0.b"), row("layers.1.b", **one_sided))) is None
 
 
 def test_rows_as_dicts_have_plain_numbers_and_none_for_what_is_missing() -> None:

@@ -14,7 +14,7 @@ from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
 from graftlab.verdict.lines import DifferingLine
-from graftlab.verdict.wording import Findings, _ranks, text_of
+from graftlab.verdict.wording import Findings, _is_coarse, _ranks, text_of
 
 
 def tap(
@@ -218,3 +218,8 @@ def test_groups_with_the_same_first_line_have_it_once_below_them() -> None:
 )
 def test_the_ranks_on_which_a_tap_differs_are_named_in_one_or_several(wrong: list[int], count: int, said: str) -> None:
     assert _ranks(pd.DataFrame({"rank": wrong}), count) == said
+
+
+def test_only_floating_dtypes_of_few_bits_are_coarse_and_unknown_ones_are_none() -> None:
+    dtypes = ("bfloat16", "float8_e5m2", "float32", "int8", "float4_of_a_later_torch", "nn")
+    assert [dtype for dtype in dtypes if _is_coarse(dtype)] == ["bfloat16", "float8_e5m2"]

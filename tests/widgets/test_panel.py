@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ipywidgets as widgets
@@ -295,3 +297,25 @@ def test_it_is_not_refreshed_while_no_page_shows_it(panel: Example, session: Fak
     views(1)
     assert panel in refresher
     assert panel.followed == followed + 1
+
+
+def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
+    panel: Any = Panel.__new__(Panel)
+    taken: list[str] = []
+    panel.__dict__.update(
+        _snapshot=SimpleNamespace(update=taken.append),
+        static_html=lambda with_figures: "all" if with_figures else "part",
+        in_background=lambda work: taken.append("in background"),
+        _snapshot_state=(False, 1, True, 3),
+        _next_snapshot=0.0,
+    )
+    panel._renew_snapshot((False, 1, True, 3), False)
+    assert taken == []
+    panel._renew_snapshot((False, 2, False, 3), False)
+    # That one is not finished.
+    panel._renew_snapshot((False, 2, True, 3), False)
+    assert taken == ["in background"]
+    panel._take_snapshot()
+    assert panel._next_snapshot < math.inf
+    panel._renew_snapshot((True, 2, True, 3), True)
+    assert taken == ["in background", "all", "all"]

@@ -87,7 +87,7 @@ def _leaves(value: object) -> list[torch.Tensor]:
     return [torch.zeros(1) if value is None else torch.as_tensor(value)]
 
 
-def test_faults_in_the_forward_pass_move_the_logits_and_controls_do_not() -> None:
+def test_faults_of_the_forward_pass_alone_move_the_logits() -> None:
     config = Config()
     tokens, weights = scoring.make_tokens(config), make_weights(config)
     wanted = Model(Math(config), weights)(tokens)
@@ -99,6 +99,8 @@ def test_faults_in_the_forward_pass_move_the_logits_and_controls_do_not() -> Non
     with torch.no_grad():
         unmoved = [each.name for each in FAULTS if each.regime == "forward" and off(each) < 1e-5]
         moved = [each.name for each in CONTROLS if each.regime == "forward" and off(each) > 1e-5]
+        # Their truth is a gradient, so the values are right.
+        moved += [each.name for each in FAULTS if each.regime == "backward" and off(each) > 1e-5]
     assert (unmoved, moved) == ([], [])
 
 

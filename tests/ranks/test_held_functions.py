@@ -1,0 +1,163 @@
+"""Which call of a function is held: of the model that it loads, of the models that it calls, or of the function."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.grafters import become_rank
+from torch import nn
+
+import graftlab as gl
+from graftlab.errors import SessionError
+from graftlab.ranks import held_call, held_functions
+from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice
+from graftlab.ranks.held_functions import define_call, hold_callee, load_and_hold
+from graftlab.taps import calls
+
+X = torch.ones(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def namespace(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The variables of the rank."""
+    become_rank(monkeypatch, "target")
+    monkeypatch.setattr(held_call, "_held", None)
+    here = calls.here()
+    assert here is not None
+    return here.vars
+
+
+def held(load: Any, inputs: Any = X, backward: bool = False, choice: WatchChoice | None = None) -> CallDescription:
+    return load_and_hold(load, inputs, choice or WatchChoice(), backward)
+
+
+def named(found: CallDescription) -> set[str]:
+    """The first parts of the taps' names."""
+    return {tap.partition(".")[0] for tap in found.taps}
+
+
+def test_a_loaded_model_is_called_with_the_inputs_and_gradients_on_request() -> None:
+    model = nn.Linear(2, 1)
+    found = held(lambda: model)
+    assert torch.equal(found.plain[""], model(X))
+    assert not found.needs_backward
+    assert held(lambda: model, backward=True).needs_backward
+    assert held(lambda: model, {"input": X}).plain.keys() == {""}
+
+
+def test_both_sides_draw_the_same_numbers_for_weights_and_for_inputs() -> None:
+    drawn: list[Any] = []
+
+    def load() -> nn.Module:
+        drawn.append((torch.rand(1).item(), random.random(), float(np.random.rand())))
+        return nn.Linear(2, 1)
+
+    def inputs() -> torch.Tensor:
+        return torch.rand(1, 2)
+
+    first = held(load, inputs).plain[""]
+    torch.rand(5), random.random(), np.random.rand()
+    assert torch.equal(held(load, inputs).plain[""], first)
+    assert drawn[0] == drawn[1]
+
+
+def test_a_function_of_the_inputs_is_held_with_the_models_that_it_calls() -> None:
+    encoder, decoder = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def translate(x: torch.Tensor) -> Any:
+        return decoder(encoder(encoder(x)))
+
+    assert named(held(translate)) == {"Linear[0]", "Linear[1]"}
+    held_call.held_call().end()
+    assert not named(held(lambda: lambda x: nn.functional.relu(nn.Linear(2, 2)(x)))) & {"Linear", "Linear[0]"}
+    first, then = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    assert named(held(lambda x: then(first(x)))) == {"Linear", "Sequential"}
+    with pytest.raises(SessionError, match=r"translate needs x; give inputs"):
+        held(translate, None)
+
+
+def test_a_function_without_models_has_taps_at_its_inputs_and_its_result() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    found = held(double)
+    assert found.taps
+    assert found.model == "double"
+    assert torch.equal(found.plain[""], 2 * X)
+
+
+def test_a_function_that_taps_by_itself_is_held_as_it_is() -> None:
+    def tapped(x: torch.Tensor) -> torch.Tensor:
+        return gl.tap("mine", x * 2)
+
+    assert held(tapped).taps == ("mine",)
+    assert hold_callee(tapped, (X,), {}, WatchChoice()).taps == ("mine",)
+
+
+def test_what_cannot_be_called_is_refused_with_its_class() -> None:
+    with pytest.raises(SessionError, match="returned Tensor, which cannot be called"):
+        held(lambda: X)
+
+
+def test_looking_for_models_leaves_them_and_the_inputs_as_they_were() -> None:
+    norm, x = nn.BatchNorm1d(2), torch.randn(4, 2)
+    before = x.clone()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = norm(x)
+        x.zero_()
+        return result
+
+    held(call, x)
+    held_call.held_call().end()
+    assert int(norm.num_batches_tracked) == 0
+    assert torch.equal(x, before)
+
+
+def test_an_expression_of_the_notebook_is_held_with_its_models(namespace: dict[str, Any]) -> None:
+    namespace.update(model=nn.Linear(2, 1), x=X)
+    found = hold_callee("model(x)", (), {}, WatchChoice())
+    assert torch.equal(found.plain[""], namespace["model"](X))
+    plain = hold_callee(lambda x: x + 1, (X,), {}, WatchChoice())
+    assert plain.taps
+    assert isinstance(held_call._held, HeldCall)
+
+
+def test_a_call_is_defined_for_the_notebook_and_its_models_are_tapped(
+    namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[Any] = []
+    monkeypatch.setattr(
+        held_functions, "watch", lambda model, prefix, include: watched.append((model, prefix, include))
+    )
+    model = nn.Linear(2, 1)
+
+    class File:
+        def __init__(self, found: Any) -> None:
+            self.found = found
+
+        def find(self) -> Any:
+            return self.found
+
+    def make() -> nn.Module:
+        return model
+
+    def call(x: torch.Tensor, y: int = 2) -> Any:
+        return model(x) * y
+
+    def number() -> int:
+        return 3
+
+    for found, expected in ((model, model), (make, model), (call, call)):
+        watched.clear()
+        define_call(File(found), {"x": X} if found is call else X, "name == 'x'")  # type: ignore[arg-type]
+        assert watched == [(model, "", "name == 'x'")]
+        assert namespace["graftlab_call"] is expected
+    assert (namespace["graftlab_args"], list(namespace["graftlab_kwargs"])) == ((), ["x"])
+    define_call(File(number), None, None)  # type: ignore[arg-type]
+    assert namespace["graftlab_call"] is number
+    assert eval(held_functions.CALL, namespace) == 3
