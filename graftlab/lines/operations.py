@@ -446,15 +446,19 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def set_by_tap(self, tensor: torch.Tensor, tap: str, *, changed: bool) -> int:
         """Note that a tap showed this tensor, and whether it overwrote it. Returns the value's number."""
-        # What was computed from it before the tap is no more set by the tap than where a graft overwrites it.
-        is_late = not self._computed_from.isdisjoint({self._number(tensor, None), *self._of_same_numbers(tensor)})
-        if changed or is_late:
+        # A received tensor may be at the address of one that no longer exists, so that only a write gives it a number
+        # that is the same in each run.
+        if changed or self._has_been_read(tensor):
             self._write(tensor, None)
         self.begin_taps()
         number = self._number(tensor, None)
         for each in {number, *(() if changed else self._of_same_numbers(tensor))}:
             self.values[each] = replace(self.values[each], tap=tap)
         return number
+
+    def _has_been_read(self, tensor: torch.Tensor) -> bool:
+        """Whether something was computed from the tensor's present value, which a tap sets only from now on."""
+        return not self._computed_from.isdisjoint({self._number(tensor, None), *self._of_same_numbers(tensor)})
 
     def _of_same_numbers(self, tensor: torch.Tensor) -> set[int]:
         """The known values with the same numbers in another shape, as before heads were split."""

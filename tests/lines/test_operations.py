@@ -307,3 +307,16 @@ def test_a_mask_and_its_opposite_agree_up_to_the_rounding_of_their_projections()
     rounded = replace(other, projections=other.projections + 1e-3)
     assert agreement(one, rounded, 1e-5) == MAGNITUDES
     assert agreement(one, replace(one, projections=one.projections + 1e-3), 1e-5) == IN_ORDER
+
+
+def test_a_received_tensor_has_the_same_number_wherever_its_memory_is() -> None:
+    counts = []
+    for reuses in (True, False):
+        with OperationRecorder() as recorder:
+            own = torch.ones(4) * 2
+            with recorder.pause():
+                received = own if reuses else torch.zeros(4)
+            recorder.set_by_tap(received, "x", changed=True)
+            received + 1
+        counts.append([each.outputs for each in recorder.operations])
+    assert counts[0] == counts[1]
