@@ -229,10 +229,9 @@ class Judgement:
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
         if self._can_trace(evidence, naming):
-            # Groups that cancel or round differently are not mistakes. Minor ones may be, if there are no others.
-            labels = ("culprit", "minor")
-            culprits, minor = ({*frame.loc[frame["label"] == each, "group"]} - {*naming.inputs} for each in labels)
-            groups = [group for group in naming.named if group in (culprits or minor)]
+            # Groups that cancel or round differently are not mistakes. Minor ones may be right, as a shifted bias.
+            to_blame = frame.loc[frame["label"] == "culprit", "group"]
+            groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
             self._attempt("the search for lines of source", lambda: search.trace(groups), None)
             # Whatever fails here, the lines that were found are kept.

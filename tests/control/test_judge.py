@@ -180,9 +180,7 @@ def decoding(scale: float) -> None:
 def test_an_output_of_whole_numbers_has_no_floor_and_is_judged(session: gl.Session) -> None:
     verdict = session.verdict(decoding, decoding, args=(1.3,), output="chosen")
     assert "hidden is computed differently in step 2 of 0-5 (" in verdict.text
-    # The line is named where no other group is.
-    assert ", without changing the output.\nThe values first differ here" in verdict.text
-    assert "\nThe output chosen still agrees (0 x its floor)." in verdict.text
+    assert ", without changing the output.\nThe output chosen still agrees (0 x its floor)." in verdict.text
     verdict = session.verdict(decoding, decoding, args=(-1.0,), output="chosen")
     assert verdict.labels["hidden"] == "culprit"
     assert "the output chosen agrees (0 x its floor; above any floor without)" in verdict.text
