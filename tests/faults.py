@@ -78,7 +78,7 @@ class _Finder:
 
     def __init__(self, path: Path, source: bytes) -> None:
         self.found: list[Fault] = []
-        # Differences of which only the size counts.
+        # Differences that count by their size alone.
         self._unsigned: set[ast.AST] = set()
         self._path = path
         self._source = source

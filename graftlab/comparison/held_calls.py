@@ -21,7 +21,7 @@ from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import ResultDifference, compare_named, values_of_other_shapes, written_on_one_side
 from graftlab.diffs.rounding import assumed_floor, roundoff
-from graftlab.errors import MatchError, SessionError, WaitInterrupted
+from graftlab.errors import GraftError, MatchError, SessionError, WaitInterrupted
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import (
@@ -183,7 +183,15 @@ def judge_held_calls(
     verdict = repeats.verdict(choice)
     trusted = not remarks
     is_first = all(each.number <= 1 for each in (*baseline, *target))
-    if trusted and (wide := _closer_look(repeats, verdict, choice, is_first)) is not None:
+    wide: Verdict | None = None
+    not_in_float32: list[str] = []
+    if trusted:
+        try:
+            wide = _closer_look(repeats, verdict, choice, is_first)
+        except GraftError as error:
+            # The verdict on the call itself stands.
+            not_in_float32 = [f"{NOT_CHECKED}the same call in float32, which failed: {str(error).splitlines()[0]}"]
+    if wide is not None:
         if wide.findings.in_float32 is None:
             dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
             what = "no tap explains what differs" if verdict.findings.unexplained else "the calls agree to rounding"
@@ -227,16 +235,15 @@ def judge_held_calls(
     if proposal is not None and proposal.unpaired_rows:
         remarks.append(proposal.unpaired_rows)
         answer = "inconclusive" if answer == "agree" else answer
-    remarks += without_taps
+    remarks += without_taps + not_in_float32
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
-def _unequal_numbers(
-    baseline: Mapping[str, Tensor] | None, target: Mapping[str, Tensor] | None, may_lack: bool
-) -> dict[str, Tensor] | None:
+def _unequal_numbers(baseline: object, target: object, may_lack: bool) -> dict[str, Tensor] | None:
     """The baseline's values of the tensors that differ from the target's; None if one of these has no partner."""
-    if baseline is None or target is None:
+    if not isinstance(baseline, Mapping) or not isinstance(target, Mapping):
+        # They are too large, or cannot be sent.
         return None
     found = {}
     for path, value in target.items():
@@ -270,7 +277,9 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     answer, runs = answer_of(wide.findings, True, True), verdict.runs + wide.runs
     if answer == "agree" and not found.unexplained:
         return Verdict(replace(found, in_float32=float(wide.frame["ratio"].max())), runs)
-    return Verdict(wide.findings, runs) if answer == "differ" and wide.named else None
+    # Weights that differ by one rounding differ in float32, and whatever reads them.
+    is_of_code = wide.named and (wide.findings.weights_lent or not wide.findings.data)
+    return Verdict(wide.findings, runs) if answer == "differ" and is_of_code else None
 
 
 def judge_against_recording(

@@ -35,7 +35,7 @@ class ProcessGroups:
         """The sides that have lost their group, and why."""
         found: dict[str, str] = {}
         for rank in self._ranks:
-            # Jobs that joined have groups of which this session knows nothing.
+            # This session knows nothing of the groups of jobs that joined.
             if rank.takes_work and rank.place.world_size > 1 and not rank.alive:
                 found.setdefault(rank.place.side, f"{rank.label} {rank.how_it_ended()}")
         return found | {side: why for side, why in self._failed.items() if side not in found}

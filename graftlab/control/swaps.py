@@ -32,16 +32,16 @@ from graftlab.verdict.causes import (
     distance,
     find_causes,
 )
-from graftlab.verdict.unexplained import AccumulatedFloors
+from graftlab.verdict.unexplained import OF_A_RESULT, AccumulatedFloors
 
 
 @dataclass(frozen=True)
 class OutputTap:
     """The tap at which effects are measured, with the tags of both sides.
 
-    ``place`` is its step, counted from the run's first, and its position in that step. ``whole`` is the name of the
-    result of several parts of which this is the main one; blank for a value without parts. ``parts`` are the others at
-    which effects are measured too.
+    ``place`` is its step, counted from the run's first, and its position in that step. For the main part of a
+    result, ``whole`` is the result's name, otherwise blank, and ``parts`` are the other parts at which effects are
+    measured too.
     """
 
     name: str
@@ -120,7 +120,6 @@ _MOST_PARTS = 8
 _DIRECT = re.compile(r"\.\w+|\[[^\[\]]*\]")
 _OF_A_CACHE = re.compile(r"((?:.*\.)?output)\..*\[.*")
 """A nested part of the model's output, such as a cache beside ``output.logits``."""
-_OF_A_RESULT = re.compile(r"((?:.*\.)?output)([.\[].*)")
 
 
 def _as_in_taps(path: str) -> str:
@@ -139,7 +138,7 @@ def _last_result(rows: Sequence[dict[str, Any]], returned: Collection[str]) -> t
     of_cache = _OF_A_CACHE.fullmatch(name)
     whole, has_parts, _ = name.partition("[") if of_cache is None else (of_cache[1], True, "")
     beginnings = (f"{whole}[",) if of_cache is None else (f"{whole}[", f"{whole}.")
-    of_result = _OF_A_RESULT.fullmatch(name)
+    of_result = OF_A_RESULT.fullmatch(name)
     if of_result is not None and _as_in_taps(of_result[2]) in returned:
         whole, has_parts, beginnings = of_result[1], True, (f"{of_result[1]}[", f"{of_result[1]}.")
     if not has_parts:
@@ -186,7 +185,10 @@ class Swaps:
         by_size: Sequence[str] = (),
     ) -> Causes:
         """Find the effect of each group on the output. All ``settled`` groups have the baseline's code."""
-        measured = [each for each in output.all if each is output or self.can_measure(groups, each)]
+        measured = [
+            output,
+            *(each for each in output.parts if self._is_recorded(each) and self.can_measure(groups, each)),
+        ]
         floors = [self._floors.of_output(each.group).at_least(roundoff(each.dtype)) for each in measured]
         distances_with = self._distances(groups, settled, measured)
 
@@ -240,6 +242,9 @@ class Swaps:
             return [self._distance(*each) for each in zip(names, outputs, sides, strict=True)]
 
         return distances_with
+
+    def _is_recorded(self, output: OutputTap) -> bool:
+        return all(output.group in each.last for each in self._selves)
 
     def can_measure(self, groups: Sequence[str], output: OutputTap) -> bool:
         """Whether these groups' effect on the output shows: not if they contain earlier calls of the output's tap."""

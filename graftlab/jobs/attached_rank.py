@@ -451,7 +451,7 @@ class AttachedRank:
     # ---- without a session --------------------------------------------------------------------------------------
 
     def _on_server_gone(self) -> None:
-        """Continue without a session until another one listens. Called on the control thread, which then ends."""
+        """Continue without a session until one listens again. Called on the control thread, which then ends."""
         self._connection.channel.close()
         if self._over.is_set():
             return

@@ -230,7 +230,7 @@ class _Side:
     _of_all_ranks: dict[int, list[Fingerprint]] | None = None
 
     def level(self, number: int) -> Level:
-        """How well the other side has a value: itself, or the whole of which this rank has a part."""
+        """How well a value matches one of the other side: a whole value, or this rank's part of one."""
         return self._found(number)[0]
 
     def _found(self, number: int) -> tuple[Level, Level]:
@@ -572,7 +572,7 @@ class _Side:
         """The operations before this one that gave a value a different order or different signs.
 
         For a value in a wrong order, these are the operation that first changed its order, perhaps intentionally, and
-        the one that gave it the shape in which the other side has it in order.
+        the one that gave it the shape of the other side's correctly ordered value.
         """
         by_index = {each.index: each for each in self.trace.operations}
         sources = self._sources()

@@ -82,7 +82,7 @@ class _MixedRole:
     held: str
     text: str
     short: str
-    """The sentence in its short form, after another one on the same module."""
+    """The sentence in its short form, which follows a full one on the same module."""
 
     def is_swapped_with(self, other: _MixedRole) -> bool:
         return (

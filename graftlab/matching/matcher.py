@@ -452,7 +452,7 @@ class Matcher:
         )
 
     def _apply_rules_of_parts(self, rule: Rule) -> None:
-        """Pair the remaining parts of the target's wholes, of which other parts are known."""
+        """Pair the remaining parts of the target's tensors that are already paired in part."""
         left = {tap.name for tap in self.left("baseline")}
         for tap in self.target.values():
             if rule.covers(tap.name) and (name := rule.baseline_for(tap.name)) in left:

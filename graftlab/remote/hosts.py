@@ -41,7 +41,7 @@ class RankHosts(Protocol):
     """The port at which the notebook listens; 0 lets the system choose."""
 
     uses_folder: bool
-    """Whether ranks work in the notebook's folder, if their machine has it."""
+    """Whether ranks work in the notebook's folder, if it exists on their machine."""
 
     threads: int
     """How many threads torch uses on each rank."""

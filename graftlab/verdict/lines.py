@@ -27,7 +27,7 @@ class DifferingLine:
     last that of its result. ``confirmed`` means that the tap agrees when just this operation has the baseline's value;
     ``is_suspect`` that from here on a value has a different order, sign or place, which may be intended; ``lacks_sum``
     that the ranks' results are summands of the baseline's value, and are not summed; ``is_only_here`` that the sides
-    agree without this line, so that only this side has it. ``state`` has the names of tensors that the line reads, that
+    agree without this line, which the other side lacks. ``state`` has the names of tensors that the line reads, that
     outlive a call, and whose values the other side does not read: a weight, a buffer, a cache. ``written`` has for each
     of them the step and the line that wrote it last, blank if unknown. ``stack`` is the line itself and then its
     callers, innermost first.

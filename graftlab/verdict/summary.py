@@ -197,7 +197,7 @@ def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[s
 
 
 def _may_match(text: str, frame: pd.DataFrame) -> bool:
-    """Whether a filter matches one of these rows, or may have matched tags of which the row has only a repr."""
+    """Whether a filter matches one of these rows, or may have matched tags that the row has only as a repr."""
     filter_ = compile_filter(text)
     names = sorted(filter_.names)
     asked = set()

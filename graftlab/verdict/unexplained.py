@@ -40,7 +40,8 @@ class ValueDifference:
         return f"by {self.rel_l2:.2g} ({times})"
 
 
-_OF_A_RESULT = re.compile(r"(.*\.)?output[.\[].*")
+OF_A_RESULT = re.compile(r"((?:.*\.)?output)([.\[].*)")
+"""The name of a tap at a part of what a model returns: the result's name, and the part."""
 
 
 # ---- floors ---------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class UnexplainedDifferences:
         if not all_grafted:
             return [f"With the baseline's value at every tap that could be grafted, {worst.what} differs {worst.size}."]
         # If the parts of a result have taps, nothing comes after them: a cache is written before.
-        where = "that no tap shows" if _OF_A_RESULT.fullmatch(self._last) else f"after the last tap, {self._last},"
+        where = "that no tap shows" if OF_A_RESULT.fullmatch(self._last) else f"after the last tap, {self._last},"
         return [
             f"Something {where} is computed differently: with the baseline's value at every tap, {worst.what} still "
             f"differs {worst.size}."
@@ -339,7 +340,7 @@ class UnexplainedDifferences:
 
 
 def _whole(name: str) -> str:
-    """The name of the value of which a tap shows a part."""
+    """The name of the whole value, for a tap that shows a part of it."""
     return name.partition("[")[0]
 
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.held_calls import _unequal_numbers
+from graftlab.base.shipping import UnshippedValue
+from graftlab.comparison.held_calls import Repeats, _unequal_numbers
 from graftlab.ranks.held_call import HeldCall, WatchChoice
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(5))
@@ -93,6 +94,34 @@ def test_caches_that_differ_by_rounding_are_equal_in_float32(
     assert "@input" not in printed
 
 
+def rounded_weight() -> nn.Module:
+    block = model("", torch.bfloat16)
+    with torch.no_grad():
+        weight = block.get_parameter("0.up.weight")
+        weight.copy_(weight.float() * (1 + 2**-8.6))
+    return block
+
+
+@pytest.mark.ranks
+def test_code_that_reads_weights_of_another_rounding_is_not_blamed_in_float32() -> None:
+    comparison = gl.compare(partial(model, "", torch.bfloat16), rounded_weight, X.bfloat16(), backward=True)
+    with comparison.session:
+        assert comparison.answer == "agree"
+        assert "Weights that are not bit-equal, though within rounding" in comparison.text
+
+
+@pytest.mark.ranks
+def test_a_failure_in_float32_keeps_the_verdict_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise gl.RunError("run 9 failed on target[0]")
+
+    monkeypatch.setattr(Repeats, "in_float32", fails)
+    answer, text = compared("tanh", torch.bfloat16)
+    assert answer == "inconclusive"
+    assert "a run in float32 shows the mistake" in text
+    assert "Not checked: the same call in float32, which failed: run 9 failed on target[0]" in text
+
+
 def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
     same, other = torch.ones(2), torch.zeros(2)
     assert _unequal_numbers({"x": same, "y": same}, {"x": same.clone(), "y": other}, False) == {"y": same}
@@ -101,6 +130,7 @@ def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
     assert _unequal_numbers({"x": same}, {"cache": other}, True) == {}
     assert _unequal_numbers({"x": same}, {"x": other[:1]}, False) is None
     assert _unequal_numbers(None, {}, True) is None
+    assert _unequal_numbers({}, UnshippedValue("dict", "{...}", "a tensor of its own class"), True) is None
     x, y = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
     held = HeldCall(lambda: x + y, {}, {"x": x, "y": y}, WatchChoice())
     assert held.widen({"y": torch.full((2,), 3.0)}) is None

@@ -368,7 +368,7 @@ def test_a_failing_transform_is_reported(session: gl.Session) -> None:
 
 
 class Pooled(torch.nn.Module):
-    """A model with two results, of which the second alone is wrong on the target."""
+    """A model with two results; only the second is wrong on the target."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The session server that a job starts: what it is told, and what it shares with the job's process."""
+"""The session server that a job starts: its settings, and what it shares with the job's process."""
 
 from __future__ import annotations
 

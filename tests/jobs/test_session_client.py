@@ -1,4 +1,4 @@
-"""How a job asks to be admitted: where, how often, and what is said when nobody admits it."""
+"""How a job asks to be admitted: where, how often, and what is reported if no session admits it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def client(tmp_path: Path, **settings: Any) -> SessionClient:
 
 
 class Server:
-    """A rendezvous at which ``answers`` connections are possible, one for each try; None is nobody."""
+    """A rendezvous at which ``answers`` connections are possible, one for each try; None means no listener."""
 
     def __init__(self, folder: Path, *answers: object) -> None:
         self.folder = folder

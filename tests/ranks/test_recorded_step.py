@@ -19,7 +19,7 @@ X, Y = torch.arange(1.0, 9.0), torch.arange(9.0, 17.0)
 
 
 class Step:
-    """A held step with two taps and a result, all of which can be changed."""
+    """A held step with two taps and a result that can all be changed."""
 
     def __init__(self) -> None:
         self.x, self.y, self.result = X, Y, X

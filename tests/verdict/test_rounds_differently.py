@@ -1,4 +1,4 @@
-"""Groups that are never bit-equal from equal inputs, where the others always are, are told apart from mistakes."""
+"""Groups that are never bit-equal from equal inputs, where the others always are, are distinguished from mistakes."""
 
 from __future__ import annotations
 
