@@ -240,7 +240,7 @@ def how_started(starts: int) -> str:
     """A sentence on how the runs were made."""
     return (
         f"The scripts were started again {counted(starts, 'time')}, because a call or an update could not be repeated "
-        "in its process: each run began anew, and reached it by the count of calls and updates."
+        "in its process: each run began from the start, and counted calls and updates up to it."
     )
 
 

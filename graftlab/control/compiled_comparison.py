@@ -166,9 +166,9 @@ class CompiledComparison:
             between = f"{INDENT}... {len(listed) - 2 * _MOST_AT_AN_END} more in comparison.lines"
             listed = [*listed[:_MOST_AT_AN_END], between, *listed[-_MOST_AT_AN_END:]]
         head = (
-            "Only this line's compiled code is wrong; with all else run uncompiled, the result is as wrong:"
+            "Only this line's compiled code is wrong; with everything else uncompiled, the result is just as wrong:"
             if len(lines) == 1
-            else "The compiled code of these lines is wrong, though all else runs uncompiled; without the first or the "
+            else "The compiled code of these lines is wrong, though everything else is uncompiled; without the first or the "
             "last of their operations it is right:"
         )
         return [head, *listed]

@@ -465,7 +465,7 @@ class Judgement:
             found = differences.no_tap_explains()
             if naming.data_differs:
                 # The data are stated first, the difference after them.
-                naming.maybe_explained = [f"{line} What is listed above may explain it." for line in found]
+                naming.maybe_explained = [f"{line} The differences above may explain it." for line in found]
                 found = []
             said += found
             if found and not naming.target_not_repeated and evidence.returned is not None:
@@ -495,7 +495,7 @@ class Judgement:
             return added_frame(rows, floors.of_groups(), constant=constant, own=floors.of_taps())
 
         return self._attempt(
-            "the comparison of what modules are given",
+            "the comparison of modules' inputs",
             lambda: mechanisms.origins(naming.frame, named, evidence.measured, added, self._threshold),
             None,
         )

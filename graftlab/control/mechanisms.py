@@ -174,10 +174,10 @@ class Mechanisms:
         except SessionError:
             # All inputs share one budget. Without a pair of the input, its module's output is looked at.
             return
-        what = "" if origin.arguments[0] == FIRST else f" as {origin.arguments[0]}"
+        which = "the input" if origin.arguments[0] == FIRST else f"input {origin.arguments[0]}"
         hint = hint_of(*pair)
-        self._map(origin.group, f"what {origin.given_to} is given{what}", pair, hint)
-        self._of_inputs[origin.group] = None if hint is None else f"in what {origin.given_to} is given{what}, {hint}"
+        self._map(origin.group, f"{which} of {origin.given_to}", pair, hint)
+        self._of_inputs[origin.group] = None if hint is None else f"in {which} of {origin.given_to}, {hint}"
 
     def _map(self, group: str, title: str, pair: tuple[torch.Tensor, torch.Tensor], hint: Hint | None) -> None:
         if pair[0].shape != pair[1].shape or len(self.maps) >= _MOST_MAPS:

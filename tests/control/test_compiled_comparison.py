@@ -82,7 +82,7 @@ def test_a_mistake_of_the_compiler_is_named_by_the_verdict(session: gl.Session) 
     assert compared.fused is None
     assert compared.untapped > 0.1
     assert miscompiled(compared) == {'return gl.tap("out", x.sin().sum(-1))': ("sin",)}
-    assert "Only this line's compiled code is wrong; with all else run uncompiled" in compared.text
+    assert "Only this line's compiled code is wrong; with everything else uncompiled" in compared.text
 
 
 def test_a_difference_only_without_a_tap_names_that_tap(session: gl.Session) -> None:

@@ -164,10 +164,10 @@ def test_modules_that_read_one_wrong_tensor_share_a_sentence(session: gl.Session
 def test_a_wrong_argument_of_a_module_around_is_named(session: gl.Session) -> None:
     verdict = session.verdict(decode, decode, args=("mask",))
     assert verdict.text.startswith(
-        "What layers.* is given as mask is computed differently in layers 0-2, in the model's forward "
+        "Input mask of layers.* is computed differently in layers 0-2, in the model's forward "
         "(layers.*.attn.o itself is right; added 0."
     )
-    assert "is given as mask, the target's values are 2 times the baseline's" in verdict.text
+    assert "of layers.0, the target's values are 2 times the baseline's" in verdict.text
 
 
 def test_a_module_that_differs_from_equal_inputs_is_wrong_itself(session: gl.Session) -> None:
@@ -194,7 +194,7 @@ def test_modules_with_other_names_and_arguments_are_compared_by_their_pairs(sess
     # The mask has another name on the target, so nothing says that it is equal.
     first = verdict.text.partition("\n")[0]
     assert first.startswith("layers.*.attn is computed differently in layers 0-2, between wq, wk, wv and wo (o itself")
-    assert first.endswith("). Or bias, which layers.*.attn is given and which was not compared, may differ.")
+    assert first.endswith("). Or bias may differ, an input of layers.*.attn that was not compared.")
 
 
 class Recurrent(nn.Module):
@@ -253,7 +253,7 @@ def test_a_module_whose_inputs_have_no_partner_may_be_right(session: gl.Session)
     verdict = session.verdict(half_watched, half_watched, args=(True,))
     assert verdict.named == ["output"]
     assert (
-        "The inputs of output were not compared: output itself may be right, and what it is given wrong."
+        "The inputs of output were not compared: output itself may be right, and its input wrong."
     ) in verdict.text
 
 
@@ -280,7 +280,7 @@ def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) ->
     assert verdict.labels["y"] in ("culprit", "minor")
     assert "in 1 of 6 calls: step=0 occurrence=1" in verdict.text
     assert (
-        "Hint (y): at y, the sides differ only at indices 4-7 of dim 0 (equal up to 3, all from 4 on)" in verdict.text
+        "Hint (y): at y, the sides differ only at indices 4-7 of dim 0 (to the end)" in verdict.text
     )
     (drawn,) = [axes for axes in verdict.plot("y").axes if axes.get_images()]
     assert drawn.get_title(loc="left").startswith("y, occurrence 1")
@@ -301,4 +301,4 @@ def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) ->
 def test_the_heat_map_of_a_right_module_is_of_its_input(session: gl.Session) -> None:
     verdict = session.verdict(decode, decode, args=("scale",))
     titles = [axes.get_title(loc="left") for axes in verdict.plot("layers.2.attn.o").axes]
-    assert any(title.startswith("what layers.") for title in titles)
+    assert any(title.startswith("the input of layers.") for title in titles)

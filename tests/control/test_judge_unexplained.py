@@ -63,7 +63,7 @@ def test_a_target_wrong_in_some_calls_is_not_cleared(session: gl.Session, wrong:
     assert "No tap adds more than rounding" not in verdict.text
     if not verdict.text.startswith("The target does not repeat itself"):
         assert first_line(verdict).startswith("The returned value differs by 0.09")
-        assert ", and no tap explains it. The first tap that differs is layers.1.act by 0.2 (" in first_line(verdict)
+        assert ", and no tapped value explains it. The first tap that differs is layers.1.act by 0.2 (" in first_line(verdict)
 
 
 # ---- values that both sides mask ------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_groups_that_round_differently_are_named_with_their_effect(session: gl.S
     assert verdict.text.startswith(
         "layers.*.norm rounds differently: from equal inputs it is never bit-equal, and the other 4 groups of bfloat16 "
         "taps always are. So it computes in a different order or precision, or with a mistake that is smaller than one "
-        "rounding: a run in float32 shows the mistake, and not the others.\n"
+        "rounding. A run in float32 shows only the mistake.\n"
         "With the baseline's layers.*.norm the output logits is bit-equal; with the target's it is off by 0.0"
     )
     assert "run the target in float32" not in verdict.text
@@ -271,7 +271,7 @@ def test_the_run_without_grafts_is_judged_where_no_other_run_succeeds(session: g
     verdict = session.verdict(raises_when_grafted, raises_when_grafted)
     lines = verdict.text.splitlines()
     assert lines[0].startswith("The returned value differs by 0.0")
-    assert ", and no tap explains it. The first tap that differs is h by 0.1 (" in lines[0]
+    assert ", and no tapped value explains it. The first tap that differs is h by 0.1 (" in lines[0]
     assert lines[1].startswith("The run in which every tap was grafted failed, so its results are missing: ")
     assert "Nothing was compared" not in verdict.text
 
@@ -431,14 +431,14 @@ def test_a_difference_that_inputs_explain_is_stated_with_them(session: gl.Sessio
     verdict = session.verdict(other_inputs, other_inputs)
     assert verdict.text.startswith("The inputs already differ: ids")
     assert "With the baseline's ids the output out agrees (0 x its floor; " in verdict.text
-    assert "no tap explains it" not in verdict.text
+    assert "no tapped value explains it" not in verdict.text
 
 
 def test_a_difference_beside_differing_inputs_is_stated(session: gl.Session) -> None:
     lines = session.verdict(other_inputs, other_inputs, explain=False).text.splitlines()
     assert lines[0].startswith("The inputs already differ: ids")
     assert lines[1].startswith("The returned value differs by 0.")
-    assert lines[1].endswith("What is listed above may explain it.")
+    assert lines[1].endswith("The differences above may explain it.")
 
 
 def test_the_repr_does_not_sound_like_an_acquittal(session: gl.Session) -> None:

@@ -415,7 +415,7 @@ def test_a_line_that_the_target_lacks_is_confirmed_on_the_baseline(session: gl.S
     verdict = session.verdict(stages, stages, args=("lacks",))
     assert lines(verdict, "baseline")[0] == ("hidden = hidden * hidden.abs().mean(-1, keepdim=True)", True)
     assert not any(confirmed for _, confirmed in lines(verdict))
-    assert "The values first differ here; with what the target lacks there, the tap agrees:" in verdict.text
+    assert "The values first differ here; with this operation added the tap agrees:" in verdict.text
     assert "(the target lacks this)" in verdict.text
 
 
