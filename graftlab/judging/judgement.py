@@ -457,7 +457,9 @@ class Judgement:
             naming.given,
             evidence.floors.returned_not_repeated,
         )
-        naming.unseen += differences.not_compared()
+        # A user who names the output has chosen what counts.
+        states_lost = naming.clears and self._runs.request.output is None
+        naming.unseen += differences.not_compared(with_lost=not states_lost)
         said = differences.after_last_tap(all_grafted=not (evidence.grafted["status"] == "failed").any())
         written = differences.written() + differences.lost_gradients()
         if naming.clears:
@@ -476,7 +478,8 @@ class Judgement:
                 )
                 if again is not None:
                     said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
-            return said, differences.without_partner(evidence.floors.last_tap()) + differences.turned(), []
+            without_output = differences.without_partner(evidence.floors.last_tap()) + differences.turned()
+            return said, (differences.lost() if states_lost else []) + without_output, []
         return said, [], written
 
     # ---- the cause ----------------------------------------------------------------------------------------------
