@@ -389,7 +389,7 @@ def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallD
         if len(one) != len(other):
             one, other = _nearest(one, other) if len(one) > len(other) else _nearest(other, one)[::-1]
         sorted_rows = {path: _in_one_order(one)}, {path: _in_one_order(other)}
-        differences, _ = compare_named(*sorted_rows)
+        differences = compare_named(*sorted_rows).differences
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
             return False
     return True
@@ -465,7 +465,7 @@ def _moved_by_taps(*sides: Sequence[CallDescription]) -> float:
 
 
 def _change(call: CallDescription) -> float:
-    differences, _ = compare_named(call.plain, call.tapped)
+    differences = compare_named(call.plain, call.tapped).differences
     return max((each.rel_l2 for each in differences if not math.isnan(each.rel_l2)), default=0.0)
 
 

@@ -11,10 +11,10 @@ import pandas as pd
 
 from graftlab.base.world import Side
 from graftlab.control.run import Run
-from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import CalledRuns, VerdictAbandoned, coarser_dtypes
 from graftlab.errors import LaunchError
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.judging.verdict_runs import CalledRuns, VerdictAbandoned, coarser_dtypes
 from graftlab.matching.pair import Pair
 from graftlab.plan.plan import PlanEdit
 from graftlab.ranks.recorded_step import RecordSummary, graft_record

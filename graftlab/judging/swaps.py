@@ -14,11 +14,11 @@ import pandas as pd
 
 from graftlab.base.tags import display_tags
 from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
-from graftlab.control.measured_floors import MeasuredFloors, TapName
-from graftlab.control.verdict_runs import RunFilters, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging.measured_floors import MeasuredFloors, TapName
+from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
 from graftlab.transforms.default import NO_REPLICAS
 from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.causes import (

@@ -13,10 +13,13 @@ import torch
 from graftlab.base.tags import TapIdentity
 from graftlab.base.world import Side
 from graftlab.control.core import lend_plan
-from graftlab.control.job_steps import JobSteps
 from graftlab.control.pickles import open_value
-from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import (
+from graftlab.errors import SessionError
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.grafting.self_graft_in_steps import Pass
+from graftlab.judging.job_steps import JobSteps
+from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.judging.verdict_runs import (
     EDITED,
     RunFilters,
     TracedRun,
@@ -24,9 +27,6 @@ from graftlab.control.verdict_runs import (
     VerdictRuns,
     coarser_dtypes,
 )
-from graftlab.errors import SessionError
-from graftlab.grafting.self_graft import SelfGraft
-from graftlab.grafting.self_graft_in_steps import Pass
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import (

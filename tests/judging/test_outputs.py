@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from graftlab.control.swaps import find_outputs
+from graftlab.judging.swaps import find_outputs
 
 
 def rows(*names: str, dtypes: tuple[str, ...] = ()) -> pd.DataFrame:

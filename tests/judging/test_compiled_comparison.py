@@ -13,7 +13,7 @@ from torch import Tensor
 
 import graftlab as gl
 from graftlab.base import shipping
-from graftlab.control.compiled_comparison import CompiledComparison
+from graftlab.judging.compiled_comparison import CompiledComparison
 from graftlab.taps.compiled_calls import CompiledCall
 
 pytestmark = pytest.mark.ranks

@@ -126,7 +126,7 @@ def test_the_exported_code_pairs_as_the_proposal_does(session: gl.Session) -> No
 
 
 def test_beyond_the_budget_values_of_candidates_are_fetched(session: gl.Session) -> None:
-    from graftlab.control.match_runs import match
+    from graftlab.judging.match_runs import match
 
     proposal = match(session, fused, split, args=(3,), sent=1)
     assert partners(proposal) == EXPECTED

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from graftlab.control.match_runs import _alike, _call
+from graftlab.judging.match_runs import _alike, _call
 from graftlab.matching.recorded_taps import RecordedTap
 
 

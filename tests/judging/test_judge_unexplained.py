@@ -387,6 +387,25 @@ def test_a_value_that_one_side_alone_returns_is_reported(session: gl.Session) ->
     assert "Not checked: only the target returns the result's ['more']." in verdict.text
 
 
+def returns_an_auxiliary_loss(extra: str) -> dict[str, Any]:
+    h = gl.tap("h", torch.linspace(-1, 1, 64))
+    return {"out": gl.tap("out", h.tanh())} | ({"loss": h.mean()} if gl.here().side == extra else {})
+
+
+def test_a_value_that_the_target_does_not_return_is_stated_first(session: gl.Session) -> None:
+    verdict = session.verdict(returns_an_auxiliary_loss, returns_an_auxiliary_loss, args=("baseline",))
+    assert verdict.text.startswith(
+        "Only the baseline returns the result's ['loss'], which was therefore not compared. If this is intended, give "
+        "output= the name of the tap that counts, such as out."
+    )
+    assert answer_of(verdict.findings, trusted=True, results_compared=True) == "inconclusive"
+    chosen = session.verdict(returns_an_auxiliary_loss, returns_an_auxiliary_loss, args=("baseline",), output="out")
+    assert "Not checked: only the baseline returns the result's ['loss']." in chosen.text
+    more = session.verdict(returns_an_auxiliary_loss, returns_an_auxiliary_loss, args=("target",))
+    for verdict in (chosen, more):
+        assert answer_of(verdict.findings, trusted=True, results_compared=True) == "agree"
+
+
 def one_request_of_three() -> None:
     for rid in range(3):
         wrong = gl.here().side == "target" and rid == 1

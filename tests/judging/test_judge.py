@@ -13,10 +13,10 @@ import torch
 from kit.support import reset, run_cell
 
 import graftlab as gl
-from graftlab.control import verdict_runs
-from graftlab.control.floor_cache import remember_floor
 from graftlab.control.verdicts import Verdict
 from graftlab.errors import RunError, SessionError
+from graftlab.judging import verdict_runs
+from graftlab.judging.floor_cache import remember_floor
 from graftlab.lines.traces import LINE_TAP
 from graftlab.ranks.messages import Failure
 

@@ -15,14 +15,18 @@ from typing import TypeVar
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
-from graftlab.control.job_steps import JobStepsAbandoned
-from graftlab.control.line_runs import LineSearch
-from graftlab.control.masked_values import left_out, without_masked_values
-from graftlab.control.measured_floors import MeasuredFloors
-from graftlab.control.mechanisms import LentWeights, Mechanisms
-from graftlab.control.partial_sums import not_compared, partial_sums
-from graftlab.control.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
-from graftlab.control.unmeasured import (
+from graftlab.control.verdicts import Verdict
+from graftlab.diffs.rounding import assumed_floor
+from graftlab.errors import GraftError
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging.job_steps import JobStepsAbandoned
+from graftlab.judging.line_runs import LineSearch
+from graftlab.judging.masked_values import left_out, without_masked_values
+from graftlab.judging.measured_floors import MeasuredFloors
+from graftlab.judging.mechanisms import LentWeights, Mechanisms
+from graftlab.judging.partial_sums import not_compared, partial_sums
+from graftlab.judging.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
+from graftlab.judging.unmeasured import (
     baseline_changed,
     effects_not_measured,
     judged_at,
@@ -32,11 +36,7 @@ from graftlab.control.unmeasured import (
     outputs_themselves,
     unseen_taps,
 )
-from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
-from graftlab.control.verdicts import Verdict
-from graftlab.diffs.rounding import assumed_floor
-from graftlab.errors import GraftError
-from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import (
@@ -457,7 +457,9 @@ class Judgement:
             naming.given,
             evidence.floors.returned_not_repeated,
         )
-        naming.unseen += differences.not_compared()
+        # A user who names the output has chosen what counts.
+        states_lost = naming.clears and self._runs.request.output is None
+        naming.unseen += differences.not_compared(with_lost=not states_lost)
         said = differences.after_last_tap(all_grafted=not (evidence.grafted["status"] == "failed").any())
         written = differences.written() + differences.lost_gradients()
         if naming.clears:
@@ -476,7 +478,8 @@ class Judgement:
                 )
                 if again is not None:
                     said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
-            return said, differences.without_partner(evidence.floors.last_tap()) + differences.turned(), []
+            without_output = differences.without_partner(evidence.floors.last_tap()) + differences.turned()
+            return said, (differences.lost() if states_lost else []) + without_output, []
         return said, [], written
 
     # ---- the cause ----------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from graftlab.base.progress import LongWait, report_progress
 from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, lend_plan
-from graftlab.control.job_steps import JobSteps
 from graftlab.control.pickles import open_value
 from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.errors import LayoutError, SessionError
+from graftlab.judging.job_steps import JobSteps
 from graftlab.layouts import RankLayout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal

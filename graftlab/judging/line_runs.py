@@ -11,9 +11,9 @@ import pandas as pd
 
 from graftlab.base.tags import identity, own_tags
 from graftlab.base.world import Side
-from graftlab.control.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import RunError
+from graftlab.judging.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.remedies import Remedy

@@ -12,13 +12,13 @@ from kit.in_process import TalkingRank, talking_ranks
 from kit.support import wait_until
 
 from graftlab.base.progress import LongWait
-from graftlab.control import job_verdict_runs
 from graftlab.control.core import SessionCore
-from graftlab.control.judge import judge
 from graftlab.control.run import state_of
-from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned
 from graftlab.errors import RunError, SessionError
+from graftlab.judging import job_verdict_runs
+from graftlab.judging.judge import judge
+from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.messages import (
@@ -152,7 +152,7 @@ def test_a_verdict_waits_for_jobs_that_have_not_joined(
                 under_way(session, ranks)
             return 0.0
 
-    monkeypatch.setattr("graftlab.control.job_steps.LongWait", Looks)
+    monkeypatch.setattr("graftlab.judging.job_steps.LongWait", Looks)
     with pytest.raises(SessionError, match="no job made progress"):
         judge(session, VerdictRequest())
     told = ["baseline[0], target[0] to join", "target[0] to join", "the jobs to begin their run"]

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from graftlab.control.masked_values import _apart, _may_be_masked
+from graftlab.judging.masked_values import _apart, _may_be_masked
 
 
 def tap(name: str, least: float, most: float, *, apart: float = 0.1, status: str = "compared") -> dict[str, object]:

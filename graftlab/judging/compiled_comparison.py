@@ -16,14 +16,14 @@ from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.core import restore_plan, start_under
-from graftlab.control.judge import judge
 from graftlab.control.run import Run
-from graftlab.control.verdict_request import VerdictRequest
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.diffs.results import ResultFloor, Results, distance, tensors_of, unit_of
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import RoundedResults
+from graftlab.judging.judge import judge
+from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.plan.plan import PlanEdit
 from graftlab.ranks.compiled_pieces import MiscompiledLine, PieceSearch
 from graftlab.ranks.compiled_runs import (

@@ -15,8 +15,8 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.base.progress import LongWait
-from graftlab.control import replica_check
 from graftlab.errors import SessionError
+from graftlab.judging import replica_check
 from graftlab.zoo.scoring import run_specimen
 
 pytestmark = pytest.mark.ranks

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graftlab.control.mechanisms import LentWeights, Mechanisms
-from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned
 from graftlab.diffs.results import ResultDifference
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
+from graftlab.judging.mechanisms import LentWeights, Mechanisms
+from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned
 from graftlab.verdict.unexplained import ReturnedValues
 
 Pair = tuple[Tensor, Tensor]
@@ -164,7 +164,7 @@ class LendingRuns:
 
 @pytest.fixture
 def lent(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = "graftlab.control.mechanisms"
+    module = "graftlab.judging.mechanisms"
     monkeypatch.setattr(f"{module}.weights_to_lend", lambda rows, threshold: [{"name": "w", "rank": 0}])
     monkeypatch.setattr(f"{module}.with_data_of", lambda compared, plain: compared)
     return lambda runs: LentWeights.of(runs, pd.DataFrame({"name": [], "tags": [], "status": []}), 10.0)

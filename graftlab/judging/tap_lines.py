@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from graftlab.base.html import bundle
-from graftlab.control.judge import runs_of
-from graftlab.control.line_runs import LineSearch
-from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import RunFilters
 from graftlab.errors import SessionError
+from graftlab.judging.judge import runs_of
+from graftlab.judging.line_runs import LineSearch
+from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.judging.verdict_runs import RunFilters
 from graftlab.verdict.added import added_frame, one_sided_filter
 from graftlab.verdict.lines import DifferingLine, lines_frame, lines_in_words
 from graftlab.verdict.source_view import source_view

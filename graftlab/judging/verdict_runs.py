@@ -17,14 +17,14 @@ from graftlab.base.tags import TapIdentity
 from graftlab.base.tap_groups import DATA, filter_of
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, restore_plan, start_under
-from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
-from graftlab.control.match_runs import match
 from graftlab.control.run import Run
-from graftlab.control.verdict_request import VerdictRequest
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import RunError, SessionError
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
+from graftlab.judging.match_runs import match
+from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
 from graftlab.plan.pairs import PairRule

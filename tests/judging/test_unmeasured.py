@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from kit.rows import row
 
-from graftlab.control.unmeasured import judged_until_sketch, not_grafted, not_in_twin, unseen_taps
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
+from graftlab.judging.unmeasured import judged_until_sketch, not_grafted, not_in_twin, unseen_taps
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 from graftlab.transforms.by_layout import SKETCHED

@@ -11,10 +11,10 @@ import torch
 
 from graftlab.base.tap_groups import filter_of, kind_of
 from graftlab.base.text import first_of
-from graftlab.control.verdict_runs import RunFilters, VerdictRuns
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
+from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import call_key, records
 

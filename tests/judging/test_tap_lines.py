@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from graftlab.control import tap_lines
-from graftlab.control.tap_lines import TapLines, lines_of_tap
 from graftlab.errors import SessionError
+from graftlab.judging import tap_lines
+from graftlab.judging.tap_lines import TapLines, lines_of_tap
 
 
 class Search:

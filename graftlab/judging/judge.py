@@ -9,13 +9,13 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of
 from graftlab.control.core import internals_of
-from graftlab.control.job_verdict_runs import StepRuns
-from graftlab.control.judgement import Judgement
-from graftlab.control.verdict_request import VerdictRequest, refuse_floor, refuse_threshold
-from graftlab.control.verdict_runs import CalledRuns, VerdictRuns
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import refuse_invalid_expressions
 from graftlab.errors import SessionError
+from graftlab.judging.job_verdict_runs import StepRuns
+from graftlab.judging.judgement import Judgement
+from graftlab.judging.verdict_request import VerdictRequest, refuse_floor, refuse_threshold
+from graftlab.judging.verdict_runs import CalledRuns, VerdictRuns
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled, named_groups, unseen_of
 from graftlab.verdict.causes import consequences
@@ -104,7 +104,7 @@ def judge_rows(
     threshold: float,
     where: str,
 ) -> Verdict:
-    """See :meth:`graftlab.control.loaded_run.LoadedRun.verdict`.
+    """See :meth:`graftlab.loaded_run.LoadedRun.verdict`.
 
     ``others`` are the rows of other steps in which every tap was grafted, ``ungrafted`` those of all steps without
     grafts.

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from graftlab.control.job_steps import JobStepsAbandoned
-from graftlab.control.judgement import Judgement
-from graftlab.control.swaps import _is_same_layer
-from graftlab.control.unmeasured import baseline_changed, effects_not_measured, outputs_themselves
 from graftlab.errors import SessionError
+from graftlab.judging.job_steps import JobStepsAbandoned
+from graftlab.judging.judgement import Judgement
+from graftlab.judging.swaps import _is_same_layer
+from graftlab.judging.unmeasured import baseline_changed, effects_not_measured, outputs_themselves
 from graftlab.verdict.causes import Causes
 
 

@@ -13,11 +13,11 @@ import pandas as pd
 import torch
 
 from graftlab.base.tap_groups import filter_of, group_of, kind_of
-from graftlab.control.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.diffs.maps import difference_map
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.kept import OCCURRENCE
+from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from graftlab.control import line_runs
-from graftlab.control.line_runs import LineSearch, _makes_same_change, _TracedCall, _with_counterpart, _written
+from graftlab.judging import line_runs
+from graftlab.judging.line_runs import LineSearch, _makes_same_change, _TracedCall, _with_counterpart, _written
 
 
 def operation(index: int, name: str = "add") -> Any:

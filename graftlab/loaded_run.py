@@ -82,7 +82,7 @@ class LoadedRun(pd.DataFrame):
 
         Raises :class:`SessionError` if no step has every tap grafted.
         """
-        from graftlab.control.judge import judge_rows
+        from graftlab.judging.judge import judge_rows
         from graftlab.verdict.model_data import data_of_run
 
         chosen: Any = self if run is None else self[self["run"] == run]

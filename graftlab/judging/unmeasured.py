@@ -9,8 +9,8 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, place_in_blame
 from graftlab.base.text import first_of
-from graftlab.control.swaps import OutputTap, Swaps
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging.swaps import OutputTap, Swaps
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.by_layout import SKETCHED
 from graftlab.transforms.default import unfit_shapes

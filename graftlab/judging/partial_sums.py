@@ -17,10 +17,10 @@ import torch
 
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of
-from graftlab.control.verdict_runs import RunFilters, VerdictRuns
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
+from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
 from graftlab.verdict.added import coarser_dtype, measured_rows
 
 # Means may add up by chance, so in this many calls of a group the tensors themselves are added too.
