@@ -216,8 +216,8 @@ class UnexplainedDifferences:
             return []
         name = "" if self._last is None else f", such as {self._last}"
         return [
-            f"{_capital(' and '.join(self.returned.lost))}, which was therefore not compared. If this is intended, give "
-            f"output= the name of the tap that counts{name}."
+            f"{_capital(' and '.join(self.returned.lost))}, which was therefore not compared. If this is intended, "
+            f"give output= the name of the tap that counts{name}."
         ]
 
     def after_last_tap(self, *, all_grafted: bool = True) -> list[str]:
