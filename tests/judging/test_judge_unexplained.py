@@ -63,7 +63,9 @@ def test_a_target_wrong_in_some_calls_is_not_cleared(session: gl.Session, wrong:
     assert "No tap adds more than rounding" not in verdict.text
     if not verdict.text.startswith("The target does not repeat itself"):
         assert first_line(verdict).startswith("The returned value differs by 0.09")
-        assert ", and no tapped value explains it. The first tap that differs is layers.1.act by 0.2 (" in first_line(verdict)
+        assert ", and no tapped value explains it. The first tap that differs is layers.1.act by 0.2 (" in first_line(
+            verdict
+        )
 
 
 # ---- values that both sides mask ------------------------------------------------------------------------------------
