@@ -223,7 +223,7 @@ OF_ANY_ERROR = {
     "graphs": 3,
     "jobs": 7,
     "lines": 2,
-    "ranks": 16,
+    "ranks": 15,
     "recordings": 3,
     "remote": 4,
     "requests": 14,

@@ -288,8 +288,8 @@ def test_a_job_that_joins_again_brings_its_next_step_and_its_lost_rows() -> None
 
 def test_a_job_that_ends_reports_its_step_and_what_no_rank_received() -> None:
     rank = attached(place=Place("target", 0, 2, 1))
+    rank._connection.taps = []
     with pytest.warns(gl.GraftWarning, match=r"^target\[0\]: no tap was reached here"):
-        rank._connection.taps = []
         rank._end_run()
     assert rank._connection.sent == [RunDone(3, None, None), RunSettled(3, 7)]
     assert [each[0] for each in rank._grafter.mock_calls] == ["end_run", "exchange.settle", "close_run"]
