@@ -194,7 +194,11 @@ def judge_held_calls(
     if wide is not None:
         if wide.findings.in_float32 is None:
             dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
-            what = "no tap explains what differs" if verdict.findings.unexplained else "the calls agree to rounding"
+            what = (
+                "no tapped value explains the difference"
+                if verdict.findings.unexplained
+                else "the calls agree to rounding"
+            )
             remarks.append(f"In {dtypes} {what}. In float32, from the same numbers, they differ:")
         verdict = wide
     if proposal is not None:
@@ -389,7 +393,7 @@ def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallD
         if len(one) != len(other):
             one, other = _nearest(one, other) if len(one) > len(other) else _nearest(other, one)[::-1]
         sorted_rows = {path: _in_one_order(one)}, {path: _in_one_order(other)}
-        differences, _ = compare_named(*sorted_rows)
+        differences = compare_named(*sorted_rows).differences
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
             return False
     return True
@@ -465,7 +469,7 @@ def _moved_by_taps(*sides: Sequence[CallDescription]) -> float:
 
 
 def _change(call: CallDescription) -> float:
-    differences, _ = compare_named(call.plain, call.tapped)
+    differences = compare_named(call.plain, call.tapped).differences
     return max((each.rel_l2 for each in differences if not math.isnan(each.rel_l2)), default=0.0)
 
 

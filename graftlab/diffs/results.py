@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,20 @@ class ResultDifference(NamedTuple):
     dtypes: tuple[str, str]
 
 
+class ComparedResults(NamedTuple):
+    """The differences between two results, and in words the reasons why other values were not compared.
+
+    ``lost`` has the reasons that let nothing be said of the whole: the second result lacks a value, or its list is
+    longer. ``left`` has the others.
+    """
+
+    differences: list[ResultDifference]
+    left: list[str]
+    lost: list[str]
+
+
 _WRITTEN = "written: "
+_IN_A_LIST = re.compile(r"(.*)\[\d+\]")
 # Results nest a few levels; objects of other libraries may nest without an end.
 _MAX_DEPTH = 12
 _TEXT_NUMBERS = 16
@@ -104,6 +118,9 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
         # Whole numbers do not round, such as tokens in a list.
         is_whole = isinstance(value, int) and abs(value) < 2**63
         yield path, torch.tensor(value, dtype=torch.int64 if is_whole else torch.float64)
+    elif isinstance(value, list) and value and all(type(each) is int and abs(each) < 2**63 for each in value):
+        # Tokens are one value: if one side has fewer of them, their number differs.
+        yield path, torch.tensor(value)
     elif isinstance(value, complex):
         yield path, torch.tensor(value)
     elif isinstance(value, (str, bytes)):
@@ -142,8 +159,8 @@ def _of_text(text: str | bytes) -> torch.Tensor:
     return torch.tensor(list(digest), dtype=torch.int32)
 
 
-def compare_results(expected: Any, found: Any) -> tuple[list[ResultDifference], list[str]]:
-    """Compare the results of two calls; return the tensors' differences, and the reasons why others were not compared.
+def compare_results(expected: Any, found: Any) -> ComparedResults:
+    """Compare the results of two calls.
 
     Tensors are paired by path. If the results have no path in common, tensors are paired by order if both have the same
     number, and otherwise by shapes that occur once in each.
@@ -151,9 +168,7 @@ def compare_results(expected: Any, found: Any) -> tuple[list[ResultDifference], 
     return compare_named(named_tensors(expected), named_tensors(found))
 
 
-def compare_named(
-    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
-) -> tuple[list[ResultDifference], list[str]]:
+def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> ComparedResults:
     """Compare like :func:`compare_results`, for tensors by path."""
     state = [(path, path) for path in one if path in other and is_written(path)]
     pairs = [*_pairs_of_returned(*(_without_written(each) for each in (one, other))), *state]
@@ -167,14 +182,24 @@ def compare_named(
             left.append(f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target")
             continue
         differences.append(ResultDifference(path, _rel_l2(a, b), (_dtype(a), _dtype(b))))
-    for side, all_of_side, paired in (
-        ("baseline", one, {path for path, _ in pairs}),
-        ("target", other, {path for _, path in pairs}),
-    ):
-        alone = [_shown(path) for path in all_of_side if path not in paired and not is_written(path)]
-        if alone:
-            left.append(f"only the {side} returns {first_of(alone)}")
-    return differences, left
+    paired = {path for path, _ in pairs}, {path for _, path in pairs}
+    less, more = (
+        [path for path in _without_written(each) if path not in done]
+        for each, done in zip((one, other), paired, strict=True)
+    )
+    longer = [path for path in more if _continues_a_list(path, one, other)]
+    lost = [f"only the baseline returns {_shown_paths(less)}"] if less else []
+    lost += [f"only the target returns {_shown_paths(longer)}"] if longer else []
+    if added := [path for path in more if path not in longer]:
+        left.append(f"only the target returns {_shown_paths(added)}")
+    return ComparedResults(differences, left, lost)
+
+
+def _continues_a_list(path: str, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the value of ``other`` follows one of its kind that ``one`` has too, as the text of another request."""
+    found = _IN_A_LIST.fullmatch(path)
+    value, before = other[path], one.get(f"{found[1]}[0]") if found else None
+    return before is not None and (before.shape, before.dtype) == (value.shape, value.dtype)
 
 
 def values_of_other_shapes(
@@ -216,6 +241,10 @@ def _unique_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
     shapes = [{path: tensor.shape for path, tensor in each.items() if tensor.numel() > 1} for each in (one, other)]
     single = [{shape: path for path, shape in each.items() if list(each.values()).count(shape) == 1} for each in shapes]
     return [(path, single[1][shape]) for shape, path in single[0].items() if shape in single[1]]
+
+
+def _shown_paths(paths: Sequence[str]) -> str:
+    return first_of([_shown(path) for path in paths])
 
 
 def _shown(path: str) -> str:

@@ -126,7 +126,7 @@ def graft_self(
 
 def note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
     """Add a result's distance from the recorded one to ``found.returned``, as a root of summed squares."""
-    differences, _ = compare_named(recorded, named_tensors(result))
+    differences = compare_named(recorded, named_tensors(result)).differences
     for path, rel_l2, _ in differences:
         # A distance that is not finite would excuse any difference.
         if math.isfinite(rel_l2):
@@ -191,7 +191,7 @@ def _copied(result: Any) -> dict[str, torch.Tensor]:
 
 def changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
     """The paths of the returned values that differ from those of the previous call by more than rounding."""
-    differences, _ = compare_named(result, named_tensors(again))
+    differences = compare_named(result, named_tensors(again)).differences
     return [
         path
         for path, rel_l2, (dtype, _) in differences

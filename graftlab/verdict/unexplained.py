@@ -81,10 +81,14 @@ class AccumulatedFloors:
 
 @dataclass(frozen=True)
 class ReturnedValues:
-    """The results of both functions in one run: the differences of each target rank, and what was not compared."""
+    """The results of both functions in one run: the differences of each target rank, and what was not compared.
+
+    ``lost`` says which values only one side returns, if the others then do not stand for the whole.
+    """
 
     differences: tuple[ResultDifference, ...] = ()
     left: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
     def beyond(self, floors: AccumulatedFloors, threshold: float, leave: Collection[str] = ()) -> list[ValueDifference]:
         """The values that differ by more than ``threshold`` times their floor, the largest difference of each place.
@@ -127,11 +131,13 @@ def compare_returned(
         )
     differences: list[ResultDifference] = []
     left: dict[str, None] = {}
+    lost: dict[str, None] = {}
     for rank, found in enumerate(target):
-        compared, not_compared = compare_results(baseline[rank if len(baseline) > 1 else 0], found)
-        differences += compared
-        left.update(dict.fromkeys(not_compared))
-    return ReturnedValues(tuple(differences), tuple(left))
+        compared = compare_results(baseline[rank if len(baseline) > 1 else 0], found)
+        differences += compared.differences
+        left.update(dict.fromkeys(compared.left))
+        lost.update(dict.fromkeys(compared.lost))
+    return ReturnedValues(tuple(differences), tuple(left), tuple(lost))
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------
@@ -198,10 +204,21 @@ class UnexplainedDifferences:
         last_differs = any(each.what == self._last for each in self.taps)
         return [] if last_differs and found == self._returned else found
 
-    def not_compared(self) -> list[str]:
-        """Sentences on returned values that were not compared."""
+    def not_compared(self, *, with_lost: bool) -> list[str]:
+        """Sentences on returned values that were not compared; ``with_lost`` on those that the target lacks, too."""
+        returned = self.returned or ReturnedValues()
         said = [f"{what}, which the baseline does not repeat." for what in self.values_left]
-        return said + [f"{what}." for what in (self.returned.left if self.returned else ())]
+        return said + [f"{what}." for what in (*returned.left, *(returned.lost if with_lost else ()))]
+
+    def lost(self) -> list[str]:
+        """A sentence if one side returns less: agreement of the rest does not clear the target."""
+        if self.returned is None or not self.returned.lost:
+            return []
+        name = "" if self._last is None else f", such as {self._last}"
+        return [
+            f"{_capital(' and '.join(self.returned.lost))}, which was therefore not compared. If this is intended, "
+            f"give output= the name of the tap that counts{name}."
+        ]
 
     def after_last_tap(self, *, all_grafted: bool = True) -> list[str]:
         """A sentence if something is computed differently after the last tap, or beside all taps.
@@ -269,9 +286,9 @@ class UnexplainedDifferences:
                 continue
             if all(each.what != what for each in self._returned):
                 return [
-                    f"{_capital(what)} differs in whole numbers, by {rel_l2:.2g}. Rounding alone would turn some of "
-                    f"them here (by {self.floors.of_returned(path, dtypes):.2g}), so they may be choices near a tie, "
-                    "or a mistake: compare the numbers that they are chosen by."
+                    f"{_capital(what)} differs in whole numbers, by {rel_l2:.2g}. Rounding alone would change some of "
+                    f"them (by {self.floors.of_returned(path, dtypes):.2g}), so these may be choices near a tie, or a "
+                    "mistake: compare the values from which they were chosen."
                 ]
         return []
 
@@ -281,14 +298,14 @@ class UnexplainedDifferences:
         output = next((each for each in self.taps if each.what == self._last), None)
         if returned:
             worst = max(returned, key=_times)
-            said = f"{_capital(worst.what)} differs {worst.size}, and no tap explains it."
+            said = f"{_capital(worst.what)} differs {worst.size}, and no tapped value explains it."
         elif output:
-            said = f"The output {output.what} differs {output.size}, and no tap explains it."
+            said = f"The output {output.what} differs {output.size}, and no tapped value explains it."
         elif spread := [each for each in self.taps if each.is_spread]:
             first, *others = spread
             more = f" (and {len(others)} more)" if others else ""
             agrees = "" if _whole(first.what) == _whole(self._last or "") else "; the output agrees"
-            return [f"{first.what}{more} differs {first.size}, and no tap explains it{agrees}."]
+            return [f"{first.what}{more} differs {first.size}, and no tapped value explains it{agrees}."]
         else:
             return []
         inner = [each for each in self.taps if each is not output]
