@@ -510,9 +510,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = self._written[address] = _Storage(self._lives, 0, writers)
         return memory
 
-    def _number(
-        self, tensor: torch.Tensor, address: int | None = None, sources: tuple[int, ...] | None = None
-    ) -> int:
+    def _number(self, tensor: torch.Tensor, address: int | None = None, sources: tuple[int, ...] | None = None) -> int:
         """The number of a tensor's present value. A view with the same numbers in one arrangement is the same value."""
         if address is None:
             address = _address(tensor)

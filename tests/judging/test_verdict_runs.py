@@ -10,14 +10,14 @@ from unittest.mock import Mock, call
 import pandas as pd
 import pytest
 
-from graftlab.control import floor_cache, job_verdict_runs, verdict_runs
-from graftlab.control.floor_cache import floor_key, known_floor, remember_floor
-from graftlab.control.job_verdict_runs import StepRuns
-from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import CalledRuns, RunFilters, VerdictAbandoned
 from graftlab.errors import RunError, SessionError
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging import floor_cache, job_verdict_runs, verdict_runs
+from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
+from graftlab.judging.job_verdict_runs import StepRuns
+from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictAbandoned
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Acknowledgement, RunSelfGraft
