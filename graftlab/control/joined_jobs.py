@@ -70,9 +70,10 @@ class JoinedJobs:
         """Take over an earlier session's run of jobs, with their plan, or this session's if it was ``published``."""
         with self._lock:
             self._runs.resume(run)
-            mine = self._plans.newest
-            version = max(mine.version, plan.version + 1)
-            self._plans.publish(replace(mine, version=version) if published else plan)
+            if published:
+                self._plans.publish_as(max(self._plans.newest.version, plan.version + 1))
+            else:
+                self._plans.publish(plan)
 
     def supersede(self, plan: GraftPlan) -> None:
         """Publish the session's plan again, with a higher version, if a job returns with a different plan.
@@ -82,7 +83,7 @@ class JoinedJobs:
         with self._lock:
             mine = self._plans.newest
             if plan.version >= mine.version and to_wire(plan) != to_wire(mine):
-                self._plans.publish(replace(mine, version=plan.version + 1))
+                self._plans.publish_as(plan.version + 1)
 
     def send_plan(self, rank: RankHandle) -> None:
         """Send the newest plan to a rank that has reconnected."""

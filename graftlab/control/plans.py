@@ -54,6 +54,11 @@ class Plans:
         self._temporary.add(plan.version)
         self.publish(plan)
 
+    def publish_as(self, version: int) -> None:
+        """Publish the newest plan again, as this version. That of a verdict stays temporary."""
+        is_temporary = self.newest.version in self._temporary
+        (self.publish_temporary if is_temporary else self.publish)(replace(self.newest, version=version))
+
     def restore(self) -> None:
         """Put the plan from before temporary ones in force again. A plan that the user has published since stays."""
         lasting = self.lasting()[-1]

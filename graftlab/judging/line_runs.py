@@ -74,6 +74,8 @@ class _TracedCall:
     """The change with which the tap agrees."""
     prefers_graft: bool = False
     """Whether the first operation has a counterpart that does the same with different arguments."""
+    raised: str = ""
+    """The error of the first run that failed with a change for this call."""
 
     @property
     def grafted(self) -> LineGraft:
@@ -93,8 +95,9 @@ class _TracedCall:
         fed = () if self.trying is None or self.trying.partner is None else (self.trying.partner,)
         return frozenset((*self.grafted.values(), *fed))
 
-    def give_up_change(self) -> None:
-        """Take back the change of the next run, with which the code raises."""
+    def give_up_change(self, error: RunError) -> None:
+        """Take back the change of the next run, with which the run failed."""
+        self.raised = self.raised or _reason_of(error)
         self.is_settled = self.trying is None
         self.trying, self.left_out = None, None
         self.grafts.clear()
@@ -160,7 +163,7 @@ class LineSearch:
         said = []
         if self._not_confirmed and not any(call.cure is not None for call in self._found_calls):
             said.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
-        said += dict.fromkeys(filter(None, map(_of_summands, self._found_calls)))
+        said += dict.fromkeys(filter(None, map(_why_not_confirmed, self._found_calls)))
         vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
         if not vanished:
             return said
@@ -186,10 +189,10 @@ class LineSearch:
                 break
             try:
                 again = self._trace("with other values at single operations", calls)
-            except RunError:
+            except RunError as error:
                 # The code raises if the values mean something else there, such as an index of another tensor.
                 for call in chosen:
-                    call.give_up_change()
+                    call.give_up_change(error)
                 continue
             if isinstance(again, str):
                 self._not_confirmed = True
@@ -478,12 +481,19 @@ def _all_or_none(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None
     return found if found and len(found) == len(traces) else None
 
 
-def _of_summands(call: _TracedCall) -> str:
-    """Why a line before a sum over ranks is not confirmed; blank for other lines."""
+def _reason_of(error: RunError) -> str:
+    """The first line of each rank's failure."""
+    return "; ".join(f"{rank}: {text.partition(chr(10))[0]}" for rank, text in error.failures.items()) or str(error)
+
+
+def _why_not_confirmed(call: _TracedCall) -> str:
+    """Why a line is not confirmed, if its change could not be tried; blank for other lines."""
     first = [each for each in call.kept if not each.is_suspect][:1]
     if call.confirmed or call.cure is not None or not first or not first[0].operation.frames:
         return ""
     place = first[0].operation.frames[0]
+    if call.raised:
+        return f"{place} is not confirmed: the run with the baseline's value there failed ({call.raised})."
     if first[0].operation.is_collective:
         return f"{place} is not confirmed: a collective's result cannot be replaced while it may be under way."
     if first[0].is_summand and first[0].partner is None:

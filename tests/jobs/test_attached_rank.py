@@ -15,17 +15,24 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+from kit.deadline import DEADLINE
 
 import graftlab as gl
+from graftlab.base import shipping
 from graftlab.base.world import Place, RunInfo
 from graftlab.config import GraftConfig
 from graftlab.errors import SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.attached_rank import AttachedRank
 from graftlab.jobs.world_setup import World
+from graftlab.lines.traces import TraceRequest
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire, to_wire
 from graftlab.ranks.messages import (
+    Acknowledgement,
+    AskLineTraces,
+    AskMatch,
+    AskSelfGraft,
     AskStacks,
     AskWaitReason,
     Contacts,
@@ -36,9 +43,13 @@ from graftlab.ranks.messages import (
     Output,
     PlanUpdate,
     Query,
+    RecordStep,
+    Reply,
     RunDone,
     RunRequest,
+    RunSelfGraft,
     RunSettled,
+    TraceSteps,
     WaitReason,
     WorldRequest,
     WorldStart,
@@ -352,3 +363,48 @@ def test_a_job_on_another_machine_logs_into_its_own_folder(tmp_path: Path) -> No
     assert rank._own_address() == "10.0.0.1"
     rank._config = GraftConfig(role="target", address="127.0.0.1:29400")
     assert rank._own_address() == "127.0.0.1"
+
+
+# ---- in the run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_in_its_run_follows_the_session_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its control thread takes the messages that came early, and answers and reports like any rank's."""
+    rank, found, grafter = attached(_run=None), world(), Mock()
+    parts = {name: Mock() for name in ("active", "log_to", "Finalize", "JobGrafter")}
+    parts["JobGrafter"].return_value = grafter
+    for name, part in parts.items():
+        monkeypatch.setattr(f"graftlab.jobs.attached_rank.{name}", part)
+    early = FallbackPlan(to_wire(PLAN), 4)
+    rank._await_request = Mock(return_value=(RunRequest(RUN, to_wire(PLAN), JobCode()), found, [pack(early)]))
+    rank._join.answer = SimpleNamespace(keep_budget=1 << 20, log="/session/logs/target-1.log", session="a")
+    gone = threading.Event()
+    rank._on_server_gone, rank._set_up_world = gone.set, Mock()
+    rank.begin()
+    grafter.begin_run.assert_called_once_with(RUN, PLAN)
+    assert (rank._world, rank._run, rank._fallback_plan, grafter.keeps_step) == (found, RUN, PLAN, True)
+    assert grafter.on_failure == rank._fail
+    assert parts["log_to"].call_args.args == (Path("/session/logs/target-1.log"),)
+    here = parts["active"].activate.call_args.args[1]
+    assert (here.side, here.rank, here.world_size) == ("target", 1, 2)
+    parts["Finalize"].assert_called_once_with(rank, rank.leave, exitpriority=100)
+    grafter.self_graft_result.return_value, grafter.line_traces.return_value = "a result", (["a trace"], "an obstacle")
+    grafter.match_result.side_effect = lambda value: f"of {value}"
+    orders = {
+        "run_self_graft": RunSelfGraft(5, ("record",)),
+        "record_step": RecordStep(5, ("x",), 1, 1),
+        "trace_steps": TraceSteps(5, TraceRequest([], frozenset())),
+    }
+    questions = [*orders.values(), AskSelfGraft(), AskMatch("x"), AskLineTraces()]
+    worlds = [WORLD_REQUEST, WorldStart(2), Contacts(())]
+    for message in [*(Query(number, each) for number, each in enumerate(questions)), *worlds]:
+        rank._connection.other.send(pack(message))
+    rank._connection.other.close()
+    assert gone.wait(DEADLINE)
+    answers = [each.answer for each in rank._connection.sent if isinstance(each, Reply)]
+    assert answers[:3] == [Acknowledgement()] * 3
+    assert [shipping.unpack_result(each.packed) for each in answers[3:]] == ["a result", "of x", ["a trace"]]
+    assert answers[5].obstacle == "an obstacle"
+    for name, order in orders.items():
+        getattr(grafter, name).assert_called_once_with(order)
+    assert rank._set_up_world.mock_calls == [call(each) for each in worlds]

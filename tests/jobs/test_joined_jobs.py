@@ -26,6 +26,20 @@ def test_the_sessions_plan_supersedes_a_newer_plan_of_a_job() -> None:
     assert (plans.newest.b2t, plans.newest.keep, plans.newest.version) == ("layer == 0", "layer == 0", 3)
 
 
+def test_the_plan_of_a_verdict_stays_temporary_if_it_supersedes_that_of_a_job() -> None:
+    mine = gl.GraftPlan(b2t="layer == 0")
+    for comes_back in (JoinedJobs.supersede, lambda jobs, plan: jobs.resume(MagicMock(), plan, published=True)):
+        plans, runs = Plans([]), MagicMock()
+        plans.publish(mine)
+        anything: Any = None
+        jobs = JoinedJobs([], runs, plans, anything, threading.RLock(), anything, anything)
+        plans.publish_temporary(mine.edit(b2t="True"))
+        comes_back(jobs, gl.GraftPlan(compare="name == 'x'", version=7))
+        assert (plans.newest.b2t, plans.newest.version) == ("True", 8)
+        plans.restore()
+        assert (plans.newest.b2t, plans.newest.version) == ("layer == 0", 9)
+
+
 def test_jobs_with_the_same_or_an_older_plan_change_nothing() -> None:
     mine = gl.GraftPlan(b2t="layer == 0").edit(keep="layer == 0")
     jobs, plans = joined_under(mine)

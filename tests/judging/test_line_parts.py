@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from graftlab.errors import RunError
 from graftlab.judging import line_runs
 from graftlab.judging.line_runs import LineSearch, _makes_same_change, _TracedCall, _with_counterpart, _written
 
@@ -226,6 +227,29 @@ def test_a_tap_that_still_differs_is_compared_again(search: Any, monkeypatch: py
     search.agreeing["a"] = True
     search._judge([mine], Traced((1,)), [mine])
     assert (mine.confirmed, mine.is_settled, search._not_confirmed) == (set(), True, True)
+
+
+def test_a_line_whose_run_failed_is_reported_as_not_confirmed_with_the_reason(
+    search: Any, monkeypatch: pytest.MonkeyPatch, grafts: dict[str, Any]
+) -> None:
+    def fails(*_: object) -> object:
+        raise RunError(
+            "run 3 failed on target[0]", {"target[0]": "index 9 is out of bounds\nmore", "target[1]": "died"}
+        )
+
+    monkeypatch.setattr(search, "_trace", fails)
+    mine = call("a", lost=on_both(), kept=[lost(1, is_suspect=False)])
+    grafts["a"] = {1: 10}
+    search._found_calls, search._traced, search._not_traced = [mine], Traced((1,)), ""
+    search._runs = SimpleNamespace(count=0)
+    search.confirm()
+    assert (mine.confirmed, mine.is_settled) == (set(), True)
+    (said,) = search.remarks
+    assert said.endswith(
+        " is not confirmed: the run with the baseline's value there failed (target[0]: index 9 is out of bounds; "
+        "target[1]: died)."
+    )
+    assert said.startswith(str(mine.kept[0].operation.frames[0]))
 
 
 def test_what_is_changed_for_a_call_is_its_remedy_or_all_of_its_grafts() -> None:
