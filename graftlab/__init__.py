@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from graftlab import plots, transforms
     from graftlab.comparison.functions import compare
     from graftlab.config import GraftConfig
-    from graftlab.control.loaded_run import load_run
     from graftlab.control.past_runs import runs
     from graftlab.control.run import Run
     from graftlab.jobs.attach import attach
     from graftlab.launching import launch
+    from graftlab.loaded_run import load_run
     from graftlab.matching.weights import make_converter, match_weights
     from graftlab.plan.plan import GraftPlan
     from graftlab.recordings.recorder import record
@@ -82,7 +82,7 @@ _LAZY = {
     "export_taps": "graftlab.taps.exported",
     "launch": "graftlab.launching",
     "listen": "graftlab.session",
-    "load_run": "graftlab.control.loaded_run",
+    "load_run": "graftlab.loaded_run",
     "make_converter": "graftlab.matching.weights",
     "match_weights": "graftlab.matching.weights",
     "plots": "graftlab.plots",

@@ -28,12 +28,12 @@ from graftlab.rows.store import RowStore
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from graftlab.control.compiled_comparison import CompiledComparison
     from graftlab.control.replay import Replay
-    from graftlab.control.replica_check import ReplicaCheck
     from graftlab.control.session_plots import SessionPlots
-    from graftlab.control.tap_lines import TapLines
     from graftlab.control.verdicts import Verdict
+    from graftlab.judging.compiled_comparison import CompiledComparison
+    from graftlab.judging.replica_check import ReplicaCheck
+    from graftlab.judging.tap_lines import TapLines
     from graftlab.matching.proposal import Proposal
     from graftlab.ranks.remote_functions import Callee
     from graftlab.taps.compiled_calls import GradMode
@@ -295,8 +295,8 @@ class Session(SessionCore):
         >>> session.verdict(forward, forward, args=(x,)).text
         'No tap adds more than rounding (2 groups of taps, at most 0 x the floor, threshold 5).'
         """
-        from graftlab.control.judge import judge
-        from graftlab.control.verdict_request import VerdictRequest
+        from graftlab.judging.judge import judge
+        from graftlab.judging.verdict_request import VerdictRequest
 
         request = VerdictRequest(
             baseline, target, output, floor, exact, threshold, explain, args, kwargs, steps, graft_weights
@@ -336,8 +336,8 @@ class Session(SessionCore):
         >>> session.lines("hidden", forward, forward, args=(x,)).text
         "'hidden' adds no more than rounding: from equal inputs, both sides compute the same."
         """
-        from graftlab.control.tap_lines import lines_of_tap
-        from graftlab.control.verdict_request import VerdictRequest
+        from graftlab.judging.tap_lines import lines_of_tap
+        from graftlab.judging.verdict_request import VerdictRequest
 
         request = VerdictRequest(baseline, target, threshold=threshold, args=args, kwargs=kwargs)
         return lines_of_tap(self, tap, request)
@@ -420,7 +420,7 @@ class Session(SessionCore):
         [0.0]
         >>> plan = session.edit(pairs=None)
         """
-        from graftlab.control.match_runs import match
+        from graftlab.judging.match_runs import match
 
         return match(self, baseline, target, args=args, kwargs=kwargs, rounds=rounds, budget=budget)
 
@@ -460,7 +460,7 @@ class Session(SessionCore):
         No tap adds more than rounding (2 groups of taps, at most 0 x the floor, threshold 5).
         """
         self._require_workers("run code on")
-        from graftlab.control.compiled_comparison import compare_compiled
+        from graftlab.judging.compiled_comparison import compare_compiled
 
         return compare_compiled(self, function, args, kwargs, options, threshold, grad_mode)
 
@@ -494,7 +494,7 @@ class Session(SessionCore):
         graftlab.errors.SessionError: check: the target has one rank, and a check compares several; launch ...
         """
         self._require_workers("run code on")
-        from graftlab.control.replica_check import check
+        from graftlab.judging.replica_check import check
 
         return check(self, baseline, target, layouts=layouts, mesh=mesh, args=args, kwargs=kwargs)
 

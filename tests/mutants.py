@@ -52,6 +52,7 @@ MODULES = {
     "demo": "tests/test_packaging.py",
     "doctor": "tests/test_packaging.py",
     "errors": "tests/base",
+    "loaded_run": "tests/control",
     "pytest_plugin": "tests/comparison",
     "session": "tests/control",
 }

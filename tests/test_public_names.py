@@ -21,9 +21,9 @@ from kit.support import reset
 
 import graftlab as gl
 from graftlab.control.replay import Replay
-from graftlab.control.replica_check import ReplicaCheck
 from graftlab.control.verdicts import Verdict
 from graftlab.grafting.trial import Trial
+from graftlab.judging.replica_check import ReplicaCheck
 from graftlab.ranks.options import LaunchOptions
 from graftlab.rows.store import RowStore
 

@@ -22,9 +22,9 @@ from graftlab.comparison.held_calls import (
 )
 from graftlab.comparison.scripts import ScriptChoice, compare_scripts
 from graftlab.comparison.sides import command_of, function_in_file, kind_of_sides, names_function
-from graftlab.control.compiled_comparison import CompiledComparison
 from graftlab.errors import ConfigError
 from graftlab.jobs.script_launcher import ScriptSettings
+from graftlab.judging.compiled_comparison import CompiledComparison
 from graftlab.launching import launch
 from graftlab.ranks.held_call import WatchChoice, release_call
 from graftlab.ranks.held_functions import CALL, FunctionInFile, define_call, hold_callee, load_and_hold

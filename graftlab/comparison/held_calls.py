@@ -194,7 +194,11 @@ def judge_held_calls(
     if wide is not None:
         if wide.findings.in_float32 is None:
             dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
-            what = "no tap explains what differs" if verdict.findings.unexplained else "the calls agree to rounding"
+            what = (
+                "no tapped value explains the difference"
+                if verdict.findings.unexplained
+                else "the calls agree to rounding"
+            )
             remarks.append(f"In {dtypes} {what}. In float32, from the same numbers, they differ:")
         verdict = wide
     if proposal is not None:

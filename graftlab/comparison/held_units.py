@@ -117,7 +117,7 @@ def why_not_held(
             if isinstance(each, UpdateDescription):
                 what = f"The {side}'s update {each.number} of the weights, a step of {each.optimizer},"
                 if each.has_closure:
-                    return f"{what} calls the model by a closure, and cannot be repeated in its process."
+                    return f"{what} calls the model in a closure, and cannot be repeated in its process."
                 if each.not_repeated:
                     return f"{what} gives a different result when it is repeated."
                 continue

@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from graftlab.control.run import Run
 
 _HOW = (
-    "Each script waited in the outermost calls of its models and in the steps of its optimizers, which were repeated "
-    "for each run from the same state; nothing else in the scripts was repeated."
+    "The scripts ran once. Only outermost calls of models and steps of optimizers were repeated, each time from the "
+    "same state."
 )
 _REFUSED = "To judge a call or update that cannot be repeated, the scripts must be started again for each run;"
 # After this many calls that raise, a script is no longer waited for.
@@ -233,9 +233,7 @@ class _HeldInTurn:
         if self._unpaired is not None and not self._updates:
             return self._with(self._unpaired, said)
         if self._choice.training and not self._updates:
-            why = (
-                "No optimizer made a step in which it could be held, so no training was compared; leave --training out."
-            )
+            why = "No optimizer made a step that could be repeated, so no training was compared; leave --training out."
             return self._with(self._compared, (why, self._agreed(), *said), "inconclusive")
         return self._with(self._compared, (self._agreed(), *said))
 
@@ -403,7 +401,7 @@ class _HeldInTurn:
         """The comparison so far, without the update that is held."""
         if not self._judged:
             raise SessionError(
-                "the scripts make an update by a closure before anything that can be repeated, and starting them again "
+                "the scripts begin with an update by a closure, which cannot be repeated, and starting them again "
                 "was refused"
             )
         return replace(self._compared, answer="agree")

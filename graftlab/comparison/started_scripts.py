@@ -12,13 +12,13 @@ from graftlab.base.world import Side
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_held_calls, why_no_backward
 from graftlab.comparison.held_updates import judge_held_updates, take_equal_inputs
 from graftlab.control.core import lend_plan, replace_ranks, restore_plan
-from graftlab.control.judge import judge_runs
-from graftlab.control.match_runs import match
-from graftlab.control.started_runs import RecordedSteps, StartedRuns
-from graftlab.control.verdict_request import VerdictRequest
-from graftlab.control.verdict_runs import VerdictAbandoned
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import skip_to
+from graftlab.judging.judge import judge_runs
+from graftlab.judging.match_runs import match
+from graftlab.judging.started_runs import RecordedSteps, StartedRuns
+from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.judging.verdict_runs import VerdictAbandoned
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.held_call import (
     CallDescription,
@@ -240,7 +240,7 @@ def how_started(starts: int) -> str:
     """A sentence on how the runs were made."""
     return (
         f"The scripts were started again {counted(starts, 'time')}, because a call or an update could not be repeated "
-        "in its process: each run began anew, and reached it by the count of calls and updates."
+        "in its process: each run began from the start, and counted calls and updates up to it."
     )
 
 

@@ -86,7 +86,7 @@ def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None
 
 
 def write_report_of_rows(folder: Path, path: str | Path, verdict: Verdict | None) -> Path:
-    """Write the page from rows on disk; see :meth:`graftlab.control.loaded_run.LoadedRun.report`."""
+    """Write the page from rows on disk; see :meth:`graftlab.loaded_run.LoadedRun.report`."""
     found = conclude(newest_run(loading.load_run(folder)), [])
     parts = [
         f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}, from the rows in "

@@ -21,6 +21,8 @@ from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from graftlab.diffs.sources import fingerprint, kernel_sources
@@ -69,6 +71,10 @@ THREADS_FROM = 1 << 18
 # Two addresses, the numbers of elements, of the type pair and of threads, and which tensor is copied over the other.
 # Passed as one argument, which is fastest.
 _REQUEST = struct.Struct("=QQqqqq")
+# An address, the numbers of elements and of the type, the addresses of factors and of blocks' factors, a block's size.
+_MOMENTS_REQUEST = struct.Struct("=QqqQQq")
+_MOMENTS = 11
+"""The lowest and highest value, five sums of powers, and four sums with factors."""
 NEITHER, X_OVER_Y, Y_OVER_X = range(3)
 """The tensor that :meth:`Kernel.measure` copies over the other after measuring."""
 # Values whose squares may exceed float64 need a second pass, for which both tensors must still exist.
@@ -78,6 +84,16 @@ _pack = _REQUEST.pack_into
 
 class KernelError(Exception):
     """The library cannot be used; the message gives the reason."""
+
+
+class _MomentsMemory(threading.local):
+    """The request and the result of each thread that asks for moments."""
+
+    def __init__(self) -> None:
+        begin = _MOMENTS_REQUEST.size // 8
+        self.buffer = np.zeros(begin + _MOMENTS)
+        self.address = self.buffer.ctypes.data
+        self.found = self.buffer[begin:]
 
 
 class _Memory(threading.local):
@@ -103,6 +119,10 @@ class Kernel:
     memory: _Memory
     call: Callable[[int], int]
     call_without_gil: Callable[[int], int]
+    single_types: dict[torch.dtype, int]
+    moments_memory: _MomentsMemory
+    moments_call: Callable[[int], int]
+    moments_call_without_gil: Callable[[int], int]
 
     def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER) -> DiffStats:
         """Measure ``numel`` elements, at least one, at each of two addresses.
@@ -124,6 +144,20 @@ class Kernel:
         stats.max_abs_index = index_in(shape, stats.max_abs_index)
         stats.__class__ = DiffStats
         return stats  # type: ignore[no-any-return]
+
+    def moments(
+        self, x: int, numel: int, dtype: torch.dtype, factors: int, of_blocks: int, block: int
+    ) -> npt.NDArray[np.float64]:
+        """Sum ``numel`` elements, at least one, at an address, which must have no NaN for the extremes to be right.
+
+        Returns the lowest and the highest value; the sums of the values, their magnitudes, squares, third powers and
+        the roots of their magnitudes; and four sums with factors. ``factors`` is the address of ``[4, block]`` doubles,
+        which the elements of each block share, ``of_blocks`` that of four for each block.
+        """
+        memory = self.moments_memory
+        _MOMENTS_REQUEST.pack_into(memory.buffer, 0, x, numel, self.single_types[dtype], factors, of_blocks, block)
+        (self.moments_call if numel < LETS_GO_FROM else self.moments_call_without_gil)(memory.address)
+        return memory.found.copy()
 
 
 def may_copy(dtype: torch.dtype) -> bool:
@@ -168,7 +202,9 @@ def open_library(path: Path, choice: str = "") -> Kernel:
         raise KernelError(f"{path} was not built from the sources in {SOURCES}; {rebuild}")
     level = choice or processor_level()
     try:
-        calls = [library[f"graftlab_measure_{level}"] for library in (keeping, letting_go)]
+        calls = [
+            library[f"graftlab_{what}_{level}"] for what in ("measure", "moments") for library in (keeping, letting_go)
+        ]
     except AttributeError:
         known = "neon" if platform.machine() == "aarch64" else ", ".join(X86_LEVELS)
         raise KernelError(f"there is no level {level!r} in {path}; {CHOICE} can be {known} or {FALLBACK}") from None
@@ -184,7 +220,18 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     if names != NAMES:
         raise KernelError(f"{path} returns {', '.join(names)}, but DiffStats has {', '.join(NAMES)}")
     results = struct.Struct("=" + "".join(codes))
-    return Kernel(level, types, results, _Memory(_REQUEST.size + results.size), calls[0], calls[1])
+    return Kernel(
+        level,
+        types,
+        results,
+        _Memory(_REQUEST.size + results.size),
+        calls[0],
+        calls[1],
+        {dtype: numbers[name] for dtype, name in _C_TYPES.items()},
+        _MomentsMemory(),
+        calls[2],
+        calls[3],
+    )
 
 
 def processor_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

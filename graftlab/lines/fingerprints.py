@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from graftlab.base.tensor_bytes import DTYPE_NAMES
+from graftlab.diffs.kernel import Kernel, load
 
 Level = Literal[0, 1, 2, 3]
 """How well two tensors agree: not at all, in their magnitudes, in their values in any order, or in order."""
@@ -28,6 +31,9 @@ _MASKED = 1e4
 _MOMENTS = 5
 _SUMS = _MOMENTS + len(_FREQUENCIES)
 """The number of a fingerprint's moments and projections."""
+_AFTER_MOMENTS = 2 + _MOMENTS
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The classes of tensors that are what their memory holds."""
 _FEW_LARGE = 10
 """If the root mean square is this many times the median, few large values dominate it."""
 FEWEST_NUMBERS = 3
@@ -95,20 +101,28 @@ def _unpickled(
 
 def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     """Return the fingerprint of a tensor; without ``sorts`` it has no quantiles, which cost the most."""
-    plain = tensor.detach()
-    plain = getattr(plain, "_local_tensor", plain)
-    shape, dtype = tuple(plain.shape), str(plain.dtype).removeprefix("torch.")
-    for dim, (extent, stride) in enumerate(zip(plain.shape, plain.stride(), strict=True)):
-        if stride == 0 and extent > 1:
-            plain = plain.narrow(dim, 0, 1)
+    plain = getattr(tensor, "_local_tensor", tensor)
+    shape, dtype = tuple(plain.shape), DTYPE_NAMES[plain.dtype]
+    if 0 in (strides := plain.stride()):
+        plain = plain.detach()
+        for dim, (extent, stride) in enumerate(zip(shape, strides, strict=True)):
+            if stride == 0 and extent > 1:
+                plain = plain.narrow(dim, 0, 1)
+    is_single = plain.is_floating_point() and plain.element_size() <= _SINGLE
+    sums = _sums_of_memory(plain)
+    if sums is not None and math.isfinite(sums.magnitudes) and not sums.lowest <= -_MASKED:
+        quantiles = _quantiles(_sortable(plain, is_single), is_single) if sorts else _NO_QUANTILES
+        is_constant = sums.lowest == sums.highest
+        return _made(shape, dtype, plain.numel(), 0, sums, quantiles, False, is_constant)
+    plain = plain.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj().resolve_neg())
     # numpy's calls take a tenth of torch's time on small arrays.
     wide: Floats = plain.to("cpu", torch.float64).reshape(-1).numpy()
     if not wide.size:
         nothing = np.zeros(0)
-        sums = np.zeros(_MOMENTS), np.zeros(len(_FREQUENCIES))
-        return Fingerprint(shape, dtype, 0, 0, *sums, nothing, nothing, False, True)
+        sums = _Sums(math.nan, math.nan, np.zeros(_MOMENTS), np.zeros(len(_FREQUENCIES)))
+        return _made(shape, dtype, 0, 0, sums, (nothing, nothing), False, True)
     lowest, highest = float(np.minimum.reduce(wide)), float(np.maximum.reduce(wide))
     given = wide
     # A non-finite number is the lowest or the highest, or makes both nan.
@@ -133,19 +147,110 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
         wide = 2 * wide - 1
     if nonfinite and finite is not None:
         wide = np.where(finite, wide, 0.0)
-    moments = _moments(wide)
-    quantiles: list[Floats | None] = [None, None]
-    if sorts:
-        at = _places(wide.size)
-        # Numbers that were in single precision are sorted in it, in half the time.
-        is_single = plain.is_floating_point() and plain.element_size() <= _SINGLE
-        sorted_as = np.float32 if is_single else np.float64
-        values = np.sort(wide.astype(sorted_as))
-        quantiles = [each[at].astype(np.float64) for each in (_sorted_magnitudes(values), values)]
-    constant = not nonfinite and (lowest == highest if wide is given else bool(wide.min() == wide.max()))
-    return Fingerprint(
-        shape, dtype, wide.size, nonfinite, moments, _projections(wide), quantiles[0], quantiles[1], mask, constant
+    sums = _sums(wide)
+    quantiles = _quantiles(wide, is_single) if sorts else _NO_QUANTILES
+    constant = not nonfinite and (lowest == highest if wide is given else sums.lowest == sums.highest)
+    return _made(shape, dtype, wide.size, nonfinite, sums, quantiles, mask, constant)
+
+
+class _Sums(NamedTuple):
+    """The extremes of some numbers, and their sums."""
+
+    lowest: float
+    highest: float
+    moments: Floats
+    projections: Floats
+
+    @property
+    def magnitudes(self) -> float:
+        """The sum of magnitudes."""
+        return float(self.moments[1])
+
+
+_Quantiles = tuple[Floats | None, Floats | None]
+_NO_QUANTILES: _Quantiles = (None, None)
+
+
+def _made(
+    shape: tuple[int, ...],
+    dtype: str,
+    numel: int,
+    nonfinite: int,
+    sums: _Sums,
+    quantiles: _Quantiles,
+    mask: bool,
+    constant: bool,
+) -> Fingerprint:
+    found = Fingerprint.__new__(Fingerprint)
+    # A trace makes thousands, and filling a frozen dataclass takes ten times as long.
+    found.__dict__.update(
+        shape=shape,
+        dtype=dtype,
+        numel=numel,
+        nonfinite=nonfinite,
+        moments=sums.moments,
+        projections=sums.projections,
+        magnitudes=quantiles[0],
+        values=quantiles[1],
+        mask=mask,
+        constant=constant,
     )
+    return found
+
+
+def _sums_of_memory(plain: torch.Tensor) -> _Sums | None:
+    """Sum a tensor in its own memory; None for one that must be converted first.
+
+    Without finite numbers the extremes are wrong.
+    """
+    kernel = load()
+    if kernel is None or type(plain) not in _PLAIN or plain.dtype not in kernel.single_types:
+        return None
+    if plain.dtype == torch.bool or plain.device.type != "cpu" or not plain.numel() or plain.is_neg():
+        return None
+    if not plain.is_contiguous():
+        plain = plain.detach().contiguous()
+    return _sums_at(kernel, plain.data_ptr(), plain.numel(), plain.dtype)
+
+
+def _sums(wide: Floats) -> _Sums:
+    kernel = load()
+    if kernel is not None:
+        wide = np.ascontiguousarray(wide)
+        return _sums_at(kernel, wide.ctypes.data, wide.size, torch.float64)
+    return _Sums(float(np.minimum.reduce(wide)), float(np.maximum.reduce(wide)), _moments(wide), _projections(wide))
+
+
+def _sums_at(kernel: Kernel, address: int, numel: int, dtype: torch.dtype) -> _Sums:
+    blocks = -(-numel // _BLOCK)
+    factors, of_blocks = _addresses(1 << (blocks - 1).bit_length())
+    found = kernel.moments(address, numel, dtype, factors, of_blocks, _BLOCK)
+    return _Sums(float(found[0]), float(found[1]), found[2:_AFTER_MOMENTS], found[_AFTER_MOMENTS:])
+
+
+@lru_cache(maxsize=32)
+def _addresses(blocks: int) -> tuple[int, int]:
+    """The addresses of the factors of a block's elements, and of this many blocks' own."""
+    _tables[blocks] = np.stack([_factors_of_block(each) for each in range(blocks)])
+    return _factors().ctypes.data, _tables[blocks].ctypes.data
+
+
+_tables: dict[int, Floats] = {}
+
+
+def _sortable(plain: torch.Tensor, is_single: bool) -> npt.NDArray[np.floating[Any]]:
+    found: npt.NDArray[np.floating[Any]] = (
+        plain.detach().to(torch.float32 if is_single else torch.float64).reshape(-1).numpy()
+    )
+    return found
+
+
+def _quantiles(numbers: npt.NDArray[np.floating[Any]], is_single: bool) -> _Quantiles:
+    """The quantiles of the magnitudes, and of the values."""
+    at = _places(numbers.size)
+    # Numbers that were in single precision are sorted in it, in half the time.
+    values = np.sort(numbers.astype(np.float32 if is_single else np.float64, copy=False))
+    return _sorted_magnitudes(values)[at].astype(np.float64), values[at].astype(np.float64)
 
 
 @lru_cache(maxsize=64)
@@ -171,7 +276,7 @@ def _hidden(wide: Floats) -> npt.NDArray[np.bool_] | None:
 
 _SINGLE = 4
 """The bytes of a number in single precision."""
-_BLOCK = 1 << 14
+_BLOCK = 1 << 12
 
 
 def _moments(wide: Floats) -> Floats:

@@ -27,7 +27,7 @@ _STANDARD = tuple(
     os.path.abspath(path) + os.sep for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_INTERNAL, _OF_A_PACKAGE, _OF_THE_USER = range(3)
+_INTERNAL, _OF_A_PACKAGE, _OF_THE_USER, _OF_A_RANK, _OF_TORCHS_MODULE = range(5)
 
 # A notebook's cell, whose file is named by a number.
 _CELL = re.compile(rf"{re.escape(os.sep)}ipykernel_\d+{re.escape(os.sep)}\d+\.py$")
@@ -70,35 +70,53 @@ class StackEntry:
         return SourceFrame(self.code.co_filename, self.line, name.replace("<locals>.", ""), source, self.instruction)
 
 
-def stack_entries(
-    frame: FrameType | None = None, known: dict[tuple[int, int], StackEntry] | None = None
-) -> list[StackEntry]:
+class KnownCode:
+    """What earlier calls of :func:`stack_entries` found out about code, which later ones share."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[int, int], StackEntry] = {}
+        self.kinds: dict[int, tuple[int, CodeType]] = {}
+        """By the id of code. The code is held here, so no other object gets its id."""
+
+
+def stack_entries(frame: FrameType | None = None, known: KnownCode | None = None) -> list[StackEntry]:
     """Return the calling code's stack, innermost first, without torch, graftlab and the standard library.
 
     ``frame`` is the first frame, by default the caller's. A stack without any other code, as when an expression calls
-    torch's own modules, has the lines of those modules. ``known`` are the entries of earlier calls, which share theirs.
+    torch's own modules, has the lines of those modules.
     """
-    entries = {} if known is None else known
+    known = KnownCode() if known is None else known
+    entries, kinds = known.entries, known.kinds
     each: FrameType | None = sys._getframe(1) if frame is None else frame
     found: list[StackEntry] = []
     modules: list[StackEntry] = []
     while each is not None and len(found) < _MOST_FRAMES:
         code = each.f_code
-        origin = _origin(code.co_filename)
-        if origin != _INTERNAL:
-            # The entry holds the code, so no other object gets its id.
+        kind, _ = kinds.get(id(code)) or kinds.setdefault(id(code), (_kind(code), code))
+        if kind in (_OF_A_PACKAGE, _OF_THE_USER):
             place = id(code), each.f_lasti
             if place not in entries:
                 line = each.f_lineno or code.co_firstlineno
-                entries[place] = StackEntry(code, line, origin == _OF_THE_USER, _has_modules(each), each.f_lasti)
+                entries[place] = StackEntry(code, line, kind == _OF_THE_USER, _has_modules(each), each.f_lasti)
             found.append(entries[place])
-        elif code.co_filename.startswith(_RANKS):
+        elif kind == _OF_A_RANK:
             # The callers of this are the rank's loop and the start of the process.
             break
-        elif code.co_filename.startswith(_TORCHS_MODULES) and not code.co_filename.endswith(_CALLING):
+        elif kind == _OF_TORCHS_MODULE and not found:
             modules.append(StackEntry(code, each.f_lineno or code.co_firstlineno, False, True))
         each = each.f_back
     return found or modules
+
+
+def _kind(code: CodeType) -> int:
+    """Whose code this is, as in :func:`_origin`, with the internal code that matters to a stack apart."""
+    file = code.co_filename
+    origin = _origin(file)
+    if origin != _INTERNAL:
+        return origin
+    if file.startswith(_RANKS):
+        return _OF_A_RANK
+    return _OF_TORCHS_MODULE if file.startswith(_TORCHS_MODULES) and not file.endswith(_CALLING) else _INTERNAL
 
 
 def model_entry(stack: Sequence[StackEntry]) -> StackEntry | None:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES, memory_of
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
-from graftlab.lines.frames import SourceFrame, StackEntry, frames_of_traceback, model_entry, stack_entries
+from graftlab.lines.frames import KnownCode, SourceFrame, StackEntry, frames_of_traceback, model_entry, stack_entries
 from graftlab.lines.state import path_of
 from graftlab.taps.untraced import outside_compiled_code
 
@@ -49,8 +49,7 @@ LAYOUT_OPERATIONS = _VIEWS | frozenset(
 """Operations that only rearrange numbers."""
 
 
-@dataclass(frozen=True)
-class TracedValue:
+class TracedValue(NamedTuple):
     """A tensor at one moment of a recording.
 
     ``sources`` are the operations that wrote it; empty if a tap set it (``tap``), or it existed before.
@@ -68,8 +67,7 @@ class TracedValue:
     """
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation of torch. ``index`` counts from 0 in order of execution; ``inputs`` and ``outputs`` are numbers of
     values; ``call`` is the operation with its arguments in words.
     """
@@ -129,7 +127,7 @@ class _Layout(NamedTuple):
         return self.begin, sum((size - 1) * stride for size, stride in steps)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Storage:
     """The state of one storage: its life, because addresses are reused, and the operations that wrote to it."""
 
@@ -143,13 +141,34 @@ class _Storage:
     searches: int = 0
 
 
+class _TensorKind(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _PlainValue(NamedTuple):
+    # One of them equals True.
+    kind: type
+    value: Any
+
+
+_Described: TypeAlias = "_TensorKind | _PlainValue | tuple[_Described, ...]"
+"""An argument's value without its tensors."""
+
+
+def _described(value: Any) -> _Described:
+    if isinstance(value, torch.Tensor):
+        return _TensorKind(DTYPE_NAMES[value.dtype], tuple(value.shape))
+    return tuple(map(_described, value)) if isinstance(value, (list, tuple)) else _PlainValue(type(value), value)
+
+
 class _Argument(NamedTuple):
     """An argument in a schema. ``default`` is empty if it has none."""
 
     name: str
     is_by_name: bool
     is_written: bool
-    default: tuple[Any, ...]
+    default: tuple[_Described, ...]
 
 
 class _Signature(NamedTuple):
@@ -184,7 +203,7 @@ def _signature(func: Any) -> _Signature:
             is_collective
             or (each.alias_info is not None and each.alias_info.is_write)
             or (name in _BATCH_NORMS and each.name in _STATISTICS),
-            (each.default_value,) if each.has_default_value() else (),
+            (_described(each.default_value),) if each.has_default_value() else (),
         )
         for each in schema.arguments
     ]
@@ -198,12 +217,12 @@ def modes_in_force() -> list[TorchDispatchMode]:
     return list(_get_current_dispatch_mode_stack())
 
 
-@dataclass(frozen=True)
-class _BegunOperation:
+class _BegunOperation(NamedTuple):
     """Notes on an operation, made before it runs."""
 
     signature: _Signature
-    read: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+    """Those of the tensors that it reads."""
     written: Sequence[torch.Tensor]
     inputs: tuple[int, ...]
     index: int
@@ -212,7 +231,7 @@ class _BegunOperation:
     backward_of: tuple[SourceFrame, ...] = ()
     call: str = ""
     arguments: tuple[str, ...] = ()
-    shapes: Sequence[tuple[int, ...]] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -265,7 +284,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The values that operations have read to compute others."""
         self._written: dict[int, _Storage] = {}
         self._named: set[int] = set()
-        self._entries: dict[tuple[int, int], StackEntry] = {}
+        self._code = KnownCode()
         self._lives = 0
         self._searches = _MOST_SEARCHES
         self._sorts, self._numbers = SORT_BUDGET, NUMBER_BUDGET
@@ -317,35 +336,37 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _BegunOperation:
         """Note the values that an operation reads, before it may overwrite them."""
         signature = _signature(func)
-        read, written = [], []
+        read: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
         for argument, value in signature.given(args, given):
-            found = list(_tensors(value))
+            found = _tensors(value)
             if argument.is_written:
                 written += found
-            if not (argument.is_written and (argument.is_by_name or signature.name in _OVERWRITING)):
-                read += found
+                if argument.is_by_name or signature.name in _OVERWRITING:
+                    continue
+            read += found
         if signature.name in _FROM_DATA:
             # A tensor made without an operation, perhaps at the address of one that no longer exists.
             for each in read:
-                self._begin_life(each, [])
-        numbers = [self.read(each) for each in read]
+                self._begin_life(_address(each), [])
+        addresses = [_address(each) for each in read]
+        numbers = [self.read(each, address) for each, address in zip(read, addresses, strict=True)]
         inputs = tuple(dict.fromkeys(numbers))
         if signature.name not in LAYOUT_OPERATIONS:
             self._computed_from.update(inputs)
-        for each, number in zip(read, numbers, strict=True):
-            self._name_state(each, number)
-        self._keep(read)
+        for each, address, number in zip(read, addresses, numbers, strict=True):
+            if (memory := self._written[address]).is_written_in_place:
+                self._name_state(each, memory, number)
+        if self.passed:
+            self._keep(read)
         node, index = _autograd_node(), len(self.operations)
         if self.only is not None and not self.only.issuperset(inputs):
             # An operation that leads to a wanted value reads only wanted values.
-            return _BegunOperation(signature, read, written, inputs, index, node)
+            return _BegunOperation(signature, addresses, written, inputs, index, node)
         # Without the frames of this method and of the method that the operation calls.
-        stack = tuple(stack_entries(sys._getframe(2), self._entries))
-        shapes = [tuple(each.shape) for each in _tensors([*args, *given.values()])]
-        call, arguments = _in_words(signature, args, given)
-        return _BegunOperation(
-            signature, read, written, inputs, index, node, stack, _forward_lines(node), call, arguments, shapes
-        )
+        stack = tuple(stack_entries(sys._getframe(2), self._code))
+        words = _in_words(func, args, given)
+        return _BegunOperation(signature, addresses, written, inputs, index, node, stack, _forward_lines(node), *words)
 
     def _end(
         self, begun: _BegunOperation, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any
@@ -357,17 +378,22 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = _with_first(result, self.replaced[index])
         if (kept := self._kept.get(self.passed.get(index, -1))) is not None:
             result = _passing(result, written, kept)
-        for each in written:
-            self._write(each, index)
-        shared = {_address(each) for each in (*written, *begun.read)}
-        outputs = [self._number(each, (index,)) for each in written]
-        for each in [] if signature.is_collective else written:
-            # A part of a buffer may be written and then read only through the whole.
-            self.read(each)
-        for each in _tensors(result):
-            if _address(each) not in shared:
-                self._begin_life(each, [index])
-            outputs.append(self._number(each, (index,)))
+        outputs: list[int] = []
+        shared = begun.addresses
+        if written:
+            for each in written:
+                self._write(each, index)
+            shared = [*shared, *map(_address, written)]
+            outputs += [self._number(each, _address(each), (index,)) for each in written]
+            for each in [] if signature.is_collective else written:
+                # A part of a buffer may be written and then read only through the whole.
+                self.read(each)
+        results = _tensors(result)
+        for each in results:
+            address = _address(each)
+            if address not in shared:
+                self._begin_life(address, [index])
+            outputs.append(self._number(each, address, (index,)))
         self.operations.append(
             Operation(
                 index,
@@ -381,15 +407,15 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 begun.node is not None,
                 self.present_step(),
                 begun.arguments,
-                (*begun.shapes, *(tuple(each.shape) for each in [*_tensors(result)][:1])),
+                (*begun.shapes, *(tuple(each.shape) for each in results[:1])),
                 signature.has_later_result,
             )
         )
         return result
 
-    def read(self, tensor: torch.Tensor) -> int:
+    def read(self, tensor: torch.Tensor, address: int | None = None) -> int:
         """Return the number of this tensor's present value, and take its fingerprint."""
-        number = self._number(tensor, None)
+        number = self._number(tensor, address)
         if number not in self.fingerprints:
             size = tensor.numel()
             is_near = self._is_near(number)
@@ -411,7 +437,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Copy the values that are to be passed on, before an operation overwrites them."""
         wanted = set(self.passed.values()) - self._kept.keys()
         for each in read if wanted else ():
-            number = self._number(each, None)
+            number = self._number(each)
             if number in wanted and number not in self._kept:
                 self._kept[number] = each.clone()
 
@@ -426,7 +452,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def fed(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                is_wanted = id(value) not in changed and self._number(value, None) == number
+                is_wanted = id(value) not in changed and self._number(value) == number
                 return replace(value.clone()) if is_wanted else value
             return type(value)(map(fed, value)) if type(value) in (list, tuple) else value
 
@@ -451,14 +477,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if changed or self._has_been_read(tensor):
             self._write(tensor, None)
         self.begin_taps()
-        number = self._number(tensor, None)
+        number = self._number(tensor)
         for each in {number, *(() if changed else self._of_same_numbers(tensor))}:
-            self.values[each] = replace(self.values[each], tap=tap)
+            self.values[each] = self.values[each]._replace(tap=tap)
         return number
 
     def _has_been_read(self, tensor: torch.Tensor) -> bool:
         """Whether something was computed from the tensor's present value, which a tap sets only from now on."""
-        return not self._computed_from.isdisjoint({self._number(tensor, None), *self._of_same_numbers(tensor)})
+        return not self._computed_from.isdisjoint({self._number(tensor), *self._of_same_numbers(tensor)})
 
     def _of_same_numbers(self, tensor: torch.Tensor) -> set[int]:
         """The known values with the same numbers in another shape, as before heads were split."""
@@ -476,17 +502,21 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _memory(self, tensor: torch.Tensor) -> _Storage:
         address = _address(tensor)
-        return self._written.get(address) or self._begin_life(tensor, [])
+        return self._written.get(address) or self._begin_life(address, [])
 
-    def _begin_life(self, tensor: torch.Tensor, writers: list[int]) -> _Storage:
-        """Note that this tensor's memory is new, whatever was at its address before."""
+    def _begin_life(self, address: int, writers: list[int]) -> _Storage:
+        """Note that the memory at an address is new, whatever was there before."""
         self._lives += 1
-        memory = self._written[_address(tensor)] = _Storage(self._lives, 0, writers)
+        memory = self._written[address] = _Storage(self._lives, 0, writers)
         return memory
 
-    def _number(self, tensor: torch.Tensor, sources: tuple[int, ...] | None) -> int:
+    def _number(
+        self, tensor: torch.Tensor, address: int | None = None, sources: tuple[int, ...] | None = None
+    ) -> int:
         """The number of a tensor's present value. A view with the same numbers in one arrangement is the same value."""
-        memory = self._memory(tensor)
+        if address is None:
+            address = _address(tensor)
+        memory = self._written.get(address) or self._begin_life(address, [])
         layout = _layout(tensor)
         key = (memory.life, memory.writes, layout, tensor.dtype, None if layout.stride is not None else type(tensor))
         number = self._known.get(key)
@@ -496,23 +526,24 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             wrote = tuple(memory.writers) if sources is None else sources
             self.values.append(TracedValue(number, layout.shape, DTYPE_NAMES[tensor.dtype], wrote))
         value = self.values[number]
-        if value.sources and not isinstance(tensor, torch.nn.Parameter):
+        # A parameter's class looks at each instance in Python.
+        may_be_parameter = type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+        if value.sources and not may_be_parameter:
             return number
-        is_parameter = value.is_parameter or (isinstance(tensor, torch.nn.Parameter) and self._is_from_before(value))
+        is_parameter = value.is_parameter or (may_be_parameter and self._is_from_before(value))
         path, is_new = value.path, number not in self._named or is_parameter != value.is_parameter
         if is_new and (is_parameter or not value.sources) and self._is_near(number):
             # The search for its name goes through thousands of objects.
             self._named.add(number)
             path = path_of(tensor, sys._getframe(1))
         if (path, is_parameter) != (value.path, value.is_parameter):
-            self.values[number] = replace(value, path=path, is_parameter=is_parameter)
+            self.values[number] = value._replace(path=path, is_parameter=is_parameter)
         return number
 
-    def _name_state(self, tensor: torch.Tensor, number: int) -> None:
+    def _name_state(self, tensor: torch.Tensor, memory: _Storage, number: int) -> None:
         """Note the attribute under which code has a tensor that operations wrote in place, such as a cache."""
-        memory = self._memory(tensor)
         value = self.values[number]
-        if not memory.is_written_in_place or value.path is not None or value.tap is not None:
+        if value.path is not None or value.tap is not None:
             return
         if memory.path is None and memory.searches < _SEARCHES_OF_ONE and self._searches:
             # The search for a value that only a variable has finds nothing.
@@ -520,7 +551,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._searches -= 1
             memory.path = path_of(tensor, sys._getframe(1), with_variables=False)
         if memory.path is not None:
-            self.values[number] = replace(value, path=memory.path)
+            self.values[number] = value._replace(path=memory.path)
 
     def _is_from_before(self, value: TracedValue) -> bool:
         """Whether a value is unchanged since before the first tap."""
@@ -534,16 +565,16 @@ def _draws(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any])
     return not drops_out or bool(values.get("dropout_p"))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return ()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
+    return tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:
@@ -553,7 +584,8 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 def _address(tensor: torch.Tensor) -> int:
     """The identity of a tensor's memory while it lives."""
-    inner = getattr(tensor, "_local_tensor", tensor)
+    # Most tensors have none, and a missing attribute costs an exception.
+    inner = tensor if type(tensor) is torch.Tensor else getattr(tensor, "_local_tensor", tensor)
     return memory_of(inner) or id(inner)
 
 
@@ -583,37 +615,56 @@ _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f1
 _MOST_NUMBERS = 6
 
 
-def _in_words(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+_Words = tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]
+
+
+def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Words:
     """An operation written as a call, with dtypes and shapes for tensors: ``mul(f32[2, 4], 0.1581)``.
 
-    Also returns its arguments that are not tensors.
+    Also returns its arguments that are not tensors, and the shapes of its tensors.
     """
+    described = tuple((name, _described(value)) for name, value in given.items())
+    return _words(func, tuple(map(_described, args)), described)
+
+
+# Layers repeat each other's operations.
+@lru_cache(maxsize=4096)
+def _words(func: Any, args: tuple[_Described, ...], given: tuple[tuple[str, _Described], ...]) -> _Words:
+    signature = _signature(func)
     said = []
     plain = []
-    for argument, value in signature.given(args, given):
-        if value is None or any(_is_equal(value, each) for each in argument.default):
+    shapes: list[tuple[int, ...]] = []
+    for argument, value in signature.given(args, dict(given)):
+        kinds = [*_kinds(value)]
+        shapes += [each.shape for each in kinds]
+        if value == _described(None) or value in argument.default:
             continue
         shown = _value_in_words(value)
-        by_name = argument.is_by_name or isinstance(value, (bool, str)) or argument.name in ("scale", "eps", "dim")
-        said.append(f"{argument.name}={shown}" if by_name and not isinstance(value, torch.Tensor) else shown)
-        if next(_tensors(value), None) is None:
+        named = isinstance(value, _PlainValue) and isinstance(value.value, (bool, str))
+        by_name = argument.is_by_name or named or argument.name in ("scale", "eps", "dim")
+        said.append(f"{argument.name}={shown}" if by_name and not isinstance(value, _TensorKind) else shown)
+        if not kinds:
             plain.append(f"{argument.name}={shown}")
-    return f"{signature.name}({', '.join(said)})", tuple(plain)
+    return f"{signature.name}({', '.join(said)})", tuple(plain), tuple(shapes)
 
 
-def _is_equal(value: Any, default: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and type(value) is type(default) and bool(value == default)
+def _kinds(value: _Described) -> Iterator[_TensorKind]:
+    if isinstance(value, _TensorKind):
+        yield value
+    elif not isinstance(value, _PlainValue):
+        for each in value:
+            yield from _kinds(each)
 
 
-def _value_in_words(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        dtype = DTYPE_NAMES[value.dtype]
-        return f"{_SHORT.get(dtype, dtype)}{list(value.shape)}"
+def _value_in_words(described: _Described) -> str:
+    if isinstance(described, _TensorKind):
+        return f"{_SHORT.get(described.dtype, described.dtype)}{list(described.shape)}"
+    if not isinstance(described, _PlainValue):
+        shown = [_value_in_words(each) for each in described[:_MOST_NUMBERS]]
+        return f"[{', '.join(shown)}{', ...' if len(described) > _MOST_NUMBERS else ''}]"
+    value = described.value
     if isinstance(value, float):
         return f"{value:.7g}"
-    if isinstance(value, (list, tuple)):
-        shown = [_value_in_words(each) for each in value[:_MOST_NUMBERS]]
-        return f"[{', '.join(shown)}{', ...' if len(value) > _MOST_NUMBERS else ''}]"
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
     return repr(value) if isinstance(value, (bool, int, str)) else type(value).__name__

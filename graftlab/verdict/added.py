@@ -316,6 +316,8 @@ def _be(rows: pd.DataFrame, one: str) -> str:
 
 def _first_error(rows: pd.DataFrame) -> str:
     texts = [str(text).strip().splitlines()[0] for text in rows["error"].dropna() if str(text).strip()]
+    # A side that ends without a tap adds nothing to a tap that is on one side only.
+    texts = [text for text in texts if not text.endswith("without this tap")]
     return f": {texts[0]}" if texts else ""
 
 

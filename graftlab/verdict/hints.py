@@ -121,8 +121,8 @@ def _from_some(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str | No
 
 def _since(first: int, last: int, extent: int) -> str:
     if last == extent - 1:
-        return f" (equal up to {first - 1}, all from {first} on)"
-    return f" (all up to {last}, equal from {last + 1} on)" if first == 0 else ""
+        return " (to the end)"
+    return f" (the first {last + 1})" if first == 0 else ""
 
 
 def _at_every_nth(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str | None:

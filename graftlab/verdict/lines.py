@@ -80,13 +80,13 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
     head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values first differ here"
     tap = f"{listed(confirmed, most=4)} agrees" if is_of_all and len(confirmed) < len(with_lines) else "the tap agrees"
     if any(each.confirmed and each.side == "target" and each.is_only_here for each in shown):
-        head += f"; without what the target does there, {tap}:"
+        head += f"; without this operation {tap}:"
     elif any(each.confirmed and each.is_only_here for each in shown):
-        head += f"; with what the target lacks there, {tap}:"
+        head += f"; with this operation added {tap}:"
     elif any(each.confirmed for each in shown):
         head += f"; with the baseline's value there, {tap}:"
     elif len(found) > len(shown):
-        head += f" (not confirmed; {len(found) - len(shown)} more in verdict.lines):"
+        head += f" (not confirmed; {len(found) - len(shown)} more in the report and in verdict.lines):"
     else:
         head += " (not confirmed):"
     places = [str(each.stack[0]) for each in shown]

@@ -342,7 +342,7 @@ def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:
 
 # ---- the text -------------------------------------------------------------------------------------------------------
 
-NOT_EXAMINED = "What modules are given was not compared: a module that is named may be right, and its inputs wrong."
+NOT_EXAMINED = "The inputs of modules were not compared: a named module may be right, and its inputs wrong."
 
 
 @dataclass(frozen=True)
@@ -377,10 +377,10 @@ def origin_in_words(alike: Sequence[ErrorOrigin]) -> OriginWords:
     right += " itself is right" if len(alike) == 1 else " themselves are right"
     unsure = _not_compared_text(first)
     if FIRST not in first.arguments:
-        subject = f"What {listed(given_to)} is given as {listed(list(first.arguments))}"
+        subject = f"{_inputs(first.arguments)} of {listed(given_to)}"
         return OriginWords(subject, _place_in_code(first), right, unsure)
     if not around:
-        return OriginWords(f"What {listed(given_to, 'or')} is given", "", right, unsure)
+        return OriginWords(f"The input of {listed(given_to)}", "", right, unsure)
     before = list(dict.fromkeys(_relative(group_of(name), around) for name in first.before))
     before = [name for name in before if name not in given_to] or before
     if before == given_to:
@@ -396,11 +396,13 @@ def sentences_on(origins: ErrorOrigins, stated: Collection[str] = ()) -> list[st
     for origin in origins.found:
         if not origin.is_itself and origin.group not in stated:
             words = origin_in_words([origin])
-            lines.append(f"{words.subject} is computed differently{words.between} ({words.right}{_at(origin)}).")
+            # A star alone is no name: it stands for the members of a model that is an nn.Sequential.
+            subject = "A member of the model" if words.subject == "*" else words.subject
+            lines.append(f"{subject} is computed differently{words.between} ({words.right}{_at(origin)}).")
             lines += [words.unsure] if words.unsure else []
     for group, left in origins.not_compared.items():
-        what = f"What {group} is given as {listed(left)} was" if left else f"The inputs of {group} were"
-        lines.append(f"{what} not compared: {group} itself may be right, and what it is given wrong.")
+        what = f"{_inputs(left)} of {group} was" if left else f"The inputs of {group} were"
+        lines.append(f"{what} not compared: {group} itself may be right, and its input wrong.")
     return lines
 
 
@@ -420,8 +422,13 @@ def _not_compared_text(origin: ErrorOrigin) -> str | None:
         return None
     module = _shown(group_of(origin.modules[origin.not_compared_of]))
     whose = f"the baseline's {module}" if origin.not_compared_of == "baseline" else module
-    was = "was" if len(origin.not_compared) == 1 else "were"
-    return f"Or {listed(origin.not_compared)}, which {whose} is given and which {was} not compared, may differ."
+    which, was = ("an input", "was") if len(origin.not_compared) == 1 else ("inputs", "were")
+    return f"Or {listed(origin.not_compared)} may differ, {which} of {whose} that {was} not compared."
+
+
+def _inputs(arguments: Sequence[str]) -> str:
+    """The subject of a sentence on these arguments of a module, with a verb in the singular."""
+    return f"{'Input' if len(arguments) == 1 else 'Each of the inputs'} {listed(list(arguments))}"
 
 
 def _subject(origin: ErrorOrigin) -> str:
@@ -449,7 +456,7 @@ def _module_of(origin: ErrorOrigin) -> str:
 
 
 def _shown(module: str) -> str:
-    return "the model" if module == ROOT else module
+    return {ROOT: "the model", "*": "a member of the model"}.get(module, module)
 
 
 def _relative(name: str, around: str) -> str:

@@ -56,8 +56,8 @@ class RoundingGroups:
         how = f"{compute} in a different order or precision"
         if in_float32 is None:
             why = (
-                f"So {how}, or with a mistake that is smaller than one rounding: a run in float32 shows the mistake, "
-                "and not the others."
+                f"So {how}, or with a mistake that is smaller than one rounding. A run in float32 shows only the "
+                "mistake."
             )
         else:
             why = f"In float32 the sides agree, so only the rounding differs: {how}."

@@ -286,9 +286,9 @@ class UnexplainedDifferences:
                 continue
             if all(each.what != what for each in self._returned):
                 return [
-                    f"{_capital(what)} differs in whole numbers, by {rel_l2:.2g}. Rounding alone would turn some of "
-                    f"them here (by {self.floors.of_returned(path, dtypes):.2g}), so they may be choices near a tie, "
-                    "or a mistake: compare the numbers that they are chosen by."
+                    f"{_capital(what)} differs in whole numbers, by {rel_l2:.2g}. Rounding alone would change some of "
+                    f"them (by {self.floors.of_returned(path, dtypes):.2g}), so these may be choices near a tie, or a "
+                    "mistake: compare the values from which they were chosen."
                 ]
         return []
 
@@ -298,14 +298,14 @@ class UnexplainedDifferences:
         output = next((each for each in self.taps if each.what == self._last), None)
         if returned:
             worst = max(returned, key=_times)
-            said = f"{_capital(worst.what)} differs {worst.size}, and no tap explains it."
+            said = f"{_capital(worst.what)} differs {worst.size}, and no tapped value explains it."
         elif output:
-            said = f"The output {output.what} differs {output.size}, and no tap explains it."
+            said = f"The output {output.what} differs {output.size}, and no tapped value explains it."
         elif spread := [each for each in self.taps if each.is_spread]:
             first, *others = spread
             more = f" (and {len(others)} more)" if others else ""
             agrees = "" if _whole(first.what) == _whole(self._last or "") else "; the output agrees"
-            return [f"{first.what}{more} differs {first.size}, and no tap explains it{agrees}."]
+            return [f"{first.what}{more} differs {first.size}, and no tapped value explains it{agrees}."]
         else:
             return []
         inner = [each for each in self.taps if each is not output]

@@ -12,10 +12,10 @@ from functools import partial
 import ipywidgets as widgets
 
 from graftlab.control.core import SessionCore
-from graftlab.control.judge import judge
 from graftlab.control.ranks_table import ranks_table
-from graftlab.control.verdict_request import VerdictRequest
 from graftlab.errors import SessionError
+from graftlab.judging.judge import judge
+from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.plots import explorer
 from graftlab.widgets import tap_explorer
 from graftlab.widgets.filter_editor import FilterEditor

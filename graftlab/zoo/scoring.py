@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 STATED = (
-    "no tap explains it",
+    "no tapped value explains it",
     "after the last tap",
     "does not repeat itself",
     "was not compared",

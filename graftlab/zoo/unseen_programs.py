@@ -13,7 +13,7 @@ from graftlab.taps.calls import tags, tap
 from graftlab.zoo.programs import count_call, draws, fault
 
 AFTER = "after the last tap"
-SOMETIMES = ("does not repeat itself", "no tap explains it")
+SOMETIMES = ("does not repeat itself", "no tapped value explains it")
 
 
 def hidden_states(seed: int) -> Tensor:
@@ -101,7 +101,7 @@ def head_under_another_name(wrong: bool) -> object:
     return None
 
 
-@fault("no tap on both sides", says=("no tap was measured on both sides", "no tap explains it"))
+@fault("no tap on both sides", says=("no tap was measured on both sides", "no tapped value explains it"))
 def nothing_tapped_but_an_input(wrong: bool) -> object:
     """The only tap shows the tokens; the model's output is returned."""
     draw, tokens = draws(50), tap("tokens", torch.tensor([3, 1, 2]))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 import graftlab as gl
 from graftlab.comparison.gradients import judge_gradients
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats
-from graftlab.comparison.held_updates import judge_held_updates
+from graftlab.comparison.held_updates import _differing_settings, _not_taken, _parted, judge_held_updates
 from graftlab.ranks.held_call import describe_call, hold
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample, UpdateDescription
 
@@ -276,3 +277,64 @@ def test_another_number_of_calls_for_an_update_is_named() -> None:
     same = judge_gradients([row("w", 0, whole, 2 * whole)], [ours], [replace(theirs, calls=1)], {})
     assert told not in same.sentences
     assert same.sentences
+
+
+# ---- what differs before an update ----------------------------------------------------------------------------------
+
+
+def weight_row(
+    name: str, partner: str | None = None, rel_l2: float | None = 0.0, kind: str = "param"
+) -> dict[str, Any]:
+    found = {"name": name, "target_name": partner, "rel_l2": rel_l2, "tags": {"kind": kind}}
+    return {**found, "dtype": "float32", "cast": None}
+
+
+def test_settings_are_compared_by_pairs_of_weights() -> None:
+    rows = [weight_row("w", "W"), weight_row("b"), weight_row("g", kind="param_grad")]
+    ours = replace(
+        description({}),
+        settings={"initial_lr": {"w": 0.1, "b": 0.1}, "lr": {"w": 0.1, "b": 0.1, "g": 1}, "betas": {"w": (0.9, 0.99)}},
+        dtypes={"w": "float32", "b": "float32"},
+    )
+    theirs = replace(
+        ours,
+        optimizer="Adam",
+        settings={"initial_lr": {"W": 0.2, "b": 0.2}, "lr": {"W": 0.2, "b": 0.2, "g": 2}, "betas": {"W": (0.8, 0.99)}},
+        dtypes={"W": "bfloat16", "b": "float32"},
+    )
+    assert _differing_settings(ours, theirs, rows) == [
+        "The optimizer is SGD on the baseline and Adam on the target.",
+        "The optimizer's lr is 0.1 on the baseline and 0.2 on the target.",
+        "The optimizer's betas are (0.9, 0.99) on the baseline and (0.8, 0.99) on the target, for w.",
+        "The weights are float32 on the baseline and bfloat16 on the target: w. An update below their rounding is "
+        "lost.",
+    ]
+    # A scheduler's initial rate alone.
+    theirs = replace(
+        ours, settings={**ours.settings, "initial_lr": {"W": 0.2, "b": 0.1}}, dtypes={"W": "float32"} | ours.dtypes
+    )
+    assert _differing_settings(ours, theirs, rows) == [
+        "The optimizer's initial_lr is 0.1 on the baseline and 0.2 on the target, for w."
+    ]
+    # One side's optimizer has no such setting.
+    theirs = replace(ours, settings={"momentum": {"W": 0.9}}, dtypes={"W": "float32", "b": "float32"})
+    assert _differing_settings(ours, theirs, rows) == []
+
+
+def test_weights_and_states_that_differ_before_an_update_are_named_beyond_drift() -> None:
+    rounding = 2.0**-24
+    rows = [weight_row("w", rel_l2=90 * rounding), weight_row("b", rel_l2=300 * rounding), weight_row("n", rel_l2=None)]
+    assert _parted(rows) == ["The weights already differ before this update: b."]
+    rows = [weight_row("w", rel_l2=float("nan")), weight_row("m", rel_l2=0.1, kind="optimizer")]
+    assert _parted(rows) == [
+        "The weights already differ before this update: w.",
+        "The optimizer's state already differs before this update: m.",
+    ]
+
+
+def test_inputs_that_could_not_be_grafted_are_named_once() -> None:
+    frame = pd.DataFrame({"name": ["a", "b", "b", "c"], "status": ["grafted", "failed", "failed", "missing"]})
+    assert _not_taken(frame) == [
+        "the update from equal values for b, c: the baseline's value could not be grafted there."
+    ]
+    assert _not_taken(frame[:1]) == []

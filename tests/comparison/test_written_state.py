@@ -156,7 +156,7 @@ def right_edge(x: torch.Tensor) -> torch.Tensor:
 def test_whole_numbers_that_rounding_may_turn_are_not_cleared() -> None:
     answer, text = compared(left_edge, right_edge, torch.linspace(-2, 2, 33))
     assert answer == "inconclusive"
-    assert text.startswith("The returned value differs in whole numbers, by 0.11. Rounding alone would turn some")
+    assert text.startswith("The returned value differs in whole numbers, by 0.11. Rounding alone would change some")
 
 
 def causal(size: int) -> torch.Tensor:

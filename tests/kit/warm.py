@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from kit import spare
+from kit import ending, spare
 from kit.deadline import DEADLINE
 
 # Nothing of graftlab's: what it does when it is imported, and after a fork, is part of what is tested.
@@ -197,10 +197,11 @@ class _Nursery:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
+        run = f"warm.run_as_main(warm.next_script({theirs.fileno()}))"
         path = os.pathsep.join([*_ROOTS, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from kit import warm; warm.run_as_main(warm.next_script({theirs.fileno()}))"],
+                [sys.executable, "-c", f"from kit import ending, warm; {run}"],
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -283,8 +284,7 @@ def _import(*modules: str) -> None:
 
 def run_as_main(asked: Mapping[str, Any]) -> None:
     """Do what ``python ARGUMENTS`` does."""
-    # Triton's bindings, which torch 2.15 has on the CPU too, report what the last collection of a process leaves.
-    atexit.register(gc.unfreeze)
+    ending.spare_what_was_imported()
     if asked["session"]:
         os.setsid()
     os.environ.clear()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 # Any import of these costs each rank tens of MiB, or shows that notebook-side code runs on ranks.
 _OUTSIDE = ("pandas", "pyarrow", "matplotlib", "ipywidgets")
-_ROOMS = ("control", "verdict", "plots", "widgets")
+_ROOMS = ("control", "judging", "verdict", "plots", "widgets")
 NOTEBOOK_ONLY = tuple(f"{name}." for name in (*_OUTSIDE, *(f"graftlab.{room}" for room in _ROOMS)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from graftlab.verdict.causes import MOST_SWAPS, OutputFloor, distance, find_causes
+from graftlab.verdict.causes import MOST_SWAPS, Causes, OutputFloor, distance, effects_in_words, find_causes
 from graftlab.verdict.floor import Floor
 
 T = OutputFloor(1e-7, 6e-8, 5.0)
@@ -141,3 +141,64 @@ def test_one_wrong_number_of_many_shows_in_the_largest_difference() -> None:
     found = distance([(record[:5000], value[:5000]), (record[5000:], value[5000:])])
     assert (found.rel_l2, found.rel_max) == pytest.approx((0.01, 1.0))
     assert Floor(0.005, 0.02).ratio(found.rel_l2, found.rel_max) == pytest.approx(50)
+
+
+@pytest.mark.parametrize(
+    ("causes", "said"),
+    [
+        (Causes({"a@input": "culprit"}, restored=math.nan), ["The effect of a on the output y could not be measured."]),
+        (
+            Causes({"a": "culprit", "b": "minor"}, restored=math.inf),
+            ["With the baseline's a, b the output y is still above any floor: something outside the taps"],
+        ),
+        (
+            Causes({"a": "culprit"}, restored=0.5, total=math.nan),
+            ["With the baseline's a the output y agrees (0.5 x its floor); without them it could not be measured."],
+        ),
+        (
+            Causes({"a": "culprit"}, restored=0.5, total=50.0),
+            ["With the baseline's a the output y agrees (0.5 x its floor; 50 x without)."],
+        ),
+        (
+            Causes({"a": "culprit"}, restored=0.5, total=math.inf),
+            ["With the baseline's a the output y agrees (0.5 x its floor; above any floor without)."],
+        ),
+        (Causes({"a": "minor"}, total=3.0), ["The output y still agrees (3 x its floor)."]),
+        (
+            Causes({"a": "culprit"}, total=3.0, earlier=(1,)),
+            ["The output y agrees in its last call (3 x its floor) and differs earlier, in step 1."],
+        ),
+        (Causes({"a": "culprit"}, total=3.0, earlier=(0, 1)), ["The output y agrees in its last call (3 x"]),
+        # An output that is itself grafted agrees in any case.
+        (Causes({"y": "culprit"}, total=50.0), []),
+        (Causes({"y": "culprit"}, total=math.nan), []),
+        (
+            Causes({"y": "culprit"}, total=50.0, cancelling=(frozenset("ba"), frozenset("c"))),
+            ["a, b cancel each other."],
+        ),
+        (
+            Causes({"y": "culprit"}, total=50.0, together=frozenset("ba")),
+            ["a and b move the output together; neither of them does alone."],
+        ),
+        (
+            Causes({"y": "culprit"}, total=50.0, together=frozenset("abc"), untested=("d", "e"), cut_short=True),
+            [
+                "a, b and c move the output together; none of them does alone.",
+                "Not swapped alone, to limit the number of runs: d, e.",
+                "Not all sets of groups that might cancel were tried.",
+            ],
+        ),
+    ],
+)
+def test_each_effect_on_an_output_has_its_sentence(causes: Causes, said: list[str]) -> None:
+    lines = effects_in_words("y", causes, 5.0)
+    assert len(lines) == len(said)
+    assert all(line.startswith(each) for line, each in zip(lines, said, strict=True)), lines
+
+
+def test_outputs_are_named_unless_the_model_has_one() -> None:
+    causes = Causes({"a": "culprit"}, restored=5.0, total=50.0)
+    assert effects_in_words("output", causes, 5.0)[0].startswith("With the baseline's a the output agrees")
+    assert effects_in_words("a@grad", causes, 5.0)[0].startswith("With the baseline's a the output, the gradient")
+    # The limit itself is agreement.
+    assert "is still 6 x its floor" in effects_in_words("y", Causes({"a": "culprit"}, restored=6.0), 5.0)[0]

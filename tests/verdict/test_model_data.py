@@ -8,7 +8,7 @@ import pandas as pd
 
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.model_data import differing_data, input_names, unequal_weights
+from graftlab.verdict.model_data import differing_data, input_names, unequal_weights, weights_to_lend
 
 
 def row(order: int, name: str, dtype: str, rel_l2: float = 0.0, status: str = "compared", **tags: Any) -> Row:
@@ -100,3 +100,24 @@ def test_a_weight_that_is_not_finite_on_one_side_differs_whatever_its_distance()
     (said,) = differing_data(to_frame([lost, row(2, "h", "float32")]), threshold=5.0)
     assert "w" in said
     assert differing_data(to_frame([lost._replace(nonfinite_differ=0), row(2, "h", "float32")]), threshold=5.0) == []
+
+
+def test_the_weight_that_differs_the_most_of_each_group_is_lent_unless_weights_change() -> None:
+    weights = [
+        row(1, "layers.0.up.weight", "float32", 0.1, kind="param"),
+        row(2, "layers.1.up.weight", "float32", 0.3, kind="param"),
+        row(3, "layers.2.up.weight", "float32", 0.2, kind="param"),
+        row(4, "norm.weight", "float32", 0.0, kind="param"),
+        row(5, "head.weight", "float32", 0.4, kind="param"),
+        row(6, "head.weight", "float32", 0.0, kind="param")._replace(nonfinite_differ=1),
+    ]
+    chosen = [(each["name"], each["rel_l2"]) for each in weights_to_lend(to_frame(weights), 5.0)]
+    assert chosen == [("layers.1.up.weight", 0.3), ("head.weight", 0.0)]
+    later = row(7, "layers.0.up.weight", "float32", 0.1, kind="param")._replace(step=1)
+    for changing in (
+        row(7, "up.weight", "float32", 0.1, kind="param_grad"),
+        row(7, "lr", "float32", 0.0, kind="optimizer"),
+        row(7, "up.weight", "float32", 0.0, kind="param", updated=True),
+        later._replace(tags={**later.tags, "step": 1}),
+    ):
+        assert weights_to_lend(to_frame([*weights, changing]), 5.0) == []

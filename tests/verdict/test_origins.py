@@ -11,7 +11,15 @@ import pandas as pd
 import pytest
 
 from graftlab.taps.module_inputs import KIND, ModuleCall
-from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, _is_given_the_same, find_origins
+from graftlab.verdict.origins import (
+    ErrorOrigin,
+    ErrorOrigins,
+    _is_given_the_same,
+    find_origins,
+    origin_in_words,
+    sentences_on,
+    shared_origin,
+)
 
 THRESHOLD = 2.0
 FLOOR = 0.01
@@ -188,3 +196,67 @@ def test_a_wrong_input_is_placed_after_the_last_five_taps_before_it() -> None:
     before = [Tap(name, 0.5) for name in "abcdefg"]
     (origin,) = origins(given("attn", 0.5), *before, given("attn.o", 9.0), Tap("attn.o", 0.5)).found
     assert origin.before == tuple("cdefg")
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+O = ErrorOrigin(
+    "attn.o", "layers.0.attn.o", 0, 0, 0, False, {"target": "attn", "baseline": "mixer"}, ("layers.0.attn.o",),
+    given_to="attn.o", arguments=("first",), before=("attn.q", "attn.k"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "between"),
+    [
+        ({}, "attn", ", between q, k and o"),
+        ({"before": ()}, "attn", ", between its inputs and o"),
+        # The code lies between a tap and its own next call.
+        ({"before": ("attn.o",)}, "attn", ", between one o and the next"),
+        ({"before": ("attn.o", "attn.q")}, "attn", ", between q and o"),
+        ({"function": "mix"}, "mix, called in attn,", ", between q, k and o"),
+        ({"function": "mix", "is_method": True}, "attn.mix", ", between q, k and o"),
+        ({"function": "forward", "is_method": True}, "attn", ", between q, k and o"),
+        ({"modules": {}}, "What attn.o is given", ""),
+        ({"arguments": ("mask",), "function": "mix"}, "What o is given as mask", ", in mix, called in attn"),
+        ({"arguments": ("mask", "bias"), "function": None}, "What o is given as mask and bias", ", in attn"),
+    ],
+)
+def test_an_error_is_placed_between_what_is_right_and_the_module_that_is_given_it(
+    changes: dict[str, Any], subject: str, between: str
+) -> None:
+    words = origin_in_words([replace(O, **changes)])
+    assert (words.subject, words.between) == (subject, between)
+    assert words.right == ("attn.o itself is right" if changes == {"modules": {}} else "o itself is right")
+    assert words.unsure is None
+
+
+def test_groups_with_one_origin_share_its_sentence() -> None:
+    first = replace(O, tensors=frozenset({1}))
+    second = replace(first, group="attn.v", taps=("layers.0.attn.v",), given_to="attn.v", before=("attn.q",))
+    both = ErrorOrigins((first, second))
+    assert list(shared_origin(both, ["attn.o", "attn.v"])) == [first, second]
+    words = origin_in_words([first, second])
+    # The code begins after the last tap before either.
+    assert (words.between, words.right) == (", between q and o or v", "o and v themselves are right")
+    assert not shared_origin(both, ["attn.o", "attn.v", "attn.w"])
+    assert not shared_origin(ErrorOrigins((first, first)), ["attn.o", "attn.v"])
+    assert not shared_origin(ErrorOrigins((replace(first, is_itself=True),)), ["attn.o"])
+    assert not shared_origin(ErrorOrigins((first, replace(second, tensors=frozenset({2})))), ["attn.o", "attn.v"])
+
+
+def test_inputs_that_were_not_compared_are_named() -> None:
+    unsure = replace(O, not_compared=("mask",))
+    found = ErrorOrigins((unsure, replace(O, group="up", is_itself=True)), {"down": ("x", "y"), "norm": ()})
+    at = "attn is computed differently, between q, k and o (o itself is right at layers.0.attn.o)."
+    assert sentences_on(found) == [
+        at,
+        "Or mask, which attn is given and which was not compared, may differ.",
+        "What down is given as x and y was not compared: down itself may be right, and what it is given wrong.",
+        "The inputs of norm were not compared: norm itself may be right, and what it is given wrong.",
+    ]
+    assert sentences_on(found, ["attn.o"]) == sentences_on(found)[2:]
+    both = replace(unsure, not_compared=("mask", "bias"), not_compared_of="baseline")
+    assert sentences_on(ErrorOrigins((both,)))[1] == (
+        "Or mask and bias, which the baseline's mixer is given and which were not compared, may differ."
+    )

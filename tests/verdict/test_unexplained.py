@@ -187,13 +187,13 @@ def test_state_that_a_call_writes_is_not_a_returned_value() -> None:
 
 def test_a_part_of_the_result_that_differs_is_not_beside_an_output_that_agrees() -> None:
     (said,) = unexplained(tap("output[0]", 1, 0.5), tap("output[1]", 2)).no_tap_explains()
-    assert said.endswith("and no tap explains it.")
+    assert said.endswith("and no tapped value explains it.")
 
 
 def test_whole_numbers_that_rounding_turns_are_named() -> None:
     floors = AccumulatedFloors({}, {"": 0.2})
     (said,) = unexplained(returned=returned(("", 0.3, ("int64", "int64"))), floors=floors).turned()
-    assert said.startswith("The returned value differs in whole numbers, by 0.3. Rounding alone would turn some")
+    assert said.startswith("The returned value differs in whole numbers, by 0.3. Rounding alone would change some")
     for value in (("", 3.0, ("int64", "int64")), ("", 0.3, PAIR), ("", 0.0, ("int64", "int64"))):
         assert unexplained(returned=returned(value), floors=floors).turned() == []
 

@@ -132,14 +132,19 @@ def test_sample_programs_are_named_or_reported_as_unexplained() -> None:
 SCORES = {
     "named": ("ssm_without_its_skip", ["layers.*.out"], "It is.", (True, False, False, set(), False)),
     "cleared": ("ssm_without_its_skip", [], "No tap adds.", (False, False, True, set(), False)),
-    "reported": ("ssm_without_its_skip", [], "y differs, and no tap explains it.", (False, True, False, set(), False)),
+    "reported": (
+        "ssm_without_its_skip",
+        [],
+        "y differs, and no tapped value explains it.",
+        (False, True, False, set(), False),
+    ),
     "innocent": ("ssm_without_its_skip", ["x"], "x is.", (False, False, True, {"x"}, False)),
     "unseen": ("loss_over_padding", [], "Something after the last tap, h, is.", (True, False, False, set(), False)),
     "unseen and cleared": ("loss_over_padding", [], "No tap adds.", (False, False, True, set(), False)),
     "benign": ("batch_norm_by_hand", [], "No tap adds.", (True, False, False, set(), False)),
     "alarm": ("batch_norm_by_hand", ["norm"], "norm is.", (False, False, False, {"norm"}, True)),
     "alarm without a name": (
-        *("batch_norm_by_hand", [], "y differs, and no tap explains it."),
+        *("batch_norm_by_hand", [], "y differs, and no tapped value explains it."),
         (False, False, False, set(), True),
     ),
 }

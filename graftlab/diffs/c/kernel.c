@@ -477,10 +477,46 @@ static int measure(const struct loops *loops, struct call *call) {
     return first.pairs && results->max_abs_index < 0;
 }
 
+/* The moments of `count` elements, at least one. Elements of one block have the factors of their places in it, and each
+ * block's projections are multiplied by further factors, [block][FACTORS]. */
+struct moments_call {
+    const char *x;
+    int64_t count, type;
+    const double *factors, *of_blocks;
+    int64_t block;
+    struct moments found;
+};
+
+static int measure_moments(const struct loops *loops, struct moments_call *call) {
+    struct moments *found = &call->found;
+    size_t size = SIZES[call->type];
+    modes before = set_modes(USUAL_MODES);
+    *found = (struct moments){.low = INFINITY, .high = -INFINITY};
+    for (int64_t at = 0; at < call->count; at += call->block) {
+        int64_t end = call->count - at < call->block ? call->count : at + call->block;
+        double whole[FACTORS], each[PIECE];
+        memcpy(whole, found->projections, sizeof whole);
+        memset(found->projections, 0, sizeof whole);
+        for (int64_t from = at; from < end; from += PIECE) {
+            int64_t some = end - from < PIECE ? end - from : PIECE;
+            const char *x = loaded(loops, call->type, F64, call->x + from * size, some, each);
+            loops->moments((const double *)x, some, call->factors + (from - at), call->block, found);
+        }
+        for (int k = 0; k < FACTORS; k++) {
+            found->projections[k] = whole[k] + found->projections[k] * call->of_blocks[at / call->block * FACTORS + k];
+        }
+    }
+    set_modes(before);
+    return 0;
+}
+
 #define EXPORT __attribute__((visibility("default")))
 #define OF_LEVEL(level)                                                                                                \
     extern const struct loops graftlab_loops_##level HIDDEN;                                                           \
-    EXPORT int graftlab_measure_##level(struct call *call) { return measure(&graftlab_loops_##level, call); }
+    EXPORT int graftlab_measure_##level(struct call *call) { return measure(&graftlab_loops_##level, call); }          \
+    EXPORT int graftlab_moments_##level(struct moments_call *call) {                                                   \
+        return measure_moments(&graftlab_loops_##level, call);                                                         \
+    }
 
 #if defined(__x86_64__)
 OF_LEVEL(v2)

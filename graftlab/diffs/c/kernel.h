@@ -22,6 +22,14 @@ struct sums {
     double low_x, high_x, low_y, high_y, max_abs;
 };
 
+/* Of elements, for their fingerprint: sums of the values, their magnitudes, squares, third powers and the roots of their
+ * magnitudes, and of the values times several factors each, which depend on their places. */
+#define POWERS 5
+#define FACTORS 4
+struct moments {
+    double low, high, powers[POWERS], projections[FACTORS];
+};
+
 #define LOOKED_AT 64
 
 struct loops {
@@ -36,6 +44,8 @@ struct loops {
         /* To float32 for narrow types, to float64 for wide ones. */
         void (*load)(const void *from, int64_t count, void *to);
     } of[TYPE_COUNT];
+    /* Of at least one value, with factors[k * stride + i] for value i; added to `found`. Not of NaN. */
+    void (*moments)(const double *x, int64_t count, const double *factors, int64_t stride, struct moments *found);
 };
 
 #define JOIN_(one, other) one##other

@@ -20,6 +20,7 @@ typedef uint8x16_t B;
 #define MAX_F vmaxq_f32
 #define MIN_D vminq_f64
 #define MAX_D vmaxq_f64
+#define SQRT_D vsqrtq_f64
 #define MAX_SIGNED_W vmaxq_s16
 #define MAX_UNSIGNED_W(one, other) ((W)vmaxq_u16((uint16x8_t)(one), (uint16x8_t)(other)))
 #define MIN_B vminq_u8
@@ -63,6 +64,7 @@ typedef int16_t W __attribute__((vector_size(sizeof(F))));
 #define MAX_F ON_F(max_ps)
 #define MIN_D ON_D(min_pd)
 #define MAX_D ON_D(max_pd)
+#define SQRT_D ON_D(sqrt_pd)
 #define MIN_B ON_D(min_epu8)
 #define MAX_B ON_D(max_epu8)
 #define MAX_SIGNED_W(one, other) ((W)ON_F(max_epi16)((INTEGERS)(one), (INTEGERS)(other)))
@@ -413,6 +415,46 @@ BYTE_LOOPS(BOOL, uint8_t, UNSIGNED, TRUTH, TRUTHS, , 0)
 BYTE_LOOPS(U8, uint8_t, UNSIGNED, , , , 0)
 BYTE_LOOPS(I8, int8_t, SIGNED, , , FLIPPED, 128)
 
+static double lanes_total(D sums) {
+    double lanes[DOUBLES], total = 0;
+    memcpy(lanes, &sums, sizeof lanes);
+    for (int i = 0; i < DOUBLES; i++) total += lanes[i];
+    return total;
+}
+
+static void moments(const double *x, int64_t count, const double *factors, int64_t stride, struct moments *found) {
+    D powers[POWERS] = {{0}}, projections[FACTORS] = {{0}}, low = (D){0} + x[0], high = low;
+    for (int64_t at = 0; at < count; at += DOUBLES) {
+        int64_t some = count - at < DOUBLES ? count - at : DOUBLES;
+        D v, of_place[FACTORS];
+        if (some == DOUBLES) {
+            v = *(const FREE_D *)(x + at);
+            for (int k = 0; k < FACTORS; k++) of_place[k] = *(const FREE_D *)(factors + k * stride + at);
+            low = MIN_D(v, low), high = MAX_D(v, high);
+        } else {
+            /* Zeros change no sum, but may be an extreme. */
+            v = (D){0};
+            for (int k = 0; k < FACTORS; k++) of_place[k] = v;
+            D ends = (D){0} + x[0];
+            memcpy(&v, x + at, some * sizeof(double)), memcpy(&ends, x + at, some * sizeof(double));
+            for (int k = 0; k < FACTORS; k++) memcpy(&of_place[k], factors + k * stride + at, some * sizeof(double));
+            low = MIN_D(ends, low), high = MAX_D(ends, high);
+        }
+        D magnitude = ABS(v), square = v * v;
+        powers[0] += v, powers[1] += magnitude, powers[2] += square;
+        powers[3] += square * v, powers[4] += SQRT_D(magnitude);
+        for (int k = 0; k < FACTORS; k++) projections[k] += of_place[k] * v;
+    }
+    double lows[DOUBLES], highs[DOUBLES];
+    memcpy(lows, &low, sizeof lows), memcpy(highs, &high, sizeof highs);
+    for (int i = 0; i < DOUBLES; i++) {
+        found->low = lows[i] < found->low ? lows[i] : found->low;
+        found->high = highs[i] > found->high ? highs[i] : found->high;
+    }
+    for (int k = 0; k < POWERS; k++) found->powers[k] += lanes_total(powers[k]);
+    for (int k = 0; k < FACTORS; k++) found->projections[k] += lanes_total(projections[k]);
+}
+
 #define WITH_SUMS(name) [name] = {STEP, JOIN(name, _sums), JOIN(name, _spread), JOIN(name, _find), JOIN(name, _load)}
 #define EXACT(name) [name] = {sizeof(B), JOIN(name, _sums), 0, JOIN(name, _find), JOIN(name, _load)}
 #define LOADED(name) [name] = {1, 0, 0, 0, JOIN(name, _load)}
@@ -421,4 +463,5 @@ const struct loops JOIN(graftlab_loops_, LEVEL) __attribute__((visibility("hidde
     {WITH_SUMS(F32), WITH_SUMS(F64), WITH_SUMS(BF16), WITH_SUMS(F16), LOADED(E4M3FN), LOADED(E5M2), LOADED(E4M3FNUZ),
      LOADED(E5M2FNUZ), EXACT(BOOL), EXACT(U8), EXACT(I8), LOADED(U16), LOADED(I16), LOADED(U32), LOADED(I32),
      LOADED(U64), LOADED(I64)},
+    moments,
 };

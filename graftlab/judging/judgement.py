@@ -1,0 +1,583 @@
+"""One verdict in progress: makes its runs and draws the conclusions, stage by stage.
+
+After the first run a failure does not lose the results: a failed stage is reported in a sentence, and the stages that
+do not depend on it proceed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import pandas as pd
+
+from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.control.verdicts import Verdict
+from graftlab.diffs.rounding import assumed_floor
+from graftlab.errors import GraftError
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging.job_steps import JobStepsAbandoned
+from graftlab.judging.line_runs import LineSearch
+from graftlab.judging.masked_values import left_out, without_masked_values
+from graftlab.judging.measured_floors import MeasuredFloors
+from graftlab.judging.mechanisms import LentWeights, Mechanisms
+from graftlab.judging.partial_sums import not_compared, partial_sums
+from graftlab.judging.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
+from graftlab.judging.unmeasured import (
+    baseline_changed,
+    effects_not_measured,
+    judged_at,
+    judged_until_sketch,
+    not_grafted,
+    not_in_twin,
+    outputs_themselves,
+    unseen_taps,
+)
+from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
+from graftlab.matching.pair import Pair
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import (
+    NOT_NAMED,
+    added_frame,
+    labelled,
+    named_groups,
+    one_sided_filter,
+    records,
+    unread_grafts,
+    unread_grafts_text,
+)
+from graftlab.verdict.causes import Causes, consequences
+from graftlab.verdict.extra_calls import extra_calls, only_before
+from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
+from graftlab.verdict.free_running import held_choices, runs_freely
+from graftlab.verdict.gradient_scaling import gradient_scaling
+from graftlab.verdict.job_remarks import data_of_jobs
+from graftlab.verdict.lines import DifferingLine, explained_by_code
+from graftlab.verdict.model_data import (
+    AGREES_WITH_THE_BASELINES,
+    BEGINNINGS,
+    BELOW,
+    WITH_THE_BASELINES,
+    differing_data,
+    differing_weights,
+    input_names,
+    unequal_weights,
+)
+from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, SettingsDifference, settings_difference
+from graftlab.verdict.origins import ErrorOrigins
+from graftlab.verdict.outdated_pairs import (
+    learned_from_other_code,
+    no_longer_equal,
+    outdated_pairs,
+    with_present_partners,
+)
+from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs, pairs_of
+from graftlab.verdict.renaming import pairing_advice
+from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
+from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently
+from graftlab.verdict.unexplained import (
+    AccumulatedFloors,
+    ReturnedValues,
+    UnexplainedDifferences,
+    ValueDifference,
+    differing_taps,
+)
+from graftlab.verdict.wording import Findings, JobRemarks, reads_unwritten
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+# Runs for all named groups together: with and without their code, the inputs of their modules, and lines of source.
+_RUNS_OF_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the runs of a verdict measured.
+
+    ``compared`` are the rows of a run without grafts, ``grafted`` those of a run in which every tap had the baseline's
+    value, and ``returned`` and ``returned_grafted`` what the functions returned in them; None for jobs. ``outputs`` are
+    the taps at which effects are measured, ``selves`` the results of running the baseline against itself.
+    """
+
+    compared: pd.DataFrame
+    grafted: pd.DataFrame
+    returned: ReturnedValues | None
+    returned_grafted: ReturnedValues | None
+    outputs: Sequence[OutputTap]
+    selves: Sequence[SelfGraft]
+    floors: MeasuredFloors
+    one_sided: str | None
+    """A filter for the taps that only one side has. A swap must not wait for them."""
+    settings: SettingsDifference
+
+    @property
+    def measured(self) -> pd.DataFrame:
+        """The rows of taps that were grafted and measured."""
+        return self.grafted[self.grafted["status"].isin(MEASURED)]
+
+
+@dataclass
+class Naming:
+    """The named groups, and the measurements of each tap."""
+
+    frame: pd.DataFrame
+    named: list[str]
+    following: list[str]
+    """Groups of gradients that differ because named values differ."""
+    scaled: Sequence[str]
+    """Groups of gradients that differ by a factor that is taken back later."""
+    accumulated: AccumulatedFloors
+    differing: list[ValueDifference]
+    """The taps that differ without grafts, by more than rounding adds up to."""
+    given: set[str]
+    """The names of taps that show what the model was given."""
+    inputs: list[str]
+    data: list[str]
+    data_differs: bool
+    """Whether inputs, weights, settings or a factor differ, which may explain what no tap does."""
+    unseen: list[str]
+    not_repeated: list[str]
+    maybe_explained: list[str] = field(default_factory=list)
+    """Sentences on differences for which the data may be the reason."""
+    target_not_repeated: list[str] = field(default_factory=list)
+    job_remarks: JobRemarks | None = None
+
+    @property
+    def clears(self) -> bool:
+        """Whether no computation is named although one could be. Differing inputs do not count as one."""
+        return not (self.not_repeated or any(group not in self.inputs for group in self.named))
+
+
+class Judgement:
+    """Makes the runs of one verdict and draws its conclusions."""
+
+    def __init__(self, runs: VerdictRuns) -> None:
+        self.session = runs.session
+        self._runs = runs
+        self._before = runs.before
+        self._threshold = runs.request.threshold
+        self._failed: list[str] = []
+        self._weights = LentWeights()
+        self._is_abandoned = False
+
+    def verdict(self) -> Verdict:
+        """Make the runs, and return the verdict."""
+        evidence, sums = self._measured_without_partial_sums()
+        naming = self._name(evidence)
+        naming.unseen += not_compared(sums)
+        misaligned = self._attempt(
+            "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
+        )
+        if misaligned is not None:
+            return self._without_conclusion(naming, misaligned.sentence)
+        nowhere: FirstDifference | None = None
+        first = self._attempt(
+            "the search for the first step that differs",
+            lambda: self._runs.first_difference(naming.accumulated),
+            nowhere,
+        )
+        if first is not None and naming.job_remarks is not None:
+            if first.is_update and not self._runs.request.graft_weights:
+                return self._without_conclusion(naming, f"{first.sentence} {NOT_JUDGED_SINCE}")
+            naming.job_remarks = replace(naming.job_remarks, first=(first.sentence, *naming.job_remarks.first))
+        outdated = outdated_pairs(evidence.measured, self._before, naming.given)
+        if outdated:
+            nothing: list[Pair] = []
+            present = self._attempt("the search for the partners that taps have now", self._runs.present_pairs, nothing)
+            outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
+            if mended := learned_from_other_code(outdated):
+                return self._without_conclusion(naming, mended)
+        masked = self._unmask(evidence, naming)
+        if naming.clears or self._explains(naming):
+            # Before the verdict names nothing, the target runs often enough to show whether it differs from itself.
+            naming.target_not_repeated = self._attempt(
+                "the target against itself", self._runs.target_against_itself, []
+            )
+            # A value that also varies on the baseline, such as a time, says nothing about the target.
+            left = evidence.floors.returned_not_repeated
+            naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
+        if self._explains(naming):
+            # Runs for each group alone, for all together, for the place of their errors, and for hints.
+            self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
+        unexplained, without_output, written = self._unexplained(evidence, naming)
+        if naming.clears and not naming.target_not_repeated:
+            nothing_read: list[str] = []
+            read = self._attempt("the check for unwritten memory", self._runs.unwritten_memory, nothing_read)
+            without_output += reads_unwritten(read)
+        mechanisms = Mechanisms(self._runs, evidence.one_sided)
+        origins = self._origins(evidence, naming, mechanisms)
+        swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
+        causes, remarks = self._causes(evidence, naming, swaps)
+        # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
+        if not (causes and all(each.restored <= each.limit for each in causes.values())):
+            naming.data += naming.maybe_explained
+        rounding = self._rounds_differently(evidence, naming, swaps)
+        if naming.job_remarks is not None and naming.named:
+            remarks += naming.job_remarks.of_named
+        remarks += masked + written
+        weights = differing_weights(evidence.compared, self._threshold)
+        if not naming.named:
+            remarks += unequal_weights(evidence.compared, weights)
+        if outdated and naming.named:
+            remarks.append(no_longer_equal(outdated))
+        may_be_inherited = unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        remarks += held_choices(naming.frame, naming.named)
+        frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
+        frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
+        lines: list[DifferingLine] = []
+        if self._can_trace(evidence, naming):
+            # Groups that cancel or round differently are not mistakes. Minor ones may be right, as a shifted bias.
+            to_blame = frame.loc[frame["label"] == "culprit", "group"]
+            groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
+            search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
+            self._attempt("the search for lines of source", lambda: search.trace(groups), None)
+            # Whatever fails here, the lines that were found are kept.
+            self._attempt("the confirmation of lines of source", search.confirm, None)
+            lines = search.lines
+            remarks += search.remarks
+        to_explain = {*naming.named} - explained_by_code(lines)
+        may_be_inherited = runs_freely(naming.frame, to_explain, self._threshold) + may_be_inherited
+        hints: dict[str, str] = {}
+        if causes or (self._explains(naming) and not naming.not_repeated):
+            hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
+        of_functions = naming.job_remarks is None
+        return Verdict(
+            Findings(
+                frame=frame,
+                threshold=self._threshold,
+                target_ranks=self.session.options.target,
+                unseen=naming.unseen,
+                may_be_inherited=may_be_inherited,
+                not_repeated=naming.not_repeated if of_functions else (),
+                causes=causes,
+                hints={**self._weights.hints, **hints},
+                remarks=remarks,
+                data=naming.data,
+                inputs=naming.inputs,
+                # Jobs may have begun with different weights, so their weights are reported first.
+                weights=weights if of_functions else {},
+                weights_lent=bool(self._weights),
+                following=naming.following,
+                target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
+                job_remarks=naming.job_remarks,
+                not_grafted=not_grafted(evidence.grafted, naming.frame, self._threshold),
+                unexplained=unexplained,
+                without_output=without_output,
+                failed=self._failed,
+                pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
+                rounding=rounding,
+                lines=lines,
+                extra_calls=self._attempt(
+                    "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
+                ),
+                origins=origins,
+                only_before=self._attempt("the search for lone taps", partial(_only_before, evidence, frame), {}),
+                maps={**self._weights.maps, **mechanisms.maps},
+            ),
+            self._runs.count,
+        )
+
+    def _without_conclusion(self, naming: Naming, sentence: str) -> Verdict:
+        """The verdict where grafts would be wrong: the pairs no longer hold, or the sides are in different steps."""
+        frame = labelled(naming.frame, naming.named, naming.following, {}, self._threshold, naming.scaled)
+        frame["label"] = "unmeasured"
+        ranks = self.session.options.target
+        found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, inconclusive=[sentence])
+        return Verdict(found, self._runs.count)
+
+    def _attempt(self, what: str, stage: Callable[[], Result], otherwise: Result) -> Result:
+        """Return the stage's result; if it fails, ``otherwise``, and add a sentence to the verdict."""
+        if self._is_abandoned:
+            return otherwise
+        try:
+            return stage()
+        except Exception as error:
+            # Any other error is a defect of graftlab, and a report of it needs the traceback.
+            level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
+            _log.log(level, "verdict: %s failed", what, exc_info=True)
+            self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            own = isinstance(error, GraftError) and lines
+            reason = lines[0] if own else ": ".join([type(error).__name__, *lines[:1]])
+            self._failed.append(f"{what[0].upper()}{what[1:]} failed, so its results are missing: {reason}")
+            return otherwise
+
+    # ---- the runs that every verdict needs ----------------------------------------------------------------------
+
+    def _measured_without_partial_sums(self) -> tuple[Evidence, dict[str, list[str]]]:
+        """The measurements without taps that hold partial sums on each rank; and those taps, by group."""
+        evidence = self._measure()
+        sums: dict[str, list[str]] = {}
+        if self._runs.shows_module_inputs and not self._failed:
+            sums = self._attempt(
+                "the search for partial sums", lambda: partial_sums(self._runs, evidence.grafted), sums
+            )
+        if sums:
+            self._runs.leave_out(name for names in sums.values() for name in names)
+            self._runs.return_weights()
+            evidence = self._measure()
+        return evidence, sums
+
+    def _measure(self) -> Evidence:
+        compared = self._runs.both("without grafts", RunFilters(compare="True", keep=SETTINGS))
+        returned = self._runs.returned
+        settings = self._attempt(
+            "the values of the optimizer's settings",
+            partial(settings_difference, compared, self._runs.pair),
+            NO_SETTINGS,
+        )
+        self._weights = LentWeights.of(self._runs, compared, self._threshold)
+        if self._weights.compared is not None:
+            compared, returned = self._weights.compared, self._runs.returned
+        grafted = self._attempt(
+            "the run in which every tap was grafted",
+            lambda: self._runs.both("what each tap adds", RunFilters(b2t="True")),
+            compared.iloc[:0],
+        )
+        returned_grafted = None if self._failed else self._runs.returned
+        measured = grafted[grafted["status"].isin(MEASURED)]
+        outputs = [] if self._failed else self._outputs(measured, returned)
+        selves: list[SelfGraft] = self._attempt(
+            "the baseline against itself",
+            lambda: self._runs.baseline_against_itself(
+                compared[compared["status"].isin(MEASURED)] if self._failed else measured,
+                [part.group for output in outputs for part in output.all],
+            ),
+            [],
+        )
+        return Evidence(
+            compared,
+            grafted,
+            returned,
+            returned_grafted,
+            outputs,
+            selves,
+            MeasuredFloors(selves, self._before),
+            one_sided_filter(pd.concat([compared, grafted])),
+            settings,
+        )
+
+    def _outputs(self, measured: pd.DataFrame, returned: ReturnedValues | None) -> list[OutputTap]:
+        paths = [each.path for each in returned.differences] if returned is not None else []
+        return find_outputs(measured, self._runs.request.output, paths)
+
+    # ---- what is computed differently ---------------------------------------------------------------------------
+
+    def _name(self, evidence: Evidence) -> Naming:
+        compared, grafted, rows, floors = evidence.compared, evidence.grafted, evidence.measured, evidence.floors
+        unseen = not_in_twin(evidence.selves, self._runs.has_twin)
+        to_be_grafted = self._runs.to_be_grafted(compared if len(grafted) else compared.iloc[:0])
+        unseen += unseen_taps(compared, to_be_grafted, grafted, evidence.selves)
+        if self._weights.failure is not None:
+            unseen.append(f"the target's code with the baseline's weights: {self._weights.failure}")
+        given = {*input_names(compared), *input_names(grafted)}
+        inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
+        not_repeated = floors.not_repeated
+        job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)
+        contradictions = contradicting_pairs(compared, self._before)
+        unseen += compared_in_part(compared, self._before)
+        data: list[str] = []
+        constant = self._runs.request.constant_floor
+        if job_remarks is not None:
+            constant = job_remarks.constant
+            unseen += job_remarks.unseen
+            data += data_of_jobs(compared, grafted, self._threshold)
+        else:
+            of_weights = WITH_THE_BASELINES if self._weights else BELOW
+            data += differing_data(
+                compared, self._threshold, grafted, of_weights=of_weights, settings=evidence.settings
+            )
+        if constant is None and not evidence.selves:
+            constant, _ = assumed_floor(compared["dtype"].dropna())
+        frame = added_frame(grafted, floors.of_groups(), compared=compared, constant=constant, own=floors.of_taps())
+        frame, behind = judged_until_sketch(frame, grafted, self._threshold)
+        unseen += [behind] if behind else []
+        named = named_groups(frame, self._threshold)
+        accumulated = floors.accumulated(constant)
+        differing = [] if not_repeated else differing_taps(compared, accumulated, self._threshold, leave=given)
+        if self._weights and not (named or not_repeated or differing):
+            returned = evidence.returned
+            if returned is None or not returned.beyond(accumulated, self._threshold, floors.returned_not_repeated):
+                data = [line.replace(WITH_THE_BASELINES, AGREES_WITH_THE_BASELINES) for line in data]
+        sizes = self.session.options.baseline, self.session.options.target
+        scaling = gradient_scaling(frame, grafted, named, *sizes, self._threshold)
+        if scaling.groups:
+            data.append(scaling.text)
+            frame = scaling.taken_out_of(frame)
+        following = consequences(frame, [group for group in named if group not in scaling.groups], self._threshold)
+        named = [group for group in named if group not in (*scaling.groups, *following)]
+        return Naming(
+            frame,
+            named,
+            following,
+            scaling.groups,
+            accumulated,
+            differing,
+            given,
+            [*inputs, *scaling.groups],
+            [*contradictions, *data],
+            any(not line.startswith(BEGINNINGS["param"]) for line in data) or bool(data and not self._weights),
+            unseen,
+            not_repeated,
+            job_remarks=job_remarks,
+        )
+
+    def _unmask(self, evidence: Evidence, naming: Naming) -> list[str]:
+        """If something differs and nothing is named, judge masked taps by their other values. Returns a remark."""
+        if not naming.clears or not naming.differing:
+            return []
+        unchanged: tuple[pd.DataFrame, list[str]] = naming.frame, []
+        frame, names = self._attempt(
+            "the comparison of values that are not masked",
+            lambda: without_masked_values(self._runs, evidence.measured, naming.frame, evidence.one_sided),
+            unchanged,
+        )
+        left = {*naming.following, *naming.scaled}
+        found = [group for group in named_groups(frame, self._threshold) if group not in left]
+        if not found or not names:
+            return []
+        naming.frame, naming.named = frame, found
+        return [left_out(names)]
+
+    # ---- what differs and nothing explains ----------------------------------------------------------------------
+
+    def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str], list[str]]:
+        """Sentences on unexplained differences, an output that was not compared, and state that the calls write."""
+        if naming.not_repeated:
+            return [], [], []
+        differences = UnexplainedDifferences(
+            evidence.compared,
+            naming.differing,
+            evidence.returned,
+            evidence.returned_grafted,
+            naming.accumulated,
+            self._threshold,
+            naming.given,
+            evidence.floors.returned_not_repeated,
+        )
+        # A user who names the output has chosen what counts.
+        states_lost = naming.clears and self._runs.request.output is None
+        naming.unseen += differences.not_compared(with_lost=not states_lost)
+        said = differences.after_last_tap(all_grafted=not (evidence.grafted["status"] == "failed").any())
+        written = differences.written() + differences.lost_gradients()
+        if naming.clears:
+            said += written
+            found = differences.no_tap_explains()
+            if naming.data_differs:
+                # The data are stated first, the difference after them.
+                naming.maybe_explained = [f"{line} The differences above may explain it." for line in found]
+                found = []
+            said += found
+            if found and not naming.target_not_repeated and evidence.returned is not None:
+                again = self._attempt(
+                    "another run without grafts",
+                    lambda: self._runs.both("without grafts again", RunFilters(compare="True")),
+                    None,
+                )
+                if again is not None:
+                    said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
+            without_output = differences.without_partner(evidence.floors.last_tap()) + differences.turned()
+            return said, (differences.lost() if states_lost else []) + without_output, []
+        return said, [], written
+
+    # ---- the cause ----------------------------------------------------------------------------------------------
+
+    def _origins(self, evidence: Evidence, naming: Naming, mechanisms: Mechanisms) -> ErrorOrigins | None:
+        """Where the errors of the named values arise; None where the inputs of modules were not examined."""
+        named = [group for group in naming.named if group not in naming.inputs and kind_of_group(group) is None]
+        if not (named and self._explains(naming)) or naming.not_repeated or not self._runs.shows_module_inputs:
+            return None
+        constant = self._runs.request.constant_floor
+        if constant is None and not evidence.selves:
+            constant, _ = assumed_floor(evidence.compared["dtype"].dropna())
+
+        def added(rows: pd.DataFrame) -> pd.DataFrame:
+            floors = evidence.floors
+            return added_frame(rows, floors.of_groups(), constant=constant, own=floors.of_taps())
+
+        return self._attempt(
+            "the comparison of modules' inputs",
+            lambda: mechanisms.origins(naming.frame, named, evidence.measured, added, self._threshold),
+            None,
+        )
+
+    def _explains(self, naming: Naming) -> bool:
+        return self._runs.request.explain and bool(naming.named)
+
+    def _can_swap(self, evidence: Evidence, naming: Naming) -> bool:
+        if naming.not_repeated or self._runs.recorded or not evidence.selves or self._is_abandoned:
+            return False
+        return naming.job_remarks is None or not naming.target_not_repeated
+
+    def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
+        """Whether both sides' operations correspond: in one step of jobs, or in calls with equal results each time."""
+        of_functions = naming.job_remarks is None
+        return self._explains(naming) and not (of_functions and naming.not_repeated)
+
+    def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
+        """The effect of the named groups on each output, by the output's title, and remarks on it."""
+        if not (self._explains(naming) and self._can_swap(evidence, naming)):
+            return {}, []
+        frame, named = naming.frame, naming.named
+        causes: dict[str, Causes] = {}
+        for output in evidence.outputs:
+            rank = place_in_blame(output.group)
+            groups = [g for g in named if judged_at(g) == rank and first_over(frame, g, self._threshold) <= output.end]
+            if not groups or not swaps.can_measure(groups, output):
+                continue
+            # The effect of a gradient is measured with the baseline's values, which are computed before it.
+            settled = [*(g for g in named if judged_at(g) < rank), *naming.following, *naming.scaled]
+            found = self._attempt(
+                f"the search for what moves {output.name}",
+                lambda output=output, groups=groups, settled=settled: swaps.causes(  # type: ignore[misc]
+                    groups, settled, output, self._threshold, by_size=by_size(frame, groups)
+                ),
+                None,
+            )
+            if found is not None:
+                causes[output.title] = found.with_earlier(
+                    earlier_steps(frame, output, naming.accumulated, found.limit) if found.agrees else ()
+                )
+        changed: list[str] = self._attempt("the last check of the baseline", self._runs.baseline_changed, [])
+        if changed:
+            # The swaps were measured against a baseline that has changed.
+            return {}, [baseline_changed(changed)]
+        alone = self._without_dependents(causes, [part.group for each in evidence.outputs for part in each.all])
+        causes = {group: each.with_unknown(alone) for group, each in causes.items()}
+        return causes, effects_not_measured(named, causes, swaps, evidence.outputs) + outputs_themselves(alone)
+
+    def _without_dependents(self, causes: Mapping[str, Causes], outputs: Collection[str]) -> list[str]:
+        """The minor groups of values that nothing else depends on. They are outputs themselves."""
+        labels = (item for each in causes.values() for item in each.labels.items())
+        minor = [g for g, label in labels if label == "minor" and not (kind_of_group(g) or g in outputs)]
+        if not minor:
+            return []
+        return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
+
+    def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundingGroups:
+        """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
+        found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
+        output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
+        swappable = self._runs.request.explain and self._can_swap(evidence, naming)
+        if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):
+            return found
+        measured = self._attempt(
+            "the swap of what rounds differently", lambda: swaps.with_and_without(found.groups, output), None
+        )
+        if measured is None:
+            return found
+        found = found.with_effect(output.name, *measured)
+        # In any tensor parallel target sums over ranks round differently, which explains little.
+        return found if found.explains_output else RoundingGroups()
+
+
+def _only_before(evidence: Evidence, frame: pd.DataFrame) -> dict[str, str]:
+    """Sentences on taps of one side before the worst tap of each named group."""
+    named = frame[~frame["label"].isin(NOT_NAMED)].sort_values("ratio", ascending=False, kind="stable")
+    worst = {row["group"]: row for row in reversed(records(named)) if kind_of_group(row["group"]) is None}
+    return only_before(evidence.grafted, worst)

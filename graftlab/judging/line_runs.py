@@ -1,0 +1,558 @@
+"""The runs that find the lines of source behind a verdict's named groups, and confirm them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+
+from graftlab.base.tags import identity, own_tags
+from graftlab.base.world import Side
+from graftlab.diffs.rounding import roundoff
+from graftlab.errors import RunError
+from graftlab.judging.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
+from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
+from graftlab.lines.lost import LostOperation, StateRead
+from graftlab.lines.remedies import Remedy
+from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, WantedCall
+from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import ratio, records
+from graftlab.verdict.floor import Floor
+from graftlab.verdict.lines import MOST_LINES, DifferingLine
+from graftlab.verdict.order import numbers
+
+MOST_GROUPS = 6
+"""How many named groups are traced."""
+MOST_GRAFTS = 3
+"""How many lines of one call have the baseline's values in one run."""
+MOST_CONFIRMING_RUNS = 6
+_SMALLEST_TOLERANCE = 3e-7
+
+
+LineGraft = dict[int, int]
+"""The baseline's operation for each of the target's that one line ran."""
+
+
+@dataclass(frozen=True)
+class _RankChanges:
+    """The changes of one rank's next run, as in :class:`OperationChanges`."""
+
+    shown: dict[int, str] = field(default_factory=dict)
+    passed: dict[int, int] = field(default_factory=dict)
+    fed: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _TracedCall:
+    """One call of a named group: the measured row, and what was found about it."""
+
+    group: str
+    row: Mapping[str, Any]
+    wanted: WantedCall
+    is_worst: bool
+    lost: LostOnBothSides | None = None
+    grafts: list[LineGraft] = field(default_factory=list)
+    """The lines that have the baseline's values in the next confirming run."""
+    kept: list[LostOperation] = field(default_factory=list)
+    before: LostOnBothSides | None = None
+    """What was lost before any operation had the baseline's value."""
+    confirmed: set[int] = field(default_factory=set)
+    """Indices of the target's operations."""
+    appeared: set[int] = field(default_factory=set)
+    """Indices of operations that were lost first only once an earlier line had the baseline's value."""
+    is_to_leave_out: bool = False
+    """Whether the next run leaves out the first of two grafted lines, to see whether it is needed."""
+    left_out: LineGraft | None = None
+    is_settled: bool = False
+    untried: list[Remedy] = field(default_factory=list)
+    trying: Remedy | None = None
+    """The change that the next run makes instead of the grafts."""
+    cure: Remedy | None = None
+    """The change with which the tap agrees."""
+    prefers_graft: bool = False
+    """Whether the first operation has a counterpart that does the same with different arguments."""
+    raised: str = ""
+    """The error of the first run that failed with a change for this call."""
+
+    @property
+    def grafted(self) -> LineGraft:
+        """All operations of the target that have the baseline's values, with the baseline's."""
+        if self.trying is not None:
+            return dict(self.trying.grafted)
+        return {target: baseline for line in self.grafts for target, baseline in line.items()}
+
+    @property
+    def touched(self) -> frozenset[int]:
+        """All operations of the target that are changed."""
+        return frozenset(self.grafted) if self.trying is None else self.trying.touched
+
+    @property
+    def shown_on_baseline(self) -> frozenset[int]:
+        """The baseline's operations whose results the target reads."""
+        fed = () if self.trying is None or self.trying.partner is None else (self.trying.partner,)
+        return frozenset((*self.grafted.values(), *fed))
+
+    def give_up_change(self, error: RunError) -> None:
+        """Take back the change of the next run, with which the run failed."""
+        self.raised = self.raised or _reason_of(error)
+        self.is_settled = self.trying is None
+        self.trying, self.left_out = None, None
+        self.grafts.clear()
+
+    @property
+    def taps(self) -> set[str]:
+        """The names of the taps at operations that both sides show."""
+        names = {_tap_of(*each) for each in self.grafted.items()}
+        if self.trying is not None and self.trying.partner is not None:
+            names.add(_fed_tap_of(self.trying))
+        return names
+
+    @property
+    def tolerance(self) -> float:
+        """How far apart equal values may be: between the tap's rounding and the error measured there."""
+        added, floor = self.row["added"], self.row["floor"]
+        between = math.sqrt(added * floor) if math.isfinite(added) and added > 0 and floor > 0 else TOLERANCE
+        if self.row["cast"]:
+            return max(TOLERANCE, 4 * roundoff(self.row["dtype"]))
+        return min(TOLERANCE, max(_SMALLEST_TOLERANCE, between))
+
+
+class LineSearch:
+    """Finds the lines behind the named groups of one verdict. ``frame`` has their rows, with labels."""
+
+    def __init__(self, runs: VerdictRuns, frame: pd.DataFrame, threshold: float, one_sided: str | None) -> None:
+        self._runs = runs
+        self._frame = frame
+        self._threshold = threshold
+        self._one_sided = one_sided
+        self._found_calls: list[_TracedCall] = []
+        self._traced: TracedRun | None = None
+        self._not_traced = ""
+        self._not_confirmed = False
+        self._grafted = frozenset(
+            (identity({**tags, "name": name}), int(step), int(occurrence))
+            for name, tags, step, occurrence in zip(
+                frame["name"], frame["tags"], frame["step"], frame["occurrence"], strict=True
+            )
+        )
+
+    def trace(self, groups: Sequence[str]) -> None:
+        """Trace the calls of these groups, and compare the operations of both sides."""
+        self._found_calls = [each for group in groups[:MOST_GROUPS] for each in self._calls(group)]
+        if not self._found_calls:
+            return
+        traced = self._trace("the operations behind what differs", self._found_calls)
+        if isinstance(traced, str):
+            self._not_traced = traced
+            return
+        self._traced = traced
+        for call in self._found_calls:
+            # If the tap agrees when traced, only the compiled or fused run differs: no operation is to blame, and any
+            # graft would seem to confirm one.
+            call.is_settled = bool(self._agrees(call, traced.rows))
+        self._compare([call for call in self._found_calls if not call.is_settled], traced)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on why nothing was traced, and on the groups that agree when their operations run one by one."""
+        if self._not_traced:
+            return [f"No line of source is named: {self._not_traced}."]
+        said = []
+        if self._not_confirmed and not any(call.cure is not None for call in self._found_calls):
+            said.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
+        said += dict.fromkeys(filter(None, map(_why_not_confirmed, self._found_calls)))
+        vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
+        if not vanished:
+            return said
+        agree = "agree" if len(vanished) > 1 else "agrees"
+        return [
+            *said,
+            f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: compiling the target's code "
+            "makes the difference, and no line of source is at fault.",
+        ]
+
+    def confirm(self) -> None:
+        """Graft single operations, to see whether the taps agree then."""
+        calls, traced = self._found_calls, self._traced
+        if traced is None:
+            return
+        for call in calls:
+            if call.untried and call.untried[0].is_certain:
+                call.cure, call.is_settled = call.untried[0], True
+        # One run is left for hints.
+        for _ in range(min(MOST_CONFIRMING_RUNS, MOST_RUNS - 1 - self._runs.count)):
+            chosen = self._choose(calls, traced)
+            if not chosen:
+                break
+            try:
+                again = self._trace("with other values at single operations", calls)
+            except RunError as error:
+                # The code raises if the values mean something else there, such as an index of another tensor.
+                for call in chosen:
+                    call.give_up_change(error)
+                continue
+            if isinstance(again, str):
+                self._not_confirmed = True
+                return
+            self._judge(chosen, again, calls)
+            traced = again
+
+    @property
+    def lines(self) -> list[DifferingLine]:
+        """The lines that were found, in the groups' order; empty where the runs cannot be traced."""
+        found = [line for each in self._found_calls for line in self._lines_of(each)]
+        return list({(each.group, each.side, each.file, each.line): each for each in reversed(found)}.values())[::-1]
+
+    def _calls(self, group: str) -> list[_TracedCall]:
+        """The group's call that adds the most, and its first that adds more than rounding, if at another tap."""
+        rows = self._frame[(self._frame["group"] == group) & (self._frame["ratio"] > self._threshold)]
+        if not len(rows):
+            return []
+        sizes = numbers(rows, "added")
+        worst = rows.iloc[int(sizes.argmax())]
+        first = rows.sort_values(["step", "order"], kind="stable").iloc[0]
+        chosen = [worst] if first["name"] == worst["name"] else [worst, first]
+        return [
+            _TracedCall(
+                group,
+                {str(name): value for name, value in row.items()},
+                WantedCall(row["name"], row["tags"], int(row["step"]), int(row["occurrence"]), int(row["order"])),
+                row is worst,
+            )
+            for row in chosen
+        ]
+
+    def _trace(self, why: str, calls: Sequence[_TracedCall]) -> TracedRun | str:
+        changes = self._changes(calls)
+        filters = RunFilters(b2t="True", leaving=self._one_sided)
+        wanted = [each.wanted for each in calls]
+        # A run with other values at some operations differs from the first only after these.
+        first = self._traced
+        only = None if first is None else first.needed
+        traced = self._runs.traced(why, filters, wanted, self._grafted, changes, only)
+        if not isinstance(traced, str) and traced.without_fingerprint:
+            # Different operations lead to the taps now, or their values exceeded a budget in the first run.
+            first = first or traced
+            traced = self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
+        return traced if first is None or isinstance(traced, str) else traced.beside(first)
+
+    def _changes(self, calls: Sequence[_TracedCall]) -> dict[Side, list[OperationChanges]]:
+        """The changes of the next run, for each rank of both sides."""
+        options = self._runs.session.options
+        sizes: dict[Side, int] = {"baseline": options.baseline, "target": options.target}
+        changed: dict[Side, list[_RankChanges]] = {
+            side: [_RankChanges() for _ in range(size)] for side, size in sizes.items()
+        }
+        for call in calls:
+            own = int(call.row["rank"])
+            ranks: dict[Side, int] = {"target": own, "baseline": own if len({*sizes.values()}) == 1 else 0}
+            for target, baseline in call.grafted.items():
+                self._show(changed, call, ranks, baseline, target, _tap_of(target, baseline))
+            if call.trying is None:
+                continue
+            if call.trying.partner is not None:
+                self._show(changed, call, ranks, call.trying.partner, None, _fed_tap_of(call.trying))
+            for rank, each in enumerate(changed["target"]):
+                if all(self._index_on(call, "target", own, index, rank) == index for index in call.trying.touched):
+                    each.passed.update(call.trying.passed)
+                    name = _fed_tap_of(call.trying) if call.trying.fed else ""
+                    each.fed.update({index: (number, name) for index, number in call.trying.fed.items()})
+        return {
+            side: [OperationChanges(each.shown, each.passed, each.fed) for each in ranks]
+            for side, ranks in changed.items()
+        }
+
+    def _show(
+        self,
+        changed: Mapping[Side, Sequence[_RankChanges]],
+        call: _TracedCall,
+        ranks: Mapping[Side, int],
+        baseline: int,
+        target: int | None,
+        name: str,
+    ) -> None:
+        """Show the results of these operations as a tap on each rank that runs them. Ranks may run different ones."""
+        indices: dict[Side, int | None] = {"baseline": baseline, "target": target}
+        for side, index in indices.items():
+            for rank, each in enumerate(changed[side]):
+                at = None if index is None else self._index_on(call, side, ranks[side], index, rank)
+                if at is not None:
+                    each.shown[at] = name
+
+    def _index_on(self, call: _TracedCall, side: Side, own: int, index: int, rank: int) -> int | None:
+        """The index on ``rank`` of the operation with ``index`` on the call's rank ``own``; None if it did not run."""
+        if rank == own or self._traced is None:
+            return index
+        place = self._found_calls.index(call)
+        ours, theirs = (getattr(self._traced, side)[each][place] for each in (own, rank))
+        if ours is None or theirs is None:
+            return None
+        wanted = next((key for key, each in ours.places.items() if each.index == index), None)
+        found = None if wanted is None else theirs.places.get(wanted)
+        return None if found is None else found.index
+
+    def _compare(self, calls: Sequence[_TracedCall], traced: TracedRun) -> None:
+        for call in calls:
+            place = self._found_calls.index(call)
+            baseline = [each[place] for each in traced.baseline]
+            target = [each[place] for each in traced.target]
+            found, others = _all_or_none(baseline), _all_or_none(target)
+            if found is not None and others is not None:
+                call.lost = first_lost(found, others, int(call.row["rank"]), call.tolerance)
+                known = {each.operation.index for each in call.kept}
+                new = [each for each in call.lost.target if not each.is_later and each.operation.index not in known]
+                call.appeared |= {each.operation.index for each in new if known}
+                call.kept += new
+                if call.before is None:
+                    call.before = call.lost
+                    call.untried = list(call.lost.remedies)
+                    call.prefers_graft = _has_counterpart(call.lost)
+
+    # ---- confirming -------------------------------------------------------------------------------------------------
+
+    def _choose(self, calls: Sequence[_TracedCall], traced: TracedRun) -> list[_TracedCall]:
+        """Give each unsettled call its next operation to graft; returns the calls that have one.
+
+        An operation that leads to several calls is grafted for one of them at a time, or it would seem to confirm the
+        others too, except where it is the only change for each of them.
+        """
+        chosen: list[_TracedCall] = []
+        slices = [
+            {each.index for trace in traced.target if (own := trace[place]) for each in own.operations}
+            for place in range(len(calls))
+        ]
+        for place, call in enumerate(calls):
+            if call.is_settled or not call.is_worst or call.lost is None:
+                continue
+            if call.is_to_leave_out:
+                call.left_out = call.grafts.pop(0)
+                chosen.append(call)
+                continue
+            # The most telling line, or none: lines after one that cannot be confirmed may be its consequence.
+            graft = _next_graft(call)
+            graft = graft if len(call.grafts) < MOST_GRAFTS else {}
+            tries_remedy = bool(call.untried) and not (graft and call.prefers_graft)
+            if not graft and not tries_remedy:
+                continue
+            touched = call.untried[0].touched if tries_remedy else frozenset(graft)
+            others = {calls.index(each) for each in chosen if not _makes_same_change(call, graft, tries_remedy, each)}
+            elsewhere = {target for other in others for target in calls[other].touched}
+            if any(touched & slices[other] for other in others) or elsewhere & slices[place]:
+                continue
+            if tries_remedy:
+                call.trying = call.untried.pop(0)
+            else:
+                call.grafts.append(graft)
+            chosen.append(call)
+        return chosen
+
+    def _judge(self, chosen: Sequence[_TracedCall], traced: TracedRun, calls: Sequence[_TracedCall]) -> None:
+        for call in chosen:
+            agrees = self._agrees(call, traced.rows)
+            if not self._is_as_before(call, traced):
+                # The changes reached different operations than those that were compared.
+                self._not_confirmed, agrees = True, None
+            if call.trying is not None:
+                if agrees:
+                    call.cure, call.is_settled = call.trying, True
+                call.trying = None
+            elif call.left_out is not None:
+                # The tap agreed with both lines grafted: each of them that is needed is a fault.
+                call.confirmed.update(call.grafted)
+                call.confirmed.update({} if agrees else call.left_out)
+                call.is_settled = True
+            elif agrees and len(call.grafts) == 1:
+                call.confirmed.update(call.grafted)
+                call.is_settled = True
+            elif agrees and all(index in call.appeared for line in call.grafts[1:] for index in line):
+                # Each line read equal values only once the one before it had the baseline's values.
+                call.confirmed.update(call.grafted)
+                call.is_settled = True
+            elif agrees or agrees is None:
+                call.is_settled = len(call.grafts) != 2 or agrees is None
+                call.is_to_leave_out = not call.is_settled
+            else:
+                # What is lost now is lost for another reason.
+                self._compare([call], traced)
+
+    def _is_as_before(self, call: _TracedCall, traced: TracedRun) -> bool:
+        """Whether the operations that were changed are those of the first traced run."""
+        assert self._traced is not None
+        place = self._found_calls.index(call)
+        changed: dict[Side, frozenset[int]] = {"target": call.touched, "baseline": frozenset(call.shown_on_baseline)}
+        runs = self._traced, traced
+        for side, indices in changed.items():
+            first, now = ([_what_ran(rank[place], indices) for rank in getattr(run, side)] for run in runs)
+            if first != now:
+                return False
+        return True
+
+    def _agrees(self, call: _TracedCall, rows: pd.DataFrame) -> bool | None:
+        """Whether the tap agrees now; None where an operation could not be grafted."""
+        measured = rows[rows["status"].isin(MEASURED)]
+        if not call.taps <= set(measured["name"]):
+            return None
+        first = int(rows["step"].min())
+        for row in records(measured[measured["name"] == call.wanted.name]):
+            which = identity({**own_tags(row["tags"]), "name": row["name"]})
+            is_here = row["rank"] == call.row["rank"]
+            if is_here and call.wanted.is_at(which, row["step"] - first, row["occurrence"]):
+                # NaN, where no number is finite on both sides, counts as worse.
+                return ratio(row, Floor(call.row["floor"], call.row["floor_max"])) <= self._threshold
+        return None
+
+    # ---- the report -------------------------------------------------------------------------------------------------
+
+    def _lines_of(self, call: _TracedCall) -> list[DifferingLine]:
+        if call.before is None:
+            return []
+        cure = call.cure
+        confirmed = [each for each in call.kept if each.operation.index in call.confirmed]
+        first = [each for each in call.before.target if not each.is_later and each not in confirmed]
+        # The fault may be in any of them where none could be confirmed.
+        later = [] if confirmed or cure is not None else [each for each in call.before.target if each.is_later]
+        on_target = [*confirmed, *first, *later]
+        on_baseline = [each for each in call.before.baseline if not each.is_later]
+        sides: list[tuple[Side, list[LostOperation]]] = [
+            ("target", on_target),
+            ("baseline", _with_counterpart(on_baseline, on_target if cure is None else [])),
+        ]
+        if cure is not None:
+            for side, lost in sides:
+                if side == cure.side:
+                    lost.insert(0, LostOperation(cure.operation, has_equal_inputs=True, follows_inputs=True))
+        lines = []
+        for side, lost in sides:
+            seen: dict[tuple[str, int], DifferingLine] = {}
+            for each in lost:
+                if not each.operation.frames:
+                    continue
+                frame = each.operation.frames[0]
+                is_cure = cure is not None and each.operation is cure.operation
+                is_confirmed = is_cure or (side == "target" and each.operation.index in call.confirmed)
+                # Different random draws have different values: the fault may be in the code that uses them, such as a
+                # swapped weight.
+                is_confirmed = is_confirmed and (not each.operation.is_random or bool(each.operation.inputs))
+                line = DifferingLine(
+                    call.group,
+                    side,
+                    frame.file,
+                    frame.line,
+                    frame.source,
+                    each.operation.call,
+                    each.operation.arguments,
+                    each.operation.shapes,
+                    is_confirmed,
+                    each.is_suspect,
+                    each.lacks_sum,
+                    cure is not None and is_cure and cure.is_one_sided,
+                    tuple(read.name for read in each.state),
+                    tuple(_written(read) for read in each.state),
+                    call.wanted.name,
+                    call.wanted.step,
+                    call.wanted.occurrence,
+                    int(call.row["rank"]),
+                    each.operation.frames,
+                )
+                key = (frame.file, frame.line)
+                if key in seen:
+                    line = replace(seen[key], confirmed=seen[key].confirmed or is_confirmed)
+                seen[key] = line
+            lines += list(seen.values())[:MOST_LINES]
+        return lines
+
+
+def _with_counterpart(baseline: Sequence[LostOperation], target: Sequence[LostOperation]) -> list[LostOperation]:
+    """The baseline's lost operations, with the counterpart of the target's first one before them."""
+    counterpart = target[0].counterpart if target else None
+    if counterpart is None:
+        return list(baseline)
+    same = [each for each in baseline if each.operation.index == counterpart.index]
+    # A counterpart that changes nothing was not lost.
+    first = same or [LostOperation(counterpart, has_equal_inputs=True, follows_inputs=True)]
+    return [*first, *(each for each in baseline if each.operation.index != counterpart.index)]
+
+
+def _all_or_none(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
+    found = [each for each in traces if each is not None]
+    return found if found and len(found) == len(traces) else None
+
+
+def _reason_of(error: RunError) -> str:
+    """The first line of each rank's failure."""
+    return "; ".join(f"{rank}: {text.partition(chr(10))[0]}" for rank, text in error.failures.items()) or str(error)
+
+
+def _why_not_confirmed(call: _TracedCall) -> str:
+    """Why a line is not confirmed, if its change could not be tried; blank for other lines."""
+    first = [each for each in call.kept if not each.is_suspect][:1]
+    if call.confirmed or call.cure is not None or not first or not first[0].operation.frames:
+        return ""
+    place = first[0].operation.frames[0]
+    if call.raised:
+        return f"{place} is not confirmed: the run with the baseline's value there failed ({call.raised})."
+    if first[0].operation.is_collective:
+        return f"{place} is not confirmed: a collective's result cannot be replaced while it may be under way."
+    if first[0].is_summand and first[0].partner is None:
+        return (
+            f"{place} is not confirmed: its results are summed over the ranks, and the baseline has no such summands."
+        )
+    return ""
+
+
+def _what_ran(trace: SliceTrace | None, indices: frozenset[int]) -> list[tuple[int, str, object]] | None:
+    """The operations at these places of a trace: their names and lines."""
+    if trace is None:
+        return None
+    return [(each.index, each.name, each.frames[:1]) for each in trace.operations if each.index in indices]
+
+
+def _written(read: StateRead) -> str:
+    """When and where a tensor was last written, in words; blank if unknown."""
+    if read.writer is None or not read.writer.frames:
+        return ""
+    frame = read.writer.frames[0]
+    return f"in step {read.writer.step} by {frame}  {frame.source}".rstrip()
+
+
+def _fed_tap_of(remedy: Remedy) -> str:
+    """The name of the tap that shows the value that operations read instead of their own."""
+    return f"{LINE_TAP}.{remedy.partner}.before.{min(remedy.fed)}"
+
+
+def _makes_same_change(call: _TracedCall, graft: LineGraft, tries_remedy: bool, other: _TracedCall) -> bool:
+    """Whether the change chosen for ``other`` is also the only change of this call."""
+    if tries_remedy:
+        return other.trying is not None and other.trying.changes == call.untried[0].changes
+    return other.trying is None and not call.grafts and other.grafts == [graft] and other.left_out is None
+
+
+def _has_counterpart(lost: LostOnBothSides) -> bool:
+    """Whether the first lost operation has a partner of the same name, or each side lost only one."""
+    first = next((each for each in lost.target if not each.is_later), None)
+    if first is None or first.partner is None:
+        return False
+    alone = all(len([each for each in side if not each.is_later]) == 1 for side in (lost.target, lost.baseline))
+    named = {each.operation.index: each.operation.name for each in lost.baseline}
+    return alone or named.get(first.partner, first.operation.name) == first.operation.name
+
+
+def _tap_of(target: int, baseline: int) -> str:
+    """The name of the tap at an operation that both sides show."""
+    return f"{LINE_TAP}.{baseline}.{target}"
+
+
+def _next_graft(call: _TracedCall) -> LineGraft:
+    """The operations of the most telling line that has not been grafted; empty if one of them cannot be."""
+    assert call.lost is not None
+    left = [each for each in call.lost.target if each.operation.index not in call.grafted and not each.is_later]
+    if not left or not left[0].operation.frames:
+        return {}
+    line = left[0].operation.frames[0]
+    of_line = [each for each in left if each.operation.frames[:1] == (line,)]
+    graft = {each.operation.index: each.partner for each in of_line if each.partner is not None}
+    is_whole = len(graft) == len(of_line) and all(each.has_equal_inputs for each in of_line)
+    return graft if is_whole else {}

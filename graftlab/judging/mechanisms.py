@@ -1,0 +1,287 @@
+"""How the values of named groups differ: where their error arises, and hints at its mechanism."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+
+from graftlab.base.tap_groups import filter_of, group_of, kind_of
+from graftlab.diffs.maps import difference_map
+from graftlab.diffs.rounding import assumed_floor
+from graftlab.errors import GraftError, SessionError
+from graftlab.grafting.kept import OCCURRENCE
+from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
+from graftlab.plan.pairs import PairRule
+from graftlab.rows.schema import MEASURED
+from graftlab.taps.module_inputs import FIRST, KIND
+from graftlab.verdict.activations import activation_hint
+from graftlab.verdict.added import NOT_NAMED, call_key, records
+from graftlab.verdict.hints import Hint, hint_of
+from graftlab.verdict.model_data import weights_to_lend, with_data_of, without_data
+from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
+from graftlab.verdict.stale_rows import stale_rows
+from graftlab.verdict.unexplained import ReturnedValues
+from graftlab.verdict.wording import ShownMap
+
+_MOST_MAPS = 24
+"""How many maps a verdict has, of at most 2 MiB each."""
+_PAIR_BUDGET = 16 << 20
+"""Bytes of the pairs that a verdict keeps, so that its maps can show other dimensions."""
+_WEIGHTS_LOOKED_AT = 8
+"""Groups of differing weights whose pairs are kept."""
+
+_WIDEST = 8
+"""Bytes of an element, at most."""
+_OUTPUTS = 0.25
+"""The part of the memory for kept pairs that modules' outputs may take beside their inputs."""
+
+_FARTHER = 2.0
+"""If the baseline's weights move the results this many times farther apart, the sides arrange weights differently."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LentWeights:
+    """The findings of a run in which the target had the baseline's weights where they differ; false if there was none.
+
+    ``compared`` are its rows, but the rows of weights are those of a run with each side's own. ``hints`` and ``maps``
+    show the weights, by group. ``failure`` is the reason if weights differ and could not be lent.
+    """
+
+    compared: pd.DataFrame | None = None
+    hints: Mapping[str, str] = field(default_factory=dict)
+    maps: Mapping[str, ShownMap] = field(default_factory=dict)
+    failure: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.compared is not None
+
+    @classmethod
+    def of(cls, runs: VerdictRuns, plain: pd.DataFrame, threshold: float) -> LentWeights:
+        """Lend weights from now on if they differ in ``plain``, the rows of a run without grafts."""
+        rows = weights_to_lend(plain, threshold) if runs.can_lend_weights else []
+        distance = _distance(plain, runs.returned) if rows else math.nan
+        if not distance > threshold:
+            # Weights that are folded into each other, or permuted together, compute the same: each side needs its own.
+            return cls()
+        looked_at = rows[:_WEIGHTS_LOOKED_AT]
+        try:
+            compared = runs.lend_weights([row["name"] for row in rows], [row["name"] for row in looked_at])
+        except GraftError as error:
+            if isinstance(error, VerdictAbandoned) or runs.session.closed:
+                raise
+            _log.debug("verdict: the target could not be given the baseline's weights", exc_info=True)
+            return cls(failure=str(error).partition("\n")[0])
+        if _distance(compared, runs.returned) > _FARTHER * distance:
+            runs.return_weights()
+            return cls()
+        hints, maps = {}, {}
+        for row in looked_at:
+            name, group = row["name"], group_of(row["name"])
+            try:
+                pair = runs.pair(name, int(row["rank"]), 0, {"kind": "param"})
+            except SessionError:
+                # Without room for the pair there is no hint.
+                continue
+            hint = hint_of(*pair)
+            if pair[0].shape == pair[1].shape:
+                maps[group] = ShownMap(name, difference_map(*pair), hint)
+            if hint is not None:
+                hints[group] = f"at {name}, {hint}"
+        return cls(with_data_of(compared, plain), hints, maps)
+
+
+def _distance(rows: pd.DataFrame, returned: ReturnedValues | None) -> float:
+    """How far apart a run's results are, or else its last tap, as a multiple of assumed rounding; NaN if unknown."""
+    found = [
+        each.rel_l2 / assumed_floor(each.dtypes)[0]
+        for each in (returned.differences if returned is not None else ())
+        if not math.isnan(each.rel_l2)
+    ]
+    if not found:
+        last = max(records(without_data(rows[rows["status"].isin(MEASURED)])), key=_place, default=None)
+        if last is not None and last["nonfinite_differ"]:
+            found = [math.inf]
+        elif last is not None and last["rel_l2"] is not None:
+            found = [last["rel_l2"] / assumed_floor([last["dtype"]])[0]]
+    return max(found, default=math.nan)
+
+
+def _place(row: Mapping[str, Any]) -> tuple[bool, int, int]:
+    return kind_of(row["tags"]) is None, row["step"], row["order"]
+
+
+class Mechanisms:
+    """Looks at the tensors of named groups. ``one_sided`` is a filter for the taps that only one side has."""
+
+    def __init__(self, runs: VerdictRuns, one_sided: str | None) -> None:
+        self._runs = runs
+        self._one_sided = one_sided
+        self._of_inputs: dict[str, str | None] = {}
+        self._pair_budget = _PAIR_BUDGET
+        self._pairs: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        """The pairs that an earlier run kept, by :func:`call_key`."""
+        self.maps: dict[str, ShownMap] = {}
+        """Where the tensors of a group differ, for the first named groups, by group."""
+
+    def origins(
+        self,
+        frame: pd.DataFrame,
+        named: Sequence[str],
+        rows: pd.DataFrame,
+        added: Callable[[pd.DataFrame], pd.DataFrame],
+        threshold: float,
+    ) -> ErrorOrigins:
+        """Graft the inputs of modules too, in one run; returns where the errors of these groups of values arise.
+
+        ``rows`` are those of the run in which every tap was grafted. ``added`` turns such rows into a verdict's frame.
+        """
+        values = rows[rows["tags"].map(lambda tags: kind_of(tags) is None).astype(bool)]
+        over = frame[frame["group"].isin(list(named)) & (frame["ratio"] > threshold)]
+        wanted, names = wanted_inputs(values, list(dict.fromkeys(over["name"])))
+        before = self._runs.before
+        # Inputs have no layout of their own, and no rule renames them.
+        pairs = [PairRule(*each) for each in names] if before.pairs or before.rename else []
+        # Pairs that are as far apart in this run as in that of every tap can be looked at without a further run.
+        shown = self._shown(_worst(frame, named), frame)
+        of_outputs = _affordable(shown, rows, self._runs.session.options.keep_budget)
+        keep = " or ".join(filter(None, (f"kind == {KIND!r}", of_outputs)))
+        again, calls = self._runs.with_module_inputs(
+            wanted, RunFilters(b2t="True", keep=keep, leaving=self._one_sided, pairs=pairs)
+        )
+        added_again = added(again)
+        if of_outputs is not None:
+            self._note_pairs(shown, added_again)
+        origins = find_origins(frame, named, again, added_again, calls, threshold)
+        for origin in origins.found:
+            if not origin.is_itself and origin.group not in self._of_inputs:
+                self._look_at_input(origin)
+        return origins
+
+    def _look_at_input(self, origin: ErrorOrigin) -> None:
+        """Note a hint and a map of the input of a module that is right, instead of its output."""
+        tags = {"kind": KIND, "argument": origin.arguments[0], OCCURRENCE: origin.input_occurrence}
+        try:
+            pair = self._runs.pair(origin.input_tap, origin.rank, origin.step, tags)
+        except SessionError:
+            # All inputs share one budget. Without a pair of the input, its module's output is looked at.
+            return
+        which = "the input" if origin.arguments[0] == FIRST else f"input {origin.arguments[0]}"
+        hint = hint_of(*pair)
+        self._map(origin.group, f"{which} of {origin.given_to}", pair, hint)
+        self._of_inputs[origin.group] = None if hint is None else f"in {which} of {origin.given_to}, {hint}"
+
+    def _map(self, group: str, title: str, pair: tuple[torch.Tensor, torch.Tensor], hint: Hint | None) -> None:
+        if pair[0].shape != pair[1].shape or len(self.maps) >= _MOST_MAPS:
+            return
+        size = sum(each.numel() * each.element_size() for each in pair)
+        kept = size <= self._pair_budget
+        self._pair_budget -= size if kept else 0
+        self.maps[group] = ShownMap(title, difference_map(*pair), hint, pair if kept else None)
+
+    def _shown(self, worst: Mapping[str, Any], frame: pd.DataFrame) -> list[Any]:
+        """The rows of these groups whose tensors are looked at, and those just before them."""
+        return [*worst.values(), *(each for row in worst.values() for each in _taps_before(frame, row))]
+
+    def _note_pairs(self, shown: Sequence[Any], again: pd.DataFrame) -> None:
+        """Note the kept pairs of the rows that are as far apart in ``again``, a verdict's frame of the newest run."""
+        now = {call_key(row): row["added"] for row in records(again)}
+        for row in shown:
+            if now.get(call_key(row)) == row["added"]:
+                with contextlib.suppress(SessionError):
+                    self._pairs[call_key(row)] = self._runs.pair(*_call_of(row))
+
+    def hints(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, str]:
+        """A hint for each culprit, from the tensors at the tap that adds the most, or from its module's input."""
+        worst = {
+            group: row
+            for group, row in _worst(frame, named).items()
+            if (frame.loc[frame["group"] == group, "label"] == "culprit").any()
+        }
+        hints = {group: known for group in worst if (known := self._of_inputs.get(group)) is not None}
+        worst = {group: row for group, row in worst.items() if group not in self._of_inputs}
+        shown = self._shown(worst, frame)
+        keep = _filter_of_rows(shown)
+        if keep is None:
+            return hints
+        if not all(call_key(row) in self._pairs for row in shown):
+            self._pairs.clear()
+            self._runs.both("how the values differ", RunFilters(b2t="True", keep=keep, leaving=self._one_sided))
+        for group, row in worst.items():
+            before = _taps_before(frame, row)
+            try:
+                pair = self._pair(row)
+                inputs = {each["name"]: self._pair(each)[0] for each in before}
+                agreeing = {each["name"]: inputs[each["name"]] for each in before if each["label"] in NOT_NAMED}
+            except SessionError as error:
+                hints[group] = f"none, since the pair was not kept ({str(error).splitlines()[0]})"
+                continue
+            last = dict(list(inputs.items())[-_INPUTS_OF_AN_ACTIVATION:])
+            hint = stale_rows(*pair, agreeing) or hint_of(*pair) or activation_hint(*pair, last)
+            self._map(group, _title(row), pair, hint)
+            if hint is not None:
+                hints[group] = f"at {row['name']}, {hint}"
+        return hints
+
+    def _pair(self, row: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        known = self._pairs.get(call_key(row))
+        return self._runs.pair(*_call_of(row)) if known is None else known
+
+
+def _filter_of_rows(rows: Iterable[Any]) -> str | None:
+    """A filter for the taps of these rows: a pair of each layer of a group would take the memory of the whole model."""
+    return filter_of(((row["name"], kind_of(row["tags"])) for row in rows), whole_groups=False)
+
+
+def _affordable(shown: Sequence[Any], rows: pd.DataFrame, budget: int) -> str | None:
+    """A filter that keeps the pairs of these rows; None if they would take too much of the memory for inputs."""
+    names = {row["name"] for row in shown}
+    size = 2 * _WIDEST * int(rows.loc[rows["name"].isin(names), "numel"].fillna(0).sum())
+    return _filter_of_rows(shown) if size <= budget * _OUTPUTS else None
+
+
+def _worst(frame: pd.DataFrame, named: Sequence[str]) -> dict[str, Any]:
+    """The row of each group that adds the most."""
+    found = {}
+    for group in named:
+        rows = frame[frame["group"] == group]
+        found[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
+    return found
+
+
+def _call_of(row: Any) -> tuple[str, int, int, dict[str, Any]]:
+    """The arguments that select a kept pair: its tap's name, rank, step, and tags with the occurrence."""
+    tags = {tag: value for tag, value in row["tags"].items() if value is not None}
+    return row["name"], int(row["rank"]), int(row["step"]), {OCCURRENCE: int(row["occurrence"]), **tags}
+
+
+def _title(row: pd.Series[Any]) -> str:
+    """A tap with its call, in words."""
+    own = [f"{tag}={value}" for tag, value in row["tags"].items() if value is not None and tag != "kind"]
+    kind = kind_of(row["tags"])
+    what = f"gradient of {row['name']}" if kind == "grad" else str(row["name"])
+    calls = [f"{word} {int(row[word])}" for word in ("step", OCCURRENCE, "rank") if row[word]]
+    return ", ".join([what, *own, *calls])
+
+
+# An activation follows its inputs: a gated one has two.
+_INPUTS_OF_AN_ACTIVATION = 3
+# A cache is read after queries, keys and values, and after the operations on them.
+_TAPS_SHOWN = 8
+
+
+def _taps_before(frame: pd.DataFrame, row: Any) -> list[Any]:
+    """The rows of values just before this one on its rank."""
+    if kind_of(row["tags"]) is not None:
+        return []
+    beside = (frame["rank"] == row["rank"]) & (frame["step"] == row["step"])
+    values = frame[beside & frame["tags"].map(lambda tags: kind_of(tags) is None)]
+    return [each for _, each in values[values["order"] < row["order"]].tail(_TAPS_SHOWN).iterrows()]

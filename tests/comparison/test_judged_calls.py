@@ -1,0 +1,333 @@
+"""What a comparison concludes of calls that both sides hold, from their descriptions and a verdict's findings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, call
+
+import pandas as pd
+import pytest
+import torch
+
+from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_against_recording, judge_held_calls
+from graftlab.control.verdicts import Verdict
+from graftlab.errors import MatchError, RunError
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.plan.pairs import PairRule
+from graftlab.ranks.held_call import CallDescription, call_numbers, narrow_call, repeat_call
+from graftlab.verdict.wording import Findings, RoundingGroups
+
+ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
+HALF = torch.ones(4, 3, dtype=torch.bfloat16)
+
+
+def held(out: torch.Tensor = ONES, **parts: Any) -> CallDescription:
+    """A call of Net, whose taps change nothing."""
+    usual = {"number": 1, "needs_backward": False, "taps": ("a", "b"), "plain": {"": out}, "tapped": {"": out}}
+    return CallDescription("Net", **{**usual, **parts})
+
+
+def found(*groups: str, label: str = "clean", **parts: Any) -> Findings:
+    """Findings with these groups; ``dtype``, ``added``, ``cast`` and ``ratio`` are those of each."""
+    values = {"dtype": "float32", "added": 1e-9, "cast": None, "ratio": 0.5} | {
+        name: parts.pop(name) for name in ("dtype", "added", "cast", "ratio") if name in parts
+    }
+    groups = groups or ("a", "out")
+    frame = pd.DataFrame([{"name": each, "group": each, "label": label, **values} for each in groups])
+    return Findings(frame, 5.0, 1, **parts)
+
+
+class Runs:
+    """Stands in for the runs of a session: ``verdict`` and ``wide`` have these findings."""
+
+    def __init__(self, findings: Findings, wide: Any = None, pairs: Sequence[PairRule] = (), match: Any = None) -> None:
+        self.session: Any = Mock(plan=SimpleNamespace(pairs=pairs))
+        self.verdict = Mock(return_value=Verdict(findings, 7))
+        self.in_float32 = Mock(side_effect=[wide])
+        self.match = Mock(side_effect=[match])
+        self.add_backward = Mock(return_value=None)
+
+    def judge(self, baseline: Any, target: Any, proposal: Any = None, **choice: Any) -> Comparison:
+        """Judge these calls, one or a list of each side."""
+        sides = [each if isinstance(each, list) else [each] for each in (baseline, target)]
+        return judge_held_calls(self, *sides, JudgingChoice(**choice), proposal)  # type: ignore[arg-type]
+
+
+def judged(baseline: Any, target: Any, findings: Findings | None = None, **parts: Any) -> tuple[str, list[str]]:
+    comparison = Runs(found() if findings is None else findings, **parts).judge(baseline, target)
+    return comparison.answer, list(comparison.remarks)
+
+
+def test_equal_calls_agree_and_nothing_is_remarked() -> None:
+    runs = Runs(found())
+    comparison = runs.judge(held(), held())
+    assert (comparison.answer, comparison.remarks, comparison.runs, comparison.match) == ("agree", (), 7, None)
+    runs.in_float32.assert_not_called()
+    assert runs.match.mock_calls == runs.add_backward.mock_calls == []
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_a_call_that_cannot_be_replayed_clears_nothing(side: str) -> None:
+    moved = held(not_repeated=("w", "x", "w", "y", "z"))
+    for wrong, said in ((moved, "a different result (w, x, y)"), (held(fails_when_repeated="oops"), "repeated (oops)")):
+        runs = Runs(found(dtype="bfloat16"))
+        calls = (wrong, held()) if side == "baseline" else (held(), [held(), wrong])
+        comparison = runs.judge(*calls)
+        assert comparison.answer == "inconclusive"
+        assert comparison.remarks[0].startswith(f"The {side}'s call of Net cannot be replayed")
+        assert said in comparison.remarks[0]
+        runs.in_float32.assert_not_called()
+
+
+# ---- the match -------------------------------------------------------------------------------------------------------
+
+
+def test_taps_are_matched_where_names_do_not_pair_or_if_asked() -> None:
+    proposal = Proposal((Pair("a", "x"),), wrong_weights=("1", "2", "3", "4", "5"))
+    others = held(taps=("x", "y"))
+    for target, choice, given, wanted in (
+        (held(), None, None, False),
+        (held(), True, None, True),
+        (held(), False, None, False),
+        (others, None, None, True),
+        (others, False, None, False),
+        (others, None, proposal, False),
+        (held(taps=("a", "b", "y")), None, None, False),
+        # Other rows, as of a packed batch.
+        (held(ONES[:2]), None, None, True),
+        ([held(ONES[:2]), held(ONES[:2])], None, None, False),
+    ):
+        runs = Runs(found(), match=proposal)
+        comparison = runs.judge(held(), target, given, match=choice)
+        assert runs.match.called is wanted
+        assert runs.session.edit.mock_calls == ([call(pairs=proposal)] if wanted else [])
+        assert comparison.match is (proposal if wanted or given else None)
+        assert [each for each in comparison.remarks if len(each) == 2] == (
+            ["1.", "2.", "3.", "4."] if wanted or given else []
+        )
+
+
+def test_a_match_that_fails_or_leaves_rows_unpaired_clears_nothing() -> None:
+    answer, remarks = judged(held(), held(taps=("x",)), match=MatchError("no values are alike"))
+    assert (answer, remarks) == ("inconclusive", ["Taps could not be paired by value: no values are alike"])
+    proposal = Proposal((Pair("a", "x"),), unpaired_rows="Three rows have no partner.")
+    answer, remarks = judged(held(), held(taps=("x",)), match=proposal)
+    assert (answer, remarks) == ("inconclusive", ["Three rows have no partner."])
+    answer, _ = judged(held(), held(taps=("x",)), found("a", "out", label="culprit"), match=proposal)
+    assert answer == "differ"
+
+
+def test_results_with_rows_in_other_orders_agree_only_if_the_rows_are_equal() -> None:
+    moved = PairRule("output", "output", "gather(of=[4], runs=[[3, 1], [2, 1], [1, 1], [0, 1]], into=[4])")
+    rows = MANY[[3, 2, 1, 0]]
+    for target, answer in ((rows, "agree"), (rows + torch.eye(4, 3), "inconclusive")):
+        assert judged(held(MANY), held(target), found("a", "output"), pairs=[moved])[0] == answer
+
+
+# ---- in float32 ------------------------------------------------------------------------------------------------------
+
+
+def test_a_mistake_that_only_float32_shows_is_the_answer() -> None:
+    narrow = found(dtype="bfloat16")
+    wide = Verdict(found("a", label="culprit", ratio=9.0), 5)
+    for number, is_first in ((1, True), (2, False)):
+        runs = Runs(narrow, wide)
+        comparison = runs.judge(held(), held(number=number))
+        assert (comparison.answer, comparison.named, comparison.runs) == ("differ", ["a"], 12)
+        assert comparison.remarks == (
+            "In bfloat16 the calls agree to rounding. In float32, from the same numbers, they differ:",
+        )
+        assert runs.in_float32.call_args.kwargs == {"is_first": is_first}
+    unexplained = replace(narrow, unexplained=["The outputs differ."])
+    assert judged(held(), held(), unexplained, wide=wide)[1][0].startswith("In bfloat16 no tap explains what differs.")
+    # Weights of another rounding differ, and whatever reads them.
+    data = replace(wide.findings, data=["Weights differ."])
+    assert judged(held(), held(), narrow, wide=Verdict(data, 5)) == ("agree", [])
+    assert judged(held(), held(), narrow, wide=Verdict(replace(data, weights_lent=True), 5))[0] == "differ"
+
+
+def test_agreement_in_float32_is_stated_with_its_largest_ratio() -> None:
+    wide = Verdict(found(ratio=0.25), 5)
+    comparison = Runs(found(dtype="float16"), wide).judge(held(), held())
+    assert (comparison.answer, comparison.findings.in_float32, comparison.runs) == ("agree", 0.25, 12)
+    assert comparison.remarks == ()
+    rounding = RoundingGroups(("a",))
+    coarse = found("a", dtype="float16", label="culprit", rounding=rounding)
+    assert judged(held(), held(), coarse)[0] == "inconclusive"
+    assert judged(held(), held(), coarse, wide=wide)[0] == "agree"
+    # It explains nothing that no tap explains.
+    unexplained = found(dtype="float16", unexplained=["The outputs differ."])
+    assert judged(held(), held(), unexplained, wide=wide) == ("differ", [])
+
+
+@pytest.mark.parametrize(
+    ("findings", "is_tried"),
+    [
+        (found(dtype="bfloat16"), True),
+        (found(dtype="float32"), False),
+        (found(dtype="bfloat16", added=0.0), False),
+        (found(dtype="bfloat16", cast="bfloat16"), False),
+        (found(dtype="bfloat16", label="culprit"), False),
+        (found(dtype="bfloat16", not_repeated=["a"]), False),
+    ],
+)
+def test_only_narrow_calls_with_roundings_are_tried_in_float32(findings: Findings, is_tried: bool) -> None:
+    runs = Runs(findings)
+    runs.judge(held(), held())
+    assert runs.in_float32.called is is_tried
+
+
+def test_a_failure_in_float32_is_reported_by_its_first_line() -> None:
+    answer, remarks = judged(held(), held(), found(dtype="bfloat16"), wide=RunError("run 9 failed\nat line 3"))
+    assert (answer, remarks) == ("agree", ["Not checked: the same call in float32, which failed: run 9 failed"])
+
+
+def test_runs_in_float32_end_with_the_narrow_call() -> None:
+    session = Mock(ranks=[1, 2], closed=False)
+    answers = {call_numbers: ([{"x": ONES}], [{"x": MANY}]), narrow_call: ([None], [None])}
+
+    def run(baseline: Any, target: Any) -> Any:
+        ours, theirs = answers.get(baseline, ([None], [fails]))
+        return SimpleNamespace(baseline=ours, target=theirs)
+
+    session.run.side_effect = run
+    session.verdict.side_effect = RunError("run 9 failed")
+    fails: str | None = None
+    with pytest.raises(RunError):
+        Repeats(session).in_float32(JudgingChoice(), is_first=True)
+    widened = session.run.call_args_list[1].args
+    assert (widened[0].args, widened[1].args) == (({},), ({"x": ONES},))
+    assert session.run.call_args.args == (narrow_call, narrow_call)
+    fails = "no tensor of 16 bits was found"
+    assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
+    assert session.run.call_args.args == (narrow_call, narrow_call)
+    assert session.verdict.call_count == 1
+    # A rank that cannot run in float32 would keep the others waiting.
+    session.run.reset_mock()
+    session.ranks = [1, 2, 3]
+    assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
+    session.run.assert_not_called()
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_results_that_differ_without_taps_alone_are_a_difference() -> None:
+    answer, remarks = judged(held(), held(2 * ONES, tapped={"": ONES}))
+    assert answer == "differ"
+    assert remarks[0].startswith("Without taps the results differ by 1, and with taps by 0: the difference arises in")
+    assert remarks[1] == (
+        "Not checked: what the target computes without taps: with them its result changes by 0.5, as where hooks "
+        "switch a fused path off."
+    )
+    # With taps too, so the taps show where.
+    assert judged(held(), held(2 * ONES))[1] == []
+    # Taps move both sides as far, or leave a difference of that size.
+    for ours, theirs in (((2.0, 1.0), (1.5, 1.0)), ((1.0, 2.0), (2.0, 1.0))):
+        calls = [held(plain * ONES, tapped={"": tapped * ONES}) for plain, tapped in (ours, theirs)]
+        assert judged(*calls)[0] == "agree"
+
+
+def test_results_decide_where_grafts_prove_nothing() -> None:
+    stale = found(inconclusive=["The pairs no longer hold."])
+    for target, answer, said in (
+        (3 * ONES, "differ", ["The results of the two calls differ by 2."]),
+        (ONES, "inconclusive", []),
+    ):
+        assert judged(held(), held(target), stale) == (answer, said)
+    moved = held(3 * ONES, not_repeated=("x",))
+    assert judged(held(), moved, stale)[0] == "inconclusive"
+
+
+def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
+    said = "The returned value has the shape [4, 3] on the baseline and [4, 2] on the target."
+    with_inputs = found("x@input", "a", "output")
+    narrower = held(ONES[:, :2])
+    proposal = Proposal((Pair("a", "a"),))
+    assert judged(held(), narrower, with_inputs, match=proposal) == ("differ", [said])
+    answer, remarks = judged(held(), narrower, found("a", "output"), match=proposal)
+    assert (answer, remarks) == ("inconclusive", [said])
+    # A match may have found the layout.
+    flat = held(ONES.reshape(12))
+    assert judged(held(), flat, with_inputs, match=proposal)[1] == []
+    # Different numbers of ranks may each have a part.
+    assert judged(held(), [narrower, narrower], with_inputs)[1] == []
+    # Other numbers of rows with other inputs: another batch.
+    answer, remarks = judged(held(), held(ONES[:2]), match=proposal)
+    assert answer == "inconclusive"
+    assert remarks[0].startswith("The calls have batches of different sizes, 4 on the baseline and 2 on the target")
+
+
+def test_taps_clear_nothing_if_no_result_was_compared() -> None:
+    answer, remarks = judged(held(plain={}, tapped={}), held(plain={}, tapped={}))
+    assert answer == "inconclusive"
+    assert remarks == [
+        "The results of the two calls could not be compared, so the taps that agree do not clear the target."
+    ]
+    # The model's output is among the taps.
+    assert judged(held(plain={}), held(plain={}), found("a", "net.output"))[0] == "agree"
+
+
+def test_what_was_not_compared_is_listed() -> None:
+    written = {"plain": {"": ONES, "written: cache": ONES}}
+    ours = held(not_compared=("p", "q", "p"), others={"Head": 1, "Tail": 3}, **written)
+    theirs = held(not_compared=("r", "s", "t"), tapped={"": 1.5 * ONES})
+    _, remarks = judged(ours, theirs)
+    assert remarks == [
+        "Not checked: p, q, r and 2 more: it is large, or not the same when the call is repeated.",
+        "Not checked: what the baseline's call alone writes, to cache.",
+        "Not checked: other models that the baseline has called: Head (1 call), Tail (3 calls); --model NAME chooses "
+        "one.",
+        "Not checked: what the target computes without taps: with them its result changes by 0.5, as where hooks "
+        "switch a fused path off.",
+    ]
+
+
+def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
+    after = "the loss and the optimizer's step, which may follow this call."
+    needs = held(needs_backward=True)
+    for target, fails, said in (
+        (needs, None, after),
+        (needs, "no loss", f"the backward pass, which could not be repeated (no loss); and {after}"),
+        (held(), None, f"the backward pass: the results of one side alone need gradients; and {after}"),
+        (
+            held(torch.ones(2, 2), needs_backward=True),
+            None,
+            f"the backward pass: results of different shapes have no gradients in common; and {after}",
+        ),
+    ):
+        runs = Runs(found(), match=Proposal(()))
+        runs.add_backward.return_value = fails
+        assert runs.judge(needs, target).remarks[-1] == f"Not checked: {said}"
+        assert runs.add_backward.called is (said == after or "repeated" in said)
+
+
+# ---- against a recording ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("taps", "match", "is_matched"),
+    [(("a", "b"), None, False), (("a", "b"), True, True), (("x",), None, True), (("x",), False, False)],
+)
+def test_a_recording_is_matched_and_its_sketches_are_named(
+    taps: tuple[str, ...], match: bool | None, is_matched: bool
+) -> None:
+    session, recording = Mock(), Mock(frame=pd.DataFrame({"name": ["a", "b"]}), sketched=["s", "t"])
+    session.verdict.return_value = Verdict(found("a", "output"), 3)
+    target = held(taps=taps, others={"Head": 2})
+    choice = JudgingChoice(match, output="o", floor=0.1, threshold=7.0)
+    comparison = judge_against_recording(session, recording, [target], choice)
+    assert session.verdict.mock_calls == [call(target=repeat_call, output="o", floor=0.1, threshold=7.0)]
+    assert session.match.mock_calls == ([call(recording, repeat_call)] if is_matched else [])
+    assert comparison.match is (session.match.return_value if is_matched else None)
+    assert session.edit.mock_calls == ([call(pairs=comparison.match)] if is_matched else [])
+    assert (comparison.answer, comparison.runs) == ("agree", 3)
+    assert comparison.remarks[0].startswith("Not checked: the single values of s, t: the recording has only")
+    assert comparison.remarks[1].startswith("Not checked: other models that the target has called: Head (2 calls)")
+    again = judge_against_recording(session, recording, [replace(target, not_repeated=("x",))], choice)
+    assert again.answer == "inconclusive"
+    assert again.remarks[0].startswith("The target's call of Net cannot be replayed")

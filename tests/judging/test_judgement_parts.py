@@ -1,0 +1,94 @@
+"""What a verdict does where one of its stages fails, without a rank."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graftlab.errors import SessionError
+from graftlab.judging.job_steps import JobStepsAbandoned
+from graftlab.judging.judgement import Judgement
+from graftlab.judging.swaps import _is_same_layer
+from graftlab.judging.unmeasured import baseline_changed, effects_not_measured, outputs_themselves
+from graftlab.verdict.causes import Causes
+
+
+@pytest.fixture
+def judgement() -> Judgement:
+    session = SimpleNamespace(closed=False)
+    runs: Any = SimpleNamespace(session=session, before=None, request=SimpleNamespace(threshold=5.0))
+    return Judgement(runs)
+
+
+def raising(error: Exception) -> Any:
+    def stage() -> Any:
+        raise error
+
+    return stage
+
+
+def test_a_failed_stage_is_reported_with_the_first_line_of_its_error(
+    judgement: Judgement, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert judgement._attempt("the search", raising(SessionError("\na rank died\nits log ends")), 7) == 7
+        assert not caplog.records
+        assert judgement._attempt("the swap", raising(KeyError("rope\nand more")), 8) == 8
+        assert judgement._attempt("the swap", raising(ZeroDivisionError()), 9) == 9
+    # The traceback of what is a defect of graftlab, and of nothing else.
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+    assert judgement._failed == [
+        "The search failed, so its results are missing: a rank died",
+        r"The swap failed, so its results are missing: KeyError: 'rope\nand more'",
+        "The swap failed, so its results are missing: ZeroDivisionError",
+    ]
+    assert judgement._attempt("the search", lambda: 3, 4) == 3
+
+
+def test_stages_of_several_lines_show_one(judgement: Judgement) -> None:
+    judgement._attempt("the search", raising(ValueError("first\nsecond")), None)
+    assert judgement._failed == ["The search failed, so its results are missing: ValueError: first"]
+
+
+@pytest.mark.parametrize("error", [JobStepsAbandoned("the user pressed stop"), OSError("the socket is closed")])
+def test_after_an_abandoned_stage_no_other_is_begun(judgement: Judgement, error: Exception) -> None:
+    judgement.session.closed = isinstance(error, OSError)
+    judgement._attempt("the search", raising(error), None)
+    assert judgement._attempt("the swap", lambda: pytest.fail("it was begun"), 5) == 5
+    assert len(judgement._failed) == 1
+
+
+def test_an_effect_is_missing_only_if_no_output_was_measured_for_it() -> None:
+    swaps: Any = SimpleNamespace(not_swapped={}, unlike_ranks={})
+    causes = {"loss": Causes({"a": "a"}), "logits": Causes({"b": "b"})}
+    assert effects_not_measured(["a", "b"], causes, swaps) == []
+    assert effects_not_measured(["a", "c"], causes, swaps) == ["The effect of c on the output was not measured."]
+    swaps = SimpleNamespace(not_swapped=dict.fromkeys("vwxyz"), unlike_ranks=dict.fromkeys(["u"]))
+    said = effects_not_measured([], {}, swaps)
+    assert said[0] == "Code could not be swapped at v, w, x, y, where each side waited for the other."
+    assert said[1].startswith("How far the target's u is off could not be measured in every swap")
+
+
+def test_what_swaps_did_not_show_is_said_of_one_output_and_of_several() -> None:
+    assert outputs_themselves([]) == []
+    assert outputs_themselves(["a"])[0].startswith("No later tap depends on a: it is an output itself")
+    assert outputs_themselves(["a", "b"])[0].startswith("No later tap depends on a, b: they are outputs themselves")
+    assert "the same values at a, b, c, so the swaps" in baseline_changed("abcd")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        ({"layer": 1, "token": 1}, {"layer": 1, "token": 2}, True),
+        ({"layer": 1}, {"layer": 2}, False),
+        ({"kind": "grad"}, {}, False),
+        ({}, {"request": 1}, True),
+    ],
+)
+def test_calls_of_a_tap_are_of_one_layer_whatever_their_token_is(
+    mine: dict[str, Any], theirs: dict[str, Any], same: bool
+) -> None:
+    assert _is_same_layer(mine, theirs) is same

@@ -1,0 +1,305 @@
+"""How the lines of a tap are confirmed, run by run, with operations that no rank computes."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graftlab.errors import RunError
+from graftlab.judging import line_runs
+from graftlab.judging.line_runs import LineSearch, _makes_same_change, _TracedCall, _with_counterpart, _written
+
+
+def operation(index: int, name: str = "add") -> Any:
+    frame = SimpleNamespace(file="model.py", line=index, source=f"line {index}")
+    return SimpleNamespace(index=index, name=name, frames=(frame,), is_random=False, inputs=(1,))
+
+
+def lost(index: int, **more: Any) -> Any:
+    usual = {"operation": operation(index), "is_later": False, "is_suspect": True, "counterpart": None}
+    return SimpleNamespace(**{**usual, **more})
+
+
+def on_both(*target: Any, remedies: tuple[Any, ...] = ()) -> Any:
+    return SimpleNamespace(target=list(target), baseline=[], remedies=remedies)
+
+
+def remedy(**given: Any) -> Any:
+    usual = {"grafted": {}, "touched": frozenset({7}), "partner": None, "fed": (3,), "changes": {"a": 1}}
+    return SimpleNamespace(**{**usual, "is_certain": False, **given})
+
+
+def call(group: str = "g", **given: Any) -> _TracedCall:
+    row = {"added": 1e-2, "floor": 1e-6, "floor_max": 1e-6, "cast": None, "dtype": "float32", "rank": 0}
+    wanted: Any = SimpleNamespace(name=group)
+    return _TracedCall(group, row, wanted, given.pop("is_worst", True), **given)
+
+
+class Traced:
+    """A traced run of one rank on each side, with the operations that lead to each call."""
+
+    def __init__(self, *slices: tuple[int, ...]) -> None:
+        own = [SimpleNamespace(operations=[operation(index) for index in each]) for each in slices]
+        self.target = self.baseline = [own]
+        self.rows: Any = None
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A search in which each call is as before, and agrees as ``agreeing`` says by its group."""
+    made: Any = LineSearch.__new__(LineSearch)
+    made._found_calls, made._not_confirmed, made.agreeing = [], False, {}
+    monkeypatch.setattr(made, "_agrees", lambda each, rows: made.agreeing.get(each.group))
+    monkeypatch.setattr(made, "_is_as_before", lambda each, traced: True)
+    return made
+
+
+# ---- what is lost ----------------------------------------------------------------------------------------------------
+
+
+def test_an_operation_is_kept_once_and_those_that_appear_later_are_marked(
+    search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([on_both(lost(1), lost(2, is_later=True), remedies=("r",)), on_both(lost(1), lost(4))])
+    monkeypatch.setattr(line_runs, "first_lost", lambda *_: next(found))
+    monkeypatch.setattr(line_runs, "_has_counterpart", lambda each: True)
+    mine = call()
+    search._found_calls = [mine]
+    traced: Any = Traced((1, 2, 4))
+    search._compare([mine], traced)
+    assert [each.operation.index for each in mine.kept] == [1]
+    assert (mine.appeared, mine.untried, mine.prefers_graft) == (set(), ["r"], True)
+    first = mine.before
+    search._compare([mine], traced)
+    assert [each.operation.index for each in mine.kept] == [1, 4]
+    assert mine.appeared == {4}
+    assert mine.before is first is not mine.lost
+    assert mine.untried == ["r"]
+
+
+def test_a_call_that_a_rank_did_not_trace_is_not_compared(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_runs, "first_lost", lambda *_: pytest.fail("compared"))
+    search._found_calls = [mine := call()]
+    search._compare([mine], SimpleNamespace(target=[[None]], baseline=[[object()]]))
+    assert mine.lost is None
+
+
+@pytest.mark.parametrize(
+    ("row", "tolerance"),
+    [
+        ({"added": 1e-4, "floor": 1e-8}, 1e-6),
+        ({"added": math.inf, "floor": 1e-8}, line_runs.TOLERANCE),
+        ({"added": 0.0, "floor": 1e-8}, line_runs.TOLERANCE),
+        ({"added": 1e-2, "floor": 0.0}, line_runs.TOLERANCE),
+        ({"added": 1.0, "floor": 1.0}, line_runs.TOLERANCE),
+        ({"added": 1e-30, "floor": 1e-30}, line_runs._SMALLEST_TOLERANCE),
+    ],
+)
+def test_equal_values_are_as_near_as_the_floor_and_the_difference_allow(row: dict[str, Any], tolerance: float) -> None:
+    mine = call()
+    mine.row.update(row)  # type: ignore[attr-defined]
+    assert mine.tolerance == pytest.approx(tolerance)
+    mine.row.update(cast="float32 -> bfloat16", dtype="bfloat16")  # type: ignore[attr-defined]
+    assert mine.tolerance > 1e-3
+
+
+# ---- what is tried next ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def grafts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The next graft of each group."""
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(line_runs, "_next_graft", lambda each: found.get(each.group, {}))
+    return found
+
+
+def test_each_unsettled_call_gets_its_next_operation(search: Any, grafts: dict[str, Any]) -> None:
+    grafts.update({"a": {1: 10}, "b": {2: 20}, "c": {3: 30}, "d": {4: 40}})
+    calls = [
+        call("a", lost=on_both()),
+        call("b", lost=on_both(), is_settled=True),
+        call("c", lost=on_both(), is_worst=False),
+        call("d"),
+    ]
+    assert search._choose(calls, Traced((1,), (2,), (3,), (4,))) == calls[:1]
+    assert [each.grafts for each in calls] == [[{1: 10}], [], [], []]
+
+
+def test_an_operation_that_leads_to_several_calls_is_grafted_for_one_at_a_time(
+    search: Any, grafts: dict[str, Any]
+) -> None:
+    grafts.update({"a": {1: 10}, "b": {2: 20}})
+    calls = [call(name, lost=on_both()) for name in "ab"]
+    assert search._choose(calls, Traced((1, 2), (2,))) == calls[:1]
+    calls = [call(name, lost=on_both()) for name in "ab"]
+    assert search._choose(calls, Traced((1,), (1, 2))) == calls[:1]
+    calls = [call(name, lost=on_both()) for name in "ab"]
+    assert search._choose(calls, Traced((1,), (2,))) == calls
+    # The same change for both, and nothing else.
+    grafts["b"] = {1: 10}
+    calls = [call(name, lost=on_both()) for name in "ab"]
+    assert search._choose(calls, Traced((1,), (1,))) == calls
+
+
+def test_remedies_come_first_unless_a_counterpart_is_preferred(search: Any, grafts: dict[str, Any]) -> None:
+    grafts["a"] = {1: 10}
+    mine = call("a", lost=on_both(), untried=[remedy(), remedy()])
+    search._choose([mine], Traced((1,)))
+    assert mine.trying is not None
+    assert (len(mine.untried), mine.grafts) == (1, [])
+    mine = call("a", lost=on_both(), untried=[remedy()], prefers_graft=True)
+    search._choose([mine], Traced((1,)))
+    assert (mine.trying, mine.grafts) == (None, [{1: 10}])
+    grafts.clear()
+    mine = call("a", lost=on_both(), untried=[remedy()], prefers_graft=True)
+    search._choose([mine], Traced((1,)))
+    assert mine.trying is not None
+    assert search._choose([call("a", lost=on_both())], Traced((1,))) == []
+
+
+def test_operations_are_grafted_up_to_a_limit(search: Any, grafts: dict[str, Any]) -> None:
+    grafts["a"] = {9: 90}
+    full = [{n: n} for n in range(line_runs.MOST_GRAFTS)]
+    assert search._choose([call("a", lost=on_both(), grafts=list(full))], Traced((9,))) == []
+    mine = call("a", lost=on_both(), grafts=full[:-1])
+    assert search._choose([mine], Traced((9,))) == [mine]
+    assert mine.grafts[-1] == {9: 90}
+
+
+def test_the_first_of_two_operations_is_left_out_to_see_whether_it_is_needed(search: Any) -> None:
+    mine = call("a", lost=on_both(), grafts=[{1: 10}, {2: 20}], is_to_leave_out=True)
+    assert search._choose([mine], Traced((1, 2))) == [mine]
+    assert (mine.left_out, mine.grafts) == ({1: 10}, [{2: 20}])
+
+
+# ---- what a run shows ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "agrees", "confirmed", "settled", "leaves_out"),
+    [
+        # A single operation with which the tap agrees is the fault.
+        ({"grafts": [{1: 10}]}, True, {1}, True, False),
+        ({"grafts": [{1: 10}]}, None, set(), True, False),
+        # Of two, the first is left out next, unless the second read equal values only since.
+        ({"grafts": [{1: 10}, {2: 20}]}, True, set(), False, True),
+        ({"grafts": [{1: 10}, {2: 20}], "appeared": {2}}, True, {1, 2}, True, False),
+        ({"grafts": [{1: 10}, {2: 20}], "appeared": {1}}, True, set(), False, True),
+        ({"grafts": [{1: 10}, {2: 20}]}, None, set(), True, False),
+        ({"grafts": [{1: 10}, {2: 20}, {3: 30}]}, True, set(), True, False),
+        ({"grafts": [{2: 20}], "left_out": {1: 10}}, True, {2}, True, False),
+        ({"grafts": [{2: 20}], "left_out": {1: 10}}, False, {1, 2}, True, False),
+        ({"grafts": [{2: 20}], "left_out": {1: 10}}, None, {1, 2}, True, False),
+    ],
+)
+def test_what_is_confirmed_follows_from_whether_the_tap_agrees_now(
+    given: dict[str, Any], agrees: bool | None, confirmed: set[int], settled: bool, leaves_out: bool, search: Any
+) -> None:
+    mine = call("a", **given)
+    search.agreeing["a"] = agrees
+    search._judge([mine], Traced((1, 2, 3)), [mine])
+    assert (mine.confirmed, mine.is_settled, mine.is_to_leave_out) == (confirmed, settled, leaves_out)
+    assert not search._not_confirmed
+
+
+def test_a_remedy_with_which_the_tap_agrees_is_the_cure(search: Any) -> None:
+    tried = remedy()
+    for agrees in (True, False, None):
+        mine = call("a", trying=tried)
+        search.agreeing["a"] = agrees
+        search._judge([mine], Traced((1,)), [mine])
+        assert mine.trying is None
+        assert (mine.cure, mine.is_settled) == ((tried, True) if agrees else (None, False))
+
+
+def test_a_tap_that_still_differs_is_compared_again(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(search, "_compare", lambda calls, traced: compared.extend(calls))
+    mine = call("a", grafts=[{1: 10}])
+    search.agreeing["a"] = False
+    search._judge([mine], Traced((1,)), [mine])
+    assert (compared, mine.is_settled) == ([mine], False)
+    monkeypatch.setattr(search, "_is_as_before", lambda each, traced: False)
+    search.agreeing["a"] = True
+    search._judge([mine], Traced((1,)), [mine])
+    assert (mine.confirmed, mine.is_settled, search._not_confirmed) == (set(), True, True)
+
+
+def test_a_line_whose_run_failed_is_reported_as_not_confirmed_with_the_reason(
+    search: Any, monkeypatch: pytest.MonkeyPatch, grafts: dict[str, Any]
+) -> None:
+    def fails(*_: object) -> object:
+        raise RunError(
+            "run 3 failed on target[0]", {"target[0]": "index 9 is out of bounds\nmore", "target[1]": "died"}
+        )
+
+    monkeypatch.setattr(search, "_trace", fails)
+    mine = call("a", lost=on_both(), kept=[lost(1, is_suspect=False)])
+    grafts["a"] = {1: 10}
+    search._found_calls, search._traced, search._not_traced = [mine], Traced((1,)), ""
+    search._runs = SimpleNamespace(count=0)
+    search.confirm()
+    assert (mine.confirmed, mine.is_settled) == (set(), True)
+    (said,) = search.remarks
+    assert said.endswith(
+        " is not confirmed: the run with the baseline's value there failed (target[0]: index 9 is out of bounds; "
+        "target[1]: died)."
+    )
+    assert said.startswith(str(mine.kept[0].operation.frames[0]))
+
+
+def test_what_is_changed_for_a_call_is_its_remedy_or_all_of_its_grafts() -> None:
+    mine = call("a", grafts=[{1: 10}, {2: 20, 3: 30}])
+    assert mine.grafted == {1: 10, 2: 20, 3: 30}
+    assert (mine.touched, mine.shown_on_baseline) == ({1, 2, 3}, {10, 20, 30})
+    assert len(mine.taps) == 3
+    mine.trying = remedy(grafted={5: 50}, partner=60, fed=(9, 8))
+    assert (mine.grafted, mine.touched, mine.shown_on_baseline) == ({5: 50}, {7}, {50, 60})
+    assert f"{line_runs.LINE_TAP}.60.before.8" in mine.taps
+    assert len(mine.taps) == 2
+    mine.trying = remedy(grafted={5: 50})
+    assert len(mine.taps) == 1
+
+
+def test_two_calls_have_the_same_change_if_it_is_all_that_each_of_them_has() -> None:
+    graft = {1: 10}
+    alike = call("b", grafts=[graft])
+    assert _makes_same_change(call("a"), graft, False, alike)
+    assert not _makes_same_change(call("a", grafts=[graft]), graft, False, alike)
+    assert not _makes_same_change(call("a"), {2: 20}, False, alike)
+    assert not _makes_same_change(call("a"), graft, False, call("b", grafts=[graft], left_out={2: 20}))
+    assert not _makes_same_change(call("a"), graft, False, call("b", grafts=[graft], trying=remedy()))
+    tries = call("a", untried=[remedy()])
+    assert _makes_same_change(tries, graft, True, call("b", trying=remedy()))
+    assert not _makes_same_change(tries, graft, True, call("b", trying=remedy(changes={})))
+    assert not _makes_same_change(tries, graft, True, alike)
+
+
+def test_the_counterpart_of_the_targets_first_operation_leads_on_the_baseline() -> None:
+    baseline = [lost(1), lost(2)]
+    assert _with_counterpart(baseline, []) == baseline
+    assert _with_counterpart(baseline, [lost(5)]) == baseline
+    assert _with_counterpart(baseline, [lost(5, counterpart=operation(2))]) == baseline[::-1]
+    added, *rest = _with_counterpart(baseline, [lost(5, counterpart=operation(3))])
+    assert (added.operation.index, rest) == (3, baseline)
+
+
+def test_where_a_state_was_written_is_said_if_it_was_seen() -> None:
+    assert _written(SimpleNamespace(writer=None)) == ""  # type: ignore[arg-type]
+    assert _written(SimpleNamespace(writer=SimpleNamespace(frames=(), step=1))) == ""  # type: ignore[arg-type]
+
+
+class Frame:
+    source = "cache[:] = x"
+
+    def __str__(self) -> str:
+        return "model.py:7"
+
+
+def test_the_line_that_wrote_a_state_has_its_step() -> None:
+    writer = SimpleNamespace(frames=(Frame(),), step=4)
+    assert _written(SimpleNamespace(writer=writer)) == "in step 4 by model.py:7  cache[:] = x"  # type: ignore[arg-type]

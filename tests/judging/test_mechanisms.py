@@ -1,0 +1,214 @@
+"""How named groups differ: which kept pairs are looked at, and when another run is needed to have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from graftlab.diffs.results import ResultDifference
+from graftlab.errors import SessionError
+from graftlab.grafting.kept import OCCURRENCE
+from graftlab.judging.mechanisms import LentWeights, Mechanisms
+from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned
+from graftlab.verdict.unexplained import ReturnedValues
+
+Pair = tuple[Tensor, Tensor]
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Runs:
+    """The runs of a verdict; each keeps the pairs of one more dict."""
+
+    def __init__(self, *kept: Mapping[str, Pair]) -> None:
+        self._later = list(kept)
+        self._newest: Mapping[str, Pair] = {}
+        self.asked: list[RunFilters] = []
+        self.calls: list[tuple[Any, ...]] = []
+
+    def both(self, why: str, wanted: RunFilters) -> None:
+        self.asked.append(wanted)
+        self._newest = self._later.pop(0)
+
+    def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> Pair:
+        self.calls.append((name, rank, step, dict(tags)))
+        if name not in self._newest:
+            raise SessionError(f"no pair of {name}\nwas kept")
+        return self._newest[name]
+
+
+def line(name: str, order: int, ratio: float = 0.0, **more: Any) -> dict[str, Any]:
+    """What is read of a row of a verdict's frame."""
+    label = "culprit" if ratio > 1 else "clean"
+    usual = {"tags": {}, "occurrence": 0, "rank": 0, "step": 0, "group": name, "added": ratio, "label": label}
+    return {"name": name, "order": order, "ratio": ratio, **usual, **more}
+
+
+def mechanisms(runs: Runs, one_sided: str | None = None) -> Mechanisms:
+    return Mechanisms(runs, one_sided)  # type: ignore[arg-type]
+
+
+def frame_of(*lines: dict[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame(list(lines))
+
+
+def test_a_group_is_looked_at_where_it_adds_the_most_in_a_run_that_keeps_its_pair() -> None:
+    runs = Runs({"h.0": (X, 5 * X), "h.1": (X, 2 * X)})
+    found = mechanisms(runs, "name == 'alone'")
+    hints = found.hints(frame_of(line("h.0", 1, 5.0, group="h"), line("h.1", 2, 9.0, group="h")), ["h"])
+    assert list(hints) == ["h"]
+    assert hints["h"].startswith("at h.1, ")
+    assert "2" in hints["h"]
+    (wanted,) = runs.asked
+    assert (wanted.b2t, wanted.leaving) == ("True", "name == 'alone'")
+    assert "h\\\\.1" in str(wanted.keep)
+    assert found.maps["h"].title == "h.1"
+
+
+def test_a_pair_is_asked_for_by_its_call() -> None:
+    runs = Runs({"h": (X, 2 * X)})
+    mechanisms(runs).hints(
+        frame_of(line("h", 3, 9.0, rank=2, step=4, occurrence=1, tags={"layer": 3, "expert": None})), ["h"]
+    )
+    assert runs.calls == [("h", 2, 4, {OCCURRENCE: 1, "layer": 3})]
+
+
+def test_pairs_that_an_earlier_run_kept_need_no_further_run() -> None:
+    runs = Runs({"h": (X, 2 * X)})
+    runs.both("earlier", RunFilters())
+    runs.asked.clear()
+    found, frame = mechanisms(runs), frame_of(line("h", 1, 9.0))
+    found._note_pairs([frame.iloc[0]], frame)
+    assert found.hints(frame, ["h"])
+    assert runs.asked == []
+
+
+def test_a_pair_of_a_run_in_which_the_tap_was_another_distance_apart_is_not_used() -> None:
+    runs = Runs({"h": (X, 2 * X)}, {"h": (X, 3 * X)})
+    runs.both("earlier", RunFilters())
+    found, frame = mechanisms(runs), frame_of(line("h", 1, 9.0))
+    found._note_pairs([frame.iloc[0]], frame.assign(added=8.0))
+    assert "3" in found.hints(frame, ["h"])["h"]
+    assert len(runs.asked) == 2
+
+
+def test_a_group_that_is_named_without_a_culprit_is_not_looked_at() -> None:
+    runs = Runs()
+    assert mechanisms(runs).hints(frame_of(line("h", 1, 9.0, label="minor")), ["h"]) == {}
+    assert runs.asked == []
+
+
+def test_a_pair_that_was_not_kept_is_named_in_place_of_a_hint() -> None:
+    runs = Runs({"k": (X, 2 * X)})
+    found = mechanisms(runs)
+    # The second group is a gradient, which nothing before it feeds.
+    hints = found.hints(
+        frame_of(line("q", 1, 9.0), line("k", 2, 9.0, tags={"kind": "grad"}, group="k@grad")), ["q", "k@grad"]
+    )
+    assert hints["q"] == "none, since the pair was not kept (no pair of q)"
+    assert hints["k@grad"].startswith("at k, ")
+    assert list(found.maps) == ["k@grad"]
+    assert found.maps["k@grad"].title == "gradient of k"
+
+
+def test_only_agreeing_taps_just_before_on_the_same_rank_explain_an_activation() -> None:
+    pair = (torch.relu(X), torch.nn.functional.silu(X))
+    for more, explained in (({}, True), ({"rank": 1}, False), ({"step": 1}, False), ({"order": 9}, False)):
+        runs = Runs({"x": (X, X), "act": pair})
+        before = {**line("x", 1), **more}
+        hints = mechanisms(runs).hints(frame_of(before, line("act", 2, 9.0)), ["act"])
+        assert ("relu" in hints.get("act", "")) == explained, more
+
+
+def test_tensors_of_unlike_shapes_have_no_map() -> None:
+    found = mechanisms(Runs({"h": (X, X[:4])}))
+    found.hints(frame_of(line("h", 1, 9.0)), ["h"])
+    assert found.maps == {}
+
+
+# ---- weights that are lent ------------------------------------------------------------------------------------------
+
+
+class LendingRuns:
+    """Results that are 1e-3 apart with each side's own weights, and ``lent`` apart with the baseline's."""
+
+    can_lend_weights = True
+
+    def __init__(self, lent: float | Exception, own: float = 1e-3) -> None:
+        self._lent = lent
+        self.returned = ReturnedValues((ResultDifference("", own, ("float32", "float32")),))
+        self.was_returned = False
+        self.closed = False
+
+    @property
+    def session(self) -> LendingRuns:
+        return self
+
+    def lend_weights(self, names: list[str], keep: list[str]) -> pd.DataFrame:
+        assert names == keep == ["w"]
+        if isinstance(self._lent, Exception):
+            raise self._lent
+        self.returned = ReturnedValues((ResultDifference("", self._lent, ("float32", "float32")),))
+        return pd.DataFrame({"name": [], "tags": [], "status": []})
+
+    def return_weights(self) -> None:
+        self.was_returned = True
+
+    def pair(self, *_: object) -> Pair:
+        return X, 2 * X
+
+
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = "graftlab.judging.mechanisms"
+    monkeypatch.setattr(f"{module}.weights_to_lend", lambda rows, threshold: [{"name": "w", "rank": 0}])
+    monkeypatch.setattr(f"{module}.with_data_of", lambda compared, plain: compared)
+    return lambda runs: LentWeights.of(runs, pd.DataFrame({"name": [], "tags": [], "status": []}), 10.0)
+
+
+def test_weights_are_lent_where_the_results_differ_and_their_pairs_are_looked_at(lent: Any) -> None:
+    found = lent(LendingRuns(1e-4))
+    assert found
+    assert found.hints["w"].startswith("at w, ")
+    assert found.maps["w"].title == "w"
+
+
+def test_weights_of_another_arrangement_are_given_back(lent: Any) -> None:
+    runs = LendingRuns(3e-3)
+    assert not lent(runs)
+    assert runs.was_returned
+
+
+def test_no_weight_is_lent_where_both_sides_compute_the_same_with_their_own(lent: Any) -> None:
+    assert not lent(LendingRuns(AssertionError("lent"), own=1e-7))
+
+
+def test_weights_that_cannot_be_lent_are_named(lent: Any) -> None:
+    found = lent(LendingRuns(SessionError("w cannot be grafted\nmore")))
+    assert (bool(found), found.failure) == (False, "w cannot be grafted")
+    with pytest.raises(VerdictAbandoned):
+        lent(LendingRuns(VerdictAbandoned("edited")))
+    closed = LendingRuns(SessionError("the session ended"))
+    closed.closed = True
+    with pytest.raises(SessionError, match="the session ended"):
+        lent(closed)
+
+
+def test_weights_that_bring_the_results_little_farther_apart_stay_lent(lent: Any) -> None:
+    runs = LendingRuns(1.5e-3)
+    assert lent(runs)
+    assert not runs.was_returned
+
+
+def test_the_pairs_of_one_look_are_all_of_one_run() -> None:
+    runs = Runs({"h": (X, 2 * X)}, {"h": (X, 3 * X), "k": (X, X + 1)})
+    runs.both("earlier", RunFilters())
+    found, frame = mechanisms(runs), frame_of(line("h", 1, 9.0), line("k", 2, 9.0))
+    found._note_pairs([frame.iloc[0]], frame)
+    hints = found.hints(frame, ["h", "k"])
+    assert "3" in hints["h"]
+    assert set(hints) == {"h", "k"}

@@ -1,0 +1,95 @@
+"""The lines of one tap: which tap is meant, and when no line is sought."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from graftlab.errors import SessionError
+from graftlab.judging import tap_lines
+from graftlab.judging.tap_lines import TapLines, lines_of_tap
+
+
+class Search:
+    """Finds one line of each tap that it is asked for."""
+
+    traced: list[Any]
+
+    def __init__(self, runs: Any, frame: pd.DataFrame, threshold: float, one_sided: str | None) -> None:
+        self.remarks = ["a remark"]
+        self.lines: list[str] = []
+        runs.searches.append(self)
+        self.frame, self.threshold, self.steps = frame, threshold, []
+
+    def trace(self, groups: Sequence[str]) -> None:
+        self.steps.append(("trace", list(groups)))
+        self.lines = ["a line"]
+
+    def confirm(self) -> None:
+        self.steps.append(("confirm", []))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    made = SimpleNamespace(recorded=False, searches=[], asked=[])
+    made.both = lambda why, wanted: made.asked.append((wanted.compare, wanted.b2t)) or pd.DataFrame()
+    made.to_be_grafted = lambda rows: rows
+    made.frame = pd.DataFrame(
+        {
+            "name": ["h.0", "h.1", "h.1", "out"],
+            "group": ["h.*", "h.*", "h.*", "out"],
+            "ratio": [2.0, 7.0, 9.0, 1.0],
+            "added": [0.2, 0.7, 0.9, 0.1],
+            "floor": [0.1, 0.1, 0.1, 0.1],
+        }
+    )
+    monkeypatch.setattr(tap_lines, "runs_of", lambda session, request: contextlib.nullcontext(made))
+    monkeypatch.setattr(tap_lines, "one_sided_filter", lambda rows: None)
+    monkeypatch.setattr(tap_lines, "added_frame", lambda rows, floors: made.frame.copy())
+    monkeypatch.setattr(tap_lines, "LineSearch", Search)
+    monkeypatch.setattr(tap_lines, "replace", lambda line, group: (line, group))
+    return made
+
+
+def lines(tap: str) -> TapLines:
+    return lines_of_tap(SimpleNamespace(), tap, SimpleNamespace(threshold=5.0))  # type: ignore[arg-type]
+
+
+def test_a_tap_is_meant_by_its_name_and_a_group_by_its_pattern(runs: SimpleNamespace) -> None:
+    found = lines("h.1")
+    assert (found.tap, found.added, found.floor, found.found, found.remarks) == (
+        *("h.1", 0.9, 0.1),
+        *([("a line", "h.1")], ["a remark"]),
+    )
+    (search,) = runs.searches
+    assert search.steps == [("trace", ["h.1"]), ("confirm", [])]
+    assert list(search.frame["group"]) == ["h.*", "h.1", "h.1", "out"]
+    assert search.threshold == 5.0
+    assert runs.asked == [("True", None), (None, "True")]
+    assert lines("h.*").added == 0.9
+    assert list(runs.searches[1].frame["group"]) == ["h.*", "h.*", "h.*", "out"]
+
+
+def test_no_line_is_sought_for_a_tap_that_adds_rounding_alone(runs: SimpleNamespace) -> None:
+    for tap in ("out", "h.0"):
+        found = lines(tap)
+        assert (found.added, found.floor, tuple(found.found)) == (0.0, 0.0, ())
+    assert runs.searches == []
+
+
+def test_a_tap_that_was_not_measured_is_refused_with_those_that_were(runs: SimpleNamespace) -> None:
+    with pytest.raises(SessionError, match=r"no tap 'h\.2' was measured .*; did you mean 'h\.1', 'h\.0', 'h\.\*'\?"):
+        lines("h.2")
+    with pytest.raises(SessionError, match=r"measured: h\.0, h\.1, out, h\.\*"):
+        lines("xyz")
+    runs.frame.loc[1, "ratio"] = float("nan")
+    with pytest.raises(SessionError, match=r"'h\.1' has no pair of finite numbers in some call"):
+        lines("h.1")
+    runs.recorded = True
+    with pytest.raises(SessionError, match="the baseline is a recording"):
+        lines("h.1")
