@@ -476,8 +476,7 @@ def _change(call: CallDescription) -> float:
 def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     said = []
     if written := list(dict.fromkeys(what for call in (*baseline, *target) for what in call.not_compared)):
-        more = f" and {len(written) - 3} more" if len(written) > 3 else ""
-        said.append(f"{', '.join(written[:3])}{more}: it is large, or not the same when the call is repeated.")
+        said.append(f"{first_of(written)}: it is large, or not the same when the call is repeated.")
     for ours, theirs in zip(baseline[:1], target[:1], strict=False):
         said += [f"{each}." for each in written_on_one_side(ours.plain, theirs.plain)]
     for side, calls in (("baseline", baseline), ("target", target)):
