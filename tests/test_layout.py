@@ -226,7 +226,7 @@ OF_ANY_ERROR = {
     "jobs": 7,
     "judging": 1,
     "lines": 2,
-    "ranks": 16,
+    "ranks": 15,
     "recordings": 3,
     "remote": 4,
     "requests": 14,

@@ -194,7 +194,11 @@ def judge_held_calls(
     if wide is not None:
         if wide.findings.in_float32 is None:
             dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
-            what = "no tapped value explains the difference" if verdict.findings.unexplained else "the calls agree to rounding"
+            what = (
+                "no tapped value explains the difference"
+                if verdict.findings.unexplained
+                else "the calls agree to rounding"
+            )
             remarks.append(f"In {dtypes} {what}. In float32, from the same numbers, they differ:")
         verdict = wide
     if proposal is not None:
@@ -472,8 +476,7 @@ def _change(call: CallDescription) -> float:
 def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     said = []
     if written := list(dict.fromkeys(what for call in (*baseline, *target) for what in call.not_compared)):
-        more = f" and {len(written) - 3} more" if len(written) > 3 else ""
-        said.append(f"{', '.join(written[:3])}{more}: it is large, or not the same when the call is repeated.")
+        said.append(f"{first_of(written)}: it is large, or not the same when the call is repeated.")
     for ours, theirs in zip(baseline[:1], target[:1], strict=False):
         said += [f"{each}." for each in written_on_one_side(ours.plain, theirs.plain)]
     for side, calls in (("baseline", baseline), ("target", target)):

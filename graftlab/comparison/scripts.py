@@ -233,9 +233,7 @@ class _HeldInTurn:
         if self._unpaired is not None and not self._updates:
             return self._with(self._unpaired, said)
         if self._choice.training and not self._updates:
-            why = (
-                "No optimizer made a step that could be repeated, so no training was compared; leave --training out."
-            )
+            why = "No optimizer made a step that could be repeated, so no training was compared; leave --training out."
             return self._with(self._compared, (why, self._agreed(), *said), "inconclusive")
         return self._with(self._compared, (self._agreed(), *said))
 

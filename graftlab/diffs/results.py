@@ -222,8 +222,7 @@ def written_on_one_side(one: Mapping[str, torch.Tensor], other: Mapping[str, tor
     for side, ours, theirs in (("baseline", one, other), ("target", other, one)):
         alone = [path.removeprefix(_WRITTEN) for path in ours if is_written(path) and path not in theirs]
         if alone:
-            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
-            said.append(f"what the {side}'s call alone writes, to {', '.join(alone[:3])}{more}")
+            said.append(f"what the {side}'s call alone writes, to {first_of(alone)}")
     return said
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -124,14 +124,12 @@ class StepRuns(VerdictRuns):
         changes: Mapping[Side, Sequence[OperationChanges]],
         only: frozenset[int] | None = None,
     ) -> TracedRun | str:
-        before, version = self.session.row_count, self.session.plan.version + 1
-        ranks = self.session.ranks
-        for rank in ranks:
+        def order(version: int, rank: RankHandle) -> TraceSteps:
             request = TraceRequest(wanted, grafted, changes[rank.place.side][rank.place.rank], only)
-            self._jobs.ask(rank, TraceSteps(version, request, self._steps), Acknowledgement)
-        if self._publish(filters) != version:
-            raise VerdictAbandoned(EDITED)
-        first = self._after_steps(why, version, 1)
+            return TraceSteps(version, request, self._steps)
+
+        before, ranks = self.session.row_count, self.session.ranks
+        version, first = self._after_orders(why, order, filters, 1)
         traces: dict[Side, list[list[SliceTrace | None]]] = {"baseline": [], "target": []}
         for rank in ranks:
             found = self._jobs.ask(rank, AskLineTraces(), LineTraces)
@@ -162,6 +160,21 @@ class StepRuns(VerdictRuns):
             if not self._repeats or self._steps > 1:
                 raise
             return self.session.tensors(name, rank=rank, **tags)
+
+    def _after_orders(
+        self,
+        why: str,
+        order: Callable[[int, RankHandle], RunSelfGraft | TraceSteps],
+        filters: RunFilters,
+        runs: int,
+    ) -> tuple[int, int]:
+        """Give each rank its order for the next version of the plan; returns that version and its first step."""
+        version = self.session.plan.version + 1
+        for rank in self.session.ranks:
+            self._jobs.ask(rank, order(version, rank), Acknowledgement)
+        if self._publish(filters) != version:
+            raise VerdictAbandoned(EDITED)
+        return version, self._after_steps(why, version, runs)
 
     def _after_steps(self, why: str, version: int, runs: int) -> int:
         self.count += 1
@@ -236,20 +249,13 @@ class StepRuns(VerdictRuns):
         dtypes: Mapping[str, str] | None = None,
     ) -> list[SelfGraft]:
         """Run these ranks against themselves, while all others skip their taps."""
-        version = self.session.plan.version + 1
-        for rank in self.session.ranks:
-            order = RunSelfGraft(
-                version,
-                passes if rank in ranks else ("rest",),
-                self._steps,
-                dict(dtypes or {}),
-                tuple(keep),
-                self.session.options.keep_budget,
-            )
-            self._jobs.ask(rank, order, Acknowledgement)
-        if self._publish(RunFilters(compare="True")) != version:
-            raise VerdictAbandoned(EDITED)
-        self._after_steps(why, version, len(passes))
+
+        def order(version: int, rank: RankHandle) -> RunSelfGraft:
+            own: tuple[Pass, ...] = passes if rank in ranks else ("rest",)
+            budget = self.session.options.keep_budget
+            return RunSelfGraft(version, own, self._steps, dict(dtypes or {}), tuple(keep), budget)
+
+        version, _ = self._after_orders(why, order, RunFilters(compare="True"), len(passes))
         found = []
         for rank in ranks:
             packed = self._jobs.ask(rank, AskSelfGraft(), SelfGraftResult).packed

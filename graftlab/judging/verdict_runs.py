@@ -301,10 +301,16 @@ class CalledRuns(VerdictRuns):
         self.has_twin = request.exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
-        run, version = self._run(why, self._callees(), *self.request.arguments, self.changes(wanted))
-        frame = self._rows_under(version, run)
-        self.returned = compare_returned(run.baseline, run.target, self.before.pairs)
+        frame = self._both(why, self.changes(wanted))
         return frame if self._lent is None else without_data(frame)
+
+    def _both(self, why: str, changes: PlanEdit) -> pd.DataFrame:
+        run, version = self._run(why, self._callees(), *self.request.arguments, changes)
+        frame = self._rows_under(version, run)
+        # A recording returns the number of its taps, which is no result of the model.
+        expected = () if self.recorded else run.baseline
+        self.returned = compare_returned(expected, run.target, self.before.pairs)
+        return frame
 
     def _callees(self) -> dict[Side, Callee]:
         target = self._target if self._lent is None else partial(call_with_lent_weights, self._target)
@@ -314,9 +320,7 @@ class CalledRuns(VerdictRuns):
         self._lent, kept = (filter_of((name, "param") for name in each) for each in (names, keep))
         try:
             changes = self.changes(RunFilters(compare="True", keep=kept))
-            run, version = self._run("with the baseline's weights", self._callees(), *self.request.arguments, changes)
-            frame = self._rows_under(version, run)
-            self.returned = compare_returned(run.baseline, run.target, self.before.pairs)
+            frame = self._both("with the baseline's weights", changes)
             weights = data_rows(frame)
             weights = weights[weights["name"].isin([*names]) & (weights["side"] == "target")]
             failed = weights[weights["status"] != "grafted"]
@@ -435,10 +439,10 @@ class CalledRuns(VerdictRuns):
         return measured
 
     def without_dependents(self, groups: Sequence[str]) -> list[str]:
-        args, kwargs = self.request.arguments
-        assert self.request.baseline is not None
         budget = self.session.options.keep_budget
-        call = partial(find_without_dependents, self.request.baseline, args, kwargs, list(groups), self.before, budget)
+        call = partial(
+            find_without_dependents, self._baseline, *self.request.arguments, list(groups), self.before, budget
+        )
         run, _ = self._run("what depends on the minor groups", {"baseline": call})
         return [group for group in groups if all(group in alone for alone in run.baseline)]
 

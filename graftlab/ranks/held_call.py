@@ -243,14 +243,16 @@ class HeldCall:
         """Include a backward pass in each repetition from now on, and tap its gradients. Returns the reason if that
         fails; then repetitions are as before.
         """
-        self._unwatch()
-        self._has_backward = True
-        self._watch()
+        self._set_backward(True)
+        return self._called_once(self.drop_backward)
+
+    def _called_once(self, undo: Callable[[], None]) -> str | None:
+        """Call it; if that fails, undo what was changed for it, and return the reason."""
         try:
             with handled_by(TapLister()):
                 self()
         except Exception as error:
-            self.drop_backward()
+            undo()
             return _in_a_line(error)
         return None
 
@@ -266,8 +268,11 @@ class HeldCall:
 
     def drop_backward(self) -> None:
         """Repeat only the forward pass again."""
+        self._set_backward(False)
+
+    def _set_backward(self, has_backward: bool) -> None:
         self._unwatch()
-        self._has_backward = False
+        self._has_backward = has_backward
         self._watch()
 
     def numbers(self) -> dict[str, torch.Tensor] | None:
@@ -291,13 +296,7 @@ class HeldCall:
         except SessionError as error:
             return str(error)
         self._snapshot = self._taken()
-        try:
-            with handled_by(TapLister()):
-                self()
-        except Exception as error:
-            self.narrow()
-            return _in_a_line(error)
-        return None
+        return self._called_once(self.narrow)
 
     def narrow(self) -> None:
         """Repeat the call with its own numbers again."""

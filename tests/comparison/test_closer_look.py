@@ -118,7 +118,7 @@ def test_a_failure_in_float32_keeps_the_verdict_and_is_reported(monkeypatch: pyt
     monkeypatch.setattr(Repeats, "in_float32", fails)
     answer, text = compared("tanh", torch.bfloat16)
     assert answer == "inconclusive"
-    assert "a run in float32 shows the mistake" in text
+    assert "A run in float32 shows only the mistake" in text
     assert "Not checked: the same call in float32, which failed: run 9 failed on target[0]" in text
 
 

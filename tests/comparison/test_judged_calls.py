@@ -143,7 +143,7 @@ def test_a_mistake_that_only_float32_shows_is_the_answer() -> None:
         )
         assert runs.in_float32.call_args.kwargs == {"is_first": is_first}
     unexplained = replace(narrow, unexplained=["The outputs differ."])
-    assert judged(held(), held(), unexplained, wide=wide)[1][0].startswith("In bfloat16 no tap explains what differs.")
+    assert judged(held(), held(), unexplained, wide=wide)[1][0].startswith("In bfloat16 no tapped value explains")
     # Weights of another rounding differ, and whatever reads them.
     data = replace(wide.findings, data=["Weights differ."])
     assert judged(held(), held(), narrow, wide=Verdict(data, 5)) == ("agree", [])

@@ -668,7 +668,9 @@ def test_a_verdict_has_text_and_html(session: gl.Session) -> None:
     assert "<p>Not checked: one tap.</p>" in partly
     doubtful = replace(verdict.findings, unexplained=["The output differs, and no tapped value explains it."])
     both = Verdict(doubtful, verdict.runs)._repr_mimebundle_()["text/html"]
-    assert both.startswith("<p><b>The output differs, and no tapped value explains it.</b></p><p><b>layers.*.act is computed")
+    assert both.startswith(
+        "<p><b>The output differs, and no tapped value explains it.</b></p><p><b>layers.*.act is computed"
+    )
     figure = verdict.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["culprit: layers.*.act"]
     assert session.verdict(untapped, untapped).plot().axes

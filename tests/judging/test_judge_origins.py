@@ -252,9 +252,7 @@ def half_watched(watches: bool) -> torch.Tensor:
 def test_a_module_whose_inputs_have_no_partner_may_be_right(session: gl.Session) -> None:
     verdict = session.verdict(half_watched, half_watched, args=(True,))
     assert verdict.named == ["output"]
-    assert (
-        "The inputs of output were not compared: output itself may be right, and its input wrong."
-    ) in verdict.text
+    assert ("The inputs of output were not compared: output itself may be right, and its input wrong.") in verdict.text
 
 
 # ---- where in the tensor --------------------------------------------------------------------------------------------
@@ -279,9 +277,7 @@ def test_hint_and_heat_map_are_of_the_call_that_is_wrong(session: gl.Session) ->
     verdict = session.verdict(called_again, called_again)
     assert verdict.labels["y"] in ("culprit", "minor")
     assert "in 1 of 6 calls: step=0 occurrence=1" in verdict.text
-    assert (
-        "Hint (y): at y, the sides differ only at indices 4-7 of dim 0 (to the end)" in verdict.text
-    )
+    assert "Hint (y): at y, the sides differ only at indices 4-7 of dim 0 (to the end)" in verdict.text
     (drawn,) = [axes for axes in verdict.plot("y").axes if axes.get_images()]
     assert drawn.get_title(loc="left").startswith("y, occurrence 1")
     assert "hint: the sides differ only at indices 4-7 of dim 0" in drawn.get_title(loc="left")

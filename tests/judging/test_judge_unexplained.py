@@ -63,7 +63,9 @@ def test_a_target_wrong_in_some_calls_is_not_cleared(session: gl.Session, wrong:
     assert "No tap adds more than rounding" not in verdict.text
     if not verdict.text.startswith("The target does not repeat itself"):
         assert first_line(verdict).startswith("The returned value differs by 0.09")
-        assert ", and no tapped value explains it. The first tap that differs is layers.1.act by 0.2 (" in first_line(verdict)
+        assert ", and no tapped value explains it. The first tap that differs is layers.1.act by 0.2 (" in first_line(
+            verdict
+        )
 
 
 # ---- values that both sides mask ------------------------------------------------------------------------------------
@@ -404,6 +406,19 @@ def test_a_value_that_the_target_does_not_return_is_stated_first(session: gl.Ses
     more = session.verdict(returns_an_auxiliary_loss, returns_an_auxiliary_loss, args=("target",))
     for verdict in (chosen, more):
         assert answer_of(verdict.findings, trusted=True, results_compared=True) == "agree"
+
+
+def scales_once_more() -> torch.Tensor:
+    h = gl.tap("h", torch.linspace(-1, 1, 64))
+    if gl.here().side == "target":
+        h = gl.tap("scaled", h * 1.1)
+    return gl.tap("out", h.tanh())
+
+
+def test_a_tap_that_the_target_alone_has_is_mentioned_with_the_one_after_it(session: gl.Session) -> None:
+    verdict = session.verdict(scales_once_more, scales_once_more, explain=False)
+    assert verdict.named == ["out"]
+    assert ". Before out the target alone has scaled, which was not compared." in verdict.text.splitlines()[0]
 
 
 def one_request_of_three() -> None:

@@ -102,7 +102,7 @@ def test_a_weight_that_is_not_finite_on_one_side_differs_whatever_its_distance()
     assert differing_data(to_frame([lost._replace(nonfinite_differ=0), row(2, "h", "float32")]), threshold=5.0) == []
 
 
-def test_the_weight_that_differs_the_most_of_each_group_is_lent_unless_weights_change() -> None:
+def test_the_most_different_weight_of_each_group_is_lent_unless_weights_change() -> None:
     weights = [
         row(1, "layers.0.up.weight", "float32", 0.1, kind="param"),
         row(2, "layers.1.up.weight", "float32", 0.3, kind="param"),

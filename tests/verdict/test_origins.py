@@ -200,7 +200,7 @@ def test_a_wrong_input_is_placed_after_the_last_five_taps_before_it() -> None:
 
 # ---- in words --------------------------------------------------------------------------------------------------------
 
-O = ErrorOrigin(
+GIVEN = ErrorOrigin(
     "attn.o", "layers.0.attn.o", 0, 0, 0, False, {"target": "attn", "baseline": "mixer"}, ("layers.0.attn.o",),
     given_to="attn.o", arguments=("first",), before=("attn.q", "attn.k"),
 )  # fmt: skip
@@ -225,14 +225,14 @@ O = ErrorOrigin(
 def test_an_error_is_placed_between_what_is_right_and_the_module_that_is_given_it(
     changes: dict[str, Any], subject: str, between: str
 ) -> None:
-    words = origin_in_words([replace(O, **changes)])
+    words = origin_in_words([replace(GIVEN, **changes)])
     assert (words.subject, words.between) == (subject, between)
     assert words.right == ("attn.o itself is right" if changes == {"modules": {}} else "o itself is right")
     assert words.unsure is None
 
 
 def test_groups_with_one_origin_share_its_sentence() -> None:
-    first = replace(O, tensors=frozenset({1}))
+    first = replace(GIVEN, tensors=frozenset({1}))
     second = replace(first, group="attn.v", taps=("layers.0.attn.v",), given_to="attn.v", before=("attn.q",))
     both = ErrorOrigins((first, second))
     assert list(shared_origin(both, ["attn.o", "attn.v"])) == [first, second]
@@ -246,8 +246,8 @@ def test_groups_with_one_origin_share_its_sentence() -> None:
 
 
 def test_inputs_that_were_not_compared_are_named() -> None:
-    unsure = replace(O, not_compared=("mask",))
-    found = ErrorOrigins((unsure, replace(O, group="up", is_itself=True)), {"down": ("x", "y"), "norm": ()})
+    unsure = replace(GIVEN, not_compared=("mask",))
+    found = ErrorOrigins((unsure, replace(GIVEN, group="up", is_itself=True)), {"down": ("x", "y"), "norm": ()})
     at = "attn is computed differently, between q, k and o (o itself is right at layers.0.attn.o)."
     assert sentences_on(found) == [
         at,

@@ -132,7 +132,12 @@ def test_sample_programs_are_named_or_reported_as_unexplained() -> None:
 SCORES = {
     "named": ("ssm_without_its_skip", ["layers.*.out"], "It is.", (True, False, False, set(), False)),
     "cleared": ("ssm_without_its_skip", [], "No tap adds.", (False, False, True, set(), False)),
-    "reported": ("ssm_without_its_skip", [], "y differs, and no tapped value explains it.", (False, True, False, set(), False)),
+    "reported": (
+        "ssm_without_its_skip",
+        [],
+        "y differs, and no tapped value explains it.",
+        (False, True, False, set(), False),
+    ),
     "innocent": ("ssm_without_its_skip", ["x"], "x is.", (False, False, True, {"x"}, False)),
     "unseen": ("loss_over_padding", [], "Something after the last tap, h, is.", (True, False, False, set(), False)),
     "unseen and cleared": ("loss_over_padding", [], "No tap adds.", (False, False, True, set(), False)),

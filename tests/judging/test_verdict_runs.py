@@ -1,0 +1,383 @@
+"""The runs of a verdict, beside a session that only notes them: their plans, rows, repetitions and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, call
+
+import pandas as pd
+import pytest
+
+from graftlab.errors import RunError, SessionError
+from graftlab.grafting.filled_memory import Repetition
+from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging import floor_cache, job_verdict_runs, verdict_runs
+from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
+from graftlab.judging.job_verdict_runs import StepRuns
+from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictAbandoned
+from graftlab.plan.pairs import PairRule
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.messages import Acknowledgement, RunSelfGraft
+from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
+from graftlab.transforms import TransformSpec
+
+PLAN = GraftPlan(b2t="mine", pairs=[PairRule("a", "b")], version=3)
+_SOURCE = "def transform(graft_input):\n    return graft_input.target\n"
+WEIGHT = {"name": "w", "kind": "param"}
+
+
+def rows(*of: tuple[str, dict[str, Any], str], version: int = 4, step: int = 2) -> pd.DataFrame:
+    """Rows with these names, tags and statuses."""
+    made = [
+        Row(0, step, order, name, tags, "b2t", "target", 0, status, [0], plan_version=version)
+        for order, (name, tags, status) in enumerate(of)
+    ]
+    return to_frame(made)
+
+
+X = ("x", {"name": "x"}, "compared")
+
+
+class Calls:
+    """A session of functions: ``answers`` are the runs that it makes, ``made`` their callees, by side, and changes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **request: Any) -> None:
+        self.answers: list[Any] = []
+        self.made: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.set_aside: set[int] = set()
+        self.session: Any = Mock(plan=PLAN, runs=[], row_count=0)
+        monkeypatch.setattr(verdict_runs, "start_under", self._start)
+        monkeypatch.setattr(verdict_runs, "internals_of", lambda session: SimpleNamespace(set_aside=self.set_aside))
+        self.restored = Mock()
+        monkeypatch.setattr(verdict_runs, "restore_plan", self.restored)
+        usual = {"baseline": "forward(x)", "target": "other(x)"}
+        self.runs = CalledRuns(self.session, VerdictRequest(**{**usual, **request}))
+
+    def _start(self, session: Any, changes: Any, callees: Any, args: Any, kwargs: Any) -> Any:
+        self.made.append((dict(callees), dict(changes)))
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        self.session.runs.append(SimpleNamespace(number=len(self.session.runs)))
+        return answer, GraftPlan(version=4)
+
+    def answer(self, baseline: Any = (), target: Any = (), frame: Any = None, **wait: Any) -> Any:
+        run = Mock(baseline=list(baseline), target=list(target), frame=rows(X) if frame is None else frame)
+        run.wait = Mock(return_value=run, **wait)
+        self.answers.append(run)
+        return run
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def test_each_run_has_the_users_plan_with_the_verdicts_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Calls(monkeypatch).runs
+    runs.before = GraftPlan(
+        b2t="True",
+        transform=[TransformSpec("source", _SOURCE, where="layer == 1"), TransformSpec("source", _SOURCE)],
+        pairs=PLAN.pairs,
+    )
+    more = PairRule("c", "d")
+    found = runs.changes(RunFilters(b2t="x", compare="True", keep="k", leaving="late", pairs=[more]))
+    assert found["b2t"] == f"(x) and not {CalledRuns.never_grafted} and not late"
+    assert (found["t2b"], found["compare"], found["keep"]) == (None, "True", "k")
+    assert [spec.where for spec in found["transform"]] == ["layer == 1", "True"]
+    assert list(found["pairs"]) == [*PLAN.pairs, more]
+    runs.leave_out(["y"])
+    left_out = runs.changes(RunFilters(t2b="x", compare="True"))
+    assert left_out["b2t"] is None
+    assert "y" in str(left_out["t2b"])
+    assert str(left_out["compare"]).startswith("(True) and not (")
+    runs._lent = "w"
+    assert runs.changes(RunFilters())["b2t"] == "w"
+    assert str(runs.changes(RunFilters(b2t="x"))["b2t"]).endswith(") or w")
+    runs.return_weights()
+    assert runs.changes(RunFilters())["b2t"] is None
+
+
+def test_all_runs_but_the_first_are_set_aside_and_an_interrupt_stops_them(calls: Calls) -> None:
+    run = calls.answer()
+    calls.runs.both("first", RunFilters(compare="True"))
+    assert (calls.set_aside, calls.runs.count) == (set(), 1)
+    assert run.wait.call_args.kwargs["bar"]._title == "verdict, run 1 of about 3: first"
+    calls.answers.append(SessionError("refused"))
+    with pytest.raises(SessionError, match="refused"):
+        calls.runs.both("second", RunFilters())
+    assert calls.set_aside == set()
+    calls.answer(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        calls.runs.both("third", RunFilters())
+    assert calls.set_aside == {1}
+    calls.session.interrupt.assert_called_once_with()
+
+
+def test_a_verdict_that_is_stopped_or_fails_restores_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, said in ((KeyboardInterrupt(), 1), (ValueError(), 0), (None, 0)):
+        say = Mock()
+        calls = Calls(monkeypatch, say=say)
+        calls.runs.count = 4
+        calls.runs.__exit__(type(error) if error else None, error, None)
+        assert say.call_count == said
+        assert all("was stopped in run 4" in each.args[0] for each in say.call_args_list)
+        calls.restored.assert_called_once_with(calls.session)
+
+
+def test_a_run_under_an_edited_plan_is_not_judged(calls: Calls) -> None:
+    calls.answer(frame=rows(X, version=5))
+    with pytest.raises(VerdictAbandoned, match="the plan was edited during the verdict"):
+        calls.runs.both("first", RunFilters())
+    calls.answer(frame=rows())
+    assert len(calls.runs.both("no rows", RunFilters())) == 0
+    calls.answer(["a"], ["b"], frame=rows(X, step=7))
+    calls.runs.both("second", RunFilters())
+    assert calls.runs.returned is not None
+    calls.runs.pair("x", 1, 2, {"layer": 3})
+    calls.session.tensors.assert_called_once_with("x", rank=1, step=9, layer=3)
+
+
+def test_weights_are_lent_from_one_run_on_unless_a_graft_of_them_fails(calls: Calls) -> None:
+    lent = rows(("w", WEIGHT, "grafted"), X)
+    calls.answer(frame=lent)
+    assert list(calls.runs.lend_weights(["w"], ["w"])["name"]) == ["x"]
+    _, changes = calls.made[-1]
+    assert "w" in str(changes["b2t"])
+    assert "w" in str(changes["keep"])
+    calls.answer(frame=lent)
+    assert list(calls.runs.both("next", RunFilters())["name"]) == ["x"]
+    assert all(side[0]["target"] is not side[0]["baseline"] for side in calls.made)
+    calls.runs.return_weights()
+    calls.answer(frame=lent)
+    assert list(calls.runs.both("after", RunFilters())["name"]) == ["w", "x"]
+    failed = lent.assign(status=["failed", "compared"], error=["another shape", None])
+    for frame, why in ((failed, "another shape"), (rows(X), "none of them was reached")):
+        calls.answer(frame=frame)
+        with pytest.raises(SessionError, match=f"the differing weights could not be grafted: {why}"):
+            calls.runs.lend_weights(["w"], [])
+        assert calls.runs._lent is None
+
+
+def test_the_targets_repetition_is_made_once(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict_runs, "floor_key", lambda *given: "key")
+    monkeypatch.setattr(verdict_runs, "known_floor", lambda session, key: None)
+    remember = Mock()
+    monkeypatch.setattr(verdict_runs, "remember_floor", remember)
+    assert calls.runs.unwritten_memory() == []
+    floor = SelfGraft()
+    repetitions = [Repetition(["a"], ["m", "n"]), Repetition(["b", "a"], ["m"])]
+    calls.answer([floor], repetitions)
+    assert calls.runs.baseline_against_itself(rows(X), ["x"]) == [floor]
+    remember.assert_called_once_with(calls.session, "key", [floor])
+    assert calls.runs.target_against_itself() == ["a", "b"]
+    assert len(calls.made) == 1
+    calls.answer([Repetition([], []), Repetition([], [])])
+    assert calls.runs.unwritten_memory() == ["m", "n"]
+    assert [*calls.made[-1][0]] == ["baseline"]
+    # What the baseline reads too, such as padding, makes no difference.
+    calls.answer([Repetition([], []), Repetition([], ["m"])])
+    assert calls.runs.unwritten_memory() == []
+
+
+def test_a_failing_target_leaves_the_baselines_floor(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict_runs, "floor_key", lambda *given: "key")
+    known: list[Any] = [None, ["known"]]
+    monkeypatch.setattr(verdict_runs, "known_floor", lambda session, key: known.pop(0))
+    monkeypatch.setattr(verdict_runs, "remember_floor", Mock())
+    calls.answer(side_effect=RunError("run 2 failed on target[0]"))
+    calls.answer(["floor"])
+    assert calls.runs.baseline_against_itself(rows(X), []) == ["floor"]
+    assert [[*sides] for sides, _ in calls.made] == [["baseline", "target"], ["baseline"]]
+    assert calls.runs.baseline_against_itself(rows(X), []) == ["known"]
+    calls.answer(target=[Repetition(["a"], [])])
+    assert calls.runs.target_against_itself() == ["a"]
+
+
+def test_a_group_without_dependents_has_none_on_any_rank(calls: Calls) -> None:
+    calls.answer([["a", "b"], ["b", "c"]])
+    assert calls.runs.without_dependents(["a", "b", "c"]) == ["b"]
+
+
+def test_a_recording_is_neither_repeated_nor_traced_nor_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, baseline=Mock(spec=RecordedSide))
+    runs = calls.runs
+    assert (runs.recorded, runs.shows_module_inputs, runs.can_lend_weights) == (True, False, False)
+    assert runs.baseline_against_itself(rows(X), []) == runs.present_pairs() == []
+    assert isinstance(runs.traced("", RunFilters(), [], frozenset(), {}), str)
+    calls.answer(target=[Repetition([], ["m"])])
+    runs.target_against_itself()
+    assert runs.unwritten_memory() == ["m"]
+    assert len(calls.made) == 1
+
+
+# ---- floors that are known already -----------------------------------------------------------------------------------
+
+
+def test_a_floor_is_known_only_for_the_same_code_plan_and_values() -> None:
+    session: Any = Mock(options=SimpleNamespace(keep_budget=1 << 20))
+    frame = rows(X, ("y", {"name": "y", "step": 2}, "failed"))
+
+    def key(
+        plan: GraftPlan = PLAN,
+        rows: pd.DataFrame = frame,
+        callees: Any = ("f(x)", None),
+        args: Any = (),
+        keep: Any = ("x",),
+    ) -> str:
+        return floor_key(session, plan, rows, callees, args, {}, keep)
+
+    same = key()
+    assert key(GraftPlan(b2t="other", compare=None, pairs=PLAN.pairs, version=9)) == same
+    assert key(rows=rows(("x", {"name": "x", "step": 5}, "compared"), step=5)) == same
+    function: Callable[[int], int] = lambda x: x  # noqa: E731
+    others = [
+        key(GraftPlan(b2t="mine", version=3)),
+        key(GraftPlan(b2t="mine", pairs=PLAN.pairs, transform=TransformSpec("source", _SOURCE))),
+        key(rows=frame.assign(mean_baseline=0.5)),
+        key(rows=frame.assign(dtype="bfloat16")),
+        key(rows=frame.assign(status="compared")),
+        key(rows=rows(("x", {"name": "x", "layer": 1}, "compared"))),
+        key(callees=("g(x)", None)),
+        key(callees=("f(x)", "f(x.double())")),
+        key(callees=(function, None), args=(1,)),
+        key(callees=(function, None), args=(2,)),
+        key(keep=("y",)),
+    ]
+    session.options.keep_budget = 1
+    assert len({same, *others, key()}) == len(others) + 2
+
+
+def test_the_floors_used_last_are_kept_and_none_of_a_baseline_that_varies() -> None:
+    class Session:
+        pass
+
+    session: Any = Session()
+    floor, varies = [SelfGraft()], [SelfGraft(), SelfGraft(not_repeated=["x"])]
+    remember_floor(session, "varies", varies)
+    assert known_floor(session, "varies") is None
+    for number in range(floor_cache._MOST_KEPT):
+        remember_floor(session, str(number), floor)
+    assert known_floor(session, "0") is floor
+    remember_floor(session, "more", floor)
+    assert known_floor(session, "0") is floor
+    assert known_floor(session, "1") is None
+    other: Any = Session()
+    assert known_floor(other, "0") is None
+
+
+# ---- steps of jobs ---------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A session of jobs with one baseline and two target ranks; ``found`` answers each question on a self-graft."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **request: Any) -> None:
+        self.jobs = Mock(run=0, after=Mock(return_value=6), is_edited=Mock(return_value=False))
+        self.jobs.ask.side_effect = self._answer
+        self.orders: list[tuple[str, RunSelfGraft]] = []
+        self.found: list[Any] = []
+        self.ranks = [
+            SimpleNamespace(label=f"{side}[{rank}]", place=SimpleNamespace(side=side, rank=rank))
+            for side, rank in (("baseline", 0), ("target", 0), ("target", 1))
+        ]
+        self.session: Any = Mock(plan=PLAN, ranks=self.ranks, row_count=0, options=SimpleNamespace(keep_budget=9))
+        self.session.select.return_value = self.ranks[:1]
+        monkeypatch.setattr(job_verdict_runs, "JobSteps", lambda *given: self.jobs)
+        monkeypatch.setattr(job_verdict_runs, "open_value", lambda rank, packed: packed)
+        self.lend = Mock(return_value=GraftPlan(version=4))
+        monkeypatch.setattr(job_verdict_runs, "lend_plan", self.lend)
+        self.runs = StepRuns(self.session, VerdictRequest(**request))
+
+    def _answer(self, rank: Any, question: Any, kind: Any) -> Any:
+        if isinstance(question, RunSelfGraft):
+            self.orders.append((rank.label, question))
+            return Acknowledgement()
+        return SimpleNamespace(packed=self.found.pop(0)) if self.found else Mock()
+
+
+def test_jobs_that_repeat_a_step_are_measured_and_others_have_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, steps=2)
+    recorded = [SelfGraft(not_recorded=3), SelfGraft(not_repeated=["t"]), SelfGraft(not_repeated=["t", "u"])]
+    grafted = SelfGraft(added=["added"], outputs=["outputs"])  # type: ignore[list-item]
+    steps.found = [*recorded, grafted]
+    (found,) = steps.runs.baseline_against_itself(rows(X), ["x"])
+    assert (found.added, found.outputs, found.not_recorded) == (["added"], ["outputs"], 3)
+    assert steps.runs.target_against_itself() == ["t", "u"]
+    first, second = steps.orders[:3], steps.orders[3:]
+    assert [(name, order.passes, order.keep) for name, order in first] == [
+        (rank.label, ("record", "repeat"), ("x",)) for rank in steps.ranks
+    ]
+    assert [order.passes for _, order in second] == [("graft", "drift"), ("rest",), ("rest",)]
+    assert {(order.version, order.steps, order.budget) for _, order in steps.orders} == {(4, 2, 9)}
+    assert [each.args[2] for each in steps.jobs.after.call_args_list] == [2, 2]
+    # Without a repetition on the baseline nothing is measured, and the record's gaps do not count.
+    steps = Steps(monkeypatch)
+    steps.found = [SelfGraft(not_recorded=3, not_repeated=["x"]), SelfGraft(), SelfGraft()]
+    assert steps.runs.baseline_against_itself(rows(X), []) == [SelfGraft(not_repeated=["x"])]
+    assert steps.runs.target_against_itself() == []
+    steps.found = [SelfGraft(not_repeated=["x", "x"])]
+    assert steps.runs.baseline_changed() == ["x"]
+
+
+def test_an_edit_between_orders_and_steps_ends_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    steps.lend.return_value = GraftPlan(version=5)
+    with pytest.raises(VerdictAbandoned):
+        steps.runs.baseline_changed()
+    steps.jobs.after.assert_not_called()
+    steps.lend.return_value = GraftPlan(version=4)
+    steps.jobs.is_edited.return_value = True
+    steps.found = [SelfGraft()]
+    with pytest.raises(VerdictAbandoned):
+        steps.runs.baseline_changed()
+    steps.found = [None]
+    with pytest.raises(SessionError, match=r"baseline\[0\] did not run against itself \(whether the baseline is"):
+        steps.runs.baseline_changed()
+    steps.jobs.after.return_value = None
+    with pytest.raises(VerdictAbandoned):
+        steps.runs.baseline_changed()
+
+
+@pytest.mark.parametrize(
+    ("graft_weights", "b2t", "first", "runs"), [(True, "True", 8, 2), (True, None, 6, 1), (False, "True", 6, 1)]
+)
+def test_rows_begin_after_the_steps_in_which_weights_arrive(
+    monkeypatch: pytest.MonkeyPatch, graft_weights: bool, b2t: str | None, first: int, runs: int
+) -> None:
+    steps = Steps(monkeypatch, steps=2, graft_weights=graft_weights)
+    made = [rows(("w", WEIGHT, "grafted"), X, step=number) for number in range(5, 12)]
+    steps.jobs.rows_from.return_value = pd.concat(made, ignore_index=True)
+    frame = steps.runs.both("first", RunFilters(b2t=b2t))
+    assert steps.jobs.after.call_args.args[2] == runs
+    assert sorted(set(frame["step"])) == [first, first + 1]
+    # Rows of grafted weights are no values of the run.
+    assert list(frame["name"]) == (["x"] * 2 if b2t else ["w", "x"] * 2)
+    assert list(frame.index) == list(range(len(frame)))
+    steps.runs.pair("x", 0, 1, {})
+    steps.session.tensors.assert_called_once_with("x", rank=0, step=first + 1)
+    steps.jobs.is_edited.return_value = True
+    with pytest.raises(VerdictAbandoned):
+        steps.runs.both("second", RunFilters())
+
+
+def test_a_newer_pair_stands_in_only_where_steps_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    steps.session.tensors.side_effect = [SessionError("gone"), "the newest pair"]
+    assert steps.runs.pair("x", 1, 0, {"layer": 2}) == "the newest pair"
+    assert steps.session.tensors.mock_calls == [call("x", rank=1, step=0, layer=2), call("x", rank=1, layer=2)]
+    steps.session.tensors.side_effect = SessionError("gone")
+    steps.runs._repeats = False
+    for runs in (steps.runs, Steps(monkeypatch, steps=2).runs):
+        runs.session.tensors.side_effect = SessionError("gone")
+        with pytest.raises(SessionError):
+            runs.pair("x", 0, 0, {})
+        assert runs.session.tensors.call_count in (1, 3)
