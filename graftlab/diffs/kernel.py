@@ -93,7 +93,7 @@ class _MomentsMemory(threading.local):
         begin = _MOMENTS_REQUEST.size // 8
         self.buffer = np.zeros(begin + _MOMENTS)
         self.address = self.buffer.ctypes.data
-        self.request = memoryview(self.buffer).cast("B")
+        self.request = self.buffer.data.cast("B")
         self.found = self.buffer[begin:]
 
 
