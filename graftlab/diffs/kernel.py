@@ -93,6 +93,7 @@ class _MomentsMemory(threading.local):
         begin = _MOMENTS_REQUEST.size // 8
         self.buffer = np.zeros(begin + _MOMENTS)
         self.address = self.buffer.ctypes.data
+        self.request = self.buffer.data.cast("B")
         self.found = self.buffer[begin:]
 
 
@@ -155,7 +156,7 @@ class Kernel:
         which the elements of each block share, ``of_blocks`` that of four for each block.
         """
         memory = self.moments_memory
-        _MOMENTS_REQUEST.pack_into(memory.buffer, 0, x, numel, self.single_types[dtype], factors, of_blocks, block)
+        _MOMENTS_REQUEST.pack_into(memory.request, 0, x, numel, self.single_types[dtype], factors, of_blocks, block)
         (self.moments_call if numel < LETS_GO_FROM else self.moments_call_without_gil)(memory.address)
         return memory.found.copy()
 

@@ -72,7 +72,7 @@ class Operation(NamedTuple):
     values; ``call`` is the operation with its arguments in words.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples
     name: str
     call: str
     inputs: tuple[int, ...]
@@ -181,13 +181,13 @@ class _Signature(NamedTuple):
     has_later_result: bool
     may_draw: bool
 
-    def given(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
+    def given(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> list[tuple[_Argument, Any]]:
         """The arguments with the given values."""
-        for place, argument in enumerate(self.arguments):
-            if place < len(args):
-                yield argument, args[place]
-            elif argument.name in by_name:
-                yield argument, by_name[argument.name]
+        found = list(zip(self.arguments, args, strict=False))
+        if by_name:
+            left = self.arguments[len(args) :]
+            found += [(argument, by_name[argument.name]) for argument in left if argument.name in by_name]
+        return found
 
 
 @lru_cache(maxsize=4096)
@@ -225,7 +225,7 @@ class _BegunOperation(NamedTuple):
     """Those of the tensors that it reads."""
     written: Sequence[torch.Tensor]
     inputs: tuple[int, ...]
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples
     node: Any
     stack: tuple[StackEntry, ...] = ()
     backward_of: tuple[SourceFrame, ...] = ()
@@ -315,11 +315,13 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **given)
         if not self.fails_silently:
             begun = self._begin(func, args, given)
-            args, given = self._fed_to(begun, args, given)
+            if begun.index in self.fed:
+                args, given = self._fed_to(begun, args, given)
             return self._end(begun, func, args, given, func(*args, **given))
         try:
             begun = self._begin(func, args, given)
-            args, given = self._fed_to(begun, args, given)
+            if begun.index in self.fed:
+                args, given = self._fed_to(begun, args, given)
         except Exception as error:
             self._fail(error)
             return func(*args, **given)
@@ -339,7 +341,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read: list[torch.Tensor] = []
         written: list[torch.Tensor] = []
         for argument, value in signature.given(args, given):
-            found = _tensors(value)
+            if not (found := _tensors(value)):
+                continue
             if argument.is_written:
                 written += found
                 if argument.is_by_name or signature.name in _OVERWRITING:
@@ -376,7 +379,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index, written, signature = begun.index, begun.written, begun.signature
         if index in self.replaced:
             result = _with_first(result, self.replaced[index])
-        if (kept := self._kept.get(self.passed.get(index, -1))) is not None:
+        if index in self.passed and (kept := self._kept.get(self.passed[index])) is not None:
             result = _passing(result, written, kept)
         outputs: list[int] = []
         shared = begun.addresses
@@ -445,8 +448,6 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, begun: _BegunOperation, args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with fed values replaced, except where the operation writes to them."""
-        if begun.index not in self.fed:
-            return args, given
         number, replace = self.fed[begun.index]
         changed = {id(each) for each in begun.written}
 
@@ -515,10 +516,11 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if address is None:
             address = _address(tensor)
         memory = self._written.get(address) or self._begin_life(address, [])
-        layout = _layout(tensor)
-        key = (memory.life, memory.writes, layout, tensor.dtype, None if layout.stride is not None else type(tensor))
+        place = (tensor.storage_offset(), tensor.stride()) if _is_plain(tensor) else type(tensor)
+        key = (memory.life, memory.writes, tensor.shape, place, tensor.dtype)
         number = self._known.get(key)
         if number is None:
+            layout = _layout(tensor)
             number = self._known[key] = len(self.values)
             memory.present[number] = layout
             wrote = tuple(memory.writers) if sources is None else sources
@@ -676,8 +678,10 @@ def _value_in_words(described: _Described) -> str:
 
 def _autograd_node() -> Any:
     """The node of autograd's graph that runs now; None outside a backward pass."""
-    current = getattr(torch._C, "_current_autograd_node", None)
-    return None if current is None else current()
+    return None if _current_node is None else _current_node()
+
+
+_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
 
 
 def _forward_lines(node: Any) -> tuple[SourceFrame, ...]:

@@ -113,6 +113,38 @@ def test_a_fingerprint_arrives_with_the_numbers_that_it_was_sent_with(sorts: boo
             assert np.array_equal(getattr(arrived, name), getattr(sent, name)), name
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        drawn(7, 11),
+        drawn(60, 70).t(),
+        drawn(3 * 4096 + 5).bfloat16(),
+        drawn(9, 9).half()[:, ::2],
+        drawn(5, 1).expand(5, 3),
+        drawn(40).to(torch.complex64).conj(),
+        (drawn(40) * 50).to(torch.int8),
+        (drawn(40) * 1e5).long(),
+        drawn(40) > 0,
+        drawn(40).masked_fill(drawn(40, seed=1) > 0, -torch.inf),
+        torch.tensor([1.0, torch.nan, -3.0]),
+        torch.full((5,), 2.5),
+        torch.empty(0, 4),
+    ],
+    ids=lambda value: f"{value.dtype}-{list(value.shape)}",
+)
+def test_fingerprints_are_the_same_without_the_compiled_kernel(
+    value: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = fingerprint(value)
+    monkeypatch.setattr("graftlab.lines.fingerprints.load", lambda: None)
+    other = fingerprint(value)
+    for name in ("shape", "dtype", "numel", "nonfinite", "mask", "constant"):
+        assert getattr(ours, name) == getattr(other, name), name
+    for name in ("moments", "projections", "magnitudes", "values"):
+        size = max(1.0, float(other.moments[1]))
+        assert np.allclose(getattr(ours, name), getattr(other, name), rtol=1e-12, atol=1e-12 * size), name
+
+
 def test_an_additive_mask_agrees_with_its_boolean_and_with_other_large_numbers() -> None:
     visible = torch.ones(5, 5, dtype=torch.bool).tril()
     added = torch.zeros(5, 5).masked_fill(~visible, -torch.inf)
