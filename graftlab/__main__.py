@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="graftlab", description="Find where two implementations of one model diverge."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     from graftlab.comparison import command as compare_command
     from graftlab.comparison import new_notebook
+    from graftlab.comparison.sides import WRONG_USAGE
     from graftlab.jobs import commands as job_commands
     from graftlab.jobs.attach import forget_first_tap
     from graftlab.zoo import scoring
@@ -77,7 +79,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     zoo = commands.add_parser("zoo", help=summary, description=summary)
     scoring.add_arguments(zoo)
     zoo.set_defaults(run=scoring.run)
-    arguments = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given:
+        parser.print_help(sys.stderr)
+        return WRONG_USAGE
+    if not given[0].startswith("-") and given[0] not in commands.choices:
+        near = difflib.get_close_matches(given[0], commands.choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`graftlab --help` lists the commands"
+        sys.stderr.write(f"graftlab: unknown command {given[0]!r}; {hint}\n")
+        return WRONG_USAGE
+    arguments, unknown = parser.parse_known_args(given)
+    if unknown:
+        commands.choices.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.run is not job_commands.attach_script:
         # The environment may ask jobs to join; this command is not one.
         forget_first_tap()

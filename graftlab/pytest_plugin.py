@@ -84,6 +84,7 @@ class ModelComparer:
         Fails the test unless the answer is ``"agree"``.
         """
         from graftlab.comparison.functions import compare
+        from graftlab.errors import RunError
 
         if isinstance(baseline, (str, Path)):
             baseline = self._recording(Path(baseline))
@@ -92,7 +93,12 @@ class ModelComparer:
                 return None
             if not baseline.exists():
                 pytest.fail(f"{baseline} does not exist; pytest --graftlab-record makes it", pytrace=False)
-        compared = compare(baseline, target, inputs, **options)
+        __tracebackhide__ = True
+        try:
+            compared = compare(baseline, target, inputs, **options)
+        except RunError as error:
+            # Its text has the traceback of the rank; the frames of graftlab would hide the test's own line.
+            raise error.with_traceback(None) from None
         self._made.append(compared)
         written = self._write(compared)
         if compared.answer != "agree":

@@ -21,9 +21,9 @@ def parsers() -> Iterator[argparse.ArgumentParser]:
         raise _Parsed(parser)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", caught)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", caught)
         with pytest.raises(_Parsed) as raised:
-            main([])
+            main(["doctor"])
     (action,) = (each for each in raised.value.args[0]._actions if isinstance(each, argparse._SubParsersAction))
     assert {each.dest for each in action._choices_actions if each.help} == {*action.choices}
     yield from action.choices.values()
@@ -50,3 +50,26 @@ def test_each_default_that_is_a_number_is_named_as_it_is() -> None:
             named[name] = action.default, [float(each) for each in re.findall(r"(?:default:? |\()([\d.e+-]+)\)", text)]
     assert len(named) > 5
     assert [name for name, (default, said) in named.items() if said != [default]] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["comapre", "a.py", "b.py"], "graftlab: unknown command 'comapre'; did you mean compare?"),
+        (["nonsense"], "graftlab: unknown command 'nonsense'; `graftlab --help` lists the commands"),
+        (
+            ["compare", "a.py", "b.py", "--foo"],
+            "graftlab compare: unrecognized arguments: --foo; `graftlab compare -h`",
+        ),
+        (["compare", "a.py", "b.py", "--include", "name =="], "graftlab compare: --include: the expression ends"),
+    ],
+)
+def test_wrong_usage_is_answered_in_one_line_before_anything_starts(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 64
+    assert capsys.readouterr().err.startswith(said)

@@ -20,7 +20,8 @@ from graftlab.comparison.sides import (
     kind_of_sides,
     refuse_wrong_usage,
 )
-from graftlab.errors import ConfigError, GraftError
+from graftlab.errors import ConfigError, FilterError, GraftError
+from graftlab.filters.expressions import compile_filter
 
 # The comparison itself is imported only when needed: every command of graftlab imports this module for its arguments,
 # and a job that attaches must not import pandas.
@@ -210,6 +211,8 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
     judging = JudgingChoice(
         arguments.match, arguments.output, "auto" if arguments.floor is None else arguments.floor, arguments.threshold
     )
+    for option, text in (("--include", arguments.include), ("--inside", arguments.inside)):
+        _check_filter(option, text)
     functions = tuple(name.strip() for name in arguments.functions.split(",") if name.strip())
     if arguments.pattern is not None and kind != "recording":
         raise ConfigError("--pattern is for a BASELINE that is a folder of arrays")
@@ -257,6 +260,15 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
         arguments.folder,
     )
     return compare_scripts(baseline, target, choice, progress.wait_for, progress.announce)
+
+
+def _check_filter(option: str, text: str | None) -> None:
+    """Raise :class:`ConfigError` for a filter that cannot be read, before a program is started."""
+    if text is not None:
+        try:
+            compile_filter(text)
+        except FilterError as error:
+            raise ConfigError(f"{option}: {error}") from error
 
 
 def _recorded_side(arguments: argparse.Namespace) -> RecordedSide:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import difflib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from graftlab.base import sources
 from graftlab.comparison.sides import WRONG_USAGE, Kind, command_of, function_in_file, kind_of_sides, refuse_wrong_usage
 from graftlab.errors import ConfigError, GraftError
-
-if TYPE_CHECKING:
-    from graftlab.ranks.held_functions import FunctionInFile
 
 EPILOG = "exit codes: 0, the notebook is written; 64, wrong usage, and nothing is written"
 
@@ -75,35 +69,12 @@ def notebook_of(notebook: Path, baseline: str, target: str, inputs: str | None =
     else:
         for text in [baseline, target, inputs] if kind == "functions" else [target, inputs]:
             if text is not None:
-                _check_defined(function_in_file(text))
+                function_in_file(text)
         if kind == "recording":
             from graftlab.recordings.recording import Recording
 
             Recording.open(baseline)
     return _document(_cells(notebook, kind, baseline, target, inputs))
-
-
-def _check_defined(function: FunctionInFile) -> None:
-    """Raise :class:`ConfigError` unless the file defines or imports the name. The file is read, not executed."""
-    path = Path(function.path)
-    try:
-        tree = sources.parse(path.read_text(encoding="utf-8"), str(path))
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path} is not valid Python: {error}; fix it first") from error
-    known: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            known.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            known.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            known.add(node.id)
-    name = function.name.partition(".")[0]
-    if name in known or "*" in known:
-        return
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it defines {', '.join(sorted(known)[:8]) or 'nothing'}"
-    raise ConfigError(f"{path.name} does not define {name}; {hint}")
 
 
 def _cells(notebook: Path, kind: Kind, baseline: str, target: str, inputs: str | None) -> list[tuple[str, str]]:

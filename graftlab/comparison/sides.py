@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import difflib
 import os
 import re
 import shlex
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
+from graftlab.base import sources
 from graftlab.errors import ConfigError
 
 # A job that attaches imports this module for the arguments of commands, and must not import the comparison.
@@ -23,6 +26,8 @@ WRONG_USAGE = 64
 Kind = Literal["functions", "recording", "scripts"]
 
 _FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
+# A file that uses one of these may define names that its text does not show.
+_MAY_DEFINE = ("globals", "vars", "exec", "setattr")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -58,7 +63,7 @@ def kind_of_sides(baseline: str, target: str) -> Kind:
 
 
 def function_in_file(text: str) -> FunctionInFile:
-    """The function that a text ``FILE.py:FUNCTION`` names. Raises :class:`ConfigError` if it names none."""
+    """The function that a text ``FILE.py:FUNCTION`` names. Raises :class:`ConfigError` if the file cannot define it."""
     from graftlab.ranks.held_functions import FunctionInFile
 
     found = _FUNCTION.fullmatch(text)
@@ -67,7 +72,32 @@ def function_in_file(text: str) -> FunctionInFile:
     path = Path(found["path"]).expanduser()
     if not path.is_file():
         raise ConfigError(f"{path} does not exist")
+    _check_defined(path, found["name"])
     return FunctionInFile(str(path.resolve()), found["name"])
+
+
+def _check_defined(path: Path, name: str) -> None:
+    """Raise :class:`ConfigError` unless the file may define or import the name. The file is read, not executed."""
+    try:
+        tree = sources.parse(path.read_text(encoding="utf-8"), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid Python: {error}; fix it first") from error
+    known: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            known.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            known.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            known.add(node.id)
+        elif isinstance(node, ast.Name) and node.id in _MAY_DEFINE:
+            return
+    name = name.partition(".")[0]
+    if name in known or known & {"*", "__getattr__"}:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it defines {', '.join(sorted(known)[:8]) or 'nothing'}"
+    raise ConfigError(f"{path.name} does not define {name}; {hint}")
 
 
 def command_of(text: str, ranks: int | None) -> ScriptCommand:
@@ -129,7 +159,6 @@ def refuse_wrong_usage(parser: argparse.ArgumentParser) -> None:
     """Let a parser end the process with :data:`WRONG_USAGE`, because argparse's 2 has a different meaning here."""
 
     def refuse(message: str) -> NoReturn:
-        parser.print_usage(sys.stderr)
-        parser.exit(WRONG_USAGE, f"{parser.prog}: {message}\n")
+        parser.exit(WRONG_USAGE, f"{parser.prog}: {message}; `{parser.prog} -h` shows the usage\n")
 
     parser.error = refuse  # type: ignore[method-assign]

@@ -242,7 +242,9 @@ class RunState:
             elif failure.kind == "KeyboardInterrupt" and ranks[label].place.world_rank in self._stopped:
                 what = f"was interrupted, because {next(iter(order))} failed"
             else:
-                what = f"raised {failure.kind}: {failure.message}\n{failure.traceback}"
+                # Without frames, a traceback only repeats the message.
+                trace = f"\n{failure.traceback}" if _has_frames(failure.traceback) else ""
+                what = f"raised {failure.kind}: {failure.message}{trace}"
                 first = first or open_exception(ranks[label], failure)
             alike.setdefault(what, []).append(label)
         parts = [f"{', '.join(sorted(labels, key=list(ranks).index))} {what}" for what, labels in alike.items()]
@@ -266,3 +268,7 @@ class RunState:
     def _weight(self, rank: RankHandle, order: int) -> tuple[int, int]:
         """Sort deaths first, since most other failures follow from them, and ranks ended for a failure last."""
         return 2 if rank.was_ended else rank.place.world_rank not in self._deaths, order
+
+
+def _has_frames(traceback: str) -> bool:
+    return "Traceback" in traceback or 'File "' in traceback

@@ -168,8 +168,8 @@ class CompiledComparison:
         head = (
             "Only this line's compiled code is wrong; with everything else uncompiled, the result is just as wrong:"
             if len(lines) == 1
-            else "The compiled code of these lines is wrong, though everything else is uncompiled; without the first or the "
-            "last of their operations it is right:"
+            else "The compiled code of these lines is wrong, though everything else is uncompiled; without the first "
+            "or the last of their operations it is right:"
         )
         return [head, *listed]
 

@@ -40,15 +40,17 @@ from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictR
 from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import (
+    NOT_NAMED,
     added_frame,
     labelled,
     named_groups,
     one_sided_filter,
+    records,
     unread_grafts,
     unread_grafts_text,
 )
 from graftlab.verdict.causes import Causes, consequences
-from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.extra_calls import extra_calls, only_before
 from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
@@ -274,6 +276,7 @@ class Judgement:
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
                 origins=origins,
+                only_before=self._attempt("the search for lone taps", partial(_only_before, evidence, frame), {}),
                 maps={**self._weights.maps, **mechanisms.maps},
             ),
             self._runs.count,
@@ -571,3 +574,10 @@ class Judgement:
         found = found.with_effect(output.name, *measured)
         # In any tensor parallel target sums over ranks round differently, which explains little.
         return found if found.explains_output else RoundingGroups()
+
+
+def _only_before(evidence: Evidence, frame: pd.DataFrame) -> dict[str, str]:
+    """Sentences on taps of one side before the worst tap of each named group."""
+    named = frame[~frame["label"].isin(NOT_NAMED)].sort_values("ratio", ascending=False, kind="stable")
+    worst = {row["group"]: row for row in reversed(records(named)) if kind_of_group(row["group"]) is None}
+    return only_before(evidence.grafted, worst)

@@ -625,6 +625,10 @@ def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Word
     return _words(func, tuple(map(_described, args)), described)
 
 
+# A slice without an end has this one.
+_TO_THE_END = 2**63 - 1
+
+
 # Layers repeat each other's operations.
 @lru_cache(maxsize=4096)
 def _words(func: Any, args: tuple[_Described, ...], given: tuple[tuple[str, _Described], ...]) -> _Words:
@@ -663,8 +667,10 @@ def _value_in_words(described: _Described) -> str:
     value = described.value
     if isinstance(value, float):
         return f"{value:.7g}"
-    if isinstance(value, (torch.dtype, torch.device)):
+    if isinstance(value, (torch.dtype, torch.device, torch.memory_format, torch.layout)):
         return str(value).removeprefix("torch.")
+    if value == _TO_THE_END:
+        return "end"
     return repr(value) if isinstance(value, (bool, int, str)) else type(value).__name__
 
 

@@ -444,14 +444,14 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
     Raises UsageError for mistakes, :class:`HelpRequest` when the line asks for help.
     """
     name, _, rest = line.strip().partition(" ")
-    if name in ("", "-h", "--help"):
+    if name in ("", "-h", "--help", "help"):
         raise HelpRequest(overview())
     command = COMMANDS.get(name)
     if command is None:
         if name.partition("[")[0] in CELL_TARGETS:
             raise UsageError(f"%graft: write %%graft {name}, with two %, on the first line of a cell")
         hint = "".join(f"; did you mean {close!r}?" for close in difflib.get_close_matches(name, COMMANDS, n=1))
-        raise UsageError(f"%graft: unknown command {name!r}{hint}\n{overview()}")
+        raise UsageError(f"%graft: unknown command {name!r}{hint or '; %graft lists the commands'}")
     if command.raw == "filters":
         return name, _parse_filters(command, rest)
     if command.raw == "where":

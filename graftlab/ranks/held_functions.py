@@ -36,6 +36,7 @@ from graftlab.taps.watch import watch
 
 # Set before a function loads its model and makes its inputs, so that both sides draw equal random numbers.
 _SEED = 0
+_GIVE_INPUTS = "give inputs (inputs=, or --inputs FILE.py:NAME)"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool
             f"compare: the function that loads a model returned {type(model).__name__}, which cannot be called; return "
             "a torch.nn.Module or a function of the inputs, or take the inputs as arguments"
         )
+    if inputs is None and (required := _required_by(model)):
+        raise SessionError(f"compare: {_name_of(model)} needs {', '.join(required)}; {_GIVE_INPUTS}")
     _seed()
     args, kwargs = arguments_of(inputs)
     models: dict[str, torch.nn.Module] = {}
@@ -143,10 +146,20 @@ def _function_of_inputs(load: Callee, inputs: Any) -> Callable[..., Any] | None:
         return None
     if inputs is None:
         raise SessionError(
-            f"compare: {getattr(function, '__name__', function)} needs {', '.join(required)}; give inputs (--inputs "
-            "FILE.py:FUNCTION), or a function without arguments that returns a model"
+            f"compare: {_name_of(function)} needs {', '.join(required)}; {_GIVE_INPUTS}, or a function without "
+            "arguments that returns a model"
         )
     return function
+
+
+def _required_by(model: Callable[..., Any]) -> list[str]:
+    """The arguments that a call of this model must have; none if it is not written in Python."""
+    forward = model.forward if isinstance(model, torch.nn.Module) else model
+    return _required(forward) if inspect.isfunction(forward) or inspect.ismethod(forward) else []
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 class _FunctionModule(torch.nn.Module):

@@ -1,17 +1,17 @@
-"""Taps that one side reaches more often than the other, so that their calls may be paired with other calls."""
+"""Taps that one side reaches more often than the other, or alone."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from graftlab.base.tags import display_tags, distinguishes_taps
-from graftlab.base.tap_groups import group_of
-from graftlab.base.text import counted
+from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.base.text import counted, first_of
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import records
 
@@ -52,3 +52,57 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
                 "extra call untapped."
             )
     return list(said.values())
+
+
+def only_before(rows: pd.DataFrame, worst: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """A sentence for each group on values that only one side shows before the group's worst tap.
+
+    ``rows`` are those of a run, ``worst`` has the worst tap of each group. Such a value, as that of an added norm, may
+    be what differs, if it is the one directly before, or of a module in the same one.
+    """
+    # A verdict counts steps from its run's first.
+    first = rows.loc[rows["status"].isin(MEASURED), "step"].min()
+    every = [{**row, "step": row["step"] - first} for row in records(rows)]
+    said: dict[str, str] = {}
+    for group, tap in worst.items():
+        own = sorted((row for row in every if row["step"] == tap["step"]), key=lambda row: int(row["order"]))
+        paired = [row for row in own if row["status"] not in _ALONE and row["rank"] == tap["rank"]]
+        at = next(
+            (n for n, row in enumerate(paired) if (row["name"], row["order"]) == (tap["name"], tap["order"])), None
+        )
+        if at is None:
+            continue
+        shown = []
+        for side, rank in (("target", tap["rank"]), ("baseline", 0)):
+            alone = [row for row in own if row["status"] in _ALONE and (row["side"], row["rank"]) == (side, rank)]
+            before = _before(alone, paired, at, is_target=side == "target")
+            if names := list(dict.fromkeys(group_of(row["name"]) for row in before if kind_of(row["tags"]) is None)):
+                shown.append(f"the {side} alone has {first_of(names)}")
+        if shown:
+            said[group] = (
+                f"Before {group} {' and '.join(shown)}, which {'was' if len(shown) == 1 else 'were'} not compared."
+            )
+    return said
+
+
+def _before(
+    alone: Sequence[dict[str, Any]], paired: Sequence[dict[str, Any]], at: int, *, is_target: bool
+) -> list[dict[str, Any]]:
+    """The rows of one side alone that precede the paired one at ``at`` directly, or within the same module."""
+    if is_target:
+        last, here = (int(paired[at - 1]["order"]) if at else 0), int(paired[at]["order"])
+    else:
+        # Paired rows have the target's order, and take the places in the baseline's that no row alone has.
+        taken, free, place = {int(row["order"]) for row in alone}, 0, 0
+        last = here = 0
+        while free <= at:
+            place += 1
+            if place not in taken:
+                last, here, free = here, place, free + 1
+    module = paired[at]["name"].rpartition(".")[0]
+    return [
+        row
+        for row in alone
+        if int(row["order"]) < here
+        and (int(row["order"]) > last or (module and row["name"].rpartition(".")[0] == module))
+    ]

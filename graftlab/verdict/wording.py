@@ -121,6 +121,8 @@ class Findings:
     """The lines of source at which the named groups' errors arise."""
     extra_calls: Sequence[str] = ()
     """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
+    only_before: Mapping[str, str] = field(default_factory=dict)
+    """Sentences on values that only one side shows before a named tap, by its group."""
     inconclusive: Sequence[str] = ()
     """Sentences on why grafts prove nothing, such as pairs that no longer hold."""
 
@@ -252,7 +254,9 @@ def _sentence_on(findings: Findings, groups: Sequence[str]) -> str:
     weights = [findings.weights[weight] for group in groups for weight in _weights_of(findings, group)]
     ending = _ENDINGS[_label(findings.frame, groups[0])]
     ending += f", with weights that already differ: {first_of(weights)}" if weights else ""
-    return " ".join([f"{what}{ending}.", *([unsure] if unsure else [])])
+    confirmed = any(line.confirmed and line.group in groups for line in findings.lines)
+    alone = "" if confirmed else next(filter(None, map(findings.only_before.get, groups)), "")
+    return " ".join(filter(None, [f"{what}{ending}.", unsure, alone]))
 
 
 def _shared_origin(findings: Findings, groups: Sequence[str]) -> Sequence[ErrorOrigin]:

@@ -28,7 +28,7 @@ from graftlab.comparison.held_calls import (
     names_pair,
 )
 from graftlab.comparison.held_units import failure_of, other_exit_code
-from graftlab.comparison.sides import command_of, ranks_of_command
+from graftlab.comparison.sides import command_of, function_in_file, ranks_of_command
 from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
 from graftlab.jobs.script_launcher import _without_frames_between
@@ -187,6 +187,10 @@ def test_a_function_in_a_file_is_found_by_its_name(tmp_path: Path, monkeypatch: 
     assert FunctionInFile(str(path), "x")() == 5
     with pytest.raises(SessionError, match=r"reference_of_test\.py has no 'g'"):
         FunctionInFile(str(path), "g")()
+    with pytest.raises(ConfigError, match=r"reference_of_test\.py does not define B; it defines A, f, x"):
+        function_in_file(f"{path}:B")
+    path.write_text("globals()['made'] = 5\n")
+    assert function_in_file(f"{path}:made").name == "made"
     other = tmp_path / "torch.py"
     other.write_text("")
     with pytest.raises(SessionError, match="is that of another module"):

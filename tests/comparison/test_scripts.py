@@ -45,8 +45,8 @@ def test_the_readmes_scripts_are_compared_as_the_readme_shows(
 ) -> None:
     monkeypatch.chdir(ROOT)
     blocks = prose.blocks(ROOT / "README.md")
-    command, shown = next(pair for pair in itertools.pairwise(blocks) if pair[0].text.startswith("graftlab compare"))
-    assert main([*shlex.split(command.text)[1:], "--folder", str(tmp_path)]) == 1
+    command, shown = next(pair for pair in itertools.pairwise(blocks) if "\ngraftlab compare" in pair[0].text)
+    assert main([*shlex.split(command.text.splitlines()[-1])[1:], "--folder", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
     assert prose.fits(shown.text, printed), printed
 

@@ -408,6 +408,19 @@ def test_a_value_that_the_target_does_not_return_is_stated_first(session: gl.Ses
         assert answer_of(verdict.findings, trusted=True, results_compared=True) == "agree"
 
 
+def scales_once_more() -> torch.Tensor:
+    h = gl.tap("h", torch.linspace(-1, 1, 64))
+    if gl.here().side == "target":
+        h = gl.tap("scaled", h * 1.1)
+    return gl.tap("out", h.tanh())
+
+
+def test_a_tap_that_the_target_alone_has_is_mentioned_with_the_one_after_it(session: gl.Session) -> None:
+    verdict = session.verdict(scales_once_more, scales_once_more, explain=False)
+    assert verdict.named == ["out"]
+    assert ". Before out the target alone has scaled, which was not compared." in verdict.text.splitlines()[0]
+
+
 def one_request_of_three() -> None:
     for rid in range(3):
         wrong = gl.here().side == "target" and rid == 1

@@ -135,7 +135,7 @@ def test_commands_that_evaluate_ask_for_an_expression(name: str) -> None:
         ("frame --every", "unrecognized arguments: --every"),
         ("plot --kind pie", "invalid choice: 'pie'"),
         ("plot --noise-floor low", "invalid float value: 'low'"),
-        ("nonsense", "%graft run"),
+        ("nonsense", "%graft lists the commands"),
         ("up -o 3x", "'3x' is not a valid variable name"),
         ("up -o class", "'class' is not a valid variable name"),
         ("plot --steps 5", "expected steps A:B"),

@@ -409,6 +409,10 @@ def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) ->
         assert "the output" not in verdict.text.replace("what moves the output", "")
         assert "Not checked: whether both sides have the same weights, which no tap shows" in verdict.text
         assert "No line of source is named: a recording has no operations" in verdict.text
+        # A recording returns the number of its taps, which is no result of the model.
+        right = session.verdict(recording, lambda: chain({}) or torch.tensor(0.5))
+        assert right.text.startswith("Nothing that was checked adds more than")
+        assert "the result" not in right.text
         with pytest.raises(gl.SessionError, match="lines: the baseline is a recording, which has no operations"):
             session.lines("a", recording, lambda: chain({"a": 1.01}))
         with pytest.raises(gl.SessionError, match="the target is a recording, which computes nothing"):

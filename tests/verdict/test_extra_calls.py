@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.extra_calls import extra_calls, only_before
 
 
 def rows(*given: tuple[str, str, str, dict[str, Any]]) -> pd.DataFrame:
@@ -44,3 +44,50 @@ def test_only_the_call_whose_tags_have_more_calls_is_reported() -> None:
     )
     (said,) = extra_calls(found, ["gate"])
     assert said.startswith("The target reaches gate (t=2) 2 times and the baseline 1 time. ")
+
+
+def in_order(*given: tuple[str, str, str, int]) -> pd.DataFrame:
+    """A row for each status, side, name and order, of the run's third step."""
+    lines = [
+        {"status": status, "side": side, "name": name, "order": order, "step": 2, "rank": 0, "tags": {}}
+        for status, side, name, order in given
+    ]
+    return pd.DataFrame(lines)
+
+
+def before(rows: pd.DataFrame, name: str) -> str:
+    (order,) = rows.loc[(rows["name"] == name) & (rows["status"] == "grafted"), "order"]
+    return only_before(rows, {"g": {"name": name, "order": order, "step": 0, "rank": 0}}).get("g", "")
+
+
+def test_a_value_of_one_side_directly_before_a_named_tap_is_mentioned() -> None:
+    added = in_order(
+        ("grafted", "target", "layers.0", 1),
+        ("missing", "target", "norm", 2),
+        ("grafted", "target", "head", 3),
+        ("missing", "target", "more", 4),
+    )
+    assert before(added, "head") == "Before g the target alone has norm, which was not compared."
+    assert before(added, "layers.0") == ""
+    # The order of a row of the baseline counts the taps of the baseline.
+    lost = in_order(
+        ("grafted", "target", "layers.0", 1),
+        ("grafted", "target", "head", 2),
+        ("unmatched", "baseline", "norm", 2),
+        ("grafted", "target", "output", 3),
+    )
+    assert before(lost, "head") == "Before g the baseline alone has norm, which was not compared."
+    assert before(lost, "layers.0") == before(lost, "output") == ""
+
+
+def test_a_value_of_one_side_in_the_same_module_is_mentioned_too() -> None:
+    rows = in_order(
+        ("missing", "target", "attn.q_norm", 1),
+        ("missing", "target", "mlp.drop", 2),
+        ("grafted", "target", "attn.k", 3),
+        ("unmatched", "baseline", "attn.scale", 2),
+        ("grafted", "target", "attn.o", 4),
+    )
+    assert before(rows, "attn.o") == (
+        "Before g the target alone has attn.q_norm and the baseline alone has attn.scale, which were not compared."
+    )
