@@ -169,6 +169,8 @@ def test_adopted_has_the_step_from_which_each_rank_uses_a_plan(ranks: list[Talki
     plans.note_adopted(PlanAdopted(1, 5), ranks[2].rank)
     plans.note_adopted(PlanAdopted(2, 9), ranks[0].rank)
     assert plans.adopted(1) == {"baseline[0]": 4, "target[1]": 5}
+    plans.adopted(1).clear()
+    assert len(plans.adopted(1)) == 2, "another thread notes more, so the caller has a copy"
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------

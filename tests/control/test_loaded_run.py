@@ -122,6 +122,7 @@ def test_a_loaded_run_of_misaligned_sides_names_nothing(tmp_path: Path) -> None:
     verdict = loaded(tmp_path, rows).verdict()
     assert verdict.text.startswith("The target is ahead by 1 step: its values at h are those that the baseline shows")
     assert verdict.named == []
+    assert verdict.labels == {"h": "unmeasured"}
 
 
 def test_incomplete_or_partly_grafted_steps_are_not_judged(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -146,3 +147,11 @@ def test_ranks_are_reported_in_their_order_however_they_were_linked(ranks: Calla
         assert connector.kinds() == ((3, 9), (1, 8, 32))
         report = connector.linked(5)
         assert (report.memory, report.tcp) == connector.kinds()
+
+
+def test_no_descriptor_of_anothers_memory_stays_open(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    world.link()
+    # One socket of each side. The mapping keeps the memory.
+    assert len(os.listdir("/proc/self/fd")) == before + 4

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graftlab.lines.first_lost import LostOnBothSides, first_lost
+from graftlab.lines.fingerprints import Fingerprint
+from graftlab.lines.first_lost import LostOnBothSides, _is_sum, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operations import OperationRecorder
 from graftlab.lines.traces import SliceTrace, slice_of
@@ -580,3 +583,12 @@ def test_a_result_that_nothing_reads_loses_no_operation() -> None:
 
     found = compared(loss(False), loss(True), WEIGHT)
     assert sources(found.target) == ["y = x.square().mean(1) if wrong else x.square().sum(1)", "return chosen + y"]
+
+
+def test_a_sum_of_ranks_is_neither_larger_nor_smaller_than_its_parts() -> None:
+    def with_total(total: float) -> Any:
+        moments = np.array([total, 1.0, 1.0, 1.0, 1.0])
+        return Fingerprint((4,), "float32", 4, 0, moments, np.zeros(3), None, None, False, False)
+
+    parts = [with_total(1.0), with_total(2.0)]
+    assert [_is_sum(parts, with_total(total), 1e-6) for total in (3.0, 2.0, 4.0)] == [True, False, False]

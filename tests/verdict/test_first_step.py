@@ -114,3 +114,12 @@ def test_of_several_weights_the_first_in_the_order_of_the_rows_is_named() -> Non
     alike = first_difference(to_frame(ranks), AccumulatedFloors({}, {}, 1e-5), 5.0)
     assert alike is not None
     assert "(by 0.1)" in alike.sentence
+
+
+def test_a_step_with_settings_alone_says_nothing_of_the_next() -> None:
+    rows_of_settings = rows({0: {}}, (SETTING,))
+    later = rows({1: {4: 0.01}}, ALL)
+    frame = to_frame([*rows_of_settings, *later])
+    first = first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0)
+    assert first is not None
+    assert (first.step, first.is_update) == (1, True)

@@ -73,6 +73,10 @@ def interleaved(x: Tensor) -> Tensor:
             "the sides differ only at indices 6-7 of dim 3 (equal part 3 of 0-3)",
         ),
         (
+            changed((..., slice(5, None)), lambda x: x + noise(x)),
+            "the sides differ only at indices 5-7 of dim 3 (to the end)",
+        ),
+        (
             changed((..., slice(1, None, 2)), lambda x: x + noise(x)),
             "the sides differ only at every second index of dim 3, from 1",
         ),

@@ -217,9 +217,9 @@ GIVEN = ErrorOrigin(
         ({"function": "mix"}, "mix, called in attn,", ", between q, k and o"),
         ({"function": "mix", "is_method": True}, "attn.mix", ", between q, k and o"),
         ({"function": "forward", "is_method": True}, "attn", ", between q, k and o"),
-        ({"modules": {}}, "What attn.o is given", ""),
-        ({"arguments": ("mask",), "function": "mix"}, "What o is given as mask", ", in mix, called in attn"),
-        ({"arguments": ("mask", "bias"), "function": None}, "What o is given as mask and bias", ", in attn"),
+        ({"modules": {}}, "The input of attn.o", ""),
+        ({"arguments": ("mask",), "function": "mix"}, "Input mask of o", ", in mix, called in attn"),
+        ({"arguments": ("mask", "bias"), "function": None}, "Each of the inputs mask and bias of o", ", in attn"),
     ],
 )
 def test_an_error_is_placed_between_what_is_right_and_the_module_that_is_given_it(
@@ -251,12 +251,12 @@ def test_inputs_that_were_not_compared_are_named() -> None:
     at = "attn is computed differently, between q, k and o (o itself is right at layers.0.attn.o)."
     assert sentences_on(found) == [
         at,
-        "Or mask, which attn is given and which was not compared, may differ.",
-        "What down is given as x and y was not compared: down itself may be right, and what it is given wrong.",
-        "The inputs of norm were not compared: norm itself may be right, and what it is given wrong.",
+        "Or mask may differ, an input of attn that was not compared.",
+        "Each of the inputs x and y of down was not compared: down itself may be right, and its input wrong.",
+        "The inputs of norm were not compared: norm itself may be right, and its input wrong.",
     ]
     assert sentences_on(found, ["attn.o"]) == sentences_on(found)[2:]
     both = replace(unsure, not_compared=("mask", "bias"), not_compared_of="baseline")
     assert sentences_on(ErrorOrigins((both,)))[1] == (
-        "Or mask and bias, which the baseline's mixer is given and which were not compared, may differ."
+        "Or mask and bias may differ, inputs of the baseline's mixer that were not compared."
     )

@@ -54,6 +54,10 @@ def test_the_size_of_a_dimension_is_named_where_a_rule_holds_for_it() -> None:
     assert which_calls(frame, frame.iloc[[1, 3]]) == (
         " in calls whose dim 1 has 32, 48 of 7, 20, 32, 41, 48 elements (all multiples of 16 and no others)"
     )
+    # A call without a tensor has no size.
+    frame.loc[5] = {"step": 5, "occurrence": 0, "tags": {}, "shape": None}
+    assert which_calls(frame, frame.iloc[[1, 3]]).startswith(" in calls whose dim 1 has 32, 48 of 7, 20")
+    frame = frame.drop(index=5)
     # A right call of the same size is an exception.
     frame.at[4, "shape"] = [1, 48, 8]
     assert which_calls(frame, frame.iloc[[1, 3]]) == " in steps 1, 3 of 0-4"
