@@ -159,7 +159,13 @@ _Described: TypeAlias = "_TensorKind | _PlainValue | tuple[_Described, ...]"
 def _described(value: Any) -> _Described:
     if isinstance(value, torch.Tensor):
         return _TensorKind(DTYPE_NAMES[value.dtype], tuple(value.shape))
-    return tuple(map(_described, value)) if isinstance(value, (list, tuple)) else _PlainValue(type(value), value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    # Others, such as a collective's process group, cannot be hashed, and are not written out.
+    return _PlainValue(type(value), value if isinstance(value, _WRITTEN) else None)
+
+
+_WRITTEN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class _Argument(NamedTuple):
