@@ -62,6 +62,15 @@ def test_replaced_value_is_a_new_tensor() -> None:
     assert (result.tolist(), own.tolist()) == ([1.0, 1.0], [2.0, 2.0])
 
 
+def test_a_tensor_that_cannot_be_written_is_replaced_in_what_the_tap_returns() -> None:
+    world = GrafterWorld(b2t="True")
+    world.baseline.tap("h", torch.tensor([1.0, 2.0]))
+    own = torch.zeros(1).expand(2)
+    with pytest.warns(gl.GraftWarning, match="only gl.tap's result carries the graft"):
+        result = world.target.tap("h", own)
+    assert (result.tolist(), own.tolist()) == ([1.0, 2.0], [0.0, 0.0])
+
+
 def test_callable_is_called_only_for_a_matched_tap_and_returned_itself() -> None:
     world = GrafterWorld(compare="name == 'wanted'")
     made: list[str] = []
