@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -79,7 +80,8 @@ def function_in_file(text: str) -> FunctionInFile:
 def _check_defined(path: Path, name: str) -> None:
     """Raise :class:`ConfigError` unless the file may define or import the name. The file is read, not executed."""
     try:
-        tree = sources.parse(path.read_text(encoding="utf-8"), str(path))
+        with tokenize.open(path) as file:  # as Python reads it: the file may name its encoding
+            tree = sources.parse(file.read(), str(path))
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{path} is not valid Python: {error}; fix it first") from error
     known: set[str] = set()

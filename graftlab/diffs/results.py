@@ -54,8 +54,8 @@ class ResultDifference(NamedTuple):
 class ComparedResults(NamedTuple):
     """The differences between two results, and in words the reasons why other values were not compared.
 
-    ``lost`` has the reasons that let nothing be said of the whole: the second result lacks a value, or its list is
-    longer. ``left`` has the others.
+    ``lost`` has the reasons that let nothing be said of the whole: the second result lacks a value that is not in a
+    cache, or its list is longer. ``left`` has the others.
     """
 
     differences: list[ResultDifference]
@@ -65,6 +65,8 @@ class ComparedResults(NamedTuple):
 
 _WRITTEN = "written: "
 _IN_A_LIST = re.compile(r"(.*)\[\d+\]")
+_IN_A_CACHE = re.compile(r".*\b(past_key_values?|\w*cache\w*)\b.*", re.IGNORECASE)
+"""A value in what models return for their next call, by the names that it usually has."""
 # Results nest a few levels; objects of other libraries may nest without an end.
 _MAX_DEPTH = 12
 _TEXT_NUMBERS = 16
@@ -188,6 +190,11 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
         for each, done in zip((one, other), paired, strict=True)
     )
     longer = [path for path in more if _continues_a_list(path, one, other)]
+    # A port without a cache computes the same.
+    cached = [path for path in less if _IN_A_CACHE.fullmatch(path)]
+    if cached:
+        left.append(f"only the baseline returns {_shown_paths(cached)}")
+    less = [path for path in less if path not in cached]
     lost = [f"only the baseline returns {_shown_paths(less)}"] if less else []
     lost += [f"only the target returns {_shown_paths(longer)}"] if longer else []
     if added := [path for path in more if path not in longer]:

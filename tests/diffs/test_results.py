@@ -116,6 +116,14 @@ def test_a_list_that_is_longer_on_one_side_is_not_compared_in_part_alone() -> No
     assert (more.left, more.lost) == (["only the target returns the result's [1]"], [])
 
 
+@pytest.mark.parametrize("name", ["past_key_values", "kv_cache", "Cache"])
+def test_a_cache_that_only_the_baseline_returns_is_left_out(name: str) -> None:
+    x = torch.ones(2)
+    compared = compare_results({"logits": x, name: ((x, x),)}, {"logits": x})
+    assert (compared.lost, len(compared.left)) == ([], 1)
+    assert compare_results({"logits": x, "loss": x}, {"logits": x}).lost
+
+
 def test_values_without_a_common_place_are_paired_by_order_or_by_shape() -> None:
     by_order, _, _ = compare_results((torch.ones(2), torch.ones(2)), {"x": torch.ones(2), "y": torch.zeros(2)})
     assert [(each.path, each.rel_l2) for each in by_order] == [("[0]", 0.0), ("[1]", 1.0)]
