@@ -227,8 +227,7 @@ class Run:
 
     def _described(self, frame: pd.DataFrame) -> str:
         failed = ", ".join(self.failures)
-        rows = counted(len(frame), "row") if len(frame) else "no taps; gl.tap and gl.watch make them"
-        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {rows}>"
+        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {counted(len(frame), 'row')}>"
 
     def _ipython_display_(self, **_: Any) -> None:
         """Display how the taps ended, and the figure of the last step if there is one."""

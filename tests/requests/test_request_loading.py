@@ -231,6 +231,10 @@ print([(type(each.request).__module__, type(each.request).__name__) for each in 
 class Colour(enum.Enum):
     RED = 1
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # As most Pythons do; the first of 3.11 write getattr(Colour, "RED").
+        return type(self), (self.value,)
+
 
 @dataclasses.dataclass
 class Foreign:
