@@ -125,6 +125,17 @@ export function mount(root, act = null, actions = [], isFoldable = false) {
     if (made.textContent.length < 3) made.setAttribute("aria-label", title);
     parent.append(made); return made;
   }
+  // The buttons act on the chosen tap and stay: one that is replaced while it is pressed gets no click, and loses the focus.
+  const chosenInWords = element("div");
+  detail.append(chosenInWords);
+  if (act && actions.length) {
+    const buttons = element("div", "bar");
+    for (const what of actions) {
+      const [text, title] = ACTIONS[what];
+      control(element("button", what, text), title, buttons).addEventListener("click", () => ask(what));
+    }
+    detail.append(buttons);
+  }
   const caption = element("label", "", "Floor ");
   const floor = control(element("input", "floor"), "Noise floor: taps above it diverge", caption);
   const refused = element("span", "refused", "enter a number of at least 0, such as 1e-5; empty: assumed from the dtypes");
@@ -517,18 +528,8 @@ export function mount(root, act = null, actions = [], isFoldable = false) {
     const i = chosen === null ? -1 : state.label.indexOf(chosen);
     detail.hidden = i < 0;
     if (i < 0) return;
-    const words = element("div"); words.append(element("b", "", chosen), ` ${figures(i)}`);
-    const parts = [words];
-    if (act && actions.length) {
-      const buttons = element("div", "bar");
-      for (const what of actions) {
-        const [text, title] = ACTIONS[what], button = control(element("button", what, text), title, buttons);
-        button.addEventListener("click", () => ask(what));
-      }
-      parts.push(buttons);
-    }
-    // A refresh must not replace a button under the pointer.
-    if (detail.dataset.shown !== words.textContent) { detail.dataset.shown = words.textContent; detail.replaceChildren(...parts); }
+    const figuresOfTap = ` ${figures(i)}`;
+    if (chosenInWords.textContent !== chosen + figuresOfTap) chosenInWords.replaceChildren(element("b", "", chosen), figuresOfTap);
   }
 
   // The kernel's answer replaces the text.

@@ -267,10 +267,12 @@ def test_the_figure_names_selects_opens_keeps_and_grafts_a_tap(screen: Screen) -
     board.locator(".gle button.keep").click()
     expect(board.locator(".graftlab-message").first).to_contain_text("keeps hidden layer=2 since step")
 
-    floor = board.locator(".gle input.floor")
+    floor, button = board.locator(".gle input.floor"), board.locator(".gle button.graft").element_handle()
     floor.fill("100")
     floor.press("Enter")
     expect(board.locator(".graftlab-verdict")).to_contain_text("none of 5 compared rows is above the floor 100")
+    expect(board.locator(".gle .chosen")).not_to_contain_text("x the floor")
+    assert button.evaluate("each => each.isConnected"), "other figures must not replace a button that is being clicked"
 
     board.locator(".gle button.graft").click()
     line = board.locator(".graftlab-filter-b2t")
