@@ -55,12 +55,13 @@ class ComparedResults(NamedTuple):
     """The differences between two results, and in words the reasons why other values were not compared.
 
     ``lost`` has the reasons that let nothing be said of the whole: the second result lacks a value that is not in a
-    cache, or its list is longer. ``left`` has the others.
+    cache, or its list is longer. ``reshaped`` has the values of different shapes, and ``left`` the others.
     """
 
     differences: list[ResultDifference]
     left: list[str]
     lost: list[str]
+    reshaped: list[str]
 
 
 _WRITTEN = "written: "
@@ -174,14 +175,14 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
     """Compare like :func:`compare_results`, for tensors by path."""
     state = [(path, path) for path in one if path in other and is_written(path)]
     pairs = [*_pairs_of_returned(*(_without_written(each) for each in (one, other))), *state]
-    differences, left = [], []
+    differences, left, reshaped = [], [], []
     for path, path_of_other in pairs:
         a, b = one[path], other[path_of_other]
         if a.shape != b.shape:
             if is_written(path):
                 # Grafts write too, so only calls without them are asked for what is unlike.
                 continue
-            left.append(f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target")
+            reshaped.append(f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target")
             continue
         differences.append(ResultDifference(path, _rel_l2(a, b), (_dtype(a), _dtype(b))))
     paired = {path for path, _ in pairs}, {path for _, path in pairs}
@@ -199,7 +200,7 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
     lost += [f"only the target returns {_shown_paths(longer)}"] if longer else []
     if added := [path for path in more if path not in longer]:
         left.append(f"only the target returns {_shown_paths(added)}")
-    return ComparedResults(differences, left, lost)
+    return ComparedResults(differences, left, lost, reshaped)
 
 
 def _continues_a_list(path: str, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

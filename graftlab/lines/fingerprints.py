@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -223,19 +223,19 @@ def _sums(wide: Floats) -> _Sums:
 
 def _sums_at(kernel: Kernel, address: int, numel: int, dtype: torch.dtype) -> _Sums:
     blocks = -(-numel // _BLOCK)
-    factors, of_blocks = _addresses(1 << (blocks - 1).bit_length())
+    factors, of_blocks, _ = _addresses(1 << (blocks - 1).bit_length())
     found = kernel.moments(address, numel, dtype, factors, of_blocks, _BLOCK)
     return _Sums(float(found[0]), float(found[1]), found[2:_AFTER_MOMENTS], found[_AFTER_MOMENTS:])
 
 
-@lru_cache(maxsize=32)
-def _addresses(blocks: int) -> tuple[int, int]:
-    """The addresses of the factors of a block's elements, and of this many blocks' own."""
-    _tables[blocks] = np.stack([_factors_of_block(each) for each in range(blocks)])
-    return _factors().ctypes.data, _tables[blocks].ctypes.data
+@cache
+def _addresses(blocks: int) -> tuple[int, int, Floats]:
+    """The addresses of the factors of a block's elements, and of this many blocks' own, which the array holds.
 
-
-_tables: dict[int, Floats] = {}
+    Numbers of blocks are powers of two, so there are few.
+    """
+    of_blocks = np.stack([_factors_of_block(each) for each in range(blocks)])
+    return _factors().ctypes.data, of_blocks.ctypes.data, of_blocks
 
 
 def _sortable(plain: torch.Tensor, is_single: bool) -> npt.NDArray[np.floating[Any]]:

@@ -83,7 +83,7 @@ class AccumulatedFloors:
 class ReturnedValues:
     """The results of both functions in one run: the differences of each target rank, and what was not compared.
 
-    ``lost`` says which values only one side returns, if the others then do not stand for the whole.
+    ``lost`` says which values only one side returns, or in which shapes, if the others then do not stand for the whole.
     """
 
     differences: tuple[ResultDifference, ...] = ()
@@ -135,8 +135,10 @@ def compare_returned(
     for rank, found in enumerate(target):
         compared = compare_results(baseline[rank if len(baseline) > 1 else 0], found)
         differences += compared.differences
-        left.update(dict.fromkeys(compared.left))
-        lost.update(dict.fromkeys(compared.lost))
+        # One of several ranks may return its shard, and pairs may have layouts.
+        may_be_part = bool(pairs) or len(baseline) != len(target)
+        left.update(dict.fromkeys([*(compared.reshaped if may_be_part else ()), *compared.left]))
+        lost.update(dict.fromkeys([*compared.lost, *(() if may_be_part else compared.reshaped)]))
     return ReturnedValues(tuple(differences), tuple(left), tuple(lost))
 
 
@@ -217,7 +219,7 @@ class UnexplainedDifferences:
         name = "" if self._last is None else f", such as {self._last}"
         return [
             f"{_capital(' and '.join(self.returned.lost))}, which was therefore not compared. If this is intended, "
-            f"give output= the name of the tap that counts{name}."
+            f"name the tap that counts (output=, or --output){name}."
         ]
 
     def after_last_tap(self, *, all_grafted: bool = True) -> list[str]:

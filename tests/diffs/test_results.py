@@ -55,20 +55,20 @@ def test_arrays_texts_and_attributes_of_objects_are_compared() -> None:
     one = [Answer("a token", np.ones((2, 3), np.float32)), b"bytes", np.int64(3), np.array(["one", "two"])]
     assert list(named_tensors(one)) == ["[0].text", "[0].scores", "[1]", "[2]", "[3][0]", "[3][1]"]
     other = [Answer("a token more", np.full((2, 3), 1.5, np.float32)), b"bytes", np.int64(3), np.array(["one", "too"])]
-    differences, left, _ = compare_results(one, other)
+    differences, left, *_ = compare_results(one, other)
     assert [each.path for each in differences if each.rel_l2] == ["[0].text", "[0].scores", "[3][1]"]
     assert left == []
 
 
 def test_whole_numbers_in_lists_do_not_round() -> None:
-    (difference,), _, _ = compare_results([5], [6])
+    (difference,), *_ = compare_results([5], [6])
     assert difference.dtypes == ("int64", "int64")
-    (huge,), _, _ = compare_results([2**70], [2**71])
+    (huge,), *_ = compare_results([2**70], [2**71])
     assert huge.rel_l2 == 1.0
 
 
 def test_another_number_of_tokens_is_a_result_of_another_shape() -> None:
-    assert compare_results({"ids": [3, 4, 5]}, {"ids": [3, 4]}).left == [
+    assert compare_results({"ids": [3, 4, 5]}, {"ids": [3, 4]}).reshaped == [
         "the result's ['ids'] has the shape [3] on the baseline and [2] on the target"
     ]
 
@@ -76,7 +76,7 @@ def test_another_number_of_tokens_is_a_result_of_another_shape() -> None:
 def test_state_that_calls_write_is_paired_by_its_own_place_alone() -> None:
     returned = {"": torch.ones(2), written_path("cache[0]"): torch.ones(2), written_path("mine"): torch.ones(3)}
     other = {"x": torch.ones(2), written_path("cache[0]"): torch.zeros(2), written_path("theirs"): torch.ones(3)}
-    differences, left, _ = compare_named(returned, other)
+    differences, left, *_ = compare_named(returned, other)
     assert [(each.path, each.rel_l2) for each in differences] == [("", 0.0), (written_path("cache[0]"), 1.0)]
     # Ports keep state of their own.
     assert left == []
@@ -95,15 +95,13 @@ def test_a_result_that_contains_itself_ends() -> None:
 
 
 def test_values_are_paired_by_place_and_the_others_are_reported() -> None:
-    differences, left, lost = compare_results(
+    differences, left, lost, reshaped = compare_results(
         {"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(1)},
         {"b": torch.ones(3), "a": torch.full((4,), 1.5), "d": torch.ones(1)},
     )
     assert [(each.path, each.rel_l2) for each in differences] == [("['a']", 0.5)]
-    assert left == [
-        "the result's ['b'] has the shape [2] on the baseline and [3] on the target",
-        "only the target returns the result's ['d']",
-    ]
+    assert left == ["only the target returns the result's ['d']"]
+    assert reshaped == ["the result's ['b'] has the shape [2] on the baseline and [3] on the target"]
     assert lost == ["only the baseline returns the result's ['c']"]
 
 
@@ -125,9 +123,9 @@ def test_a_cache_that_only_the_baseline_returns_is_left_out(name: str) -> None:
 
 
 def test_values_without_a_common_place_are_paired_by_order_or_by_shape() -> None:
-    by_order, _, _ = compare_results((torch.ones(2), torch.ones(2)), {"x": torch.ones(2), "y": torch.zeros(2)})
+    by_order, *_ = compare_results((torch.ones(2), torch.ones(2)), {"x": torch.ones(2), "y": torch.zeros(2)})
     assert [(each.path, each.rel_l2) for each in by_order] == [("[0]", 0.0), ("[1]", 1.0)]
-    by_shape, left, _ = compare_results(torch.ones(2, 3), {"logits": torch.ones(2, 3), "hidden": torch.ones(4)})
+    by_shape, left, *_ = compare_results(torch.ones(2, 3), {"logits": torch.ones(2, 3), "hidden": torch.ones(4)})
     assert [each.path for each in by_shape] == [""]
     assert left == ["only the target returns the result's ['hidden']"]
 
@@ -145,25 +143,25 @@ def test_values_without_a_common_place_are_paired_by_order_or_by_shape() -> None
 def test_numbers_that_are_not_finite_are_equal_only_to_themselves(
     expected: list[float], found: list[float], rel_l2: float
 ) -> None:
-    (difference,), _, _ = compare_results(torch.tensor(expected), torch.tensor(found))
+    (difference,), *_ = compare_results(torch.tensor(expected), torch.tensor(found))
     assert difference.rel_l2 == rel_l2
 
 
 @given(st.recursive(st.just(0.0), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner)))
 def test_a_result_equals_itself_and_no_value_is_lost(result: Any) -> None:
-    differences, left, _ = compare_results(result, result)
+    differences, left, *_ = compare_results(result, result)
     assert [each.path for each in differences] == list(named_tensors(result))
     assert not left
     assert all(each.rel_l2 == 0 for each in differences)
 
 
 def test_imaginary_parts_and_whole_numbers_beyond_float64_count() -> None:
-    (imaginary,), _, _ = compare_results(torch.tensor([1 + 1j, 2.0]), torch.tensor([1 + 2j, 2.0]))
+    (imaginary,), *_ = compare_results(torch.tensor([1 + 1j, 2.0]), torch.tensor([1 + 2j, 2.0]))
     assert imaginary.rel_l2 == pytest.approx(1 / 6**0.5)
     large = torch.tensor([2**60, 3])
-    (whole,), _, _ = compare_results(large, large + torch.tensor([1, 0]))
+    (whole,), *_ = compare_results(large, large + torch.tensor([1, 0]))
     assert whole.rel_l2 > 0
-    (same,), _, _ = compare_results(large, large.clone())
+    (same,), *_ = compare_results(large, large.clone())
     assert same.rel_l2 == 0
-    (kinds,), _, _ = compare_results(torch.tensor([1.0, 2.0]), torch.tensor([1 + 0j, 2.0]))
+    (kinds,), *_ = compare_results(torch.tensor([1.0, 2.0]), torch.tensor([1 + 0j, 2.0]))
     assert kinds.rel_l2 == 0

@@ -78,6 +78,21 @@ def test_each_rank_is_compared_with_its_own_or_with_the_only_one_of_the_baseline
     assert compare_returned([], [one]) == compare_returned([one], []) == ReturnedValues()
 
 
+def test_a_result_of_another_shape_clears_nothing_unless_it_may_be_a_part() -> None:
+    whole, part = torch.ones(2, 4), torch.ones(2, 3)
+    said = "the result has the shape [2, 4] on the baseline and [2, 3] on the target"
+    found = compare_returned([whole], [part])
+    assert (found.left, found.lost) == ((), (said,))
+    (sentence,) = UnexplainedDifferences(frame_of(tap("x", 1)), [], found, None, FLOORS, 5.0).lost()
+    assert sentence == (
+        f"T{said[1:]}, which was therefore not compared. If this is intended, name the tap that counts (output=, or "
+        "--output), such as x."
+    )
+    # A shard of one of two ranks, or a tensor that pairs assemble.
+    for each in (compare_returned([whole], [part, part]), compare_returned([whole], [part], [PairRule("x", "y", "")])):
+        assert (each.left, each.lost) == ((said,), ())
+
+
 def test_values_of_ranks_that_cannot_be_paired_are_reported_as_not_compared() -> None:
     found = compare_returned([1.0, 1.0], [1.0, 1.0, 1.0])
     assert (found.differences, found.compared) == ((), False)
