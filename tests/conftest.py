@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from kit import warm
 from kit.examples import factor, scaled
+
+if TYPE_CHECKING:
+    import graftlab as gl
 
 # Set before torch is imported, for workers and for what they start. The workers of pytest fill the cores already: more
 # threads of torch would spend their time waiting for each other. Tests of threads set their own number.
@@ -54,6 +57,22 @@ def sealed_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         # IPython warns where this names another environment than the one that runs the tests.
         patch.delenv("VIRTUAL_ENV", raising=False)
         yield
+
+
+@pytest.fixture(scope="module")
+def one_and_one() -> Iterator[gl.Session]:
+    """One rank a side, which the tests of a module share. ``session`` is the same in its first state."""
+    import graftlab as gl  # imports torch later
+
+    with gl.launch(1, 1) as session:
+        yield session
+
+
+@pytest.fixture
+def session(one_and_one: gl.Session) -> gl.Session:
+    from kit.support import reset
+
+    return reset(one_and_one)
 
 
 @pytest.fixture(scope="session")

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from kit.support import reset
 from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 
 POINT = [0.5, -1.0, 2.0]
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 # ---- what the ranks run ---------------------------------------------------------------------------------------------

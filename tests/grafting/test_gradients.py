@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from kit.grafters import GrafterWorld
-from kit.support import reset
 
 import graftlab as gl
 from graftlab.taps import calls
 from graftlab.taps.routing import handled_by
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 class Recorder:

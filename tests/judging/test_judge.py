@@ -29,17 +29,6 @@ def one_and_two() -> Iterator[gl.Session]:
         yield session
 
 
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
-
-
 def chain(fault: str = "") -> torch.Tensor:
     """Four layers that mix; on the target with a fault."""
     wrong = fault if gl.here().side == "target" else ""

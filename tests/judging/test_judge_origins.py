@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from kit.support import reset
 from torch import nn
 
 import graftlab as gl
@@ -84,17 +82,6 @@ def decode(fault: str, renamed: bool = False) -> torch.Tensor:
                 layer.attn = OtherAttention(layer.attn)
         with gl.watch(model):
             return model(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1)))
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 def found(verdict: Any) -> list[tuple[str, bool, dict[str, str]]]:

@@ -5,29 +5,16 @@ from __future__ import annotations
 import builtins
 import functools
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from kit.support import reset
 from torch import nn
 
 import graftlab as gl
 from graftlab.comparison.held_calls import answer_of
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 def first_line(verdict: Any) -> str:
@@ -397,8 +384,8 @@ def returns_an_auxiliary_loss(extra: str) -> dict[str, Any]:
 def test_a_value_that_the_target_does_not_return_is_stated_first(session: gl.Session) -> None:
     verdict = session.verdict(returns_an_auxiliary_loss, returns_an_auxiliary_loss, args=("baseline",))
     assert verdict.text.startswith(
-        "Only the baseline returns the result's ['loss'], which was therefore not compared. If this is intended, give "
-        "output= the name of the tap that counts, such as out."
+        "Only the baseline returns the result's ['loss'], which was therefore not compared. If this is intended, name "
+        "the tap that counts (output=, or --output), such as out."
     )
     assert answer_of(verdict.findings, trusted=True, results_compared=True) == "inconclusive"
     chosen = session.verdict(returns_an_auxiliary_loss, returns_an_auxiliary_loss, args=("baseline",), output="out")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from kit.support import reset
 from torch import Tensor, nn
 
 import graftlab as gl
@@ -23,17 +21,6 @@ from graftlab.lines.fingerprints import Fingerprint
 from graftlab.ranks import line_tracer
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 class Attention(nn.Module):

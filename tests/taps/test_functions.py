@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from kit.support import reset
 
 import graftlab as gl
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 def attention(fault: float = 1.0, raises: bool = False) -> Any:

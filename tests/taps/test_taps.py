@@ -13,21 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import own_value, reset, run_cell
+from kit.support import own_value, run_cell
 
 import graftlab as gl
 from graftlab.taps import calls as taps
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 class Recorder:

@@ -16,17 +16,6 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
-
-
-@pytest.fixture(scope="module")
 def one_and_two() -> Iterator[gl.Session]:
     with gl.launch(1, 2) as session:
         yield session

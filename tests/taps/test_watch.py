@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kit.support import own_value, reset
+from kit.support import own_value
 from torch import nn
 
 import graftlab as gl
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
-
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
