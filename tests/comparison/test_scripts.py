@@ -18,8 +18,9 @@ from kit.processes import still_there, watch
 from kit.support import wait_until
 
 from graftlab.__main__ import main
+from graftlab.jobs import script_launcher
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), pytest.mark.usefixtures("warm_scripts")]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -38,6 +39,8 @@ def test_the_readmes_scripts_are_compared_as_the_readme_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    # As a reader's scripts are.
+    monkeypatch.setattr(script_launcher, "subprocess", subprocess)
     blocks = prose.blocks(ROOT / "README.md")
     command, shown = next(pair for pair in itertools.pairwise(blocks) if "\ngraftlab compare" in pair[0].text)
     assert main([*shlex.split(command.text.splitlines()[-1])[1:], "--folder", str(tmp_path)]) == 1
@@ -198,8 +201,9 @@ def test_an_interrupt_ends_both_scripts_and_reports_what_agreed_so_far(
 
 
 def test_an_environment_without_graftlab_is_named_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
     module = tmp_path / "torch" / "nn" / "modules" / "module.py"
     module.parent.mkdir(parents=True)
