@@ -126,9 +126,19 @@ class _CompiledPart:
             return 0 if number < self._begin else 1 if number < self._end else 2
 
         split = split_module(module, module, part_of, keep_original_order=True)
-        compiled: Any = torch.compile(split.get_submodule("submod_1"), **self._options)
-        split.submod_1 = compiled
+        part = split.get_submodule("submod_1")
+        # Before torch 2.10 a graph module that is made while torch compiles would not be compiled itself.
+        compiled = torch.compile(lambda *values: part(*values), **self._options)
+        split.submod_1 = _Calls(compiled)
         return split.forward
+
+
+class _Calls(torch.nn.Module):
+    """A function as a module, as a graph module needs it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
 
 
 def _cuts(operations: Sequence[Node], at: Mapping[Node, int]) -> list[int]:
