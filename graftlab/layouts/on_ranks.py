@@ -73,7 +73,8 @@ def _on(layout: Layout, rank: int, ranks: int) -> Layout:
         return layout
     # Groups in which one rank has everything, such as the data parallel group, do not use up ranks; and a forward pass
     # that checkpointing repeats is a separate tap.
-    names = [name for name in layout.mesh_names if name not in _groups(layout) and name != REPEATED]
+    groups = {step.mesh for step in layout.steps if isinstance(step, OneOf)}
+    names = [name for name in layout.mesh_names if name not in groups and name != REPEATED]
     if ranks == 1:
         return layout.on(Mesh(tuple((name, 1) for name in names) or (("rank", 1),)))
     known = mesh_on(names, rank, ranks) if names else None
@@ -87,10 +88,6 @@ def _on(layout: Layout, rank: int, ranks: int) -> Layout:
         f"first, as in {VARIABLE}={sizes} or gl.attach(mesh=...), or at the tap "
         f"layout=graftlab.layouts.parse_layout(text, mesh={{{names[0]!r}: {ranks}, {names[1]!r}: 1}})"
     )
-
-
-def _groups(layout: Layout) -> set[str]:
-    return {step.mesh for step in layout.steps if isinstance(step, OneOf)}
 
 
 # ---- DTensors -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ _MOST_WHOLE_NUMBERS = 1 << 16
 _WRITTEN_BUDGET = 32 << 20
 
 UnitKind = Literal["call", "update"]
-"""What a script is held in: a model's call, or an update of its weights."""
+"""The unit that a script is held in: a call of a model, or an update of its weights."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ _MOST_NUMBERS = 64 << 20
 
 @dataclass(frozen=True)
 class CallDescription:
-    """What a rank reports of its held call.
+    """A rank's report of its held call.
 
     ``number`` counts the calls of models from 1. ``taps`` are the names of its taps, in execution order. ``plain`` has
     the tensors that the call returns and writes without taps, by their paths, ``tapped`` the same with taps.
@@ -135,7 +135,7 @@ class HeldCall:
         self._restore()
         result = self._call()
         if isinstance(result, GeneratorType):
-            # Taken later, the items would be computed in the script's code, after the call.
+            # Otherwise the items would be computed after the call, in the script's code.
             result = list(itertools.islice(result, _MOST_ITEMS))
         results = named_tensors(result)
         state = self._written() if self._shows_written else {}
@@ -181,7 +181,7 @@ class HeldCall:
             try:
                 changed = changed_results(plain, self())
                 not_repeated = [value_in_words(path) for path in changed if not is_written(path)]
-                # Such as memory that was reserved and has no values yet.
+                # For example memory that was reserved and has no values yet.
                 self._left.update(dict.fromkeys(path for path in changed if is_written(path)))
                 plain = self._without_left(plain)
                 names.reached.clear()
@@ -522,5 +522,5 @@ def release_call() -> None:
 
 
 def arguments_by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names that sentences give them: ``args[0]`` for the first positional one."""
+    """The arguments of a call by the names that messages use: ``args[0]`` for the first positional one."""
     return {**{f"args[{place}]": each for place, each in enumerate(args)}, **kwargs}

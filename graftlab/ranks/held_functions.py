@@ -41,7 +41,7 @@ _GIVE_INPUTS = "give inputs (inputs=, or --inputs FILE.py:NAME)"
 
 @dataclass(frozen=True)
 class FunctionInFile:
-    """The names of a function and its file, for a rank to import and call. The function's may have dots.
+    """A function by its name, which may have dots, and its file, for a rank to import and call.
 
     Raises :class:`SessionError` where the file has no such function.
     """
@@ -213,7 +213,7 @@ def _seed() -> None:
 def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch.nn.Module], bool]:
     """Call once, and return the models called outermost, by the prefix of their taps' names.
 
-    The second result is whether the call reaches taps without ours. The call leaves ``state`` and the models unchanged.
+    The second result is whether the call reaches taps of its own. The call leaves ``state`` and the models unchanged.
     """
     found: dict[int, torch.nn.Module] = {}
     before = [StateSnapshot([state])]

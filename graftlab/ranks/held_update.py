@@ -46,7 +46,7 @@ class TensorSample:
 
 @dataclass(frozen=True)
 class UpdateDescription:
-    """What a rank reports of its held update.
+    """A rank's report of its held update.
 
     ``number`` counts the updates from 1, ``calls`` is the number of model calls since the last one. ``settings`` has
     the optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the

@@ -185,7 +185,7 @@ def test_ranks_that_are_not_ready_in_time_are_named_and_ended(tmp_path: Path, mo
     os.mkfifo(tmp_path / "gate")
     monkeypatch.setenv("PYTHONPATH", hooks(tmp_path, f"open({str(tmp_path / 'gate')!r}).read()"))
     said = refusal(1, 2, start_method="spawn", timeout=1.0)
-    assert "baseline[0], target[0], target[1] not ready within 1 s; pass a larger timeout" in said
+    assert "baseline[0], target[0], target[1] did not become ready within 1 s; pass a larger timeout" in said
     assert "The log of baseline[0]" in said
 
 
