@@ -60,8 +60,8 @@ def make_run_folder(folder: str | Path | None) -> Path:
 def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rendezvous: Path | None = None) -> None:
     """Write the facts of a session that its rows lack into the run folder.
 
-    When it began, in which process, the sizes of baseline and target and the first run with these sizes, and the
-    rendezvous of its jobs, if it is a session of jobs.
+    These are when it began, its process, the sizes of baseline and target, and the first run with these sizes. A
+    session of jobs also has a rendezvous.
     """
     before = description_of(folder)
     if before.get("ranks") == list(sizes) and isinstance(before.get("first_run"), int):

@@ -41,7 +41,7 @@ _CONNECT_LIMIT = 10.0
 _NEVER = (1 << 31) - 1
 _LINGER = 2.0
 # Larger frames and tensors are sent in pieces of this size, so that one is encrypted while the previous one is
-# transmitted, and a process that has not proved yet that it knows the token can make this one hold little more.
+# transmitted. A process that has not yet proved that it knows the token can make this one hold little more than that.
 _PIECE = 512 << 10
 _LARGEST_PIECE = _PIECE + (64 << 10)
 # The most strangers at a time: each can make this process hold one piece, and all of them 56 MiB.

@@ -135,8 +135,8 @@ class Part:
     """Part ``index`` of a dimension that was fused from several, in the proportions ``of``.
 
     With ``groups`` the fused parts alternate: the dimension consists of this number of groups, and each contains all
-    parts in their proportions. A fused qkv of 8 query and 2 key/value heads is ``of=(4, 1, 1)`` with ``groups=2``
-    if the heads of a group are adjacent, and ``of=(8, 2, 2)`` if all of q comes first. Gate and up that alternate row
+    parts in their proportions. A fused qkv of 8 query and 2 key/value heads is ``of=(8, 2, 2)`` if all of q comes
+    first. It is ``of=(4, 1, 1)`` with ``groups=2`` if the heads of a group are adjacent. Gate and up that alternate row
     by row are ``of=(1, 1)`` with ``groups`` the number of rows of each.
     """
 

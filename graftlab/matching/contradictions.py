@@ -156,9 +156,9 @@ def _arrangement(pair: Pair) -> tuple[str, str, str]:
 def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[str]:
     """Pairs whose layout or partner differs from that of the same tap in other layers, which may be the fault.
 
-    ``baseline`` has the names of the baseline's taps that are in no pair. A different partner is a contradiction only
-    if the usual one exists, and one of the two usually belongs to a different tap: the first layer's input is the
-    embedding, and one quantity may have two names.
+    ``baseline`` has the names of the baseline's taps that are in no pair. A different partner may be right: the first
+    layer's input is the embedding, and one quantity may have two names. It is a contradiction only if the usual partner
+    exists, and one of the two usually belongs to a different tap.
     """
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:

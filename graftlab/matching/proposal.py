@@ -32,7 +32,7 @@ class Proposal:
     """The result of a match, in the execution order of the target's taps.
 
     ``unmatched_baseline`` and ``unmatched_target`` map taps without a partner to the reason. ``problems`` are sentences
-    on contradictions, such as a tap whose layout differs from its neighbours'; ``notices`` are on findings that are
+    on contradictions, such as a tap whose layout differs from its neighbours'. ``notices`` are on findings that are
     unusual but may be right, such as rows in another order. ``moved`` is the number of bytes of values sent to or from
     the notebook. ``order`` has each side's taps in execution order, if known.
     """

@@ -42,7 +42,7 @@ def match_in_rounds(
 
     After a fault no values match until the fault is grafted away. A pair by rule whose values match then is
     ``confirmed``; the fault itself stays by rule, with its distance. When no rule helps any more, likely partners of
-    the first tap without one are tried, one per run, and kept only if more taps match by value with it than without.
+    the first tap without one are tried, one per run. A partner is kept only if more taps match by value with it.
     Matching ends after ``guesses`` failures in a row, or at an interrupt, with the pairs known by then. With ``varies``
     each run may have a different batch. The fetches are as in :func:`match_taps`.
     """

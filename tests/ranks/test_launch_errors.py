@@ -248,7 +248,7 @@ def test_without_torch_taps_do_nothing_and_the_rest_names_the_missing_package() 
     """
     )
     assert done.stdout.splitlines() == [
-        f"graftlab.{name} needs torch, which is not installed; `pip install torch` brings it"
+        f"graftlab.{name} needs torch, which is not installed; `pip install torch` installs it"
         for name in ("launch", "watch", "GraftPlan", "Session")
     ], done.stderr
 
@@ -261,5 +261,5 @@ def test_without_torch_the_extension_shows_one_line_and_no_traceback() -> None:
     InteractiveShell.instance(colors="NoColor").run_cell("%load_ext graftlab")
     """
     )
-    line = "DependencyError: %load_ext graftlab needs torch, which is not installed; `pip install torch` brings it"
+    line = "DependencyError: %load_ext graftlab needs torch, which is not installed; `pip install torch` installs it"
     assert (done.stdout + done.stderr).strip() == line

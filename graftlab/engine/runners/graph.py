@@ -44,8 +44,8 @@ class GraphRunner:
     Taps inside show the values of each replay, without the rows that are padding, as :mod:`captured_function` says;
     ``grafts`` says how a graft gets in. ``captures`` and ``replays`` count both. Not for several threads at once.
 
-    With ``eager``, which may be set at any time, static buffers are still filled, and the model is called on the batch
-    itself: a fault that disappears then is due to the padding or the capture.
+    With ``eager``, which may be set at any time, static buffers are still filled, but the model is called on the batch
+    itself. A fault that disappears then is due to the padding or the capture.
     """
 
     grafts: ClassVar[Grafts] = "switches"
