@@ -157,13 +157,13 @@ def _section(title: str, body: str) -> str:
 
 def _conclusion(found: Conclusion, verdict: Verdict | None) -> str:
     lines = [explorer.headline(found), *found.sentences[1:]]
-    said = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
+    body = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
     if verdict is None:
-        return _section("Conclusion", f"{said}<p>No verdict was computed.</p>")
+        return _section("Conclusion", f"{body}<p>No verdict was computed.</p>")
     words = "".join(f"<p>{html.escape(line)}</p>" for line in verdict.text.split("\n"))
     # No links: the page is read elsewhere.
     sources = source_view(verdict.findings.lines, link=lambda file, text: html.escape(text))
-    return _section("Conclusion", said) + _section("Newest verdict", words + sources)
+    return _section("Conclusion", body) + _section("Newest verdict", words + sources)
 
 
 def _worst(found: Conclusion) -> str:

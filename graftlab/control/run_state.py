@@ -117,10 +117,10 @@ class RunState:
     def left_on_failed_sides(self) -> list[RankHandle]:
         """The ranks that still run on a side where another rank has failed or was stopped."""
         with self.changed:
-            failed = {rank.place.side for rank in self.ranks if self.has_ended(rank) and not self._is_well(rank)}
+            failed = {rank.place.side for rank in self.ranks if self.has_ended(rank) and not self._has_succeeded(rank)}
             return [rank for rank in self.ranks if not self.has_ended(rank) and rank.place.side in failed]
 
-    def _is_well(self, rank: RankHandle) -> bool:
+    def _has_succeeded(self, rank: RankHandle) -> bool:
         done = self._done.get(rank.place.world_rank)
         return done is not None and done.failure is None
 

@@ -151,9 +151,9 @@ class Verdict:
         before, answer, after = parts_of(self.findings)
         # The remarks that may overturn the answer are as important as the answer.
         bold = len(before) + 1
-        said = [*before, *answer, *after]
-        first = "".join(f"<p><b>{html.escape(line)}</b></p>" for line in said[:bold])
-        text = "".join(map(_paragraph, said[bold:]))
+        paragraphs = [*before, *answer, *after]
+        first = "".join(f"<p><b>{html.escape(line)}</b></p>" for line in paragraphs[:bold])
+        text = "".join(map(_paragraph, paragraphs[bold:]))
         labels = self.labels
         worst = self.frame.loc[self.frame["group"].isin(self.named)]
         lines = []

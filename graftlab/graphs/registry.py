@@ -209,7 +209,7 @@ class CudaGraphBufferRegistry:
         if plan is None:
             plan = _remember(self._plans, key, self._make_plan(ctx, sources))
         with torch.no_grad():
-            self._set_apart(sources, plan.heads)
+            self._clone_overlapping(sources, plan.heads)
             for part, value in plan.resets:
                 part.fill_(value)
             for indices, heads in plan.copies:
@@ -332,7 +332,7 @@ class CudaGraphBufferRegistry:
                 f"(max_{what}), for which slots {slots} have room"
             )
 
-    def _set_apart(self, sources: list[Any], heads: Sequence[Tensor | None]) -> None:
+    def _clone_overlapping(self, sources: list[Any], heads: Sequence[Tensor | None]) -> None:
         """Clone, in place in the list, the sources that lie in a buffer, because it is about to be overwritten.
 
         A source that is exactly its own destination may stay, since no reset touches it.

@@ -59,7 +59,7 @@ def rank_layout(shown: Any, given: Any, world_size: int, rank: int = 0) -> RankL
         return None
     layout = given if isinstance(given, Layout) else parse_layout(given)
     try:
-        return RankLayout(_on(layout, rank, world_size), None, layout.names)
+        return RankLayout(_with_mesh(layout, rank, world_size), None, layout.names)
     except LayoutError as error:
         if layout.names is None:
             raise
@@ -67,7 +67,7 @@ def rank_layout(shown: Any, given: Any, world_size: int, rank: int = 0) -> RankL
         return RankLayout(Layout(), None, layout.names, str(error))
 
 
-def _on(layout: Layout, rank: int, ranks: int) -> Layout:
+def _with_mesh(layout: Layout, rank: int, ranks: int) -> Layout:
     """Put a layout on this side's ranks, unless it already has a mesh."""
     if layout.mesh.sizes:
         return layout

@@ -261,10 +261,10 @@ def written_as(group: Sequence[Pair]) -> tuple[str, str]:
     if len(group) == 1:
         return first.baseline, first.target
     shift = numbers_of(first.target)[0] - numbers_of(first.baseline)[0]
-    return _with(first.baseline, "{n}"), _with(first.target, f"{{n{shift:+d}}}" if shift else "{n}")
+    return _with_number(first.baseline, "{n}"), _with_number(first.target, f"{{n{shift:+d}}}" if shift else "{n}")
 
 
-def _with(name: str, index: str) -> str:
+def _with_number(name: str, index: str) -> str:
     first = str(numbers_of(name)[0])
     start = next(place for place in range(len(name)) if name.startswith(first, place) and name[place].isdigit())
     return name[:start] + index + name[start + len(first) :]

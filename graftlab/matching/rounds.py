@@ -56,10 +56,12 @@ def match_in_rounds(
 
     proposal, rows = _first(baseline, target, match, {"baseline": fetch_baseline, "target": fetch_target})
     if rows is not None:
-        found = _in_rounds(_aligned(values, rows, varies), rows.of(baseline, target), proposal, match, rounds, guesses)
+        found = _repeat_rounds(
+            _aligned(values, rows, varies), rows.of(baseline, target), proposal, match, rounds, guesses
+        )
         proposal = rows.real_proposal(found)
     else:
-        proposal = _in_rounds(values, (baseline, target), proposal, match, rounds, guesses)
+        proposal = _repeat_rounds(values, (baseline, target), proposal, match, rounds, guesses)
     return with_weights(proposal, *every, fetch_baseline, fetch_target)
 
 
@@ -126,7 +128,7 @@ def _aligned(record: Record, rows: AlignedTaps, varies: bool) -> Record:
     return aligned
 
 
-def _in_rounds(
+def _repeat_rounds(
     record: Record,
     taps: tuple[Sequence[RecordedTap], Sequence[RecordedTap]],
     proposal: Proposal,

@@ -188,7 +188,7 @@ class HeldCall:
                 self._watch()
                 tapped = _copied(self())
             except Exception as error:
-                fails = _in_a_line(error)
+                fails = _first_line_of(error)
         buffers = [f"{prefix}{name}" for prefix, model in self._models.items() for name, _ in model.named_buffers()]
         return CallDescription(
             self._kind,
@@ -219,7 +219,7 @@ class HeldCall:
         return CallDescription(self._kind, self._number, needs_backward, (), plain, plain)
 
     def _describe_failure(self, error: Exception) -> CallDescription:
-        return CallDescription(self._kind, self._number, False, (), {}, {}, raises=_in_a_line(error))
+        return CallDescription(self._kind, self._number, False, (), {}, {}, raises=_first_line_of(error))
 
     def _whole_numbers(self) -> dict[str, torch.Tensor]:
         self._restore()
@@ -253,7 +253,7 @@ class HeldCall:
                 self()
         except Exception as error:
             undo()
-            return _in_a_line(error)
+            return _first_line_of(error)
         return None
 
     def take_weights(self) -> None:
@@ -370,7 +370,7 @@ def _reshard(model: torch.nn.Module) -> None:
                 module.reshard()
 
 
-def _in_a_line(error: Exception) -> str:
+def _first_line_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
