@@ -110,7 +110,7 @@ class AlignedTaps:
     def real_proposal(self, proposal: Proposal) -> Proposal:
         """The proposal for real taps, with rules where those find the rows, and a notice on each row order."""
         pairs, rule = self.ruled(proposal.pairs)
-        said = [each.text for each in self.orders]
+        notices = [each.text for each in self.orders]
         left: dict[Side, dict[str, str]] = {}
         for side, unmatched in (
             ("baseline", proposal.unmatched_baseline),
@@ -126,7 +126,7 @@ class AlignedTaps:
             unmatched_baseline=left["baseline"],
             unmatched_target=left["target"],
             unpaired_rows=unpaired_rows(self.orders, dict(zip(SIDES, self._real, strict=True)), self.fetch),
-            notices=(*proposal.notices, *said[:1], *([rule] if rule else []), *said[1:]),
+            notices=(*proposal.notices, *notices[:1], *([rule] if rule else []), *notices[1:]),
             order={"baseline": [tap.name for tap in self._real[0]], "target": [tap.name for tap in self._real[1]]},
         )
 

@@ -48,11 +48,11 @@ def trace_callee(
 
 
 def _eagerly() -> contextlib.AbstractContextManager[object]:
-    """Let compiled functions run eagerly.
+    """Let compiled functions run eagerly, but only during the trace.
 
-    Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well. A verdict
-    traces code that has run before, so if torch's compiler is not imported, nothing is compiled. Importing it takes
-    seconds, and a hundred megabytes of each rank.
+    Without this, a compiled function called under a mode would stay eager in the user's own calls too. A verdict traces
+    code that has run before, so if torch's compiler is not imported, nothing is compiled. Importing it takes seconds,
+    and a hundred megabytes of each rank.
     """
     if COMPILER not in sys.modules:
         return contextlib.nullcontext()
@@ -206,7 +206,7 @@ class _LineTracer:
         return [self.found.get(place) for place in range(len(self._request.wanted))]
 
     def let_go(self) -> None:
-        """Break the reference cycle with the recorder, or its notes stay until Python collects cycles."""
+        """Break the reference cycle with the recorder, which would keep its notes until Python collects cycles."""
         self.recorder.present_step = int
         self.recorder.replaced.clear()
         self.recorder.fed.clear()

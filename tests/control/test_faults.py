@@ -248,7 +248,7 @@ def test_a_rank_that_dies_during_a_query_is_reported_with_its_last_tap() -> None
         asking = in_background(lambda: queries.ask(rank, AskKeptTags(False), KeptTags))
         wait_until(lambda: queries._answers, "the question")
         os.kill(rank.pid or 0, signal.SIGKILL)
-        with pytest.raises(gl.SessionError, match=r"baseline\[0\].*it killed by SIGKILL before it answered"):
+        with pytest.raises(gl.SessionError, match=r"baseline\[0\].*gone before it answered \(killed by SIGKILL\)"):
             asking.result(30)
 
 
