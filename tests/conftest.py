@@ -53,7 +53,7 @@ def sealed_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     """Set for the kernels and ranks that tests start, which inherit the environment."""
     from graftlab.ranks import forkserver  # imports torch, which only those need who run tests
 
-    # Or each rank would take a second to import DTensors, and as long for the imports of the module of a test's function.
+    # Or each rank would take a second to import DTensors, and as long for what the module of a test's function imports.
     forkserver.PRELOADED += ["torch.distributed.tensor.parallel", *IMPORTED_BY_TESTS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAFTLAB_HOME", str(tmp_path_factory.mktemp("runs")))
