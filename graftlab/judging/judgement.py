@@ -62,6 +62,7 @@ from graftlab.verdict.model_data import (
     BEGINNINGS,
     BELOW,
     WITH_THE_BASELINES,
+    computed_between_calls,
     differing_data,
     differing_weights,
     input_names,
@@ -395,6 +396,7 @@ class Judgement:
         if self._weights.failure is not None:
             unseen.append(f"the target's code with the baseline's weights: {self._weights.failure}")
         given = {*input_names(compared), *input_names(grafted)}
+        given -= computed_between_calls(compared, grafted, self._threshold)
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = floors.not_repeated
         job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)
