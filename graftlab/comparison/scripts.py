@@ -179,6 +179,10 @@ class _HeldInTurn:
         self._apart: dict[str, float] = {}
         # The comparison of calls with different numbers of rows on both sides, for use if no update follows.
         self._unpaired: Comparison | None = None
+        # By its place among the models, each call that shows no difference, and of which too little was compared.
+        self._undecided: dict[int, Comparison] = {}
+        # By sentence, the first call in which this was not checked.
+        self._left: dict[str, int] = {}
         self._buffers: set[str] = set()
         # Sentences on calls that raise.
         self._raised: list[str] = []
@@ -213,6 +217,10 @@ class _HeldInTurn:
                     self._models.pop()
                     self._unpaired = compared
                     compared = replace(compared, answer="agree")
+                elif compared.answer == "inconclusive" and self._may_follow(held, compared):
+                    # A later call may differ, or tell more.
+                    self._undecided[len(self._models) - 1] = compared
+                    compared = replace(compared, answer="agree")
             self._compared = compared
             self._judged = len(self._models), self._updates
             if compared.answer != "agree":
@@ -226,16 +234,30 @@ class _HeldInTurn:
         """A sentence on the findings so far."""
         if not self._judged or not any(self._judged):
             return "Nothing was judged yet."
-        return f"So far: {self._agreed(self._models[: self._judged[0]], self._judged[1])}"
+        return f"So far: {self._agreed(*self._judged)}"
 
     def _concluded(self, said: Sequence[str] = ()) -> Comparison:
         """The comparison if everything that was judged agrees."""
+        said = [*said, *self._left_earlier()]
         if self._unpaired is not None and not self._updates:
             return self._with(self._unpaired, said)
         if self._choice.training and not self._updates:
             why = "No optimizer made a step that could be repeated, so no training was compared; leave --training out."
             return self._with(self._compared, (why, self._agreed(), *said), "inconclusive")
+        if self._undecided:
+            # What was found in a call is said once, where it is the only one.
+            agreed = self._agreed() if len(self._models) > 1 or self._updates else ""
+            return self._with(next(iter(self._undecided.values())), (agreed, *said))
         return self._with(self._compared, (self._agreed(), *said))
+
+    def _left_earlier(self) -> list[str]:
+        """Sentences on what was not checked in calls before the last that was judged, and was not said of that one."""
+        last = self._compared.text.splitlines()
+        return [
+            f"{NOT_CHECKED}in call {call}, {line.removeprefix(NOT_CHECKED)}"
+            for line, call in self._left.items()
+            if line not in last
+        ]
 
     def _first(self) -> HeldUnits:
         if self._choice.training:
@@ -357,6 +379,9 @@ class _HeldInTurn:
         self._proposals.pop(models, None)
         self._proposals[models] = compared.match
         self._models.append(models[0])
+        for line in compared.text.splitlines():
+            if line.startswith(NOT_CHECKED):
+                self._left.setdefault(line, len(self._models))
         frame = compared.findings.frame
         for name, tags, error in zip(frame["name"], frame["tags"], frame["error"], strict=True):
             if kind_of(tags) == "param_grad" and error == error:
@@ -421,25 +446,35 @@ class _HeldInTurn:
         remarks = (*said, *compared.remarks, *self._raised, *elsewhere)
         return replace(compared, remarks=remarks, answer=answer or compared.answer, how=how, starts=starts)
 
-    def _agreed(self, models: Sequence[str] | None = None, updates: int | None = None) -> str:
-        counts = Counter(self._models if models is None else models)
+    def _may_follow(self, held: HeldUnits, compared: Comparison) -> bool:
+        """Whether a call that proves nothing may be followed by others: not if it cannot be repeated."""
+        repeats = self._started is not None or why_not_held(*described_as(held, CallDescription)) is None
+        return repeats and why_not_repeated(compared) is None
+
+    def _agreed(self, calls: int | None = None, updates: int | None = None) -> str:
+        """A sentence on what agrees among the first calls and updates, and on the calls that prove nothing."""
+        models = self._models[:calls]
+        counts = Counter(model for place, model in enumerate(models) if place not in self._undecided)
         listed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
         made = self._updates if updates is None else updates
         listed += [f"{counted(made, 'update')} of the weights"] if made else []
-        if not listed:
-            return ""
-        several = sum(counts.values()) + made > 1
-        text = f"{' and '.join(listed)} agree{'' if several else 's'}"
+        said = []
+        if listed:
+            several = sum(counts.values()) + made > 1
+            said.append(f"{' and '.join(listed)} agree{'' if several else 's'}")
         if self._results:
-            text += f", and so do the results of the next {counted(len(self._results), 'call')}"
-        return f"{text}."
+            said.append(f"{'and so do ' if said else ''}the results of the next {counted(len(self._results), 'call')}")
+            said[-1] += "" if len(said) > 1 else " agree"
+        unclear = [str(place + 1) for place in self._undecided if place < len(models)]
+        what = f"{'Call' if len(unclear) == 1 else 'Calls'} {' and '.join(unclear)} cannot be judged whole."
+        return " ".join([*([f"{', '.join(said)}."] if said else []), *([what] if unclear else [])])
 
     def _at_last(self, compared: Comparison) -> Comparison:
         """The comparison of the last call or update, with a sentence on what agreed before it."""
         tokens = self._chosen_tokens(compared)
         if tokens:
             number = len(self._models) + len(self._results)
-            said = f"{self._agreed(self._models[:-1])} {sentence_on(tokens, number, self._models[-1])}".strip()
+            said = f"{self._agreed(len(self._models) - 1)} {sentence_on(tokens, number, self._models[-1])}".strip()
             if not all(each.is_tie for each in tokens):
                 return self._with(compared, (said,))
             # From equal tokens, this call agrees too.
@@ -449,7 +484,7 @@ class _HeldInTurn:
             return self._with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
         if len(self._models) == 1 and not self._updates:
             return self._with(compared, ())
-        return self._with(compared, (f"{self._agreed(self._models[:-1])} {self._at_last_call(compared)}".strip(),))
+        return self._with(compared, (f"{self._agreed(len(self._models) - 1)} {self._at_last_call(compared)}".strip(),))
 
     def _chosen_tokens(self, compared: Comparison) -> list[ChosenToken]:
         """The tokens that differ before the last call, if they were chosen from logits and nothing else differs."""
@@ -477,8 +512,9 @@ class _HeldInTurn:
                 "the loss, the update, or code that writes weights."
             )
         if number > 1 and compared.findings.named and set(compared.findings.named) <= set(compared.findings.inputs):
+            before = "no call before it is known to differ" if self._undecided else "the calls before it agree"
             return (
-                f"Before call {number}, of {self._models[-1]}, its inputs differ, and the calls before it agree: the "
+                f"Before call {number}, of {self._models[-1]}, its inputs differ, and {before}: the "
                 "scripts' own code between the calls differs, or rounding has flipped a choice, such as a token."
             )
         return f"In call {number}, of {self._models[-1]}:"

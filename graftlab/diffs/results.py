@@ -71,6 +71,8 @@ _IN_A_CACHE = re.compile(r".*\b(past_key_values?|\w*cache\w*)\b.*", re.IGNORECAS
 # Results nest a few levels; objects of other libraries may nest without an end.
 _MAX_DEPTH = 12
 _TEXT_NUMBERS = 16
+# Values of this many numbers that are this near, as rel_l2, are not so by chance.
+_LEAST_WIDTH, _NEAR = 8, 0.1
 
 
 def written_path(path: str) -> str:
@@ -182,8 +184,14 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
             if is_written(path):
                 # Grafts write too, so only calls without them are asked for what is unlike.
                 continue
-            reshaped.append(f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target")
-            continue
+            shapes = f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target"
+            at_last = _at_last_position(a, b)
+            # A target that returns less under the same name has lost the rest.
+            if at_last is None or (path == path_of_other and a.numel() > b.numel()):
+                reshaped.append(shapes)
+                continue
+            left.append(f"{shapes}: only the last position was compared")
+            a, b = at_last
         if not a.numel():
             # Nothing was compared that could clear a target.
             continue
@@ -230,6 +238,7 @@ def values_of_other_shapes(
         if path in other
         and one[path].shape != other[path].shape
         and not (matched and one[path].numel() == other[path].numel())
+        and not (one[path].numel() < other[path].numel() and _at_last_position(one[path], other[path]))
     ]
 
 
@@ -251,13 +260,35 @@ def _pairs_of_returned(one: Mapping[str, torch.Tensor], other: Mapping[str, torc
     pairs = [(path, path) for path in one if path in other]
     if not pairs and len(one) == len(other):
         pairs = list(zip(one, other, strict=True))
-    return pairs or _unique_shapes(one, other)
+    return pairs or _unique_shapes(one, other) or _last_positions(one, other)
 
 
 def _unique_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
     shapes = [{path: tensor.shape for path, tensor in each.items() if tensor.numel() > 1} for each in (one, other)]
     single = [{shape: path for path, shape in each.items() if list(each.values()).count(shape) == 1} for each in shapes]
     return [(path, single[1][shape]) for shape, path in single[0].items() if shape in single[1]]
+
+
+def _last_positions(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    """The first pair that nearly agrees at the last position of a sequence, as logits do."""
+    every = ((path, path_of_other) for path in one for path_of_other in other)
+    return [each for each in every if _at_last_position(one[each[0]], other[each[1]])][:1]
+
+
+def _at_last_position(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both values at the last position of a sequence that one side alone returns whole; None unless these nearly agree.
+
+    Generation needs the logits of the last position only, so some models return no others.
+    """
+    whole, last = (one, other) if one.numel() > other.numel() else (other, one)
+    if whole.dim() < 2 or not (one.is_floating_point() and other.is_floating_point()):
+        return None
+    width = whole.shape[-1]
+    if width < _LEAST_WIDTH or last.shape[-1:] != (width,) or last.numel() * whole.shape[-2] != whole.numel():
+        return None
+    cut = whole[..., -1, :].reshape(last.shape)
+    pair = (cut, last) if whole is one else (last, cut)
+    return pair if last.any() and _rel_l2(*pair) < _NEAR else None
 
 
 def _shown_paths(paths: Sequence[str]) -> str:

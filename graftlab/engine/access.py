@@ -1,4 +1,4 @@
-"""Who may use a server, and how it survives too many connections: its token, and its listening sockets."""
+"""Access to a server: its token, and listening sockets that survive too many connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two lines of the log that say the same.
+# Seconds between two warnings about the same problem.
 _QUIET = 60.0
 
 
@@ -43,7 +43,7 @@ class ListeningSocket(socket.socket):
     def __init__(self, other: socket.socket) -> None:
         super().__init__(other.family, other.type, other.proto, fileno=other.detach())
         self._spare = os.open(os.devnull, os.O_RDONLY)
-        self._said = -_QUIET
+        self._warned = -_QUIET
 
     def accept(self) -> tuple[socket.socket, object]:
         try:
@@ -58,8 +58,8 @@ class ListeningSocket(socket.socket):
         finally:
             self._spare = os.open(os.devnull, os.O_RDONLY)
         now = time.monotonic()
-        if now - self._said >= _QUIET:
-            self._said = now
+        if now - self._warned >= _QUIET:
+            self._warned = now
             logger.warning(
                 "too many connections: this process has no file descriptors left, so it closes new connections"
             )

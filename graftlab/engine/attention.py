@@ -14,10 +14,10 @@ from graftlab.engine.kv_cache import KVCache
 
 
 class AttentionBackend(Protocol):
-    """What a runner needs: metadata once a forward, then `attend` once a layer (`models.Attend`)."""
+    """Attention for a runner: metadata once per forward, then `attend` once per layer (`models.Attend`)."""
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
-        """Compute, on the host, what all layers of the next forward share."""
+        """Compute the metadata that all layers of the next forward share, on the host."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v ``[T, 1, K, D]`` in the batch's slots; ``[T, 1, H, D]`` for q of that shape."""

@@ -1,4 +1,4 @@
-"""What goes into one forward: flat tensors over its tokens and over its requests.
+"""The input of one forward: flat tensors over its tokens and over its requests.
 
 Letters in the shapes: T tokens of the batch, B requests. In decode, T == B. Indices and lengths are int64.
 """

@@ -86,7 +86,7 @@ class EngineThread:
         going = True
         while going:
             try:
-                going = self._obey()
+                going = self._carry_out_orders()
                 if going:
                     for finished in self._engine.step():
                         self._settle(finished)
@@ -95,7 +95,7 @@ class EngineThread:
                 self._end_all(f"{type(error).__name__}: {error}")
         self._end_all(None)
 
-    def _obey(self) -> bool:
+    def _carry_out_orders(self) -> bool:
         """Carry out orders, and wait for one if there is nothing else to do; False to stop."""
         wait = not self._engine.live
         while True:

@@ -31,7 +31,7 @@ class GraphAttention:
         self._out_cache_loc = torch.empty(0, dtype=torch.int64, device=device)
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
-        """Write what the layers read. Tokens past the last request's are padding, and see the padding's slot.
+        """Write the metadata for the layers. Tokens past the last request's are padding, and see the padding's slot.
 
         Raises :class:`GraphError` for more tokens than there is room for.
         """
@@ -56,7 +56,7 @@ class GraphAttention:
 
 
 def token_places(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """The row in the cache's table, and the place in its request, of each token that is of a request, ``[T]`` each.
+    """The row in the cache's table, and the place in its request, of each token that is not padding, ``[T]`` each.
 
     The batch's lengths decide, not its positions, as in `CacheAttention`.
     """

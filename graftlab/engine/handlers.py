@@ -1,4 +1,4 @@
-"""What the server answers: ``POST /generate``, ``POST /configure_logging``, ``GET /health``; JSON in, JSON out."""
+"""The server's paths: ``POST /generate``, ``POST /configure_logging``, ``GET /health``; JSON in, JSON out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graftlab.requests.served import Encoder, FinishedRequest, Request
 
 
 class Serving(Protocol):
-    """What the handlers need of the server."""
+    """The server as its handlers use it."""
 
     requests: RequestLogging
     engine: EngineThread
@@ -32,11 +32,11 @@ class Serving(Protocol):
     status: Callable[[], dict[str, Any]]
 
     def submit(self, request: Request) -> Future[FinishedRequest]:
-        """What will come of a request."""
+        """Return the future result of a request."""
 
 
 class Handler(RequestHandler):
-    """Checks who may call, and reports errors as ``{"error": reason}``."""
+    """Checks the token, and reports errors as ``{"error": reason}``."""
 
     def initialize(self, server: Serving) -> None:
         self.server = server
@@ -45,11 +45,11 @@ class Handler(RequestHandler):
         # Browsers send the origin of a request. No web page should call an engine.
         if "Origin" in self.request.headers:
             await self.answer(403, {"error": "requests from pages in a browser are not served"})
-        elif not self._may_come():
+        elif not self._is_authorized():
             self.set_header("WWW-Authenticate", "Bearer")
             await self.answer(401, {"error": "this server requires its token: Authorization: Bearer TOKEN"})
 
-    def _may_come(self) -> bool:
+    def _is_authorized(self) -> bool:
         if self.server.token is None:
             return True
         scheme, _, given = self.request.headers.get("Authorization", "").partition(" ")
@@ -70,7 +70,7 @@ class Handler(RequestHandler):
 
 
 class NotFound(Handler):
-    """Every other path."""
+    """Answers every other path with 404."""
 
     async def prepare(self) -> None:
         await super().prepare()

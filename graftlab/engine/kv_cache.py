@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PADDING_SLOT = 0
-"""No request uses it: padding rows of a captured graph have to write somewhere."""
+"""Belongs to no request: padding rows of a captured graph write there."""
 
 
 class SlotAllocator:

@@ -1,7 +1,7 @@
-"""What capture and replay mean: on CUDA a graph of kernels, elsewhere the function itself, run again.
+"""Capture and replay: on CUDA a graph of kernels, elsewhere the function itself, run again.
 
-Both read what lies in static buffers at the time of the replay, and nothing else. What a runner forgets to write there
-is left from the last batch on every device, so such a fault shows without a GPU too.
+A replay reads the current content of static buffers, and nothing else. If a runner forgets to write one, it keeps the
+values of the last batch on every device, so such a fault shows without a GPU too.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _WARM_UPS = 3
 
 
 class Graph(Protocol):
-    """What was captured."""
+    """A captured function."""
 
     def replay(self) -> Outputs:
-        """Replay it on the current content of the buffers; the outputs are always the same memory."""
+        """Replay it with the current content of the buffers; the outputs are always in the same memory."""
 
 
 class Capturer(Protocol):
     """Captures for one runner, which does nothing else during a capture."""
 
     def capture(self, function: Callable[[], Outputs]) -> Graph:
-        """Capture `function` as a graph. It runs here, perhaps several times, so it has to be safe to repeat."""
+        """Capture `function` as a graph. This runs it, perhaps several times, so it must be safe to repeat."""
 
     def on_host(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A function that breaks the graph in which it is called: it runs on the host at each replay.
@@ -41,7 +41,7 @@ class Capturer(Protocol):
 
 
 def capturer_for(device: torch.device) -> Capturer:
-    """How to capture there."""
+    """The capturer for a device."""
     return CudaCapturer(device) if device.type == "cuda" else CpuCapturer()
 
 

@@ -1,15 +1,15 @@
 """Taps in a captured function, where no host code runs at replay.
 
 A tap that a plan has matched is captured as kernels: its value is copied into a static slot, and the function continues
-with the slot's graft where a switch is on, and with the value where not. After a replay the host passes the slots'
+with the slot's graft where a switch is on, and otherwise with the value. After a replay the host passes the slots'
 contents to the grafter, in the order in which the function reaches its taps, and the grafter does what the plan asks.
-At a tap that is grafted with a switch, the replay is repeated with the switch on, because everything after the tap
-depends on it. At a tap that is grafted with a break, which is captured for it, the host grafts in the middle of the one
-replay. Either way rows, transforms and waits are those of a function that is not captured.
+If a tap is grafted with a switch, the replay is repeated with the switch on, because everything after the tap depends
+on it. If it is grafted with a break in the graph, the host grafts in the middle of a single replay. Either way, rows,
+transforms and waits are those of a function that is not captured.
 
-A tap that no plan has matched yet adds no kernel. The first plan that matches it has the function captured again, once;
-no other edit does, except that breaks are captured where the plan grafts. Ranks of one side may compute together, and
-must then capture and replay equally often: all do so for the taps that the plan matches on any of them.
+A tap that no plan has matched yet adds no kernel. The first plan that matches it makes the function be captured again,
+once. No other edit does, except that a grafted tap may need a break. Ranks of one side that compute together must
+capture and replay equally often, so each does so for the taps that the plan matches on any of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from graftlab.taps.routing import handled_by
 
 
 class _SilentTaps:
-    """Takes what taps show while the function is captured or replayed."""
+    """Ignores all taps, while the function is captured or replayed."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         return value
@@ -99,7 +99,7 @@ class CapturedFunction:
     # ---- capture ------------------------------------------------------------------------------------------------
 
     def capture(self, function: Callable[[], Outputs]) -> None:
-        """Capture it; see :meth:`Capturer.capture`. Its taps show nothing during the capture."""
+        """Capture it; see :meth:`Capturer.capture`. Its taps make no rows during the capture."""
 
         def run_through() -> Outputs:
             self._next = self._next_host_part = 0
@@ -158,7 +158,7 @@ class CapturedFunction:
         return self._capturer.on_host(run)
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        """What a tap inside the function does during a capture, and where a replay runs the function again."""
+        """Handle a tap inside the function, during a capture or a replay that runs the function again."""
         index, self._next = self._next, self._next + 1
         if not self._is_known:
             self.sites.append(self._new_site(name, value, extras, tags))
@@ -235,7 +235,7 @@ class CapturedFunction:
     # ---- replay -------------------------------------------------------------------------------------------------
 
     def suits(self) -> bool:
-        """Whether it was captured with all that the plan in force wants of it."""
+        """Whether it was captured with all taps and breaks that the plan in force needs."""
         grafter = active.grafter()
         if grafter is None or grafter.decision_epoch is None:
             return True
@@ -307,7 +307,7 @@ class CapturedFunction:
         self._handed_over = until
 
     def _graft(self, index: int) -> None:
-        """If nothing arrives, it is the value itself, so that the number of replays depends only on the plan."""
+        """Graft the site, with its own value if nothing arrives: the number of replays depends only on the plan."""
         site = self.sites[index]
         slot, action = _slot_of(site), self._decisions[index].action
         if action is not None:

@@ -32,7 +32,7 @@ _MOST_PLANS = 256
 
 @dataclass(frozen=True)
 class _FillPlan:
-    """What a fill writes where, for given sizes, and sources of given shapes, dtypes and devices; already checked."""
+    """The checked writes of a fill, for given sizes, and sources of given shapes, dtypes and devices."""
 
     resets: list[tuple[Tensor, float | int | bool]]
     # Which sources go into which heads, by device and dtypes.

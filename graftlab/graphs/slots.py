@@ -1,4 +1,4 @@
-"""Slots: what a static buffer of a captured graph holds, and what happens to the part that a batch does not fill."""
+"""Slots: the content of each static buffer of a captured graph, and of the part that a batch does not fill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Axis = Literal["bs", "tokens", "none"]
 
 
 class PaddingPolicy(Enum):
-    """What the tail of a buffer holds: the places between the batch's own size and the size that the graph reads."""
+    """The content of a buffer's tail: the places between the batch's own size and the size that the graph reads."""
 
     KEEP_PAD = "keep_pad"
     """Earlier content, which a hook or the owner of an adopted buffer wrote there on purpose."""

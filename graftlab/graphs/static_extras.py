@@ -47,7 +47,7 @@ class StaticExtras:
         self._whole = together(around, None if callable(own) else own)
         self._parts: dict[Path, _Part] = {}
         self.plain: dict[Path, Any] = {}
-        """What has to be the same each time."""
+        """The values that must be the same each time."""
         for path, leaf in _leaves(self._whole):
             if isinstance(leaf, Tensor):
                 self._parts[path] = self._part(path, leaf)

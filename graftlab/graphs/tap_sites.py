@@ -18,10 +18,10 @@ from graftlab.plan.plan import Action
 from graftlab.taps import calls as taps
 
 Grafts = Literal["switches", "breaks"]
-"""How a graft gets into a captured function: past a switch at its tap, or in a break of the graph there."""
+"""How a graft gets into a captured function: through a switch at its tap, or in a break of the graph there."""
 
 Rows = Literal["tokens", "requests"]
-"""What has a row each in a tap's value."""
+"""What the rows of a tap's value stand for."""
 
 Identity = tuple[Any, ...]
 
@@ -53,7 +53,7 @@ class Site:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether it leaves no kernel behind."""
+        """Whether no kernel is captured for it."""
         return self.slot is None and not self.breaks
 
 
@@ -68,7 +68,7 @@ class TapDecision:
 
 @dataclass
 class WantedTaps:
-    """What the graphs of one runner share: how they graft, and which taps any plan has used."""
+    """State shared by the graphs of one runner: how they graft, and which taps any plan has used."""
 
     grafts: Grafts
     identities: set[Identity] = field(default_factory=set)

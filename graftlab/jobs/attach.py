@@ -25,10 +25,10 @@ def attach(config: GraftConfig | None = None, *, mesh: Any = None) -> bool:
 
     Waits until every rank of both sides has joined, at most ``timeout`` seconds. If some have not, or joining fails
     otherwise, one :class:`GraftWarning` gives the reason and the job continues without graftlab: its taps do nothing.
-    Call it on every rank of the job, after its process group is set up if it has one. From now on everything that the
-    job does is one run of the session, in which it takes part until the process ends.
+    Call it on every rank of the job, after its process group is set up if it has one. Everything that the job does from
+    now on belongs to one run of the session, until the process ends.
 
-    Raises :class:`ConfigError` for settings that cannot be used or do not fit the job, or the other side, and
+    Raises :class:`ConfigError` for settings that are invalid, or do not fit the job or the other side, and
     :class:`SessionError` in a process that is a rank already.
 
     >>> gl.attach(gl.GraftConfig(role="target", run_dir="/tmp/r", baseline_world_size=1, target_world_size=2))

@@ -10,10 +10,11 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -64,6 +65,8 @@ from graftlab.ranks.messages import (
 from graftlab.ranks.namespace import failure_of
 from graftlab.ranks.own_place import own_device, place_of
 from graftlab.taps import calls as taps
+
+A = TypeVar("A")
 
 logger = logging.getLogger(__name__)
 
@@ -161,12 +164,10 @@ class AttachedRank:
                 if request is not None and self._setup is not None:
                     self._setup.finish()
                 arrived = self._next_world()
-                if request is None or isinstance(arrived, Exception):
-                    raise (
-                        arrived
-                        if isinstance(arrived, Exception)
-                        else SessionError("a world was set up without a request")
-                    )
+                if isinstance(arrived, Exception):
+                    raise arrived
+                if request is None:
+                    raise SessionError("a world was set up without a request")
                 return request, arrived, rest
         raise SessionError("the session ended before all ranks had joined")
 
@@ -281,11 +282,11 @@ class AttachedRank:
         self._enter(world, run)
         self._connection.send(WorldSwitch(world.number, run.first_step))
         logger.info(
-            "%s continues with step %d in run %d, %s",
+            "%s continues with step %d in run %d, with generation %d of the baseline and generation %d of the target",
             self.place.label,
             run.first_step,
             run.run,
-            _describe_generations_of(run),
+            *run.generations,
         )
 
     def _own_address(self) -> str:
@@ -319,11 +320,12 @@ class AttachedRank:
         self._control.on(WorldStart, self._set_up_world)
         self._control.on(Contacts, self._set_up_world)
         self._control.on(FallbackPlan, self._on_fallback_plan)
-        self._control.on_question(RunSelfGraft, self._run_self_graft)
-        self._control.on_question(AskSelfGraft, self._self_graft_result)
-        self._control.on_question(RecordStep, self._record_step)
-        self._control.on_question(AskMatch, self._match_result)
-        self._control.on_question(TraceSteps, self._trace_steps)
+        grafter = self._grafter
+        self._control.on_question(RunSelfGraft, _acknowledging(grafter.run_self_graft))
+        self._control.on_question(AskSelfGraft, lambda _: SelfGraftResult(pack_value(grafter.self_graft_result())))
+        self._control.on_question(RecordStep, _acknowledging(grafter.record_step))
+        self._control.on_question(AskMatch, lambda asked: MatchResult(pack_value(grafter.match_result(asked.value))))
+        self._control.on_question(TraceSteps, _acknowledging(grafter.trace_steps))
         self._control.on_question(AskLineTraces, self._line_traces)
         for frame in frames:
             self._control.take(frame)
@@ -336,24 +338,6 @@ class AttachedRank:
         self._grafter.keeps_step = message.plan is not None
         if message.plan is None:
             self._grafter.forget_orders(message.version)
-
-    def _run_self_graft(self, order: RunSelfGraft) -> Acknowledgement:
-        self._grafter.run_self_graft(order)
-        return Acknowledgement()
-
-    def _self_graft_result(self, question: AskSelfGraft) -> SelfGraftResult:
-        return SelfGraftResult(pack_value(self._grafter.self_graft_result()))
-
-    def _record_step(self, order: RecordStep) -> Acknowledgement:
-        self._grafter.record_step(order)
-        return Acknowledgement()
-
-    def _match_result(self, question: AskMatch) -> MatchResult:
-        return MatchResult(pack_value(self._grafter.match_result(question.value)))
-
-    def _trace_steps(self, order: TraceSteps) -> Acknowledgement:
-        self._grafter.trace_steps(order)
-        return Acknowledgement()
 
     def _line_traces(self, question: AskLineTraces) -> LineTraces:
         traces, obstacle = self._grafter.line_traces()
@@ -509,9 +493,12 @@ class AttachedRank:
         return True
 
 
-def _describe_generations_of(run: RunInfo) -> str:
-    baseline, target = run.generations
-    return f"with generation {baseline} of the baseline and generation {target} of the target"
+def _acknowledging(handle: Callable[[A], None]) -> Callable[[A], Acknowledgement]:
+    def acknowledge(order: A) -> Acknowledgement:
+        handle(order)
+        return Acknowledgement()
+
+    return acknowledge
 
 
 def _nothing_of(plan: GraftPlan) -> GraftPlan:

@@ -242,11 +242,13 @@ def ask(connection: socket.socket, request: HandshakeMessage, expected: type[A],
     """Send a request, and return its answer, which has the type ``expected``. Raises ``refused`` for any other."""
     send_handshake(connection, request)
     answer = receive_handshake(connection)
-    if not isinstance(answer, expected):
-        raise refused(
-            answer.error if isinstance(answer, RequestRefused) else f"the other end answered {type(answer).__name__}"
-        )
-    return answer
+    if isinstance(answer, expected):
+        return answer
+    if answer is None:
+        raise refused("the other end closed the connection without an answer")
+    raise refused(
+        answer.error if isinstance(answer, RequestRefused) else f"the other end answered {type(answer).__name__}"
+    )
 
 
 def receive_exactly(connection: socket.socket, length: int) -> bytes:

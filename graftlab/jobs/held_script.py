@@ -76,9 +76,9 @@ def forget_claims(folder: Path) -> None:
 
 
 def _claims(folder: Path, side: Side, rank: int) -> bool:
-    """Whether this process is the rank's first one to call a model, and so becomes the rank.
+    """Whether this process is the first of a rank to call a model, and so becomes that rank.
 
-    A script may start others, whose environment names the same rank.
+    A script may start other processes, whose environment names the same rank.
     """
     try:
         os.close(os.open(folder / f"{side}-{rank}{_CLAIM}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -138,9 +138,9 @@ class HeldScript:
             hook.remove()
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Neither a data loader's worker nor any fork is a rank: the connections are the parent's.
+        # A data loader's worker or a fork is no rank: the connections belong to the parent.
         if os.getpid() != self._process or torch.utils.data.get_worker_info() is not None:
-            self._pass()
+            self._stop_holding()
             return
         kind = type(module).__name__
         if module not in self._names:
@@ -149,9 +149,9 @@ class HeldScript:
             self._kinds[kind] += 1
         name: str = self._names[module]
         if self._is_held:
-            # The call belongs to the closure of a held step.
+            # The closure of a held step made this call.
             return
-        # An update that raised has not reached its end.
+        # An update that raised never reached its post-hook.
         self._updating = None
         if self._wanted not in (None, kind, name):
             if name not in self._others:
@@ -163,7 +163,7 @@ class HeldScript:
         if self._rank is None:
             self._rank = _joined(self._folder, self._side, self.remove)
         if self._rank is None:
-            self._pass()
+            self._stop_holding()
             return
         if not self._rank.waits_in("call", self._count):
             return
@@ -181,12 +181,12 @@ class HeldScript:
         )
 
     def _note_other(self, name: str) -> None:
-        """Note the name of a model that is not held, to report it if the script never calls the right one."""
+        """Note a model that is not held, to report it if the script never calls the right one."""
         if self._rank is None:
             with contextlib.suppress(FileNotFoundError), other_models(self._folder, self._side).open("a") as file:
                 file.write(f"{name}\n")
 
-    def _pass(self) -> None:
+    def _stop_holding(self) -> None:
         """Stop holding calls in this process, and note that it has called a model."""
         self.remove()
         with contextlib.suppress(FileNotFoundError):
@@ -202,7 +202,7 @@ class HeldScript:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._process or self._rank is None or self._updating is not None:
-            # The optimizer may be part of a larger one, whose step is held.
+            # The optimizer may belong to a larger one, whose step is held.
             return
         self._updating = optimizer
         self._updates += 1
@@ -232,7 +232,7 @@ class HeldScript:
         self._calls_in_step = 0
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # A step of a repetition ends too.
+        # The steps of repetitions end here too.
         if optimizer is self._updating and not self._is_held:
             self._updating = None
 
@@ -264,7 +264,7 @@ class _ScriptRank(Rank):
         atexit.register(self._report_end, os.getpid())
 
     def waits_in(self, kind: UnitKind, number: int) -> bool:
-        """Whether the script is to wait in this call or update. It passes those before the chosen one."""
+        """Whether the script waits in this call or update. It does not wait in those before the chosen one."""
         if self._next_unit not in (None, (kind, number)):
             return False
         self._next_unit = None

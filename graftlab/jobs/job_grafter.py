@@ -1,4 +1,4 @@
-"""The grafter of a job. It continues after any failure, can move to another world, and follows a verdict's orders."""
+"""The grafter of a job: it survives failures, moves to other worlds, and follows the orders of a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logging in a job: to a file of the run folder, and warnings, such as that nothing was measured, to its log."""
+"""Logging in a job: to a file of the run folder, and warnings also to the job's own log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def log_to(path: Path) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """The log's file. A line that the disk does not take is lost, with one warning until the disk takes lines again."""
+    """The log's file. A line that cannot be written is lost; one warning reports it, until writing succeeds again."""
 
     _is_full = False
 
@@ -95,7 +95,7 @@ def nothing_measured(
         else " A tap pairs with one of the same name and tags in the same step of the other job."
     )
     return (
-        f"nothing was compared here: everything that this job's taps ({shown}) should have received was {found}.{hint} "
+        f"nothing was compared here: this job's taps ({shown}) received nothing to compare: {found}.{hint} "
         f"gl.load_run({str(folder)!r}) has the rows of both sides"
     )
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """Used by one thread at a time. With ``makes_links`` it makes the memory and sockets that connect the ranks."""
+    """For one thread at a time. With ``makes_links`` it creates the memory and sockets that connect the ranks."""
 
     def __init__(self, ranks: Sequence[AttachedRankHandle], joined: JoinedJobs, *, makes_links: bool) -> None:
         self._ranks = ranks
@@ -218,7 +218,7 @@ class Membership:
                 )
 
     def missing(self) -> str:
-        """Describe what the ranks wait for that have not begun."""
+        """Describe what the waiting ranks wait for."""
         absent = [rank.label for rank in self._ranks if rank.place.world_rank not in self._ready]
         if absent:
             return f"{', '.join(absent)} had not joined"

@@ -137,7 +137,7 @@ class PeerConnector:
         return memory, tuple(sorted(self._links.keys() - set(memory)))
 
     def linked(self, world: int) -> LinkReport:
-        """Return the same as a report to the session server."""
+        """Return :meth:`kinds` as a report to the session server."""
         return LinkReport(world, *self.kinds())
 
     # ---- connecting ---------------------------------------------------------------------------------------------

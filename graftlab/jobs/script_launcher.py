@@ -46,8 +46,8 @@ _HANDSHAKE_LIMIT = 10.0
 # Seconds between two calls of the function that shows the progress.
 _LOOK = 0.5
 _LAST_LINES = 20
-# How many times more lines are read than shown, because some are left out.
-_LOOKED_AT = 8
+# Lines read for each line shown, because some are left out.
+_READ_PER_SHOWN = 8
 # Variables of jobs, which would make a script join a session of jobs, or record.
 _OF_JOBS = ("GRAFTLAB_ENABLE", "GRAFTLAB_RECORD", "GRAFTLAB_ROLE", "DUMPER_GRAFTER_ENABLE")
 
@@ -111,7 +111,7 @@ class ScriptProcess:
         return True
 
     def how_it_ended(self) -> str:
-        """Say how it ended, such as ``"ended with exit code 1"``."""
+        """Describe how it ended, such as ``"ended with exit code 1"``."""
         code = self._process.poll()
         if code is None:
             return "runs"
@@ -132,7 +132,7 @@ class ScriptProcess:
         except OSError as error:
             return f"(its output cannot be read: {error})"
         # Read only the end of a long log.
-        lines = _without_frames_between(text.splitlines()[-_LOOKED_AT * most :])
+        lines = _without_frames_between(text.splitlines()[-_READ_PER_SHOWN * most :])
         shown = "\n".join(lines[-most:]) or "(nothing)"
         if not has_room(self.log.parent):
             # The script then fails when it prints, and its traceback is missing too.

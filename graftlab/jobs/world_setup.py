@@ -5,7 +5,6 @@ Each time makes a *world* with its own memory and connections, so nothing sent i
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import select
@@ -25,8 +24,6 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.descriptors import make_exchange
 from graftlab.ranks.messages import Contact, Contacts, LinkReport, WorldRequest
-
-logger = logging.getLogger(__name__)
 
 # Seconds between two checks of connections that have not been made yet.
 _CHECK_INTERVAL = 0.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from graftlab.errors import RunError
 from graftlab.judging.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
-from graftlab.lines.remedies import Remedy
+from graftlab.lines.remedies import ChangeByOperation, Remedy, changes_of_grafts
 from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, WantedCall
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import ratio, records
@@ -82,12 +82,12 @@ class _TracedCall:
         """All operations of the target that have the baseline's values, with the baseline's."""
         if self.trying is not None:
             return dict(self.trying.grafted)
-        return {target: baseline for line in self.grafts for target, baseline in line.items()}
+        return _joined(self.grafts)
 
     @property
-    def touched(self) -> frozenset[int]:
-        """All operations of the target that are changed."""
-        return frozenset(self.grafted) if self.trying is None else self.trying.touched
+    def changes(self) -> ChangeByOperation:
+        """The change of each of the target's operations that is changed."""
+        return changes_of_grafts(self.grafted) if self.trying is None else self.trying.changes
 
     @property
     def shown_on_baseline(self) -> frozenset[int]:
@@ -192,7 +192,7 @@ class LineSearch:
             if not chosen:
                 break
             try:
-                again = self._trace("with other values at single operations", calls)
+                again = self._trace("with other values at single operations", calls, chosen)
             except RunError as error:
                 # The code raises if the values mean something else there, such as an index of another tensor.
                 for call in chosen:
@@ -229,8 +229,9 @@ class LineSearch:
             for row in chosen
         ]
 
-    def _trace(self, why: str, calls: Sequence[_TracedCall]) -> TracedRun | str:
-        changes = self._changes(calls)
+    def _trace(self, why: str, calls: Sequence[_TracedCall], changed: Sequence[_TracedCall] = ()) -> TracedRun | str:
+        """Trace all calls, with the changes of those in ``changed``."""
+        changes = self._changes(changed)
         filters = RunFilters(b2t="True", leaving=self._one_sided)
         wanted = [each.wanted for each in calls]
         # A run with other values at some operations differs from the first only after these.
@@ -260,7 +261,7 @@ class LineSearch:
             if call.trying.partner is not None:
                 self._show(changed, call, ranks, call.trying.partner, None, _fed_tap_of(call.trying))
             for rank, each in enumerate(changed["target"]):
-                if all(self._index_on(call, "target", own, index, rank) == index for index in call.trying.touched):
+                if all(self._index_on(call, "target", own, index, rank) == index for index in call.trying.changes):
                     each.passed.update(call.trying.passed)
                     name = _fed_tap_of(call.trying) if call.trying.fed else ""
                     each.fed.update({index: (number, name) for index, number in call.trying.fed.items()})
@@ -320,8 +321,8 @@ class LineSearch:
     def _choose(self, calls: Sequence[_TracedCall], traced: TracedRun) -> list[_TracedCall]:
         """Give each unsettled call its next operation to graft; returns the calls that have one.
 
-        An operation that leads to several calls is grafted for one of them at a time, or it would seem to confirm the
-        others too, except where it is the only change for each of them.
+        Among the operations that lead to a call only its own changes are made, or those for another call would seem to
+        confirm it.
         """
         chosen: list[_TracedCall] = []
         slices = [
@@ -331,22 +332,22 @@ class LineSearch:
         for place, call in enumerate(calls):
             if call.is_settled or not call.is_worst or call.lost is None:
                 continue
+            # The most telling line, or none: lines after one that cannot be confirmed may be its consequence.
+            graft = _next_graft(call) if len(call.grafts) < MOST_GRAFTS and not call.is_to_leave_out else {}
+            tries_remedy = bool(call.untried) and not (graft and call.prefers_graft) and not call.is_to_leave_out
+            if not (call.is_to_leave_out or graft or tries_remedy):
+                continue
+            grafts = [*call.grafts[call.is_to_leave_out :], graft]
+            changes = call.untried[0].changes if tries_remedy else changes_of_grafts(_joined(grafts))
+            if any(
+                _differ_within(slices[place], each.changes, changes)
+                or _differ_within(slices[calls.index(each)], changes, each.changes)
+                for each in chosen
+            ):
+                continue
             if call.is_to_leave_out:
                 call.left_out = call.grafts.pop(0)
-                chosen.append(call)
-                continue
-            # The most telling line, or none: lines after one that cannot be confirmed may be its consequence.
-            graft = _next_graft(call)
-            graft = graft if len(call.grafts) < MOST_GRAFTS else {}
-            tries_remedy = bool(call.untried) and not (graft and call.prefers_graft)
-            if not graft and not tries_remedy:
-                continue
-            touched = call.untried[0].touched if tries_remedy else frozenset(graft)
-            others = {calls.index(each) for each in chosen if not _makes_same_change(call, graft, tries_remedy, each)}
-            elsewhere = {target for other in others for target in calls[other].touched}
-            if any(touched & slices[other] for other in others) or elsewhere & slices[place]:
-                continue
-            if tries_remedy:
+            elif tries_remedy:
                 call.trying = call.untried.pop(0)
             else:
                 call.grafts.append(graft)
@@ -386,7 +387,10 @@ class LineSearch:
         """Whether the operations that were changed are those of the first traced run."""
         assert self._traced is not None
         place = self._found_calls.index(call)
-        changed: dict[Side, frozenset[int]] = {"target": call.touched, "baseline": frozenset(call.shown_on_baseline)}
+        changed: dict[Side, frozenset[int]] = {
+            "target": frozenset(call.changes),
+            "baseline": frozenset(call.shown_on_baseline),
+        }
         runs = self._traced, traced
         for side, indices in changed.items():
             first, now = ([_what_ran(rank[place], indices) for rank in getattr(run, side)] for run in runs)
@@ -527,11 +531,13 @@ def _fed_tap_of(remedy: Remedy) -> str:
     return f"{LINE_TAP}.{remedy.partner}.before.{min(remedy.fed)}"
 
 
-def _makes_same_change(call: _TracedCall, graft: LineGraft, tries_remedy: bool, other: _TracedCall) -> bool:
-    """Whether the change chosen for ``other`` is also the only change of this call."""
-    if tries_remedy:
-        return other.trying is not None and other.trying.changes == call.untried[0].changes
-    return other.trying is None and not call.grafts and other.grafts == [graft] and other.left_out is None
+def _joined(grafts: Sequence[LineGraft]) -> LineGraft:
+    return {target: baseline for line in grafts for target, baseline in line.items()}
+
+
+def _differ_within(indices: Collection[int], others: ChangeByOperation, own: ChangeByOperation) -> bool:
+    """Whether the changes for another call change some of these operations, and not as a call's own changes do."""
+    return any(index in indices and own.get(index) != change for index, change in others.items())
 
 
 def _has_counterpart(lost: LostOnBothSides) -> bool:

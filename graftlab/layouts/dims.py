@@ -34,6 +34,8 @@ CONTEXT = "cp"
 TOKENS, BATCH, SEQUENCE = "t", "b", "s"
 
 _WORD = re.compile(r"\S+")
+# Spaces inside brackets are part of the word: `h[cp, tp]`, `(a * b)`.
+_DIM_WORD = re.compile(r"(?:\([^()]*\)|\[[^\[\]]*\]|\S)+")
 _DIM = re.compile(r"(?P<one>1)$|(?:(?P<name>[A-Za-z_]\w*)|\((?P<fused>[^()]*)\))(?:\[(?P<modifiers>[^\[\]]*)\])?$")
 _NAME = re.compile(r"[A-Za-z_]\w*$")
 
@@ -87,8 +89,8 @@ class Dims:
     def sizes(self, shapes: Sequence[Sequence[int]], mesh: Mesh) -> tuple[dict[str, int], dict[str, int]]:
         """Return the sizes of the whole tensor's dimensions, from the shapes of ranks' tensors.
 
-        The second result has those of dimensions that ranks split, on the assumption that they do so evenly. Fused
-        dimensions are in neither. Raises :class:`LayoutError` for tensors with another number of dimensions.
+        The second result has the dimensions that ranks split, assuming an even split. Neither has fused dimensions.
+        Raises :class:`LayoutError` for tensors with another number of dimensions.
         """
         whole: dict[str, int] = {}
         split: dict[str, int] = {}
@@ -159,7 +161,7 @@ def _as_sequence(name: str) -> str:
 def _needed(
     groups: Sequence[tuple[str, ...]], sizes: Mapping[str, int], split_sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sizes that are needed to take fused dimensions apart, from ``split_sizes`` where there is no other."""
+    """Return the sizes that are needed to split fused dimensions, from ``split_sizes`` where ``sizes`` lacks one."""
     found = {name: size for group in groups if len(group) > 1 for name in group if (size := sizes.get(name))}
     for group in groups:
         for name in group:
@@ -195,7 +197,7 @@ def parse_dims(text: str) -> Dims:
     dims = []
     places: dict[str, int] = {}
     split: dict[str, int] = {}
-    for word in _words(shape):
+    for word in _DIM_WORD.finditer(shape):
         dim = _dim(text, word)
         for name in dim.names:
             if name in places:
@@ -210,12 +212,6 @@ def parse_dims(text: str) -> Dims:
         raise LayoutError("'t' and 's' both mean the tokens of sequences; use one of them", text, places[TOKENS])
     replicated, dp = _comment(text, len(shape) + 1, comment, split) if hash_ else ((), "dp")
     return Dims(tuple(dims), replicated, dp)
-
-
-def _words(shape: str) -> list[re.Match[str]]:
-    # Spaces inside brackets are part of the word: `h[cp, tp]`, `(a * b)`.
-    found = re.finditer(r"(?:\([^()]*\)|\[[^\[\]]*\]|\S)+", shape)
-    return list(found)
 
 
 def _dim(text: str, word: re.Match[str]) -> Dim:
@@ -263,7 +259,7 @@ def _modifier(text: str, part: str, place: int, names: tuple[str, ...]) -> Modif
                 f"{qualifier!r} is unknown; the qualifiers are sharded, zigzag, natural, partial", text, inside
             )
         if (qualifier == "partial" and partial) or (qualifier in ("zigzag", "natural") and order):
-            raise LayoutError(f"{part.strip()!r} says twice how the dimension is split", text, inside)
+            raise LayoutError(f"{part.strip()!r} states twice how the dimension is split", text, inside)
         partial |= qualifier == "partial"
         order |= {qualifier} & {"zigzag", "natural"}
         inside += len(word) + 1

@@ -1,4 +1,4 @@
-"""Rows of a tensor in another order, or some of them, as where one batch pads or sorts the sequences of another.
+"""Rows of a tensor in another order, or some of them, such as when one batch pads or sorts another's sequences.
 
 :class:`Gather` lists the rows of one batch; :class:`Rows` has the rule by which they are found in any batch.
 """
@@ -23,9 +23,9 @@ from graftlab.layouts.steps import StepContext, call, check_count
 class Gather:
     """Takes rows, which the first dimensions ``of`` count, and arranges them in the dimensions ``into``.
 
-    ``runs`` are the rows to take, each a first row and how many follow it. A first row of -1 stands for rows that the
-    whole does not have, such as padding: they are 0 and count as unknown, so that they are neither compared nor
-    grafted. It holds for one batch; a tensor with other numbers of rows is refused.
+    ``runs`` are the rows to take, each a first row and a number of rows. A first row of -1 stands for rows that the
+    whole does not have, such as padding: they are 0 and unknown, so they are neither compared nor grafted. A gather
+    holds for one batch; it refuses a tensor with other numbers of rows.
     """
 
     of: tuple[int, ...]
@@ -113,11 +113,11 @@ class Gather:
 
 @dataclass(frozen=True)
 class Rows:
-    """Takes the rows that two taps show to be the same, in every batch again.
+    """Takes the rows that two taps show to be equal, found anew in every batch.
 
-    ``of`` is a tap of the side that has the whole, ``into`` one of the other side; both show the rows of a batch, by
-    token ids or by values, before the taps that the layout is for. The result has the rows as ``into`` has them, or
-    with ``flat`` in one dimension. Rows that the whole does not have are as in :class:`Gather`. ``found`` is what the
+    ``of`` is a tap of the side that has the whole, and ``into`` a tap of the other side. Both show the rows of a batch,
+    by token ids or by values, before the taps that the layout is for. The result has the dimensions that ``into`` has,
+    or with ``flat`` a single one. Rows that the whole lacks are as in :class:`Gather`. ``found`` are the rows that the
     taps have shown; without it no tensor can be converted.
     """
 
@@ -157,7 +157,7 @@ class Rows:
 
     def _found(self) -> FoundRows:
         if self.found is None:
-            raise LayoutError(f"{self.text}: which rows those are was not shown in this call, before this tap")
+            raise LayoutError(f"{self.text}: in this call, these taps have not shown their rows before this tap")
         return self.found
 
     def _dims(self, dims: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def _groups(rank: int, world_size: int, axes: Sequence[str]) -> Groups | None:
             _found[rank, world_size] = found
             return found
     found = _of_torch(rank)
-    # These groups need not be all: an axis without one may have another name there.
+    # There may be further groups: an axis may have another name in torch.
     return found if all(axis in found for axis in axes) else None
 
 

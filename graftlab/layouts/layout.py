@@ -286,11 +286,7 @@ def relayout(
         )
     if known is not None:
         if own is None:
-            left = "; ".join(_left_out(parts)) or "rows that only this side has"
+            left = "; ".join(lost for part, _ in parts for lost in part.leaves_out) or "rows that only this side has"
             raise LayoutError(f"the parts lack elements that {layout} needs: {left}")
         value = torch.where(known, value.to(own.dtype), own)
     return Relaid(value, known, joined.disagreements, layout.caveats)
-
-
-def _left_out(parts: Sequence[tuple[Layout, Sequence[Tensor]]]) -> list[str]:
-    return [lost for layout, _ in parts for lost in layout.leaves_out]

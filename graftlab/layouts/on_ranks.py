@@ -23,7 +23,7 @@ class RankLayout:
     """How a rank's tensor is made from the whole tensor.
 
     ``layout`` is on the side's mesh. ``shape`` is the whole tensor's, if known. ``names`` is the annotation of the
-    dimensions, if the layout was given in that form; from two annotations follows the conversion between the sides.
+    dimensions, if the layout was given in that form; two annotations determine the conversion between the sides.
     ``unknown`` is the reason why an annotation cannot be used on these ranks; ``layout`` then has no steps.
     """
 

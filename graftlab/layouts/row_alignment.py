@@ -14,22 +14,22 @@ from torch import Tensor
 
 Index = npt.NDArray[np.int64]
 
-# Rows with the values of this one that are looked at.
+# The most candidates that are compared with a row.
 _NEAR = 64
-# The longest stretch of rows that chooses between equal ones.
+# The most rows that are compared to choose between stretches of rows.
 _AHEAD = 512
 _NONE = np.empty(0, np.int64)
-# Numbers that stand for a row of many.
+# The number of random projections that stand for a row of values.
 _WIDTH = 8
-# A row's numbers differ by more than its values do, as some draws are larger than others.
+# Projections of a row may differ by more than its values, because the random directions vary.
 _SPREAD = 3.0
 
 
 @dataclass(frozen=True)
 class ShownRows:
-    """The rows of one call, by what distinguishes them: ``dims`` count them, ``width`` numbers stand for each.
+    """The rows of one call, along the dimensions ``dims``, with ``width`` numbers that identify each.
 
-    A token id is its own number. ``limit`` is the largest relative distance of two rows that are the same.
+    A token id is its own number. ``limit`` is the largest relative distance between two equal rows.
     """
 
     dims: tuple[int, ...]
@@ -39,7 +39,7 @@ class ShownRows:
 
     @classmethod
     def of(cls, tensor: Tensor) -> ShownRows:
-        """Those of a tensor of token ids ``[...]``, or of values ``[..., features]``."""
+        """Make them from a tensor of token ids ``[...]``, or of values ``[..., features]``."""
         value = tensor.detach()
         if not value.is_floating_point():
             ids = value.reshape(-1).double().cpu()
@@ -69,7 +69,7 @@ def _drawn(width: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FoundRows:
-    """The row of a whole, counted by ``of``, at each place of a part, counted by ``into``; -1 for none."""
+    """The row of a whole with dimensions ``of`` at each place of a part with dimensions ``into``; -1 for none."""
 
     of: tuple[int, ...]
     into: tuple[int, ...]
@@ -84,10 +84,10 @@ class FoundRows:
 
 
 def rows_between(of: Sequence[ShownRows], into: Sequence[ShownRows]) -> FoundRows:
-    """The rows of the last call of ``of`` that the last call of ``into`` has. Both have the calls of the step so far.
+    """The rows of the last call of ``of`` that are in the last call of ``into``; both have the calls of a step so far.
 
-    The side with fewer rows has some of the other's. If that is one call beside several, such as one pass beside a
-    prefill and decode steps, each of them begins where the one before it ended.
+    The side with fewer rows has some of the other's. If several calls have the rows of one, such as a prefill and
+    decode steps beside a single pass, each begins where the previous one ended.
     """
     if into[-1].count <= of[-1].count:
         return _contained(of, into)
@@ -116,15 +116,15 @@ def _index(outer: ShownRows, inner: ShownRows, place: int) -> Index:
         found = _coincidences(index, len(classes), distinct, lengths)
         if not found:
             return index
-        # What the shortest have taken is free for the rows that it belongs to, which may join others then.
+        # Without the shortest stretches, their rows are free for the sequences that they belong to.
         shortest = min(map(len, found))
         own[np.concatenate([each for each in found if len(each) == shortest])] = -1
 
 
 def _coincidences(index: Index, count: int, distinct: int, lengths: tuple[int, int]) -> list[Index]:
-    """Stretches that are too short to be of one sequence, as where two batches share a few words.
+    """Stretches of rows that are probably equal by chance, such as a few words that two sequences share.
 
-    Sequences that are found from beginning to end are none, nor are stretches that chance hardly makes in such rows.
+    A complete sequence is no coincidence, and neither is a stretch too long to arise by chance in such rows.
     """
     length, own_length = lengths[0] or count, lengths[1] or len(index)
     chance = 1 + math.log(max(2, count)) / math.log(max(2, distinct))
@@ -153,10 +153,10 @@ def aligned(
 ) -> tuple[Index, float]:
     """The row of ``outer`` that each row of ``inner`` is, or -1, and how well the rows are distinguished, from 0 to 1.
 
-    Rows with equal values, such as those of one token, are distinguished by the rows beside them: the longest stretch
-    wins, then the one after ``place``, then one that ends where the part has nothing more of the whole, and no row is
-    taken twice. A single one is the row after ``place``, or the last. ``lengths`` are those of the sequences of
-    ``outer`` and ``inner`` where they are padded to one; then a sequence has the rows of one sequence, in their order.
+    Rows with equal values, such as those of one token, are distinguished by the rows beside them. The longest stretch
+    wins, then the one after ``place``, then one that ends where the part has no more rows of the whole. No row is taken
+    twice. A single row is the one after ``place``, or the last. ``lengths`` are the common lengths of padded sequences
+    in ``outer`` and ``inner``; a sequence then has the rows of one sequence, in order.
     """
     classes, own = _classes(outer, inner, limit)
     index = _aligned(classes, own, place, lengths)
@@ -165,7 +165,7 @@ def aligned(
 
 
 def _aligned(classes: Index, own: Index, place: int, lengths: tuple[int, int]) -> Index:
-    """See :func:`aligned`; rows are given by their classes, and -1 is a row that the other side lacks."""
+    """See :func:`aligned`; rows are given by class, and -1 is a row that the other side lacks."""
     length, own_length = (each or max(1, len(rows)) for each, rows in zip(lengths, (classes, own), strict=True))
     positions: dict[int, Index] = {
         int(each): np.flatnonzero(classes == each) for each in np.unique(own[own >= 0]).tolist()
@@ -180,15 +180,15 @@ def _aligned(classes: Index, own: Index, place: int, lengths: tuple[int, int]) -
         places = positions.get(int(own[at]), _NONE)
         candidates = places[free[places]]
         if last >= 0:
-            # What is left of a sequence follows what was found of it.
+            # The rest of a sequence follows the part that was found.
             end = last - last % length + length
             within = (candidates > last) & (candidates < end) if lengths[0] else candidates == last + 1
             candidates = candidates[within]
         if not len(candidates):
-            # The other side lacks this row, or has it less often, as it may padding.
+            # The other side lacks this row, or has fewer of it, as of padding.
             at += 1
             continue
-        # One sequence does not follow another where both sides pad each to one length.
+        # If both sides pad their sequences, the next sequence may be anywhere.
         following = -1 if all(lengths) and at == begins else (int(index[at - 1]) if at else place) + 1
         is_last = place >= 0 or len(own) == 1
         most = np.minimum(length - candidates % length, min(own_length - at % own_length, _AHEAD))
@@ -202,8 +202,8 @@ def _aligned(classes: Index, own: Index, place: int, lengths: tuple[int, int]) -
                 each[0] if is_last else -each[0],
             ),
         )
-        # Two sequences may begin alike: rows before this stretch belong to it if they fit. A row that stands alone
-        # elsewhere has to give them back.
+        # Two sequences may begin alike. Rows before this stretch belong to it if they fit, and are taken from a row
+        # that matched alone.
         back = 0
         while start % length > back and at % own_length > back and classes[start - back - 1] == own[at - back - 1]:
             row, mine = start - back - 1, at - back - 1
@@ -224,7 +224,7 @@ def _aligned(classes: Index, own: Index, place: int, lengths: tuple[int, int]) -
 
 
 def sequence_lengths(outer: Sequence[int], inner: Sequence[int]) -> tuple[int, int]:
-    """The lengths of padded sequences, by the dimensions that count the rows of both; 0 where they are not several."""
+    """The lengths of padded sequences, from the dimensions of both sides' rows; 0 for a single sequence."""
     lengths = [dims[-1] if math.prod(dims[:-1]) > 1 else 0 for dims in (outer, inner)]
     return lengths[0], lengths[1]
 
@@ -232,7 +232,7 @@ def sequence_lengths(outer: Sequence[int], inner: Sequence[int]) -> tuple[int, i
 def _longest(
     classes: Index, own: Index, free: npt.NDArray[np.bool_], starts: Index, at: int, most: Index
 ) -> list[tuple[int, int]]:
-    """Those of ``starts`` from which the most rows are of equal classes, up to one that is taken, and how many."""
+    """The ``starts`` of the longest stretches of equal classes, up to a row that is taken, with their lengths."""
     count = 1
     while len(starts) > 1:
         further = most > count
@@ -247,7 +247,7 @@ def _longest(
 
 
 def _classes(outer: npt.NDArray[np.float64], inner: npt.NDArray[np.float64], limit: float) -> tuple[Index, Index]:
-    """A number for each distinct outer row, and for each inner row that of the outer row with its values, or -1."""
+    """A class for each distinct outer row, and for each inner row the class of the equal outer row, or -1."""
     distinct, classes = np.unique(outer, axis=0, return_inverse=True)
     different, which = np.unique(inner, axis=0, return_inverse=True)
     if distinct.shape[1] == 1:

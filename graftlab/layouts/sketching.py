@@ -21,13 +21,14 @@ _MOST_SUMS = 1 << 16
 class SignedSums:
     """``size`` sums that stand for a tensor of shape ``of``: element ``i`` is in sum ``i % size``, under a random sign.
 
-    The difference of two sketches is about as large, relative to them, as that of the two tensors, whichever elements
-    differ. Neither the elements nor their places can be told from one, so that it cannot be undone.
+    The relative difference of two sketches is about that of the two tensors, whichever elements differ. A sketch
+    reveals neither the elements nor their places, so the step cannot be inverted.
     """
 
     size: int
     of: tuple[int, ...]
     caveat: ClassVar[str | None] = None
+    leaves_out: ClassVar[str | None] = "the single elements"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "of", tuple(self.of))
@@ -36,10 +37,6 @@ class SignedSums:
             raise LayoutError(f"sketch: size is {self.size:,}, and at most {_MOST_SUMS:,} sums stand for a tensor")
         for extent in self.of:
             check_count("sketch", "each number in of", extent)
-
-    @property
-    def leaves_out(self) -> str | None:
-        return "the single elements"
 
     @property
     def text(self) -> str:

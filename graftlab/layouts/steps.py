@@ -144,6 +144,7 @@ class Part:
     of: tuple[int, ...]
     dim: int = 0
     groups: int = 1
+    caveat: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "of", tuple(self.of))
@@ -157,10 +158,6 @@ class Part:
     def leaves_out(self) -> str | None:
         others = len(self.of) - 1
         return f"the other {others} parts along dim {self.dim}" if others else None
-
-    @property
-    def caveat(self) -> str | None:
-        return None
 
     @property
     def text(self) -> str:
@@ -207,6 +204,7 @@ class Window:
     start: int
     length: int
     step: int = 1
+    caveat: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         check_count("window", "start", self.start, least=-(1 << 62))
@@ -216,10 +214,6 @@ class Window:
     @property
     def leaves_out(self) -> str | None:
         return f"everything outside {self.text}"
-
-    @property
-    def caveat(self) -> str | None:
-        return None
 
     @property
     def text(self) -> str:
@@ -260,6 +254,7 @@ class Strided:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int = 0
+    caveat: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for name in ("shape", "sizes", "strides"):
@@ -272,10 +267,6 @@ class Strided:
     @property
     def leaves_out(self) -> str | None:
         return f"everything outside {self.text}"
-
-    @property
-    def caveat(self) -> str | None:
-        return None
 
     @property
     def text(self) -> str:
@@ -319,14 +310,11 @@ class Pad:
     size: int
     to: int
     fill: float = 0.0
+    leaves_out: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         check_count("pad", "size", self.size, least=0)
         check_count("pad", "to", self.to, least=self.size)
-
-    @property
-    def leaves_out(self) -> str | None:
-        return None
 
     @property
     def caveat(self) -> str | None:
@@ -365,16 +353,13 @@ class Scale:
 
     factor: float = 1.0
     add: float = 0.0
+    leaves_out: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.factor) or self.factor == 0 or not math.isfinite(self.add):
             raise LayoutError(
                 f"scale: factor must be finite and not 0, and add finite, not {self.factor!r}, {self.add!r}"
             )
-
-    @property
-    def leaves_out(self) -> str | None:
-        return None
 
     @property
     def caveat(self) -> str | None:
@@ -454,10 +439,7 @@ class Unpack:
 
     to: int | None = None
     leaves_out: ClassVar[str | None] = None
-
-    @property
-    def caveat(self) -> str | None:
-        return "a graft fills the padding beyond a sequence's length with 0"
+    caveat: ClassVar[str | None] = "a graft fills the padding beyond a sequence's length with 0"
 
     @property
     def text(self) -> str:

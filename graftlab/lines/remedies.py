@@ -14,6 +14,15 @@ _DEEPEST = 4
 """How many lines of a stack are tried: an operation's own, and its callers."""
 
 
+ChangeByOperation = Mapping[int, tuple[str | int | None, ...]]
+"""What is changed about operations, by their index. Equal changes compare equal."""
+
+
+def changes_of_grafts(grafted: Mapping[int, int]) -> ChangeByOperation:
+    """The changes where operations have the results of the baseline's."""
+    return {target: ("grafted", baseline) for target, baseline in grafted.items()}
+
+
 @dataclass(frozen=True)
 class Remedy:
     """A change of the target's run that makes a tap agree if one line's operations are at fault.
@@ -34,15 +43,13 @@ class Remedy:
     is_certain: bool = False
 
     @property
-    def touched(self) -> frozenset[int]:
-        """The target's operations that this changes."""
-        return frozenset((*self.passed, *self.fed, *self.grafted))
-
-    @property
-    def changes(self) -> object:
-        """A key by which equal changes compare equal."""
-        changed = (self.passed, self.fed, self.grafted)
-        return self.partner, tuple(tuple(sorted(each.items())) for each in changed)
+    def changes(self) -> ChangeByOperation:
+        """The change of each of the target's operations that this changes."""
+        return {
+            **{index: ("passed", number) for index, number in self.passed.items()},
+            **{index: ("fed", number, self.partner) for index, number in self.fed.items()},
+            **changes_of_grafts(self.grafted),
+        }
 
     @property
     def is_one_sided(self) -> bool:
@@ -85,7 +92,8 @@ def remedies(baseline: LostPart, target: LostPart, tolerance: float) -> list[Rem
         likely = sorted(tried, key=lambda pair: not pair[0])
         if (certain := next((each for _, each in likely if each.is_certain), None)) is not None:
             return [certain]
-        new = {each.changes: each for _, each in reversed(likely) if each.changes not in found}
+        keyed = [(frozenset(each.changes.items()), each) for _, each in reversed(likely)]
+        new = {key: each for key, each in keyed if key not in found}
         found |= dict(list(new.items())[: -most - 1 : -1])
     return list(found.values())
 

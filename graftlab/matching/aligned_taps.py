@@ -37,7 +37,7 @@ class _Source:
 class AlignedTaps:
     """Makes taps with common rows from both sides' taps, and turns pairs of those into pairs of the real ones.
 
-    A call with rows of several calls of the other side is split into as many.
+    A call that has the rows of several calls of the other side becomes one tap for each of them.
     """
 
     orders: Sequence[RowOrder]
@@ -122,11 +122,11 @@ class AlignedTaps:
             return False
 
     def ruled(self, pairs: Sequence[Pair]) -> tuple[list[Pair], str]:
-        """The pairs of real taps for any batch, if a rule finds the rows; and a sentence on that."""
+        """The pairs of real taps, with rules for any batch where those find the rows; and a sentence on the rules."""
         return with_row_rules([self.real(pair) for pair in pairs], self.orders, *self._real, self.fetch)
 
     def real_proposal(self, proposal: Proposal) -> Proposal:
-        """The proposal on real taps, with rules where they find the rows, and a notice on each order."""
+        """The proposal for real taps, with rules where those find the rows, and a notice on each row order."""
         pairs, rule = self.ruled(proposal.pairs)
         said = [each.text for each in self.orders]
         left: dict[Side, dict[str, str]] = {}
@@ -150,7 +150,7 @@ class AlignedTaps:
 
 
 def _row_dims(shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...] | None:
-    """The dimensions of a tensor that count these rows, outermost first; None if it has none."""
+    """The dimensions of a tensor along which these rows lie, outermost first; None if it has no such dimensions."""
     places: list[int] = []
     for extent in dims:
         found = next(

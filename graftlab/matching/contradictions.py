@@ -20,9 +20,9 @@ from graftlab.matching.rules import rules_of
 
 
 def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """Targets whose name and values have different roles, such as k in place of v: their names and sentences.
+    """Target taps with the values of another role than their name has, such as k for v: names and sentences.
 
-    Two that are swapped share a sentence.
+    Two swapped taps share a sentence.
     """
     parts = fused_parts(pairs)
     of_whole: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -32,7 +32,7 @@ def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
             of_whole[pair.whole, outer].add(inner)
 
     def is_part(pair: Pair) -> bool:
-        """Whether the pair's whole has several parts, so that its name is the role of one of them at most."""
+        """Whether the whole has several parts, so that its name can be the role of only one of them."""
         outer = pair.baseline if pair.whole == "baseline" else pair.target
         return (
             bool(pair.layout.leaves_out)
@@ -48,7 +48,7 @@ def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
         if twin is None:
             said.append((one.pair.target, one.text))
             continue
-        # Two that have each other's values are one mistake.
+        # Two taps with each other's values are one mistake.
         found.remove(twin)
         text = f"{one.text}, and {twin.short}: the two are swapped"
         said += [(one.pair.target, text), (twin.pair.target, text)]
@@ -252,7 +252,7 @@ def _without_row_rules(layout: Layout) -> Layout:
 
 
 def _rows_without(pairs: Sequence[Pair]) -> str:
-    """How many of a target's rows no pair finds in the baseline; blank if none is."""
+    """How many rows of a target tap no pair finds in the baseline; blank if the pairs find all."""
     lacking = []
     for pair in pairs:
         gathers = [step for step in pair.layout.steps if isinstance(step, Gather) and step.lacks]

@@ -54,7 +54,7 @@ def odd_heads(
     target: Mapping[str, RecordedTap],
     odd: Collection[str] = (),
 ) -> list[str]:
-    """Sentences on pairs of q and k, or of v and o, whose features are in different orders within their heads.
+    """Sentences on pairs of q and k, or of v and o, whose heads have their features in different orders.
 
     Scores multiply each feature of q with the same feature of k, and o reads the features that v wrote. So any order is
     right if both have it. Whole heads may be in a different order on one of the two, such as groups of queries. ``odd``

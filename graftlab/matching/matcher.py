@@ -49,7 +49,7 @@ _EQUAL_QUANTILES = 1e-4
 PASS_THROUGH = ("Dropout", "Identity", "DropPath", "StochasticDepth")
 # Other parts of a whole are at most this many taps away from a known one.
 BESIDE = 24
-# After this many taps of one place that are part of nothing, the next ones are sought only near their own place.
+# Once this many taps of one place belong to no whole, wholes for the others are sought only nearby.
 _IN_VAIN = 3
 # Names less similar than this prove nothing.
 LEAST_SIMILARITY = 0.5
@@ -110,8 +110,8 @@ class Matcher:
     def run(self, before: Proposal | None, guesses: bool, trusted: Sequence[Pair] = ()) -> Proposal:
         self.reserved = {pair.baseline: pair.target for pair in trusted}
         for rule in rules_of(trusted):
-            # Find the other layers' partners too, or another tap with the same values, such as the enclosing module's
-            # output, would take them.
+            # Reserve the partners of other layers too. Otherwise another tap with the same values would take them, such
+            # as the output of the enclosing module.
             for name in filter(rule.covers, self.target):
                 self.reserved.setdefault(rule.baseline_for(name), name)
         self.match_equals()
@@ -193,7 +193,7 @@ class Matcher:
         is_known = False
         for place in np.argsort(most, kind="stable").tolist():
             if is_known and most[place] > _EQUAL_QUANTILES:
-                # The values of the others are too far away to be a tie, in whichever arrangement.
+                # In any arrangement, the values of the others are too far away for a tie.
                 break
             found = self._find(others[place], tap)
             if found is not None:
@@ -276,7 +276,7 @@ class Matcher:
         self.pairs.append(Pair(baseline, target, found.layout, whole, sureness, found.rel, note))
 
     def match_parts(self) -> None:
-        """A remaining tap of one side may be a part of a tap of the other, or a repetition of it."""
+        """Match each remaining tap with a tap of the other side that it is a part, or a repetition, of."""
         for tap in self.left("target"):
             self._best_part(tap, "baseline")
         for tap in self.left("baseline"):
@@ -352,7 +352,7 @@ class Matcher:
         found: list[ValueMatch] = []
 
         def rank(other: RecordedTap) -> tuple[bool, bool, bool, float]:
-            """Sort taps first that run at about the same time, and of these the nearest to other layers' partners."""
+            """Prefer taps that run at about the same time, and of these the ones nearest to other layers' partners."""
             known = place_of(other.name) in likely
             return other.name not in alone, distance(other) > BESIDE, not known, distance(other) if known else 0.0
 
@@ -536,7 +536,7 @@ def _ties(matching: Sequence[ValueMatch]) -> list[ValueMatch]:
 
 
 def _after(before: Proposal | None, pairs: Iterable[Pair]) -> list[Pair]:
-    """The pairs of a run. Some are ``confirmed``, as pairs by rule of the previous run."""
+    """The pairs of a run. Those that match by value, and were by rule in the previous run, are ``confirmed``."""
     if before is None:
         return list(pairs)
     ruled = {(pair.baseline, pair.target) for pair in before.pairs if pair.sureness in ("rule", "confirmed")}

@@ -45,7 +45,7 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
 
 
 def misplaced(pairs: Sequence[Pair], baseline: Iterable[str]) -> list[tuple[str, str]]:
-    """Targets whose values have a different role, kind or layer, or a different layout than in most layers, and why."""
+    """Target parameters with the values of another role, kind or layer, or in an unusual layout; and sentences."""
     said = [*other_roles(pairs), *_other_kinds(pairs)]
     names = {name for name, _ in said}
     said += [(text.partition(" ")[0], text) for text in _other_layers(pairs, names)]

@@ -65,7 +65,7 @@ def place_of(name: str) -> str:
 
 
 def layers_of(name: str) -> str:
-    """The name with a placeholder for numbers that count layers: parts of its path, or ends of parts but the last.
+    """The name with a placeholder for layer numbers: whole parts of its path, or ends of all parts but the last.
 
     ``norm_1`` and ``norm_2`` of one layer are two taps.
     """
@@ -160,16 +160,15 @@ _LAST = {
     "running_var": "the running variance",
 }
 # For fused tensors: the roles of the parts, in order.
-_FUSED: list[tuple[re.Pattern[str], tuple[str, ...], str]] = [
-    (re.compile(pattern, re.IGNORECASE), roles, family)
-    for pattern, roles, family in (
+_FUSED: list[tuple[re.Pattern[str], tuple[str, ...]]] = [
+    (re.compile(pattern, re.IGNORECASE), roles)
+    for pattern, roles in (
         (
             r"(^|[._])(in_proj_weight|in_proj_bias|qkv|qkv_proj|wqkv|c_attn|query_key_value|qkv_linear)([._]|$)",
             ("q", "k", "v"),
-            "attention",
         ),
-        (r"(^|[._])(kv_proj|wkv|key_value)([._]|$)", ("k", "v"), "attention"),
-        (r"(^|[._])(gate_up_proj|gate_up)([._]|$)", ("gate", "up"), "mlp"),
+        (r"(^|[._])(kv_proj|wkv|key_value)([._]|$)", ("k", "v")),
+        (r"(^|[._])(gate_up_proj|gate_up)([._]|$)", ("gate", "up")),
     )
 ]
 
@@ -191,10 +190,7 @@ def role_of(name: str, family: str | None = None) -> tuple[str, str] | None:
 
 def fused_roles(name: str) -> tuple[str, ...]:
     """The roles in a fused tensor of this name, in order; empty for other names."""
-    for pattern, roles, _ in _FUSED:
-        if pattern.search(name):
-            return roles
-    return ()
+    return next((roles for pattern, roles in _FUSED if pattern.search(name)), ())
 
 
 def last_role(name: str) -> str | None:

@@ -104,7 +104,7 @@ def _first(
 
 
 def _of_unmatched_calls(target: Sequence[RecordedTap], proposal: Proposal) -> list[RecordedTap]:
-    """The target's taps of calls whose first taps do not match as wholes, so that the rows may be different ones."""
+    """The target's taps of calls whose first taps do not match as wholes, so that their rows may differ."""
     wholes = {pair.target for pair in proposal.graftable if not pair.layout.leaves_out}
     first: dict[CallKey, list[bool]] = defaultdict(list)
     for tap in target:

@@ -36,7 +36,7 @@ CallKey = tuple[tuple[tuple[str, object], ...], int]
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The rows of one call of the target in one call of the baseline.
+    """Which rows of a baseline call are the rows of a target call.
 
     ``index`` has, for each of the target's rows, the baseline's row, or -1. ``of`` and ``into`` are the dimensions that
     count the rows. ``found_at`` are the taps that show it.
@@ -51,7 +51,7 @@ class RowOrder:
 
     @property
     def is_identity(self) -> bool:
-        """Whether both calls have equally many rows in one order. Then a row without a partner has different values."""
+        """Whether both calls have the same number of rows in the same order, so that one without a partner differs."""
         known = self.index >= 0
         return len(self.index) == math.prod(self.of) and bool((self.index == np.arange(len(known)))[known].all())
 
@@ -64,7 +64,7 @@ class RowOrder:
 
     @property
     def text(self) -> str:
-        """A sentence on the number of the rows, their total, and their order."""
+        """A sentence on the numbers of rows, and their order."""
         known = self.index[self.index >= 0]
         total = math.prod(self.of)
         of, into = (tuple(extent for extent in dims if extent > 1) for dims in (self.of, self.into))
@@ -114,7 +114,7 @@ def row_orders(
 ) -> list[RowOrder]:
     """The row orders of calls that have the other side's rows in a different order, or only some of them.
 
-    Calls with the same rows in the same order have none. One call may have the rows of several calls of the other side.
+    There is none for calls with the same rows in the same order. One call may have the rows of several others.
     """
     mine, theirs = _by_call(baseline), _by_call(target)
     found = _contained(mine, theirs, fetch["baseline"], fetch["target"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.errors import LayoutError
 from graftlab.layouts import Gather, Layout, Rows, Step
 from graftlab.layouts.row_alignment import FoundRows, ShownRows, rows_between
@@ -39,7 +39,7 @@ class _ShownCall:
 
 @dataclass(frozen=True)
 class _RowTaps:
-    """A tap of each side; together they show the rows of every call."""
+    """Two taps, one of each side, that together show the rows of every call."""
 
     baseline: str
     target: str
@@ -47,15 +47,17 @@ class _RowTaps:
 
     def found(self, mine: RecordedTap, theirs: RecordedTap) -> FoundRows | None:
         """The target's rows in the baseline, for a call of each side's tap; None if either has yet to show its rows."""
-        before = self._before("baseline", mine), self._before("target", theirs)
-        return rows_between(*before) if all(before) else None
+        shown = (
+            self.until(side, tap.order, call_of(tap.name)) for side, tap in zip(SIDES, (mine, theirs), strict=True)
+        )
+        of, into = shown
+        return rows_between(of, into) if of and into else None
 
-    def _before(self, side: Side, tap: RecordedTap) -> list[ShownRows]:
-        tags, _ = call_of(tap.name)
+    def until(self, side: Side, order: int, call: CallKey) -> list[ShownRows]:
+        """The rows that one side's tap has shown by this place in the execution order, in this call."""
+        tags, _ = call
         return [
-            each.rows
-            for each in self.shown[side]
-            if each.order <= tap.order and all(tag in tags for tag in each.call[0])
+            each.rows for each in self.shown[side] if each.order <= order and all(tag in tags for tag in each.call[0])
         ]
 
 
@@ -149,20 +151,13 @@ def _shown(taps: Sequence[RecordedTap], fetch: Fetch | None) -> Iterator[_ShownC
 
 
 def _shows(taps: _RowTaps, order: RowOrder) -> bool:
-    last: list[list[ShownRows]] = []
-    for side, call in (("baseline", order.baseline), ("target", order.target)):
-        own = [each for each in taps.shown[side] if each.call == call]  # type: ignore[index]
-        if not own:
+    shown: list[list[ShownRows]] = []
+    for side, call in zip(SIDES, (order.baseline, order.target), strict=True):
+        own = next((each for each in taps.shown[side] if each.call == call), None)
+        if own is None:
             return False
-        until = own[0].order
-        last.append(
-            [
-                each.rows
-                for each in taps.shown[side]  # type: ignore[index]
-                if each.order <= until and all(tag in call[0] for tag in each.call[0])
-            ]
-        )
-    found = rows_between(*last)
+        shown.append(taps.until(side, own.order, call))
+    found = rows_between(*shown)
     return len(found.index) == len(order.index) and bool((found.index == order.index).all())
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from graftlab.layouts import Layout, Rearrange
+from graftlab.layouts import Layout
 from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.sketch import Places, Sketch, Values, alike, covers, flat_values, limit_for
 from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutations, sampled, slices
@@ -239,13 +239,3 @@ def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | N
         known = flat_values(layout.local(torch.ones(outer.shape, dtype=torch.bool))) > 0
         found, own = found[known], own[known]
     return relative_l2(found, own)
-
-
-def shortest(founds: Sequence[ValueMatch]) -> ValueMatch:
-    """The simplest of equally good matches."""
-
-    def plainness(found: ValueMatch) -> tuple[int, int]:
-        steps = found.layout.steps
-        return len(steps) - all(isinstance(step, Rearrange) for step in steps), len(found.layout.text)
-
-    return min(founds, key=plainness)

@@ -24,8 +24,8 @@ from graftlab.matching.sketch import flat_values
 from graftlab.matching.strides import Strides
 from graftlab.matching.wording import layout_of
 
-# The first tap without a partner is the fault, unless taps that only one side has precede it: at most this many places
-# in a model, however many layers have them, and this many taps.
+# The first tap without a partner is the fault, unless taps that only one side has come before it. At most this many
+# places in a model are tried, in however many layers, and this many taps.
 FIRST = 5
 MOST = 60
 # The number of partners to try for each.

@@ -1,7 +1,7 @@
 """Pairs weights among taps: by value, by rule, by their modules, or by most of their values. They are never grafted.
 
-In a port the same weight has a different name, may be transposed or a part of a fused one, and may be the mistake. So
-if its values match no weight, or the wrong one, the other layers and the outputs of the modules show its partner.
+In a port a weight has a different name, and may be transposed, fused or wrong. If its values match no weight, or the
+wrong one, the other layers and the outputs of the modules show its partner.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 from torch import Tensor
 
 from graftlab.base.tags import name_with
@@ -27,10 +26,10 @@ from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.rules import Rule, rules_of
 from graftlab.matching.search import applied
 from graftlab.matching.sketch import limit_for
-from graftlab.matching.weights import LIMIT, match_constants, match_siblings
+from graftlab.matching.weights import LIMIT, equal_share, match_constants, match_siblings, plain_layouts
 from graftlab.plan.pairs import TapCallName
 
-# A weight that shares this part of another's values is that weight, partly overwritten.
+# A weight that has this share of another weight's values is that weight, partly overwritten.
 _MOST = 0.5
 
 
@@ -213,10 +212,7 @@ class _WeightsOfModules:
                     self._add_whole(mine, tap, usual)
 
     def _add_whole(self, mine: RecordedTap, tap: RecordedTap, usual: Counter[tuple[int, str]]) -> None:
-        layouts = [Layout()] if mine.shape == tap.shape else []
-        if len(tap.shape) == 2 and mine.shape == tap.shape[::-1]:
-            layouts.append(Layout((Rearrange(TRANSPOSED),)))
-        if layouts:
+        if layouts := plain_layouts(mine, tap):
             self._add(mine, tap, max(layouts, key=lambda each: usual[len(tap.shape), each.text]), "baseline")
 
     def _add_part(self, mine: RecordedTap, tap: RecordedTap, module: str) -> None:
@@ -314,10 +310,6 @@ def _share(layout: Layout, other: RecordedTap, tap: RecordedTap) -> float:
         return 0.0
     flat = taken.reshape(-1)
     step = max(1, len(flat) // _FEW)
-    if _equal_share(flat[::step].double().cpu().numpy(), tap.flat[::step]) < _MOST / 2:
+    if equal_share(flat[::step].double().cpu().numpy(), tap.flat[::step]) < _MOST / 2:
         return 0.0
-    return _equal_share(flat.double().cpu().numpy(), tap.flat)
-
-
-def _equal_share(one: np.ndarray, other: np.ndarray) -> float:
-    return float((np.abs(one - other) <= 1e-6 * np.abs(one)).mean())
+    return equal_share(flat.double().cpu().numpy(), tap.flat)

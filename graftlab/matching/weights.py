@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graftlab.base.html import bundle
-from graftlab.errors import LayoutError, MatchError
+from graftlab.errors import MatchError
 from graftlab.layouts import Layout, Part, Rearrange, Scale, Step
 from graftlab.matching.converting import converter
 from graftlab.matching.matcher import Matcher
-from graftlab.matching.mistakes import mistakes_of, notices_of, rounded_to
+from graftlab.matching.mistakes import TRANSPOSED, mistakes_of, notices_of, rounded_to
 from graftlab.matching.names import last_role, layer_of, module_of, role_of, similarity
 from graftlab.matching.pair import Pair, Sureness
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.search import applied
-from graftlab.matching.sketch import limit_for
+from graftlab.matching.sketch import Values, limit_for
 
 # Two trained weights are never this near by chance, and rounding never moves one further than this.
 LIMIT = 3e-2
@@ -58,9 +57,6 @@ class WeightMatch(Proposal):
     def __repr__(self) -> str:
         lines = [f"<graftlab.WeightMatch: {self.summary}>"]
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        return bundle(repr(self), super()._repr_mimebundle_()["text/html"])
 
 
 def match_weights(baseline: State, target: State) -> WeightMatch:
@@ -196,7 +192,7 @@ def _for_rows(layout: Layout) -> Layout | None:
     for step in layout.steps:
         if isinstance(step, Part) and step.dim == 0:
             steps.append(step)
-        elif step.text != "a b -> b a":
+        elif step.text != TRANSPOSED:
             return None
     return Layout(tuple(steps))
 
@@ -210,7 +206,7 @@ def _match_scaled(matcher: Matcher) -> None:
         for other in matcher.baseline.values():
             if other.sketch.numel != tap.sketch.numel or not other.sketch.telling:
                 continue
-            for layout in _plain_layouts(other, tap):
+            for layout in plain_layouts(other, tap):
                 found = _scaled(layout, other, tap)
                 if found is not None and (best is None or _nearer(found, best, tap)):
                     best = found
@@ -222,10 +218,11 @@ def _nearer(found: Pair, best: Pair, tap: RecordedTap) -> bool:
     return similarity(found.baseline, tap.name) > similarity(best.baseline, tap.name)
 
 
-def _plain_layouts(other: RecordedTap, tap: RecordedTap) -> list[Layout]:
+def plain_layouts(other: RecordedTap, tap: RecordedTap) -> list[Layout]:
+    """The identity and the transposition, where they give the tap's shape."""
     layouts = [Layout()] if other.shape == tap.shape else []
     if len(tap.shape) == 2 and other.shape == tap.shape[::-1]:
-        layouts.append(Layout((Rearrange("a b -> b a"),)))
+        layouts.append(Layout((Rearrange(TRANSPOSED),)))
     return layouts
 
 
@@ -305,15 +302,15 @@ def _match_differing(matcher: Matcher) -> None:
 
 
 def _share(one: RecordedTap, other: RecordedTap) -> float:
-    if one.flat is None or other.flat is None:
-        return 0.0
-    return float((np.abs(one.flat - other.flat) <= 1e-6 * np.abs(one.flat)).mean())
+    return 0.0 if one.flat is None or other.flat is None else equal_share(one.flat, other.flat)
+
+
+def equal_share(one: Values, other: Values) -> float:
+    """The share of values that are equal up to rounding."""
+    return float((np.abs(one - other) <= 1e-6 * np.abs(one)).mean())
 
 
 def _worded(matcher: Matcher, pair: Pair) -> Pair:
     """The pair with a note if its values were rounded."""
     rounded = rounded_to(matcher.baseline[pair.baseline], matcher.target[pair.target], pair)
-    try:
-        return pair.noted(f"rounded to {rounded}") if rounded else replace(pair)
-    except LayoutError:
-        return pair
+    return pair.noted(f"rounded to {rounded}") if rounded else pair

@@ -1,4 +1,4 @@
-"""What a launch needs of a cluster: room for all ranks, and one supervised process for each."""
+"""The interface of a cluster: it has room for all ranks, and one supervised process for each."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ class Cluster(Protocol):
     def reserve(self, options: LaunchOptions, folder: Path) -> RankHosts:
         """Wait until every rank of both sides has a place; ``folder`` is the session's.
 
-        Raises :class:`LaunchError` with what is lacking.
+        Raises :class:`LaunchError` that names the missing resources.
         """

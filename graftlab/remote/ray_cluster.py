@@ -39,7 +39,7 @@ Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 # Seconds that the driver has to give everything back.
 _RELEASE_LIMIT = 5.0
-# Seconds beyond the launch's timeout in which the driver reports what is lacking.
+# Seconds beyond the launch's timeout in which the driver reports the missing resources.
 _REPORT_LIMIT = 30.0
 _BEGIN = "import sys, json; sys.path[:] = json.loads({path!r}); from graftlab.remote.ray_driver import main; main()"
 

@@ -124,6 +124,7 @@ def test_a_whole_sequence_is_read_at_its_last_token() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("warm_scripts")
 @pytest.mark.parametrize("how", ["rounds", "third"])
 def test_a_near_tie_is_proven_and_another_choice_is_not_excused(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

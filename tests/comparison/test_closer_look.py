@@ -81,6 +81,7 @@ def test_equal_calls_are_not_repeated_in_float32() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("warm_scripts")
 @pytest.mark.parametrize(
     ("ways", "code", "says"), [("fused", 0, "4 calls of Model agree."), ("fused wrong", 1, "1.01")]
 )

@@ -11,21 +11,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import cast
 
-import pandas as pd
 import pytest
 from kit import prose
 from kit.processes import still_there, watch
 from kit.support import wait_until
 
 from graftlab.__main__ import main
-from graftlab.comparison.held_calls import Comparison
-from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
-from graftlab.session import Session
-from graftlab.verdict.wording import Findings
+from graftlab.jobs import script_launcher
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), pytest.mark.usefixtures("warm_scripts")]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -44,6 +39,8 @@ def test_the_readmes_scripts_are_compared_as_the_readme_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    # As a reader's scripts are.
+    monkeypatch.setattr(script_launcher, "subprocess", subprocess)
     blocks = prose.blocks(ROOT / "README.md")
     command, shown = next(pair for pair in itertools.pairwise(blocks) if "\ngraftlab compare" in pair[0].text)
     assert main([*shlex.split(command.text.splitlines()[-1])[1:], "--folder", str(tmp_path)]) == 1
@@ -78,39 +75,6 @@ def test_scripts_that_agree_continue_with_the_results_of_their_own_calls(
     # Each call was repeated many times, and has written into its caches once.
     for side in ("baseline", "target"):
         assert (tmp_path / "logs" / f"{side}.log").read_text().splitlines()[-1] == "cached 8 8"
-
-
-@pytest.mark.parametrize(
-    ("differing", "text"),
-    [
-        ({"0.running_mean": ""}, "Before call 2 buffers of the model differ, and its weights agree"),
-        ({"0.running_mean": "", "0.weight": ""}, "Before call 2 the weights differ"),
-    ],
-)
-def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict[str, str], text: str) -> None:
-    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
-    turns._models, turns._buffers = ["Norm", "Norm"], {"0.running_mean", "0.running_var"}
-    findings = Findings(pd.DataFrame(), 5.0, 1, data=["The weights already differ: 0."], weights=differing)
-    compared = Comparison(findings, 1, turns._session, None, "differ")
-    assert turns._at_last_call(compared).startswith(text)
-
-
-def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
-    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
-    turns._models = ["Net", "Net"]
-    for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "In call 2, of Net:")):
-        frame = pd.DataFrame({"group": [group], "label": ["culprit"]})
-        findings = Findings(frame, 5.0, 1, inputs=["input.ids@input"])
-        assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
-
-
-def test_calls_that_could_not_be_compared_do_not_count_as_agreeing() -> None:
-    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
-    assert turns._agreed() == ""
-    turns._judged = (0, 0)
-    assert turns.known == "Nothing was judged yet."
-    turns._updates = 3
-    assert turns._agreed() == "3 updates of the weights agree."
 
 
 FORKS = """
@@ -237,8 +201,9 @@ def test_an_interrupt_ends_both_scripts_and_reports_what_agreed_so_far(
 
 
 def test_an_environment_without_graftlab_is_named_with_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
     module = tmp_path / "torch" / "nn" / "modules" / "module.py"
     module.parent.mkdir(parents=True)

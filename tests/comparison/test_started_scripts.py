@@ -27,7 +27,7 @@ from graftlab.ranks.held_call import HeldCall, WatchChoice, describe_call, hold,
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate
 from graftlab.taps.outermost_calls import OutermostCalls
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), pytest.mark.usefixtures("warm_scripts")]
 
 SCRIPTS = Path(__file__).with_name("scripts")
 STREAMS, CLOSURES = str(SCRIPTS / "streams.py"), str(SCRIPTS / "closures.py")

@@ -143,6 +143,27 @@ def test_values_without_a_common_place_are_paired_by_order_or_by_shape() -> None
     assert left == ["only the target returns the result's ['hidden']"]
 
 
+def test_logits_of_the_last_position_alone_are_compared_with_the_last_of_all() -> None:
+    whole = torch.randn(2, 5, 8)
+    for last in (whole[:, -1:], whole[:, -1]):
+        cache = {"past_key_values": torch.ones(2)}
+        for one, other in (({"logits": last, **cache}, whole), (last, whole), ({"logits": whole, **cache}, last)):
+            compared = compare_results(one, other)
+            assert [each.rel_l2 for each in compared.differences] == [0.0]
+            assert (compared.lost, compared.reshaped) == ([], [])
+            assert any("only the last position was compared" in each for each in compared.left)
+    # A small difference there counts, and a large one does not show that these are the same positions.
+    assert compare_results(whole[:, -1] * 1.01, whole).differences[0].rel_l2 > 1e-3
+    assert compare_results(whole[:, 0], whole).reshaped
+    # A target that returns less under the baseline's name has lost the rest.
+    assert compare_results(whole, whole[:, -1]).reshaped
+    assert values_of_other_shapes({"": whole}, {"": whole[:, -1]})
+    assert not values_of_other_shapes({"": whole[:, -1]}, {"": whole})
+    # Zeros, or a number or two, are alike by chance.
+    assert compare_results(torch.zeros(2, 8), torch.zeros(2, 5, 8)).reshaped
+    assert compare_results(torch.ones(2, 2), torch.ones(2, 5, 2)).reshaped
+
+
 @pytest.mark.parametrize(
     ("expected", "found", "rel_l2"),
     [

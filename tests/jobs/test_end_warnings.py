@@ -52,9 +52,9 @@ def test_each_filter_without_a_match_is_named_and_no_other(filters: dict[str, An
         ({"missing": 4, "grafted": 1}, ""),
         (
             {"missing": 1_004},
-            "(hidden, out) should have received was 1,004 missing (it ended). A tap pairs with one of",
+            "(hidden, out) received nothing to compare: 1,004 missing (it ended). A tap pairs with one of",
         ),
-        ({"failed": 2, "timeout": 1}, "was 2 failed; 1 timeout. gl.load_run('/runs/1') has the rows"),
+        ({"failed": 2, "timeout": 1}, "nothing to compare: 2 failed; 1 timeout. gl.load_run('/runs/1') has the rows"),
     ],
 )
 def test_a_job_warns_when_nothing_it_received_was_compared(statuses: dict[str, int], said: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from graftlab.errors import RunError
 from graftlab.judging import line_runs
-from graftlab.judging.line_runs import LineSearch, _makes_same_change, _TracedCall, _with_counterpart, _written
+from graftlab.judging.line_runs import LineSearch, _TracedCall, _with_counterpart, _written
 
 
 def operation(index: int, name: str = "add") -> Any:
@@ -28,7 +28,7 @@ def on_both(*target: Any, remedies: tuple[Any, ...] = ()) -> Any:
 
 
 def remedy(**given: Any) -> Any:
-    usual = {"grafted": {}, "touched": frozenset({7}), "partner": None, "fed": (3,), "changes": {"a": 1}}
+    usual = {"grafted": {}, "partner": None, "fed": (3,), "changes": {7: ("fed", 3, None)}}
     return SimpleNamespace(**{**usual, "is_certain": False, **given})
 
 
@@ -139,10 +139,30 @@ def test_an_operation_that_leads_to_several_calls_is_grafted_for_one_at_a_time(
     assert search._choose(calls, Traced((1,), (1, 2))) == calls[:1]
     calls = [call(name, lost=on_both()) for name in "ab"]
     assert search._choose(calls, Traced((1,), (2,))) == calls
-    # The same change for both, and nothing else.
-    grafts["b"] = {1: 10}
-    calls = [call(name, lost=on_both()) for name in "ab"]
-    assert search._choose(calls, Traced((1,), (1,))) == calls
+
+
+def test_calls_share_a_run_if_it_changes_the_operations_of_each_alike(search: Any, grafts: dict[str, Any]) -> None:
+    def chosen(first: dict[str, Any], second: dict[str, Any], *slices: tuple[int, ...]) -> int:
+        grafts.update({"a": first.pop("graft", {}), "b": second.pop("graft", {})})
+        return len(
+            search._choose([call("a", lost=on_both(), **first), call("b", lost=on_both(), **second)], Traced(*slices))
+        )
+
+    assert chosen({"graft": {1: 10}}, {"graft": {1: 10}}, (1,), (1,)) == 2
+    # The second call's other operation comes after what the first call shows.
+    assert chosen({"graft": {1: 10}}, {"graft": {1: 10, 2: 20}}, (1,), (1, 2)) == 2
+    assert chosen({"graft": {1: 10}}, {"graft": {1: 10, 2: 20}}, (1, 2), (1, 2)) == 1
+    assert chosen({"graft": {1: 10}}, {"graft": {1: 11}}, (1,), (1,)) == 1
+    earlier = {"graft": {2: 20}, "grafts": [{1: 10}]}
+    assert chosen({"graft": {2: 20}}, earlier, (2,), (1, 2)) == 2
+    assert chosen({"graft": {2: 20}}, earlier, (1, 2), (1, 2)) == 1
+    assert chosen({"untried": [remedy()]}, {"untried": [remedy()]}, (7,), (7,)) == 2
+    other = remedy(changes={7: ("passed", 3)})
+    assert chosen({"untried": [remedy()]}, {"untried": [other]}, (7,), (7,)) == 1
+    assert chosen({"untried": [remedy()]}, {"graft": {7: 70}}, (7,), (7,)) == 1
+    leaves_out = {"grafts": [{1: 10}, {2: 20}], "is_to_leave_out": True}
+    assert chosen({"graft": {2: 20}}, leaves_out, (2,), (1, 2)) == 2
+    assert chosen({"graft": {1: 10}}, leaves_out, (1,), (1, 2)) == 1
 
 
 def test_remedies_come_first_unless_a_counterpart_is_preferred(search: Any, grafts: dict[str, Any]) -> None:
@@ -255,28 +275,14 @@ def test_a_line_whose_run_failed_is_reported_as_not_confirmed_with_the_reason(
 def test_what_is_changed_for_a_call_is_its_remedy_or_all_of_its_grafts() -> None:
     mine = call("a", grafts=[{1: 10}, {2: 20, 3: 30}])
     assert mine.grafted == {1: 10, 2: 20, 3: 30}
-    assert (mine.touched, mine.shown_on_baseline) == ({1, 2, 3}, {10, 20, 30})
+    assert (set(mine.changes), mine.shown_on_baseline) == ({1, 2, 3}, {10, 20, 30})
     assert len(mine.taps) == 3
     mine.trying = remedy(grafted={5: 50}, partner=60, fed=(9, 8))
-    assert (mine.grafted, mine.touched, mine.shown_on_baseline) == ({5: 50}, {7}, {50, 60})
+    assert (mine.grafted, set(mine.changes), mine.shown_on_baseline) == ({5: 50}, {7}, {50, 60})
     assert f"{line_runs.LINE_TAP}.60.before.8" in mine.taps
     assert len(mine.taps) == 2
     mine.trying = remedy(grafted={5: 50})
     assert len(mine.taps) == 1
-
-
-def test_two_calls_have_the_same_change_if_it_is_all_that_each_of_them_has() -> None:
-    graft = {1: 10}
-    alike = call("b", grafts=[graft])
-    assert _makes_same_change(call("a"), graft, False, alike)
-    assert not _makes_same_change(call("a", grafts=[graft]), graft, False, alike)
-    assert not _makes_same_change(call("a"), {2: 20}, False, alike)
-    assert not _makes_same_change(call("a"), graft, False, call("b", grafts=[graft], left_out={2: 20}))
-    assert not _makes_same_change(call("a"), graft, False, call("b", grafts=[graft], trying=remedy()))
-    tries = call("a", untried=[remedy()])
-    assert _makes_same_change(tries, graft, True, call("b", trying=remedy()))
-    assert not _makes_same_change(tries, graft, True, call("b", trying=remedy(changes={})))
-    assert not _makes_same_change(tries, graft, True, alike)
 
 
 def test_the_counterpart_of_the_targets_first_operation_leads_on_the_baseline() -> None:

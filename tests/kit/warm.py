@@ -14,6 +14,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -56,7 +57,7 @@ class Script:
 
     ``network`` is the file of the network namespace to run in. Then the first of ``own_folder`` shows the second.
     ``imports`` are more modules that it has imported before it begins. With ``forkserver`` what it starts as its first
-    forkserver has imported all that, too.
+    forkserver has imported all that, too. ``prepare`` names a function that it calls before it begins.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Script:
         own_folder: tuple[str, str] | None = None,
         imports: Sequence[str] = (),
         forkserver: bool = False,
+        prepare: str = "",
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self.returncode: int | None = None
@@ -89,6 +91,7 @@ class Script:
             "own_folder": own_folder,
             "imports": imports,
             "forkserver": forkserver,
+            "prepare": prepare,
         }
         self.pid = _nursery().start(asked, theirs)
         tells.close()
@@ -237,16 +240,26 @@ def next_script(descriptor: int) -> dict[str, Any]:
     poller = select.poll()
     poller.register(asks, select.POLLIN)
     running: dict[int, tuple[int, int]] = {}
+    unread: dict[int, int] = {}
     while True:
         for ready, _ in poller.poll():
             if ready in running:
                 pid, tells = running.pop(ready)
-                _, status = os.waitpid(pid, 0)
-                with contextlib.suppress(OSError):  # no process waits for it any longer
-                    os.write(tells, str(os.waitstatus_to_exitcode(status)).encode())
                 poller.unregister(ready)
                 os.close(ready)
-                os.close(tells)
+                # As with subprocess.Popen, its number is its own until the status is read.
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                assert ended is not None
+                status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                with contextlib.suppress(OSError):  # no process waits for it any longer
+                    os.write(tells, str(status).encode())
+                poller.register(tells, 0)  # for the end of the other side
+                unread[tells] = pid
+                continue
+            if ready in unread:
+                os.waitpid(unread.pop(ready), 0)
+                poller.unregister(ready)
+                os.close(ready)
                 continue
             size, descriptors, *_ = socket.recv_fds(asks, 8, 4)
             if not size:
@@ -260,6 +273,11 @@ def next_script(descriptor: int) -> dict[str, Any]:
                 for pidfd, (_, tells) in running.items():
                     os.close(pidfd)
                     os.close(tells)
+                for tells in unread:
+                    os.close(tells)
+                if asked["session"]:
+                    os.setsid()  # before its number is known, which kills its group
+                asks.sendall(str(os.getpid()).encode())
                 asks.close()
                 os.close(descriptors[3])
                 for stream, given in enumerate(descriptors[:3]):
@@ -271,7 +289,6 @@ def next_script(descriptor: int) -> dict[str, Any]:
             pidfd = os.pidfd_open(pid)
             running[pidfd] = pid, descriptors[3]
             poller.register(pidfd, select.POLLIN)
-            asks.sendall(str(pid).encode())
 
 
 def _import(*modules: str) -> None:
@@ -285,8 +302,6 @@ def _import(*modules: str) -> None:
 def run_as_main(asked: Mapping[str, Any]) -> None:
     """Do what ``python ARGUMENTS`` does."""
     ending.spare_what_was_imported()
-    if asked["session"]:
-        os.setsid()
     os.environ.clear()
     os.environ.update(asked["env"])
     # What was imported may have asked for it, in the environment of the first test of all.
@@ -294,6 +309,13 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
     if asked["network"]:
         _change_machine(asked["network"], *asked["own_folder"])
     os.chdir(asked["cwd"])
+    if "PYTHONUNBUFFERED" in asked["env"]:
+        for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, io.TextIOWrapper)
+            stream.reconfigure(write_through=True)
+    if asked["prepare"]:
+        module, _, function = asked["prepare"].rpartition(".")
+        getattr(importlib.import_module(module), function)()
     if asked["forkserver"]:
         spare.prepare()
     what, *rest = asked["arguments"]
@@ -321,6 +343,7 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
                 main.__dict__["__file__"] = what
             exec(compile(code, "<string>" if what == "-c" else what, "exec"), main.__dict__)
     except Exception as error:
+        sys.last_value = error
         # Without the lines of this file, which come first.
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         sys.exit(1)

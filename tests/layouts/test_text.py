@@ -177,7 +177,7 @@ def test_data_parallel_group_may_have_a_different_name() -> None:
 DIM_FAULTS = [
     ("b s[pp] h", "'pp' is not an axis", "    ^"),
     ("b s[cp:zag] h", "'zag' is unknown", "       ^"),
-    ("b s[cp:zigzag+natural] h", "says twice", "              ^"),
+    ("b s[cp:zigzag+natural] h", "states twice", "              ^"),
     ("b s[cp:zigzag+partial] h", "has no order", "    ^"),
     ("b s h[cp:zigzag]", "zigzag is an order of sequences", "      ^"),
     ("b s[tp,tp] h", "has an axis twice", "  ^"),

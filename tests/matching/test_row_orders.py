@@ -359,7 +359,7 @@ def test_a_tap_before_those_that_show_the_rows_is_refused() -> None:
     world.end()
     (row,) = (row for row in world.rows if row.name == "early")
     assert row.status == "failed"
-    assert "which rows those are was not shown in this call, before this tap" in (row.error or "")
+    assert "in this call, these taps have not shown their rows before this tap" in (row.error or "")
 
 
 def test_rows_of_two_requests_in_flight_are_not_mixed_up() -> None:

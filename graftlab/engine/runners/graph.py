@@ -70,7 +70,7 @@ class GraphRunner:
         return (self._row_ids[0], self._row_ids[1]) if self._row_ids else None
 
     def status(self) -> dict[str, Any]:
-        """What was captured and replayed; which taps are in the graphs that were replayed last, one of each size.
+        """The numbers of captures and replays, and the taps in the graphs that were replayed last, one of each size.
 
         ``taps_captured`` and ``taps_broken_at`` have names, and how many taps of each there are.
         """
@@ -168,7 +168,7 @@ class GraphRunner:
             return call_model(self.model, input_ids, positions, attend, self.encoder)
 
     def _variant(self) -> Hashable:
-        """What else a graph is captured for."""
+        """A further key of a graph, beside its sizes."""
         return None
 
     def _attend(self, on_host: OnHost) -> Attend:

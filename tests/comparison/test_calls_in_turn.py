@@ -1,0 +1,113 @@
+"""What is concluded of the calls that two scripts make one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pandas as pd
+import pytest
+import torch
+
+from graftlab.comparison import scripts
+from graftlab.comparison.held_calls import Answer, Comparison
+from graftlab.comparison.held_units import HeldUnits
+from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
+from graftlab.ranks.held_call import CallDescription
+from graftlab.session import Session
+from graftlab.verdict.wording import Findings
+
+
+@pytest.mark.parametrize(
+    ("differing", "text"),
+    [
+        ({"0.running_mean": ""}, "Before call 2 buffers of the model differ, and its weights agree"),
+        ({"0.running_mean": "", "0.weight": ""}, "Before call 2 the weights differ"),
+    ],
+)
+def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict[str, str], text: str) -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    turns._models, turns._buffers = ["Norm", "Norm"], {"0.running_mean", "0.running_var"}
+    findings = Findings(pd.DataFrame(), 5.0, 1, data=["The weights already differ: 0."], weights=differing)
+    compared = Comparison(findings, 1, turns._session, None, "differ")
+    assert turns._at_last_call(compared).startswith(text)
+
+
+def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    turns._models = ["Net", "Net"]
+    for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "In call 2, of Net:")):
+        frame = pd.DataFrame({"group": [group], "label": ["culprit"]})
+        findings = Findings(frame, 5.0, 1, inputs=["input.ids@input"])
+        assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
+
+
+def test_calls_that_could_not_be_compared_do_not_count_as_agreeing() -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    assert turns._agreed() == ""
+    turns._judged = (0, 0)
+    assert turns.known == "Nothing was judged yet."
+    turns._updates = 3
+    assert turns._agreed() == "3 updates of the weights agree."
+
+
+class InTurn(_HeldInTurn):
+    """Scripts that call Net as often as there are answers; part N is not checked in call N."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, answers: Sequence[Answer], **found: Any) -> None:
+        super().__init__(Mock(folder=folder), ScriptChoice())
+        row = {"name": "a", "group": "a", "tags": {}, "label": "clean", "error": 0.0, "ratio": 0.5, "added": 0.0}
+        frame = pd.DataFrame([{**row, "dtype": "float32", "cast": None}])
+        self._left_to_judge = [
+            Comparison(
+                Findings(frame, 5.0, 1, **found), 1, self._session, None, answer, (f"Not checked: part {call}.",)
+            )
+            for call, answer in enumerate(answers, start=1)
+        ]
+        monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: self._left_to_judge.pop(0))
+
+    def _first(self) -> HeldUnits:
+        call = CallDescription("Net", len(self._models) + 1, False, ("a",), {"": torch.ones(2)}, {})
+        return HeldUnits([call], [call])
+
+    def _next(self, side: object, before: object) -> HeldUnits | None:
+        return self._first() if self._left_to_judge else None
+
+    def _described_whole(self, held: HeldUnits) -> HeldUnits:
+        return held
+
+
+def test_calls_after_an_inconclusive_one_are_judged_and_may_differ(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers: list[Answer] = ["inconclusive", "agree", "differ", "agree"]
+    compared = InTurn(monkeypatch, tmp_path, answers).judge()
+    said = "1 call of Net agrees. Call 1 cannot be judged whole. In call 3, of Net:"
+    assert (compared.answer, compared.remarks[0]) == ("differ", said)
+
+
+def test_an_inconclusive_call_is_not_cleared_by_later_ones_that_agree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compared = InTurn(monkeypatch, tmp_path, ["agree", "inconclusive", "agree"]).judge()
+    assert compared.answer == "inconclusive"
+    assert compared.remarks[0] == "2 calls of Net agree. Call 2 cannot be judged whole."
+    # The conclusion is that of call 2, and says what was left out in the others.
+    assert compared.remarks[-1] == "Not checked: part 2."
+    assert "Not checked: in call 1, part 1." in compared.remarks
+
+
+def test_what_was_not_checked_in_an_earlier_call_is_said_in_the_conclusion(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compared = InTurn(monkeypatch, tmp_path, ["agree", "agree"]).judge()
+    assert compared.answer == "agree"
+    assert {"Not checked: in call 1, part 1.", "Not checked: part 2."} <= {*compared.remarks}
+
+
+def test_no_call_follows_one_that_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    turns = InTurn(monkeypatch, tmp_path, ["inconclusive", "differ"], not_repeated=["a"])
+    assert turns.judge().answer == "inconclusive"
+    assert len(turns._models) == 1
