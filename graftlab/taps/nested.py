@@ -110,6 +110,7 @@ def tap_inside(name: str, value: Any, tap_one: TapOne, depth: int = _MAX_DEPTH, 
         return tap_one(name, value)
     if depth == 0:
         return value
+    entries: dict[Any, Any]
     if isinstance(value, (tuple, list)):
         entries = {n: tap_inside(f"{name}[{n}]", item, tap_one, depth - 1, put) for n, item in enumerate(value)}
         changed = {index: new for index, new in entries.items() if _differs(new, value[index])}

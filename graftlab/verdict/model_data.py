@@ -113,7 +113,7 @@ def computed_between_calls(compared: pd.DataFrame, grafted: pd.DataFrame, thresh
 
     So the code between the calls computes them differently. ``compared`` are rows of a run without grafts.
     """
-    found = set()
+    found: set[str] = set()
     for frame, of_later in ((grafted, True), (compared, False)):
         chosen = frame[inputs_of_later_calls(frame) == of_later] if len(frame) else frame
         rows = records(chosen[chosen["status"].isin(MEASURED)])

@@ -141,7 +141,7 @@ def loop(second: float, first: float = 0.0) -> pd.DataFrame:
     )
 
 
-def test_inputs_of_a_later_call_that_only_inherit_a_difference_are_no_differing_inputs() -> None:
+def test_inputs_of_a_later_call_that_inherit_a_difference_do_not_already_differ() -> None:
     assert differing_data(loop(0.5), 5.0, loop(0.0)) == []
     assert computed_between_calls(loop(0.5), loop(0.0), 5.0) == set()
     # Without a run that grafts, nothing shows what is inherited.
@@ -149,7 +149,7 @@ def test_inputs_of_a_later_call_that_only_inherit_a_difference_are_no_differing_
     assert said.startswith("The inputs already differ: input.x (rel_l2 0.5)")
 
 
-def test_inputs_that_code_between_calls_computes_differently_are_judged_as_computed() -> None:
+def test_inputs_that_code_between_calls_computes_differently_are_computed() -> None:
     assert computed_between_calls(loop(0.5), loop(0.2), 5.0) == {"input.x"}
     # What differs at first was given differently.
     assert computed_between_calls(loop(0.5, 0.3), loop(0.2, 0.3), 5.0) == set()
