@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from graftlab.base.world import SIDES, Side
+from graftlab.errors import LayoutError
 from graftlab.layouts import Gather, Layout, Rearrange, Step
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
@@ -101,7 +103,23 @@ class AlignedTaps:
         theirs = self._sources["target"].get(pair.target, replace(plain, name=pair.target))
         first, last = (mine.there, theirs.back) if pair.whole == "baseline" else (theirs.there, mine.back)
         layout = Layout(_merged((*first, *pair.layout.steps, *last)))
+        if self._changes_nothing(layout, mine.name, theirs.name):
+            layout = Layout()
         return replace(pair, baseline=mine.name, target=theirs.name, layout=layout)
+
+    def _changes_nothing(self, layout: Layout, baseline: str, target: str) -> bool:
+        """Whether the layout's steps undo each other, so that each element stays where it is."""
+        one, other = (
+            next((tap for tap in taps if tap.name == name), None)
+            for taps, name in zip(self._real, (baseline, target), strict=True)
+        )
+        if not layout.steps or one is None or other is None or one.shape != other.shape:
+            return False
+        places = torch.arange(math.prod(one.shape)).reshape(one.shape)
+        try:
+            return not layout.lacks and torch.equal(layout.local(places), places)
+        except LayoutError:
+            return False
 
     def ruled(self, pairs: Sequence[Pair]) -> tuple[list[Pair], str]:
         """The pairs of real taps, with rules for any batch where those find the rows; and a sentence on the rules."""

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,9 +43,9 @@ def trace_callee(
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
     with handled_by(tracer), _eagerly(), tracer.recorder, _lines_of_backward(request):
         bind_callee(callee, args, kwargs)()
-    traces = tracer.traces
+    traces, was_compiled = tracer.traces, _has_compiled()
     tracer.let_go()
-    return traces
+    return [each and replace(each, was_compiled=was_compiled) for each in traces]
 
 
 def _eagerly() -> contextlib.AbstractContextManager[object]:
@@ -160,10 +161,15 @@ def _obstacle() -> str:
         names = ", ".join(type(each).__name__ for each in modes)
         return f"gl.step() is called inside {names}, and the operations of such code cannot be recorded"
     # Eagerly, the code may need more memory than the job has.
-    compiler = sys.modules.get("torch._dynamo.utils")
-    if compiler is not None and sum(compiler.counters["frames"].values()):
+    if _has_compiled():
         return "the job runs code that torch.compile has compiled; with TORCHDYNAMO_DISABLE=1 it can be traced"
     return ""
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has compiled code in this process."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return compiler is not None and sum(compiler.counters["frames"].values()) > 0
 
 
 class _LineTracer:
