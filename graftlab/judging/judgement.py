@@ -238,7 +238,10 @@ class Judgement:
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
-            self._attempt("the search for lines of source", lambda: search.trace(groups), None)
+            keep = mechanisms.pairs_for_hints(frame, naming.named)
+            rows = self._attempt("the search for lines of source", lambda: search.trace(groups, keep), None)
+            if rows is not None:
+                self._attempt("the search for hints", lambda: mechanisms.note_pairs(frame, naming.named, rows), None)
             # Whatever fails here, the lines that were found are kept.
             self._attempt("the confirmation of lines of source", search.confirm, None)
             lines = search.lines
