@@ -44,13 +44,17 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+# Not the compiler, which ranks of code that is not compiled do without.
+IMPORTED_BY_TESTS = ("pytest", "hypothesis", "pandas", "pyarrow.parquet", "matplotlib.figure", "jupyter_client")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def sealed_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Set for the kernels and ranks that tests start, which inherit the environment."""
     from graftlab.ranks import forkserver  # imports torch, which only those need who run tests
 
-    # Or each rank that makes a DTensor would take a second to import it.
-    forkserver.PRELOADED.append("torch.distributed.tensor.parallel")
+    # Or each rank would take a second to import DTensors, and as long for what the module of a test's function imports.
+    forkserver.PRELOADED += ["torch.distributed.tensor.parallel", *IMPORTED_BY_TESTS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAFTLAB_HOME", str(tmp_path_factory.mktemp("runs")))
         patch.setenv("HF_HUB_OFFLINE", "1")

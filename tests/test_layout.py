@@ -8,8 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from kit.parsing import parsed, uncollected
 
 import graftlab
+
+__all__ = ["uncollected"]  # for each test
 
 PACKAGE = Path(graftlab.__file__).parent
 
@@ -76,8 +79,7 @@ def modules() -> dict[str, Path]:
 @functools.cache
 def nodes_of(path: Path) -> list[ast.AST]:
     """Every node of a file that matters here, in any order."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [node for node in ast.walk(tree) if isinstance(node, _THAT_MATTER)]
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, _THAT_MATTER)]
 
 
 _THAT_MATTER = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.ExceptHandler, ast.Call)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.parsing import parsed, uncollected
+
+__all__ = ["uncollected"]  # for each test
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "graftlab"
@@ -89,11 +91,6 @@ def docstrings_of(paths: list[Path]) -> Iterator[Text]:
     for path in paths:
         for node in documented_nodes(parsed(path)):
             yield f"{path.relative_to(ROOT)}:{node.lineno}", str(node.value)
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def messages() -> Iterator[Text]:

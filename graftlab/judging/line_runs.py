@@ -172,11 +172,15 @@ class LineSearch:
         if not vanished:
             return said
         agree = "agree" if len(vanished) > 1 else "agrees"
-        return [
-            *said,
-            f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: compiling the target's code "
-            "makes the difference, and no line of source is at fault.",
-        ]
+        traced = [trace for rank in (() if self._traced is None else self._traced.target) for trace in rank]
+        if any(trace is not None and trace.was_compiled for trace in traced):
+            why = "compiling the target's code makes the difference, and no line of source is at fault."
+        else:
+            why = (
+                "no line of source is named, because the difference does not arise in each run, or only in a fused "
+                "path that tracing switches off."
+            )
+        return [*said, f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: {why}"]
 
     def confirm(self) -> None:
         """Graft single operations, to see whether the taps agree then."""

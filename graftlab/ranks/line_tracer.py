@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,17 +43,17 @@ def trace_callee(
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
     with handled_by(tracer), _eagerly(), tracer.recorder, _lines_of_backward(request):
         bind_callee(callee, args, kwargs)()
-    traces = tracer.traces
+    traces, was_compiled = tracer.traces, _has_compiled()
     tracer.let_go()
-    return traces
+    return [each and replace(each, was_compiled=was_compiled) for each in traces]
 
 
 def _eagerly() -> contextlib.AbstractContextManager[object]:
-    """Let compiled functions run eagerly.
+    """Let compiled functions run eagerly, but only during the trace.
 
-    Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well. A verdict
-    traces code that has run before, so if torch's compiler is not imported, nothing is compiled. Importing it takes
-    seconds, and a hundred megabytes of each rank.
+    Without this, a compiled function called under a mode would stay eager in the user's own calls too. A verdict traces
+    code that has run before, so if torch's compiler is not imported, nothing is compiled. Importing it takes seconds,
+    and a hundred megabytes of each rank.
     """
     if COMPILER not in sys.modules:
         return contextlib.nullcontext()
@@ -160,10 +161,15 @@ def _obstacle() -> str:
         names = ", ".join(type(each).__name__ for each in modes)
         return f"gl.step() is called inside {names}, and the operations of such code cannot be recorded"
     # Eagerly, the code may need more memory than the job has.
-    compiler = sys.modules.get("torch._dynamo.utils")
-    if compiler is not None and sum(compiler.counters["frames"].values()):
+    if _has_compiled():
         return "the job runs code that torch.compile has compiled; with TORCHDYNAMO_DISABLE=1 it can be traced"
     return ""
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has compiled code in this process."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return compiler is not None and sum(compiler.counters["frames"].values()) > 0
 
 
 class _LineTracer:
@@ -206,7 +212,7 @@ class _LineTracer:
         return [self.found.get(place) for place in range(len(self._request.wanted))]
 
     def let_go(self) -> None:
-        """Break the reference cycle with the recorder, or its notes stay until Python collects cycles."""
+        """Break the reference cycle with the recorder, which would keep its notes until Python collects cycles."""
         self.recorder.present_step = int
         self.recorder.replaced.clear()
         self.recorder.fed.clear()

@@ -56,6 +56,19 @@ captures = pytest.mark.parametrize(
         pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
     ],
 )
+# Each runner on one of the two; in soak on both, and on a GPU always.
+alternating = pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        pytest.param(kind, device, marks=[] if (number + is_other) % 2 == 0 else pytest.mark.soak)
+        for number, kind in enumerate(KINDS)
+        for is_other, device in enumerate(("cpu", "kernels"))
+    ]
+    + [
+        pytest.param(kind, "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+        for kind in KINDS
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +246,7 @@ def test_the_planted_fault_shows_and_a_graft_removes_it(eager: Any) -> None:
 # ---- what is captured when ------------------------------------------------------------------------------------------
 
 
-@captures
-@kinds
+@alternating
 def test_taps_that_no_plan_has_wanted_leave_nothing_in_a_graph(session: gl.Session, kind: str, device: str) -> None:
     session.edit(compare="False")
     run = session.run(baseline=partial(serve, "eager"), target=partial(serve, kind, device))
@@ -244,8 +256,7 @@ def test_taps_that_no_plan_has_wanted_leave_nothing_in_a_graph(session: gl.Sessi
     assert status["taps"] == 21
 
 
-@captures
-@kinds
+@alternating
 def test_an_edit_captures_anew_only_for_taps_never_wanted_before(session: gl.Session, kind: str, device: str) -> None:
     breaks = kind == "breakable"
     session.edit(compare="False")
@@ -366,8 +377,7 @@ def watched(engine: Engine) -> None:
     gl.watch(engine.model, include="search('proj$', name)")
 
 
-@captures
-@kinds
+@alternating
 def test_hooks_of_watch_are_taps_too(session: gl.Session, kind: str, device: str) -> None:
     session.edit(b2t="name == 'blocks.1.mlp.down_proj'")
     runs = [

@@ -188,8 +188,8 @@ def sums_in_another_order(module: Any, inputs: Any) -> Callable[..., Any]:
 def in_small_steps(x: Tensor) -> Tensor:
     """Adds in steps that bfloat16 drops, each below half a unit in the last place."""
     h = gl.tap("h", x * 1.5)
-    for _ in range(120):
-        h = h * 1.001
+    for _ in range(60):
+        h = h * 1.0019
     return gl.tap("out", h.sin())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from kit.grafters import GrafterWorld
@@ -12,10 +13,13 @@ from torch import Tensor
 
 from graftlab.base.world import Side
 from graftlab.grafting.batch_rows import BatchRows, RowsOfTaps, for_batch
+from graftlab.layouts import Gather, Layout, Rearrange
+from graftlab.matching.aligned_taps import AlignedTaps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import match_in_rounds, match_once
+from graftlab.matching.row_orders import RowOrder
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import Row
@@ -452,3 +456,12 @@ def test_a_row_with_different_values_in_its_place_does_not_show_another_order() 
     found = match_once(recorded(packed([0, 1, 2])), recorded(with_first(last_token, packed([0, 1, 2]))))
     assert not found.notices
     assert not any("gather" in pair.layout.text or "rows" in pair.layout.text for pair in found.pairs)
+
+
+def test_a_layout_whose_steps_undo_each_other_is_left_out() -> None:
+    order, ids = RowOrder(((), 0), ((), 0), (2, 9), (2, 9), np.arange(18), ("ids", "ids")), torch.arange(18)
+    taps = AlignedTaps([order], {"baseline": None, "target": None})
+    taps.of(*([RecordedTap.of("ids", ids.reshape(2, 9))] for _ in range(2)))
+    steps = (Gather.of_rows((2, 9), range(18), (18,)), Rearrange("(a b) -> a b", (("b", 9),)))
+    found = Pair("ids", "ids", Layout(steps), rel=0.0)
+    assert taps.real(found).layout == Layout()

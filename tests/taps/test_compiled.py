@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.support import wait_until
+from kit.support import not_on_2_6, wait_until
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,10 +24,6 @@ from graftlab.taps.routing import handled_by
 
 # Compiling takes seconds, torch's import of its tracer alone.
 pytestmark = pytest.mark.slow
-
-
-def not_on_2_6(what: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.__version__.startswith("2.6."), reason=f"torch 2.6 {what}")
 
 
 class TapHandler:
@@ -628,9 +624,9 @@ def test_aot_inductor_refuses_a_program_with_taps_with_instructions(model: nn.Mo
         torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "tapped.pt2"))
 
 
-# inductor's own compiler starts processes
-@pytest.mark.ranks
-@pytest.mark.slow
+# Torch's headers take the C++ compiler ten seconds. That a stripped program has no operator of ours stands above, and
+# that those operators are what AOTInductor refuses.
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler: no g++ on PATH")
 @pytest.mark.timeout(600)
 def test_aot_inductor_compiles_a_program_without_or_stripped_of_taps(
