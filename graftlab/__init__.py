@@ -179,7 +179,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 def _explain_missing_torch(what: str, error: ModuleNotFoundError) -> None:
     if error.name == "torch":
-        raise DependencyError(f"{what} needs torch, which is not installed; `pip install torch` brings it") from error
+        raise DependencyError(f"{what} needs torch, which is not installed; `pip install torch` installs it") from error
 
 
 def _follow_environment() -> None:

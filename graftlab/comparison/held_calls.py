@@ -366,7 +366,7 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
     if findings.inconclusive or (findings.rounding.groups and findings.in_float32 is None):
         # Nothing was judged, so that nothing is named proves nothing.
         return "inconclusive"
-    measured = findings.frame["ratio"].notna().any() if len(findings.frame) else False
+    measured = findings.frame["ratio"].notna().any() if len(findings.frame) else findings.only_returned
     if findings.failed or findings.without_output or not measured or not (results_compared or _shows_output(findings)):
         return "inconclusive"
     return "agree"

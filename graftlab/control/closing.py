@@ -21,7 +21,7 @@ class OpenSession(Protocol):
     def close(self) -> None: ...
 
 
-# Not weak references: the ranks of a session that nothing refers to any more would keep this process from ending.
+# Not weak references: the ranks of a forgotten session would keep this process from ending.
 _open: set[OpenSession] = set()
 
 

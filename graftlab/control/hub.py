@@ -156,7 +156,7 @@ class Hub:
 
 
 class _WakeSockets:
-    """The sockets that end a rest: a rank writes when it has sent more than rows, filled its socket, or is gone."""
+    """Sockets that end a rest: readable when a rank has sent more than rows, has filled its socket, or is gone."""
 
     def __init__(self, wake: int) -> None:
         self._poller = select.poll()

@@ -49,7 +49,7 @@ def runs(folder: str | Path | None = None) -> pd.DataFrame:
     >>> session.folder in list(gl.runs()["folder"])
     True
     """
-    found = find_runs(_where(folder))
+    found = find_runs(_folder_or_default(folder))
     return pd.DataFrame(
         {
             "started": pd.to_datetime([each.started for each in found], unit="s"),
@@ -84,7 +84,7 @@ def prune(where: Path | None = None, gib: float | None = None, days: float | Non
     """
     limit = _budget(GIB_VARIABLE, gib, _GIB) * 2**30
     oldest = time.time() - _budget(DAYS_VARIABLE, days, _DAYS) * 86400
-    found = find_runs(_where(where))
+    found = find_runs(_folder_or_default(where))
     total = sum(each.bytes for each in found)
     removed = []
     for each in found:
@@ -105,7 +105,7 @@ def runs_text(found: Sequence[PastRun]) -> str:
     return "\n".join([*lines, f"{len(found)} run folders, {total:.1f} MiB"])
 
 
-def _where(folder: str | Path | None) -> Path:
+def _folder_or_default(folder: str | Path | None) -> Path:
     return home() / "runs" if folder is None else Path(folder).expanduser()
 
 

@@ -33,8 +33,8 @@ def prompt(label: str, ask: Callable[[str], str], read: Callable[[str], str], wr
             return
         last = command
         try:
-            said = ask(command) if command else ""
+            answer = ask(command) if command else ""
         except SessionError as error:
-            said = str(error)
-        if said:
-            write(f"{said}\n")
+            answer = str(error)
+        if answer:
+            write(f"{answer}\n")

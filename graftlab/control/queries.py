@@ -44,7 +44,7 @@ class Queries:
         limit = _ANSWER_TIMEOUT if isinstance(question, AskStacks) else max(_ANSWER_TIMEOUT, self._timeout)
         try:
             if not rank.alive:
-                raise SessionError(f"{rank.label} cannot answer: it {rank.how_it_ended()}")
+                raise SessionError(f"{rank.label} cannot answer ({rank.how_it_ended()})")
             rank.channel.send(pack(Query(number, question)))
             answer = waiting.get(timeout=limit)
         except queue.Empty:
@@ -67,7 +67,7 @@ class Queries:
         """End every wait for an answer of this rank, which has died."""
         for asked, waiting in list(self._answers.values()):
             if asked is rank:
-                waiting.put(Refusal(f"it {rank.how_it_ended()} before it answered"))
+                waiting.put(Refusal(f"gone before it answered ({rank.how_it_ended()})"))
 
     def stack_of(self, rank: RankHandle) -> str:
         """The stacks of the rank's threads, even if one of them never releases the interpreter."""

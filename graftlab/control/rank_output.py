@@ -9,7 +9,7 @@ from graftlab.ranks.messages import DisplayData, LiveOutput, Output
 
 Piece = Output | LiveOutput | DisplayData
 
-# What is shown of ranks that this notebook did not start: nothing that a browser could run.
+# The forms shown of ranks that this notebook did not start: none that a browser could run.
 _HARMLESS = frozenset({"text/plain", "image/png", "image/jpeg"})
 
 

@@ -25,11 +25,11 @@ class RanksFrame(pd.DataFrame):
         return bounded_repr(self)
 
     def _repr_html_(self) -> str:
-        told = {name: ["" if value is pd.NA else str(value) for value in self[name]] for name in self.columns}
-        shown = [name for name, values in told.items() if any(values)]
+        texts = {name: ["" if value is pd.NA else str(value) for value in self[name]] for name in self.columns}
+        shown = [name for name, values in texts.items() if any(values)]
         lines = [
             "".join(
-                cell(told[name][at], "number" if name in ("step", "plan_version", "taps") else "") for name in shown
+                cell(texts[name][at], "number" if name in ("step", "plan_version", "taps") else "") for name in shown
             )
             for at in range(len(self))
         ]
@@ -46,7 +46,7 @@ def ranks_frame(
     """
     lines = []
     for rank in ranks:
-        look = rank.status()
+        status = rank.status()
         lines.append(
             {
                 "side": rank.place.side,
@@ -56,12 +56,12 @@ def ranks_frame(
                 "device": rank.assignment.device,
                 "backend": rank.assignment.backend,
                 "links": rank.links,
-                "state": "closed" if closed else _state(rank, look.state, failing, lost_groups),
-                "step": look.step if look.step >= 0 else pd.NA,
-                "plan_version": look.plan_version,
-                "taps": look.taps,
-                "last_tap": look.tap,
-                "awaits": ", ".join(ranks[other].label for other in look.awaits),
+                "state": "closed" if closed else _state(rank, status.state, failing, lost_groups),
+                "step": status.step if status.step >= 0 else pd.NA,
+                "plan_version": status.plan_version,
+                "taps": status.taps,
+                "last_tap": status.tap,
+                "awaits": ", ".join(ranks[other].label for other in status.awaits),
                 "note": "; ".join(rank.assignment.notes),
             }
         )
@@ -74,23 +74,23 @@ def ranks_table(
     """The HTML table: most of the frame, a line per rank."""
     lines = []
     for rank in ranks:
-        look = rank.status()
+        status = rank.status()
         if closed:
             state, kind = "closed", "quiet"
         else:
-            state = _state(rank, look.state, failing, lost_groups)
-            kind = "" if state == look.state else "bad"
-        if look.awaits and rank.alive:
-            state += " for " + ", ".join(ranks[other].label for other in look.awaits)
+            state = _state(rank, status.state, failing, lost_groups)
+            kind = "" if state == status.state else "bad"
+        if status.awaits and rank.alive:
+            state += " for " + ", ".join(ranks[other].label for other in status.awaits)
         cells = [
             cell(rank.label if rank.generation == 1 else f"{rank.label}, generation {rank.generation}"),
             cell(rank.pid),
             cell(rank.assignment.device),
             cell(state, kind),
-            cell(look.step if look.step >= 0 else "-", "number"),
-            cell(look.plan_version, "number"),
-            cell(f"{look.taps:,}", "number"),
-            cell(shortened(look.tap, 60)),
+            cell(status.step if status.step >= 0 else "-", "number"),
+            cell(status.plan_version, "number"),
+            cell(f"{status.taps:,}", "number"),
+            cell(shortened(status.tap, 60)),
         ]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return table(("rank", "pid", "device", "state", "step", "plan", "taps", "last tap"), lines)

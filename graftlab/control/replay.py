@@ -241,10 +241,10 @@ def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[SkippedRequest]
     ]
     frame = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"index": "Int64", "step": "Int64"})
     frame[["first_rel_l2", "final_difference"]] = frame[["first_rel_l2", "final_difference"]].astype("float64")
-    return frame.iloc[sorted(range(len(frame)), key=lambda i: _badness(lines[i]))].reset_index(drop=True)
+    return frame.iloc[sorted(range(len(frame)), key=lambda i: _sort_key(lines[i]))].reset_index(drop=True)
 
 
-def _badness(line: dict[str, Any]) -> tuple[Any, ...]:
+def _sort_key(line: dict[str, Any]) -> tuple[Any, ...]:
     """A sort key, worst first: failures, then differing tokens, then the largest difference; skipped requests last."""
     difference = line.get("final_difference", math.nan)
     return (

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from graftlab.base.html import cell, table
-from graftlab.base.tags import RESERVED_TAGS
+from graftlab.base.tags import own_tags
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run import Run, state_of
 from graftlab.control.session_plots import SessionPlots
@@ -157,13 +157,13 @@ def _section(title: str, body: str) -> str:
 
 def _conclusion(found: Conclusion, verdict: Verdict | None) -> str:
     lines = [explorer.headline(found), *found.sentences[1:]]
-    said = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
+    body = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
     if verdict is None:
-        return _section("Conclusion", f"{said}<p>No verdict was computed.</p>")
+        return _section("Conclusion", f"{body}<p>No verdict was computed.</p>")
     words = "".join(f"<p>{html.escape(line)}</p>" for line in verdict.text.split("\n"))
     # No links: the page is read elsewhere.
     sources = source_view(verdict.findings.lines, link=lambda file, text: html.escape(text))
-    return _section("Conclusion", said) + _section("Newest verdict", words + sources)
+    return _section("Conclusion", body) + _section("Newest verdict", words + sources)
 
 
 def _worst(found: Conclusion) -> str:
@@ -250,7 +250,7 @@ def _environment(session: SessionCore) -> str:
 def _pictures(session: SessionCore) -> str:
     """Heatmaps of the kept pairs; on request only, because they show values."""
     plot = SessionPlots(session)
-    kept = {(str(tags["name"]), tuple(_own(tags).items())): None for tags in session.kept()}
+    kept = {(str(tags["name"]), tuple(own_tags(tags).items())): None for tags in session.kept()}
     shown = []
     for name, tags in list(kept)[:_PICTURES]:
         try:
@@ -261,7 +261,3 @@ def _pictures(session: SessionCore) -> str:
         shown.append(to_html(figure, f"{name}: where the pair differs. {in_words(figure)}"))
     more = f"<p>and {len(kept) - _PICTURES:,} more kept pairs</p>" if len(kept) > _PICTURES else ""
     return _section("Kept pairs", STYLE + "".join(shown) + more if shown else "<p>No pair is kept.</p>")
-
-
-def _own(tags: dict[str, Any]) -> dict[str, Any]:
-    return {tag: value for tag, value in tags.items() if tag not in RESERVED_TAGS}

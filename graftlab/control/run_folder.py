@@ -60,21 +60,21 @@ def make_run_folder(folder: str | Path | None) -> Path:
 def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rendezvous: Path | None = None) -> None:
     """Write the facts of a session that its rows lack into the run folder.
 
-    When it began, in which process, the sizes of baseline and target and the first run with these sizes, and the
-    rendezvous of its jobs, if it is a session of jobs.
+    These are when it began, its process, the sizes of baseline and target, and the first run with these sizes. A
+    session of jobs also has a rendezvous.
     """
     before = description_of(folder)
     if before.get("ranks") == list(sizes) and isinstance(before.get("first_run"), int):
         first_run = before["first_run"]
-    said: dict[str, Any] = {"started": time.time(), "kernel": os.getpid(), "ranks": sizes, "first_run": first_run}
+    facts: dict[str, Any] = {"started": time.time(), "kernel": os.getpid(), "ranks": sizes, "first_run": first_run}
     if rendezvous is not None:
-        said["rendezvous"] = str(rendezvous)
+        facts["rendezvous"] = str(rendezvous)
     partial = folder / f"{_DESCRIPTION}.partial"
     try:
         # Whole or not at all: a full disk must not cost the facts that an earlier session wrote.
         descriptor = open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(descriptor, "w") as file:
-            json.dump(said, file)
+            json.dump(facts, file)
         partial.replace(folder / _DESCRIPTION)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -85,18 +85,18 @@ def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rende
 def description_of(folder: Path) -> dict[str, Any]:
     """The facts that :func:`describe_session` wrote; empty if they cannot be read."""
     try:
-        said = json.loads(read_all(folder, _DESCRIPTION, most=_MOST_BYTES))
+        facts = json.loads(read_all(folder, _DESCRIPTION, most=_MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def sizes_of(folder: Path, run: int) -> tuple[int, int] | None:
     """The sizes of baseline and target in this run; None if they are not known."""
-    said = description_of(folder)
+    facts = description_of(folder)
     try:
-        baseline, target = (int(size) for size in said["ranks"])
-        known = run >= int(said["first_run"]) and max(baseline, target) <= _MOST_RANKS
+        baseline, target = (int(size) for size in facts["ranks"])
+        known = run >= int(facts["first_run"]) and max(baseline, target) <= _MOST_RANKS
         return (baseline, target) if known else None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -27,9 +27,9 @@ OnFailure = Literal["stop", "continue"]
 
 
 class RunState:
-    """What is known of a run. Methods may be called from any thread.
+    """The state of a run. Methods may be called from any thread.
 
-    ``code`` is what was run, by side or rank: text, or the code object of a function, which does not hold a model.
+    ``code`` is the code that was run, by side or rank: text, or a function's code object, which holds no model.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class RunState:
     def left_on_failed_sides(self) -> list[RankHandle]:
         """The ranks that still run on a side where another rank has failed or was stopped."""
         with self.changed:
-            failed = {rank.place.side for rank in self.ranks if self.has_ended(rank) and not self._is_well(rank)}
+            failed = {rank.place.side for rank in self.ranks if self.has_ended(rank) and not self._has_succeeded(rank)}
             return [rank for rank in self.ranks if not self.has_ended(rank) and rank.place.side in failed]
 
-    def _is_well(self, rank: RankHandle) -> bool:
+    def _has_succeeded(self, rank: RankHandle) -> bool:
         done = self._done.get(rank.place.world_rank)
         return done is not None and done.failure is None
 
@@ -178,9 +178,9 @@ class RunState:
         return "; ".join(failed + [f"{rank.label}: {self._where_is(rank)}" for rank in self._unfinished()])
 
     def _where_is(self, rank: RankHandle) -> str:
-        whereabouts = rank.status()
-        if whereabouts.state != "idle":
-            return str(whereabouts)
+        status = rank.status()
+        if status.state != "idle":
+            return str(status)
         # Its request or its report is on the way.
         return "about to end" if rank.place.world_rank in self._done else "about to begin"
 
@@ -243,7 +243,8 @@ class RunState:
                 what = f"was interrupted, because {next(iter(order))} failed"
             else:
                 # Without frames, a traceback only repeats the message.
-                trace = f"\n{failure.traceback}" if _has_frames(failure.traceback) else ""
+                has_frames = any(mark in failure.traceback for mark in ("Traceback", 'File "'))
+                trace = f"\n{failure.traceback}" if has_frames else ""
                 what = f"raised {failure.kind}: {failure.message}{trace}"
                 first = first or open_exception(ranks[label], failure)
             alike.setdefault(what, []).append(label)
@@ -268,7 +269,3 @@ class RunState:
     def _weight(self, rank: RankHandle, order: int) -> tuple[int, int]:
         """Sort deaths first, since most other failures follow from them, and ranks ended for a failure last."""
         return 2 if rank.was_ended else rank.place.world_rank not in self._deaths, order
-
-
-def _has_frames(traceback: str) -> bool:
-    return "Traceback" in traceback or 'File "' in traceback

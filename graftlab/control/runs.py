@@ -56,7 +56,7 @@ class Runs:
         self._states: list[RunState] = []
         self._next_step = rows.first_step
         self._first_run = rows.first_run
-        # Why the session is ending its ranks, which is then the reason for every failure; None while it is not.
+        # The reason why the session is ending its ranks, and so of every failure then; None otherwise.
         self._closing: str | None = None
 
     def all(self) -> list[Run]:
@@ -128,7 +128,7 @@ class Runs:
             run.note_settled(rank)
 
     def note_return(self, rank: RankHandle, number: int) -> None:
-        """Note that the rank is still in this run, and only its connection had ended."""
+        """Note that the rank is still in this run: only its connection had ended."""
         for run in self._states:
             if run.number == number:
                 run.note_return(rank)

@@ -71,11 +71,11 @@ class Verdict:
         """The lines of source at which the named groups' errors arise: a row for each line of each side.
 
         For each group up to three lines of the target and of the baseline, the most telling first. ``operation`` is
-        torch's operation at the line, with its arguments; ``confirmed`` means that the tap agrees once this operation
-        alone has the baseline's value; ``is_suspect`` means that from here on values have a different order, sign or
-        place, which may be intended; ``state`` and ``written`` are the caches and buffers that the line reads and the
+        torch's operation at the line, with its arguments. ``confirmed`` means that the tap agrees once this operation
+        alone has the baseline's value. ``is_suspect`` means that from here on values have a different order, sign or
+        place, which may be intended. ``state`` and ``written`` are the caches and buffers that the line reads and the
         other side lacks, and the lines that wrote them last. ``tap``, ``step``, ``occurrence`` and ``rank`` identify
-        the traced call, ``stack`` has all lines that led to the operation, innermost first. Empty where nothing was
+        the traced call. ``stack`` has all lines that led to the operation, innermost first. Empty where nothing was
         named or could be traced.
         """
         return lines_frame(self.findings.lines)
@@ -90,8 +90,8 @@ class Verdict:
     def plot(self, tap: str | None = None, **options: Any) -> Figure:
         """Added and inherited error of each tap over the floor, with the culprits marked.
 
-        With ``tap``, a named group or a tap of one: a heat map of where its tensors differ in the call that adds the
-        most, or of its module's input if the module is right, with the verdict's hint drawn in. ``dims`` are the
+        With ``tap``, a named group or a tap of one: a heat map of where its tensors differ, in the call that adds the
+        most. If its module is right, the map is of the module's input. The verdict's hint is marked. ``dims`` are the
         dimensions to show, rows and columns; the other ``options`` are those of
         :func:`graftlab.plots.draw_difference_map`, such as ``ax``. Raises :class:`SessionError` for a tap whose tensors
         were not looked at: only those of culprits are, of at most 24 groups.
@@ -151,9 +151,9 @@ class Verdict:
         before, answer, after = parts_of(self.findings)
         # The remarks that may overturn the answer are as important as the answer.
         bold = len(before) + 1
-        said = [*before, *answer, *after]
-        first = "".join(f"<p><b>{html.escape(line)}</b></p>" for line in said[:bold])
-        text = "".join(map(_paragraph, said[bold:]))
+        paragraphs = [*before, *answer, *after]
+        first = "".join(f"<p><b>{html.escape(line)}</b></p>" for line in paragraphs[:bold])
+        text = "".join(map(_paragraph, paragraphs[bold:]))
         labels = self.labels
         worst = self.frame.loc[self.frame["group"].isin(self.named)]
         lines = []

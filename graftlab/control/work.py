@@ -104,16 +104,16 @@ def _refuse_no_python(source: str, filename: str, mode: Literal["eval", "exec"],
 
 def warn_of_grafts_into_recordings(callees: Mapping[Side, Callee | None], plan: GraftPlan) -> list[str]:
     """Warn of grafts into a side that is a recording, where they have no effect; returns the warnings."""
-    said = []
+    warnings = []
     sides: tuple[tuple[Side, str, str | None], ...] = (("baseline", "t2b", plan.t2b), ("target", "b2t", plan.b2t))
     for side, direction, filter_ in sides:
         if isinstance(callees.get(side), RecordedSide) and (filter_ or "").strip():
-            said.append(
+            warnings.append(
                 f"{direction} grafts into the {side}, which is a recording: it computes nothing from a graft, "
                 f"so no later tap shows the graft's effect"
             )
-            warn(said[-1])
-    return said
+            warn(warnings[-1])
+    return warnings
 
 
 def code_of(callee: Callee) -> str | CodeType:

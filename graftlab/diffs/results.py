@@ -123,9 +123,9 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
         # Whole numbers do not round, such as tokens in a list.
         is_whole = isinstance(value, int) and abs(value) < 2**63
         yield path, torch.tensor(value, dtype=torch.int64 if is_whole else torch.float64)
-    elif isinstance(value, list) and value and all(type(each) is int and abs(each) < 2**63 for each in value):
-        # Tokens are one value: if one side has fewer of them, their number differs.
-        yield path, torch.tensor(value)
+    elif isinstance(value, list) and all(type(each) is int and abs(each) < 2**63 for each in value):
+        # Tokens are one value: if one side has fewer of them, or none, their number differs.
+        yield path, torch.tensor(value, dtype=torch.int64)
     elif isinstance(value, complex):
         yield path, torch.tensor(value)
     elif isinstance(value, (str, bytes)):
@@ -192,10 +192,13 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
                 continue
             left.append(f"{shapes}: only the last position was compared")
             a, b = at_last
+        if not a.numel():
+            # Nothing was compared that could clear a target.
+            continue
         differences.append(ResultDifference(path, _rel_l2(a, b), (_dtype(a), _dtype(b))))
     paired = {path for path, _ in pairs}, {path for _, path in pairs}
     less, more = (
-        [path for path in _without_written(each) if path not in done]
+        [path for path, tensor in _without_written(each).items() if path not in done and not _is_empty_list(tensor)]
         for each, done in zip((one, other), paired, strict=True)
     )
     longer = [path for path in more if _continues_a_list(path, one, other)]
@@ -215,7 +218,13 @@ def _continues_a_list(path: str, one: Mapping[str, torch.Tensor], other: Mapping
     """Whether the value of ``other`` follows one of its kind that ``one`` has too, as the text of another request."""
     found = _IN_A_LIST.fullmatch(path)
     value, before = other[path], one.get(f"{found[1]}[0]") if found else None
+    if found is not None and (whole := one.get(found[1])) is not None and _is_empty_list(whole):
+        return True
     return before is not None and (before.shape, before.dtype) == (value.shape, value.dtype)
+
+
+def _is_empty_list(tensor: torch.Tensor) -> bool:
+    return tensor.shape == (0,) and tensor.dtype == torch.int64
 
 
 def values_of_other_shapes(

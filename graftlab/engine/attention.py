@@ -79,8 +79,11 @@ class CacheAttention:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """``[N, Q, H, D]`` of q's dtype, worked out in float32 or wider: q is ``[N, Q, H, D]``, k and v ``[N, S, K, D]``,
-    visible ``[N, Q, S]``; query head h reads key/value head ``h // (H / K)``."""
+    """``[N, Q, H, D]`` of q's dtype, computed in float32 or wider.
+
+    q is ``[N, Q, H, D]``, k and v ``[N, S, K, D]``, visible ``[N, Q, S]``. Query head h reads key/value head
+    ``h // (H / K)``.
+    """
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = torch.einsum("nqkgd,nskd->nkgqs", grouped, k.to(exact)) * q.shape[-1] ** -0.5

@@ -39,8 +39,8 @@ class ForwardBatch:
     Over tokens ``[T]``: ``input_ids``; ``positions`` in the request; ``out_cache_loc``, the cache slot for the token's
     key and value. Over requests ``[B]``: ``req_pool_indices``, the row in the cache's table; ``seq_lens``, tokens in
     the cache once this forward is done, on the device and on the host; ``extend_lens_cpu``, how many of them are in
-    this batch (None in decode: one each). A request's earlier tokens, ``seq_lens - extend_lens``, are in the cache
-    already.
+    this batch. The last is None in decode, where each request has one. A request's earlier tokens,
+    ``seq_lens - extend_lens``, are in the cache already.
 
     ``mrope_positions`` ``[3, T]`` and ``encoder_lens`` ``[B]`` are set for the models that read
     them: `MultimodalTransformer` and `CrossAttentionTransformer`.

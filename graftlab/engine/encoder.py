@@ -15,8 +15,8 @@ from graftlab.models import CrossAttentionTransformer, Transformer
 class EncoderAttention:
     """Attention of each token over its request's encoder states; ``encoder_lens`` is their number.
 
-    A captured graph needs the metadata in memory that does not move: with ``max_num_tokens``, that of as many tokens is
-    in static buffers; without, it is made anew for each batch.
+    With ``max_num_tokens`` the metadata of as many tokens is in static buffers, because a captured graph needs memory
+    that does not move. Without it the metadata is made anew for each batch.
     """
 
     def __init__(self, cache: KVCache, max_num_tokens: int | None) -> None:

@@ -89,7 +89,7 @@ class EngineThread:
                 going = self._carry_out_orders()
                 if going:
                     for finished in self._engine.step():
-                        self._settle(finished)
+                        self._notify_finished(finished)
             except Exception as error:
                 logger.exception("a step of the engine failed; its requests end here")
                 self._end_all(f"{type(error).__name__}: {error}")
@@ -111,14 +111,14 @@ class EngineThread:
     def _abort(self, rid: str, future: Future[FinishedRequest]) -> None:
         # By now it may be over, and another request may have its id.
         if self._futures.get(rid) is future and (finished := self._engine.abort(rid)) is not None:
-            self._settle(finished)
+            self._notify_finished(finished)
 
     def _end_all(self, error: str | None) -> None:
         for rid in self._engine.live:
             if (finished := self._engine.abort(rid, error)) is not None:
-                self._settle(finished)
+                self._notify_finished(finished)
 
-    def _settle(self, finished: FinishedRequest) -> None:
+    def _notify_finished(self, finished: FinishedRequest) -> None:
         try:
             self._on_finished(finished)
         except Exception:

@@ -46,8 +46,8 @@ def build_model(
     `sliding_window` is in tokens, None for no window. Raises `ValueError` for a name that is not there.
     """
     if preset not in PRESETS:
-        raise ValueError(f"there is no model {preset!r}; there are {', '.join(PRESETS)}")
+        raise ValueError(f"there is no model {preset!r}; the models are {', '.join(PRESETS)}")
     if dtype not in DTYPES:
-        raise ValueError(f"there is no dtype {dtype!r}; there are {', '.join(DTYPES)}")
+        raise ValueError(f"there is no dtype {dtype!r}; the dtypes are {', '.join(DTYPES)}")
     model = Transformer(replace(PRESETS[preset], sliding_window=sliding_window), seed)
     return model.to(device, DTYPES[dtype]).requires_grad_(False).eval()

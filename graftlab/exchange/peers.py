@@ -65,8 +65,8 @@ class Peer:
     bytes_to_release: int = 0
     # The numbers of this rank's waits that it has answered with a YieldFrame.
     yielded_waits: set[int] = field(default_factory=set)
-    # For a peer that shares no memory: the payload of the frame being handled, and of those in the inbox, by id; the
-    # numbers of tensors received from it, sent to it, and received by it when it last sent its status.
+    # For a peer that shares no memory: the payload of the frame being handled, and of those in the inbox, by id. Then
+    # the numbers of tensors received from it, sent to it, and received by it when it last sent its status.
     attached: Sequence[memoryview] = ()
     carried: dict[int, Sequence[memoryview]] = field(default_factory=dict)
     received: int = 0

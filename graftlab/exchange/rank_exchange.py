@@ -2,8 +2,8 @@
 
 Each rank owns one segment (:mod:`.arena`), which every rank of its machine maps. A sender copies a tensor into its
 segment once and sends each receiver a small frame with the key and the offset (:mod:`.sender`). A receiver reads the
-bytes in place (:mod:`.receiver`). It releases tensors in batches; when it ends the step, it also releases those that
-it did not ask for.
+bytes in place (:mod:`.receiver`). It releases tensors in batches; at the end of the step also those that it did not
+ask for.
 
 Tensors on a GPU stay on the GPU if possible (:mod:`.device`). A rank on another machine gets a tensor's bytes with its
 frame (:mod:`.tcp`), sent from the segment or, for a tensor on a GPU, from pinned memory (:mod:`.pinned`). They also

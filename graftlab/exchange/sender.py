@@ -224,9 +224,9 @@ class Sender(Generic[Memo]):
                 peer.send(DeclineFrame(key))
 
     def _report_tap(self, key: TapKey) -> None:
-        """Report once to the receivers that have ended the step that this rank reaches such a tap.
+        """Report once, to receivers that have ended the step, that this rank reaches such a tap.
 
-        It decides which of two ranks that wait for each other yields; see :class:`.receiver.Receiver`.
+        That decides which of two ranks that wait for each other yields; see :class:`.receiver.Receiver`.
         """
         if (key.name, key.tags) not in self._reported_taps and len(self._reported_taps) < _REPORTED_LIMIT:
             self._reported_taps.add((key.name, key.tags))

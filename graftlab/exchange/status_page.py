@@ -70,7 +70,7 @@ class WireStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(status.state, status.step, status.plan_version, status.taps, seconds, status.tap, status.awaits)
 
     def restore(self) -> RankStatus:
-        """Return the status with the time since when by this machine's clock."""
+        """Return the status, with ``since`` by this machine's clock."""
         since = time.monotonic() - self.seconds
         return RankStatus(self.state, self.step, self.plan_version, self.taps, since, self.tap, self.awaits)
 

@@ -41,12 +41,12 @@ _CONNECT_LIMIT = 10.0
 _NEVER = (1 << 31) - 1
 _LINGER = 2.0
 # Larger frames and tensors are sent in pieces of this size, so that one is encrypted while the previous one is
-# transmitted, and a process that has not proved yet that it knows the token can make this one hold little more.
+# transmitted. A process that has not yet proved that it knows the token can make this one hold little more than that.
 _PIECE = 512 << 10
 _LARGEST_PIECE = _PIECE + (64 << 10)
-# Strangers at a time: each can make this process hold one piece, and all of them 56 MiB.
+# The most strangers at a time: each can make this process hold one piece, and all of them 56 MiB.
 _MOST_STRANGERS = 100
-# Those of them that are older than this, in seconds. Ranks that connect at the same time are many, but quick.
+# The most that are older than this, in seconds. Many ranks may connect at the same time, but each is quick.
 _MOST_SLOW, _SLOW = 8, 2.0
 # Descriptors reserved for the session's own connections and files.
 _RESERVED = 64
@@ -101,10 +101,6 @@ class TcpChannel:
         """
         self._router.send(self, payload, attached)
 
-    @property
-    def backed_up(self) -> bool:
-        return False
-
     def drain(self, timeout: float) -> bool:
         """Return True: ZeroMQ has every frame already, and sends them in the background."""
         return True
@@ -121,8 +117,8 @@ class TcpChannel:
 class _Strangers:
     """Connections whose other ends have not proved yet that they know the token: few, and none for long.
 
-    ZeroMQ accepts every connection. Each takes a descriptor of this process, and up to one piece of memory. They are
-    kept by descriptor, with the time since when each is known. Not thread-safe.
+    ZeroMQ accepts every connection. Each takes a descriptor of this process, and up to one piece of memory. ``known``
+    has the time at which each was accepted, by descriptor. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -138,8 +134,8 @@ class _Strangers:
     def superfluous(self) -> list[int]:
         """The connections to end now.
 
-        The oldest of the slow ones, and random ones of the others: in a flood neither the oldest nor the newest of
-        these are more likely to be strangers.
+        The oldest slow ones, and random others: in a flood neither the oldest nor the newest of those are more likely
+        to be strangers.
         """
         if len(self.known) <= _MOST_SLOW:
             return []
@@ -285,11 +281,6 @@ class RouterSocket:
         with self._lock:
             self._note_end(channel)
             self._channels.pop(channel.name, None)
-
-    def channels(self) -> list[TcpChannel]:
-        """Return all channels, both those made here and those that other processes have opened."""
-        with self._lock:
-            return list(self._channels.values())
 
     def channel_from(self, name: bytes) -> TcpChannel | None:
         """Return the channel that the process of this name has opened, or None."""

@@ -6,10 +6,9 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,8 +105,7 @@ def paired_tags(tags: Mapping[str, Any], given: Mapping[str, Any], pairing: Pair
     return {**{tag: value for tag, value in tags.items() if tag not in own}, **as_tags(pairing)}
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """The plan's decision about one pair of a distinct tag set, made once: the action, and the parts of the address.
 
     ``tags`` are those that the filters saw, without the names in ``pairing``; step and ``recompute_status`` of a later
@@ -151,6 +149,66 @@ class SeenTags:
 TapLookup = tuple[Any, ...]
 """The key of a call in the decisions: the name, the tags around the call, and the tap's tags, each as a pair."""
 
+_NOTHING = Action()
+
+
+class PairedTaps:
+    """This rank's distinct tag sets in the plan's pairs, before any decision.
+
+    They do not depend on filters, so plans that differ only there share them. A limited number is remembered.
+    """
+
+    def __init__(self, place: Place, report: Callable[[dict[str, Any]], None], warn_once: WarnOnce) -> None:
+        self.place = place
+        self.seen = SeenTags(report)
+        self._warn_once = warn_once
+        self._plan = GraftPlan(version=-1)
+        self._known: dict[tuple[RecomputeStatus, TapLookup], list[Decision]] = {}
+
+    def adopt(self, plan: GraftPlan) -> None:
+        """Use the pairs of this plan from now on."""
+        if (plan.pairs, plan.rename) != (self._plan.pairs, self._plan.rename):
+            self._known.clear()
+        self._plan = plan
+
+    def of(self, lookup: TapLookup, step: int) -> tuple[list[Decision], bool]:
+        """Return a call in each of its pairs, with no action, and whether a later call may share them.
+
+        Raises :class:`TagError` for an invalid name or tag.
+        """
+        key = recompute_status(), lookup
+        # A tag's value may be unhashable.
+        with contextlib.suppress(KeyError, TypeError):
+            return self._known[key], True
+        name, around, *own = lookup
+        given, is_whole = given_tags(name, dict(around), dict(own), self._warn_once)
+        if not isinstance(name, str) or not name:
+            raise TagError(f"gl.tap: the name must be a non-empty string, not {name!r}")
+        taken = RESERVED_TAGS.intersection(tag for tag, _ in own)
+        if taken:
+            raise TagError(
+                f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give your tags other names"
+            )
+        tags = all_tags(name, given, self.place, step)
+        self.seen.note(tags, tuple(given.items()))
+        pairings = self._plan.pairings(self.place.side, name, given)
+        found = [_undecided(name, paired_tags(tags, given, each), each) for each in pairings]
+        # A cached key would keep an excluded tensor alive.
+        if is_whole:
+            if len(self._known) >= _DECISIONS_LIMIT:
+                self._known.clear()
+            with contextlib.suppress(TypeError):
+                self._known[key] = found
+        return found, is_whole
+
+
+def _undecided(name: str, seen: dict[str, Any], pairing: Pairing) -> Decision:
+    own = identity(seen).tags
+    for tag in SIDE_NAMES:
+        # Rows have separate columns for these.
+        del seen[tag]
+    return Decision(_NOTHING, False, seen, pairing.key, own, pairing, (), name)
+
 
 class Decisions:
     """One plan's decisions on this rank, each made when it is first needed; None for a tap that no filter matches.
@@ -158,13 +216,12 @@ class Decisions:
     Valid while the plan is in force, or for one step if a filter uses the step.
     """
 
-    def __init__(self, plan: GraftPlan, place: Place, step: int, seen: SeenTags, warn_once: WarnOnce) -> None:
+    def __init__(self, plan: GraftPlan, step: int, taps: PairedTaps) -> None:
         self.plan = plan
         self.step = step
         self.known: dict[TapLookup, Decision | None] = {}
-        self._place = place
-        self._seen = seen
-        self._warn_once = warn_once
+        taps.adopt(plan)
+        self._taps = taps
         # Whether the plan may match a tap whose name begins so, for those that were asked.
         self._may_match: dict[str, bool] = {}
         # A decision that changes from call to call cannot be cached.
@@ -186,10 +243,8 @@ class Decisions:
 
     def decide(self, lookup: TapLookup) -> Decision | None:
         """Make a new decision about a call."""
-        name, around, *own = lookup
-        given, is_whole = given_tags(name, dict(around), dict(own), self._warn_once)
-        decision = self._decide_anew(name, own, given)
-        # A cached key would keep an excluded tensor alive as long as the plan is in force.
+        undecided, is_whole = self._taps.of(lookup, self.step)
+        decision = self._decided(undecided)
         if self._caches and is_whole:
             if len(self.known) >= _DECISIONS_LIMIT:
                 self.known.clear()
@@ -198,36 +253,28 @@ class Decisions:
                 self.known[lookup] = decision
         return decision
 
-    def _decide_anew(self, name: str, own: Iterable[tuple[str, Any]], given: dict[str, Any]) -> Decision | None:
-        if not isinstance(name, str) or not name:
-            raise TagError(f"gl.tap: the name must be a non-empty string, not {name!r}")
-        taken = RESERVED_TAGS.intersection(tag for tag, _ in own)
-        if taken:
-            raise TagError(
-                f"gl.tap({name!r}): the tags {sorted(taken)} are set by graftlab itself; give your tags other names"
-            )
-        tags = all_tags(name, given, self._place, self.step)
-        self._seen.note(tags, tuple(given.items()))
-        decisions = [self._of_pair(tags, given, each) for each in self.plan.pairings(self._place.side, name, given)]
-        first, *others = decisions
+    def _decided(self, undecided: Iterable[Decision]) -> Decision | None:
+        first, *others = map(self._with_action, undecided)
         # If ranks may decide differently, a tap that this rank does not use is still counted, and declined.
-        shows_rows = name in self.plan.row_taps[self._place.side]
-        if all(each.action == Action() for each in decisions) and not self.plan.rank_dependent and not shows_rows:
+        shows_rows = first.own_name in self.plan.row_taps[self._taps.place.side]
+        is_unused = first.action == _NOTHING and all(each.action == _NOTHING for each in others)
+        if is_unused and not self.plan.rank_dependent and not shows_rows:
             return None
-        return replace(first, others=tuple(others), shows_rows=shows_rows) if others or shows_rows else first
+        return first._replace(others=tuple(others), shows_rows=shows_rows) if others or shows_rows else first
 
-    def _of_pair(self, tags: Mapping[str, Any], given: Mapping[str, Any], pairing: Pairing) -> Decision:
-        seen = paired_tags(tags, given, pairing)
+    def _with_action(self, undecided: Decision) -> Decision:
+        status, pairing = recompute_status(), undecided.pairing
+        assert pairing is not None
+        seen = {
+            **undecided.tags_at(self.step, status),
+            "baseline_name": pairing.baseline_name,
+            "target_name": pairing.target_name,
+        }
         # Looked up only for a filter that uses it, because it takes a look at the whole stack.
-        if not self._caches and seen["recompute_status"] == "original" and is_checkpointed():
-            action = self.plan.action_for({**seen, "recompute_status": CheckpointedStatus("original")})
-        else:
-            action = self.plan.action_for(seen)
-        own = identity(seen).tags
-        for tag in SIDE_NAMES:
-            # Rows have separate columns for these.
-            del seen[tag]
-        return Decision(action, sends(self._place, action.direction), seen, pairing.key, own, pairing, (), tags["name"])
+        if not self._caches and status == "original" and is_checkpointed():
+            seen["recompute_status"] = CheckpointedStatus("original")
+        action = self.plan.action_for(seen)
+        return undecided._replace(action=action, sends=sends(self._taps.place, action.direction))
 
 
 def overlap_error(decision: Decision, name: str, place: Place, plan: GraftPlan, step: int) -> GraftOverlapError:

@@ -29,7 +29,7 @@ from graftlab.grafting.decisions import (
     Addresses,
     Decision,
     Decisions,
-    SeenTags,
+    PairedTaps,
     TapLookup,
     all_tags,
     given_tags,
@@ -105,7 +105,7 @@ class Grafter:
         self._offered = self._plan
         self._reported_version = -1
         self._receive_pipeline = ReceivePipeline(kept, self._warn_once)
-        self._seen = SeenTags(reporter.seen)
+        self._taps = PairedTaps(place, reporter.seen, self._warn_once)
         self._run: RunInfo | None = None
         self._step = -1
         self._order = 0
@@ -341,7 +341,7 @@ class Grafter:
         if others.isdisjoint(run.participants):
             self._decisions = None
         elif decisions is None or decisions.plan is not self._plan or "step" in self._plan.looks_at:
-            self._decisions = Decisions(self._plan, self.place, self._step, self._seen, self._warn_once)
+            self._decisions = Decisions(self._plan, self._step, self._taps)
         else:
             decisions.step = self._step
         self._addresses = Addresses(self._step, self._warn_once)
@@ -358,7 +358,7 @@ class Grafter:
             # Taps that no filter matched are reported too, so that a filter can be written for them.
             for name, tags in left_out_since(self._left_out):
                 self._left_out += 1
-                self._seen.note(all_tags(name, tags, self.place, self._step), tuple(tags.items()))
+                self._taps.seen.note(all_tags(name, tags, self.place, self._step), tuple(tags.items()))
 
     def _record_timeout_of_leader(self, run: RunInfo) -> None:
         leader = self.place.everyone()[run.leader].label

@@ -393,26 +393,32 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
         dtype = value.dtype
     generator = torch.Generator().manual_seed(seed)
     # A bit for each number, because drawing a number for each would take longer than everything else.
-    drawn = torch.randint(0, 256, (-(-value.numel() // 8),), generator=generator, dtype=torch.uint8)
-    up = torch.from_numpy(np.unpackbits(drawn.numpy(), count=value.numel())).to(value.device)
+    drawn = torch.randint(0, 256, (-(-value.numel() // _BITS),), generator=generator, dtype=torch.uint8).numpy()
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
-    eps = torch.finfo(dtype).eps
-    # In blocks, because in float64 the whole would take many times the memory of the value.
+    # A sum with one unit in the last place is exact in float32 for all dtypes but float64.
+    wide_dtype, bits, exponent = _IN_DOUBLE if dtype == torch.float64 else _IN_SINGLE
+    largest, eps = torch.finfo(wide_dtype).max, torch.finfo(dtype).eps
+    # In blocks, because the whole would take many times the memory of the value.
     flat, written = value.reshape(-1), result.view(-1)
     for begin in range(0, len(flat), _BLOCK):
-        part, signs, into = (each[begin : begin + _BLOCK] for each in (flat, up, written))
-        wide = part.to(dtype).double()
+        part, into = (each[begin : begin + _BLOCK] for each in (flat, written))
+        wide = part.to(dtype).to(wide_dtype)
         # With only its exponent, a number is a power of two; zero is zero. That of infinity is made finite, and adds
         # nothing to it.
-        power = (wide.view(torch.int64) & _EXPONENT).view(torch.float64).clamp_(max=_LARGEST_POWER)
-        into.copy_(torch.addcmul(wide, power, signs.double() * 2 - 1, value=eps).to(dtype))
+        power = (wide.view(bits) & exponent).view(wide_dtype).clamp_(max=largest)
+        signs = torch.from_numpy(_SIGNS.take(drawn[begin // _BITS : (begin + _BLOCK) // _BITS], axis=0)).view(-1)
+        units = signs[: len(wide)].to(wide.device, wide_dtype)
+        into.copy_(torch.addcmul(wide, power, units, value=eps).to(dtype))
     return result if value.is_contiguous() else torch.empty_like(value).copy_(result)
 
 
 _BLOCK = 1 << 16
-# The bits of the exponent of a double.
-_EXPONENT = 0x7FF << 52
-_LARGEST_POWER = 2.0**1023
+_BITS = 8
+# The signs that the bits of a byte stand for.
+_SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32) * 2 - 1
+# A dtype with that of its bits, and the bits of its exponent.
+_IN_SINGLE = torch.float32, torch.int32, 0xFF << 23
+_IN_DOUBLE = torch.float64, torch.int64, 0x7FF << 52
 
 
 def _added(recorded: TapRecord, value: torch.Tensor, own: torch.Tensor) -> AddedRounding:

@@ -231,7 +231,7 @@ def _slots_of_source(source: Any) -> list[GraphSlot]:
     return [
         GraphSlot(
             name,
-            partial(_the_shape, tuple(buffer.shape)),
+            partial(_same_shape, tuple(buffer.shape)),
             buffer.dtype,
             axis="none",
             device=buffer.device,
@@ -242,7 +242,7 @@ def _slots_of_source(source: Any) -> list[GraphSlot]:
     ]
 
 
-def _the_shape(shape: tuple[int, ...], max_bs: int, max_num_tokens: int) -> tuple[int, ...]:
+def _same_shape(shape: tuple[int, ...], max_bs: int, max_num_tokens: int) -> tuple[int, ...]:
     return shape
 
 

@@ -1,7 +1,7 @@
 """Taps in a captured function, where no host code runs at replay.
 
-A tap that a plan has matched is captured as kernels: its value is copied into a static slot, and the function continues
-with the slot's graft where a switch is on, and otherwise with the value. After a replay the host passes the slots'
+A tap that a plan has matched is captured as kernels, which copy its value into a static slot. The function continues
+with the slot's graft if a switch is on, and otherwise with the value. After a replay the host passes the slots'
 contents to the grafter, in the order in which the function reaches its taps, and the grafter does what the plan asks.
 If a tap is grafted with a switch, the replay is repeated with the switch on, because everything after the tap depends
 on it. If it is grafted with a break in the graph, the host grafts in the middle of a single replay. Either way, rows,
@@ -62,8 +62,8 @@ _SILENT_TAPS = _SilentTaps()
 class CapturedFunction:
     """A captured function, its graph, and its taps in the order in which it reaches them.
 
-    ``padded`` has the sizes that it is captured for. A tensor, unless it is a parameter, with as many rows as padded
-    tokens or padded requests is assumed to hold a row for each of them: its tap shows only the batch's own rows, and so
+    ``padded`` has the sizes that it is captured for. A tensor with as many rows as padded tokens or padded requests,
+    unless it is a parameter, is assumed to hold a row for each of them. Its tap shows only the batch's own rows, and so
     do tensors in the extras. A tap that the plan uses has two buffers as large as its value, and one for each tensor in
     its extras; see :class:`StaticExtras`. In a graph on a GPU, a tensor on the host keeps its value from the capture.
     Outside a session taps add nothing.

@@ -82,11 +82,11 @@ class CudaGraphBufferRegistry:
         """Give a slot its buffer: new memory, the pool's, or the tensor ``bind``, whose content stays as it is.
 
         Returns the slot; for a slot of another registry, a copy with a different buffer. Memory from the pool keeps
-        its content too, except for FILL_ONCE, whose value may never have been written there; so do not register a
+        its content too, except for FILL_ONCE, whose value may never have been written there. So do not register a
         slot between a fill and its replay.
 
-        Raises :class:`GraphError` for a second slot of a name, for a tensor to adopt that has not exactly the slot's
-        shape, dtype and device, and for a shape that has no room for the registry's largest sizes.
+        Raises :class:`GraphError` for a second slot of a name, and for a shape that has no room for the registry's
+        largest sizes. A tensor to adopt must have exactly the slot's shape, dtype and device.
         """
         if slot.name in self._slots:
             raise slot.error("a slot of this name exists already")
@@ -209,7 +209,7 @@ class CudaGraphBufferRegistry:
         if plan is None:
             plan = _remember(self._plans, key, self._make_plan(ctx, sources))
         with torch.no_grad():
-            self._set_apart(sources, plan.heads)
+            self._clone_overlapping(sources, plan.heads)
             for part, value in plan.resets:
                 part.fill_(value)
             for indices, heads in plan.copies:
@@ -223,8 +223,8 @@ class CudaGraphBufferRegistry:
     def extract_buffer(self, *, padded_bs: int, padded_num_tokens: int, forward_batch_template: Batch) -> Batch:
         """A copy of the template with views of the buffers, of the padded sizes, in place of its fields.
 
-        Call it after the fill from the same batch: a field that was absent then, or is None in the template, stays the
-        template's own, however much of an earlier batch the buffer holds. Other fields of the template stay too. In its
+        Call it after the fill from the same batch. A field that was absent then, or is None in the template, stays the
+        template's own, even if the buffer holds an earlier batch. Other fields of the template stay too. In its
         ``sampling_info``, a field with a batch field's name and tensor becomes the view as well, and so does an equal
         copy of the identities. A ``batch_size`` that can be set becomes the padded one.
 
@@ -332,7 +332,7 @@ class CudaGraphBufferRegistry:
                 f"(max_{what}), for which slots {slots} have room"
             )
 
-    def _set_apart(self, sources: list[Any], heads: Sequence[Tensor | None]) -> None:
+    def _clone_overlapping(self, sources: list[Any], heads: Sequence[Tensor | None]) -> None:
         """Clone, in place in the list, the sources that lie in a buffer, because it is about to be overwritten.
 
         A source that is exactly its own destination may stay, since no reset touches it.
@@ -483,7 +483,7 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     All sources share device and dtype, and all destinations do; no source overlaps another's destination.
     """
     # From pageable memory the driver has copied everything when the call returns, so no wait for the device is needed.
-    # Pinned memory is read later, when the host may have written the next batch to it; and a copy to the host has to be
+    # Pinned memory is read later, when the host may have written the next batch to it. A copy to the host has to be
     # complete before the host reads it.
     non_blocking = (
         destinations[0].device.type == "cuda"

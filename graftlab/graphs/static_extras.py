@@ -72,7 +72,7 @@ class StaticExtras:
             raise self._error("extras", "were a callable at one time and not at another")
         found = dict(_leaves(together(around, None if callable(own) else own)))
         if found.keys() != self._parts.keys() | self.plain.keys():
-            raise self._error("extras", f"had the entries {_names(found)} this time")
+            raise self._error("extras", f"had the entries {[_name(each) for each in found]} this time")
         self.compare({path: leaf for path, leaf in found.items() if path in self.plain})
         for path, part in self._parts.items():
             tensor = found[path]
@@ -152,10 +152,6 @@ def _are_same(one: Any, other: Any) -> bool:
 
 def _name(path: Path) -> str:
     return "extras" + "".join(f"[{key!r}]" for key in path)
-
-
-def _names(leaves: Mapping[Path, Any]) -> list[str]:
-    return [_name(path) for path in leaves]
 
 
 def _shown(value: Any) -> str:

@@ -377,7 +377,7 @@ class AttachedRank:
         error = getattr(sys, "last_value", None)
         failure: Failure | None = None if error is None else failure_of(error)
         self._connection.send(RunDone(run.run, None, failure))
-        if not self._settle():
+        if not self._await_ends():
             self._connection.send(
                 Output(
                     f"this job ended after it had waited {self._config.timeout:g} s for the others: it is unknown "
@@ -396,7 +396,7 @@ class AttachedRank:
             ):
                 warn(f"{self.place.label}: {warning}")
 
-    def _settle(self) -> bool:
+    def _await_ends(self) -> bool:
         """Wait at most ``timeout`` seconds for the others to end too, which shows which tensors had no receiver."""
         read, write = os.pipe()
         timer = threading.Timer(self._config.timeout, os.write, (write, b"x"))
@@ -452,7 +452,7 @@ class AttachedRank:
             self._grafter.offer_plan(replace(fallback, version=self._grafter.newest_plan.version + 1))
         self._grafter.forget_orders(self._grafter.newest_plan.version)
         if nothing:
-            self._grafter.offer_plan(_nothing_of(self._grafter.newest_plan))
+            self._grafter.offer_plan(_without_filters(self._grafter.newest_plan))
         self._drop_setup()
         while not self._over.wait(_RETRY):
             try:
@@ -501,7 +501,7 @@ def _acknowledging(handle: Callable[[A], None]) -> Callable[[A], Acknowledgement
     return acknowledge
 
 
-def _nothing_of(plan: GraftPlan) -> GraftPlan:
+def _without_filters(plan: GraftPlan) -> GraftPlan:
     blank = msgspec.structs.replace(
         to_wire(plan), b2t=None, t2b=None, compare=None, keep=None, version=plan.version + 1
     )

@@ -75,7 +75,7 @@ def forget_claims(folder: Path) -> None:
         claim.unlink()
 
 
-def _claims(folder: Path, side: Side, rank: int) -> bool:
+def _claim_rank(folder: Path, side: Side, rank: int) -> bool:
     """Whether this process is the first of a rank to call a model, and so becomes that rank.
 
     A script may start other processes, whose environment names the same rank.
@@ -360,7 +360,7 @@ def _joined(folder: Path, side: Side, hold_nothing: Callable[[], None]) -> _Scri
     """Become a rank, or end the process with the reason why it cannot. Returns None if another process is this rank."""
     global _rank
     try:
-        if not _claims(folder, side, own_rank()[0]):
+        if not _claim_rank(folder, side, own_rank()[0]):
             return None
         _rank = _join(folder, side, hold_nothing)
     except (GraftError, OSError, EOFError) as error:

@@ -171,11 +171,11 @@ class Membership:
         number = rank.place.world_rank
         self._moved[number] = message.step
         self._current.add(number)
-        self._settle(rank)
+        self._record_move(rank)
         if self._setting_up:
             self._begin_when_all_have_moved()
 
-    def _settle(self, rank: AttachedRankHandle) -> None:
+    def _record_move(self, rank: AttachedRankHandle) -> None:
         """Record that the rank is in the newest world."""
         rank.enter_world()
         rank.generation = self.generation(rank.place.side)
@@ -195,7 +195,7 @@ class Membership:
                 continue
             own = self._first_steps.get(number)
             first_step = common_step if own is None else self._info.base + own
-            self._settle(rank)
+            self._record_move(rank)
             if rank.generation > 1:
                 note = f"joined again as generation {rank.generation}, and began at step {first_step}"
                 rank.assignment = replace(rank.assignment, notes=(*rank.assignment.notes, note))

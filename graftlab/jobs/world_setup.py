@@ -90,7 +90,7 @@ class WorldSetup:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = threading.Lock()
         self._connector: PeerConnector | None = None
-        threading.Thread(target=self._work, name="graftlab-world-setup", daemon=True).start()
+        threading.Thread(target=self._set_up, name="graftlab-world-setup", daemon=True).start()
 
     @property
     def world(self) -> int:
@@ -122,7 +122,7 @@ class WorldSetup:
 
     # ---- on its own thread --------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _set_up(self) -> None:
         try:
             world = self._connect() if self._context.make_connector is not None else self._fetch()
         except Exception as error:

@@ -25,6 +25,7 @@ from graftlab.judging.masked_values import left_out, without_masked_values
 from graftlab.judging.measured_floors import MeasuredFloors
 from graftlab.judging.mechanisms import LentWeights, Mechanisms
 from graftlab.judging.partial_sums import not_compared, partial_sums
+from graftlab.judging.split_calls import SplitCalls, not_paired, split_calls
 from graftlab.judging.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
 from graftlab.judging.unmeasured import (
     baseline_changed,
@@ -61,6 +62,7 @@ from graftlab.verdict.model_data import (
     BEGINNINGS,
     BELOW,
     WITH_THE_BASELINES,
+    computed_between_calls,
     differing_data,
     differing_weights,
     input_names,
@@ -167,9 +169,10 @@ class Judgement:
 
     def verdict(self) -> Verdict:
         """Make the runs, and return the verdict."""
-        evidence, sums = self._measured_without_partial_sums()
+        evidence, split = self._measured_without_split_calls()
+        evidence, sums = self._measured_without_partial_sums(evidence)
         naming = self._name(evidence)
-        naming.unseen += not_compared(sums)
+        naming.unseen += not_paired(split) + not_compared(sums)
         misaligned = self._attempt(
             "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
         )
@@ -235,7 +238,10 @@ class Judgement:
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
-            self._attempt("the search for lines of source", lambda: search.trace(groups), None)
+            keep = mechanisms.pairs_for_hints(frame, naming.named)
+            rows = self._attempt("the search for lines of source", lambda: search.trace(groups, keep), None)
+            if rows is not None:
+                self._attempt("the search for hints", lambda: mechanisms.note_pairs(frame, naming.named, rows), None)
             # Whatever fails here, the lines that were found are kept.
             self._attempt("the confirmation of lines of source", search.confirm, None)
             lines = search.lines
@@ -272,6 +278,7 @@ class Judgement:
                 pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
                 rounding=rounding,
                 lines=lines,
+                only_returned=bool(split),
                 extra_calls=self._attempt(
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
@@ -309,16 +316,32 @@ class Judgement:
 
     # ---- the runs that every verdict needs ----------------------------------------------------------------------
 
-    def _measured_without_partial_sums(self) -> tuple[Evidence, dict[str, list[str]]]:
-        """The measurements without taps that hold partial sums on each rank; and those taps, by group."""
+    def _measured_without_split_calls(self) -> tuple[Evidence, SplitCalls]:
+        """The measurements without taps at which each side divides its work into different calls; and those taps.
+
+        Without a returned value, or if the plan pairs calls, nothing is left out.
+        """
         evidence = self._measure()
+        split: SplitCalls = {}
+        pairs_calls = self._before.pairs or self._runs.request.output is not None
+        if evidence.returned is not None and evidence.returned.compared and not pairs_calls:
+            what = "the search for calls that do not pair"
+            split = self._attempt(what, partial(split_calls, evidence.compared), split)
+        if split:
+            self._runs.leave_out(split)
+            self._runs.return_weights()
+            evidence = self._measure()
+        return evidence, split
+
+    def _measured_without_partial_sums(self, evidence: Evidence) -> tuple[Evidence, dict[str, list[str]]]:
+        """The measurements without taps that hold partial sums on each rank; and those taps, by group."""
         sums: dict[str, list[str]] = {}
         if self._runs.shows_module_inputs and not self._failed:
             sums = self._attempt(
                 "the search for partial sums", lambda: partial_sums(self._runs, evidence.grafted), sums
             )
         if sums:
-            self._runs.leave_out(name for names in sums.values() for name in names)
+            self._runs.leave_out((name, None) for names in sums.values() for name in names)
             self._runs.return_weights()
             evidence = self._measure()
         return evidence, sums
@@ -376,6 +399,7 @@ class Judgement:
         if self._weights.failure is not None:
             unseen.append(f"the target's code with the baseline's weights: {self._weights.failure}")
         given = {*input_names(compared), *input_names(grafted)}
+        given -= computed_between_calls(compared, grafted, self._threshold)
         inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
         not_repeated = floors.not_repeated
         job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)

@@ -139,21 +139,25 @@ class LineSearch:
             )
         )
 
-    def trace(self, groups: Sequence[str]) -> None:
-        """Trace the calls of these groups, and compare the operations of both sides."""
+    def trace(self, groups: Sequence[str], keep: str | None = None) -> pd.DataFrame | None:
+        """Trace the calls of these groups, and compare the operations of both sides.
+
+        Returns the run's rows, None without a run. ``keep`` is a filter for the pairs that it keeps.
+        """
         self._found_calls = [each for group in groups[:MOST_GROUPS] for each in self._calls(group)]
         if not self._found_calls:
-            return
-        traced = self._trace("the operations behind what differs", self._found_calls)
+            return None
+        traced = self._trace("the operations behind what differs", self._found_calls, keep=keep)
         if isinstance(traced, str):
             self._not_traced = traced
-            return
+            return None
         self._traced = traced
         for call in self._found_calls:
             # If the tap agrees when traced, only the compiled or fused run differs: no operation is to blame, and any
             # graft would seem to confirm one.
             call.is_settled = bool(self._agrees(call, traced.rows))
         self._compare([call for call in self._found_calls if not call.is_settled], traced)
+        return traced.rows
 
     @property
     def remarks(self) -> list[str]:
@@ -168,11 +172,15 @@ class LineSearch:
         if not vanished:
             return said
         agree = "agree" if len(vanished) > 1 else "agrees"
-        return [
-            *said,
-            f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: compiling the target's code "
-            "makes the difference, and no line of source is at fault.",
-        ]
+        traced = [trace for rank in (() if self._traced is None else self._traced.target) for trace in rank]
+        if any(trace is not None and trace.was_compiled for trace in traced):
+            why = "compiling the target's code makes the difference, and no line of source is at fault."
+        else:
+            why = (
+                "no line of source is named, because the difference does not arise in each run, or only in a fused "
+                "path that tracing switches off."
+            )
+        return [*said, f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: {why}"]
 
     def confirm(self) -> None:
         """Graft single operations, to see whether the taps agree then."""
@@ -225,10 +233,12 @@ class LineSearch:
             for row in chosen
         ]
 
-    def _trace(self, why: str, calls: Sequence[_TracedCall], changed: Sequence[_TracedCall] = ()) -> TracedRun | str:
+    def _trace(
+        self, why: str, calls: Sequence[_TracedCall], changed: Sequence[_TracedCall] = (), keep: str | None = None
+    ) -> TracedRun | str:
         """Trace all calls, with the changes of those in ``changed``."""
         changes = self._changes(changed)
-        filters = RunFilters(b2t="True", leaving=self._one_sided)
+        filters = RunFilters(b2t="True", keep=keep, leaving=self._one_sided)
         wanted = [each.wanted for each in calls]
         # A run with other values at some operations differs from the first only after these.
         first = self._traced

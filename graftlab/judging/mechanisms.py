@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of
 from graftlab.diffs.maps import difference_map
 from graftlab.diffs.rounding import assumed_floor
@@ -22,7 +23,7 @@ from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import NOT_NAMED, call_key, records
+from graftlab.verdict.added import NOT_NAMED, call_key, measured_rows, records
 from graftlab.verdict.hints import Hint, hint_of
 from graftlab.verdict.model_data import weights_to_lend, with_data_of, without_data
 from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
@@ -36,11 +37,6 @@ _PAIR_BUDGET = 16 << 20
 """Bytes of the pairs that a verdict keeps, so that its maps can show other dimensions."""
 _WEIGHTS_LOOKED_AT = 8
 """Groups of differing weights whose pairs are kept."""
-
-_WIDEST = 8
-"""Bytes of an element, at most."""
-_OUTPUTS = 0.25
-"""The part of the memory for kept pairs that modules' outputs may take beside their inputs."""
 
 _FARTHER = 2.0
 """If the baseline's weights move the results this many times farther apart, the sides arrange weights differently."""
@@ -150,17 +146,10 @@ class Mechanisms:
         before = self._runs.before
         # Inputs have no layout of their own, and no rule renames them.
         pairs = [PairRule(*each) for each in names] if before.pairs or before.rename else []
-        # Pairs that are as far apart in this run as in that of every tap can be looked at without a further run.
-        shown = self._shown(_worst(frame, named), frame)
-        of_outputs = _affordable(shown, rows, self._runs.session.options.keep_budget)
-        keep = " or ".join(filter(None, (f"kind == {KIND!r}", of_outputs)))
         again, calls = self._runs.with_module_inputs(
-            wanted, RunFilters(b2t="True", keep=keep, leaving=self._one_sided, pairs=pairs)
+            wanted, RunFilters(b2t="True", keep=f"kind == {KIND!r}", leaving=self._one_sided, pairs=pairs)
         )
-        added_again = added(again)
-        if of_outputs is not None:
-            self._note_pairs(shown, added_again)
-        origins = find_origins(frame, named, again, added_again, calls, threshold)
+        origins = find_origins(frame, named, again, added(again), calls, threshold)
         for origin in origins.found:
             if not origin.is_itself and origin.group not in self._of_inputs:
                 self._look_at_input(origin)
@@ -187,28 +176,34 @@ class Mechanisms:
         self._pair_budget -= size if kept else 0
         self.maps[group] = ShownMap(title, difference_map(*pair), hint, pair if kept else None)
 
-    def _shown(self, worst: Mapping[str, Any], frame: pd.DataFrame) -> list[Any]:
-        """The rows of these groups whose tensors are looked at, and those just before them."""
-        return [*worst.values(), *(each for row in worst.values() for each in _taps_before(frame, row))]
+    def pairs_for_hints(self, frame: pd.DataFrame, named: Sequence[str]) -> str | None:
+        """A filter for the taps whose pairs :meth:`hints` looks at."""
+        return _filter_of_rows(_shown(self._looked_at(frame, named), frame))
 
-    def _note_pairs(self, shown: Sequence[Any], again: pd.DataFrame) -> None:
-        """Note the kept pairs of the rows that are as far apart in ``again``, a verdict's frame of the newest run."""
-        now = {call_key(row): row["added"] for row in records(again)}
-        for row in shown:
+    def note_pairs(self, frame: pd.DataFrame, named: Sequence[str], again: pd.DataFrame) -> None:
+        """Note the pairs for hints that the newest run kept, so that they need no run of their own.
+
+        ``again`` are its rows. Only pairs that are as far apart as in ``frame`` count.
+        """
+        rows = ({**row, "step": row["in_run"], "tags": own_tags(row["tags"])} for row in measured_rows(again))
+        now = {call_key(row): row["rel_l2"] for row in rows}
+        for row in _shown(self._looked_at(frame, named), frame):
             if now.get(call_key(row)) == row["added"]:
                 with contextlib.suppress(SessionError):
                     self._pairs[call_key(row)] = self._runs.pair(*_call_of(row))
 
+    def _looked_at(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, Any]:
+        """The row of each culprit that adds the most, except where the input of its module is looked at."""
+        culprits = {*frame.loc[frame["label"] == "culprit", "group"]}
+        return _worst(frame, [group for group in named if group in culprits and group not in self._of_inputs])
+
     def hints(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, str]:
         """A hint for each culprit, from the tensors at the tap that adds the most, or from its module's input."""
-        worst = {
-            group: row
-            for group, row in _worst(frame, named).items()
-            if (frame.loc[frame["group"] == group, "label"] == "culprit").any()
-        }
-        hints = {group: known for group in worst if (known := self._of_inputs.get(group)) is not None}
-        worst = {group: row for group, row in worst.items() if group not in self._of_inputs}
-        shown = self._shown(worst, frame)
+        culprits = {*frame.loc[frame["label"] == "culprit", "group"]}
+        known = {group: self._of_inputs.get(group) for group in named if group in culprits}
+        hints = {group: hint for group, hint in known.items() if hint is not None}
+        worst = self._looked_at(frame, named)
+        shown = _shown(worst, frame)
         keep = _filter_of_rows(shown)
         if keep is None:
             return hints
@@ -241,11 +236,9 @@ def _filter_of_rows(rows: Iterable[Any]) -> str | None:
     return filter_of(((row["name"], kind_of(row["tags"])) for row in rows), whole_groups=False)
 
 
-def _affordable(shown: Sequence[Any], rows: pd.DataFrame, budget: int) -> str | None:
-    """A filter that keeps the pairs of these rows; None if they would take too much of the memory for inputs."""
-    names = {row["name"] for row in shown}
-    size = 2 * _WIDEST * int(rows.loc[rows["name"].isin(names), "numel"].fillna(0).sum())
-    return _filter_of_rows(shown) if size <= budget * _OUTPUTS else None
+def _shown(worst: Mapping[str, Any], frame: pd.DataFrame) -> list[Any]:
+    """The rows of groups whose tensors are looked at, and those just before them."""
+    return [*worst.values(), *(each for row in worst.values() for each in _taps_before(frame, row))]
 
 
 def _worst(frame: pd.DataFrame, named: Sequence[str]) -> dict[str, Any]:

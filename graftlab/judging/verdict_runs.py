@@ -153,8 +153,8 @@ class VerdictRuns:
         """The expected number of runs, if known."""
         self._lent: str | None = None
         """A filter for the weights that the target has from the baseline in each run."""
-        self._left_out: str | None = None
-        """A filter for the taps that are left out of each run."""
+        self._left_out: list[tuple[str, str | None]] = []
+        """The names and kinds of taps that are left out of each run."""
         self._began = time.monotonic()
 
     def progress(self) -> str:
@@ -179,8 +179,8 @@ class VerdictRuns:
         left_alone = " and ".join(f"not {each}" for each in (self.never_grafted, wanted.leaving) if each)
         b2t, t2b = (each and f"({each}) and {left_alone}" for each in (wanted.b2t, wanted.t2b))
         compare = wanted.compare
-        if self._left_out is not None:
-            b2t, t2b, compare = (each and f"({each}) and not ({self._left_out})" for each in (b2t, t2b, compare))
+        if (left_out := filter_of(self._left_out)) is not None:
+            b2t, t2b, compare = (each and f"({each}) and not ({left_out})" for each in (b2t, t2b, compare))
         if self._lent is not None:
             b2t = f"({b2t}) or {self._lent}" if b2t else self._lent
         # A verdict grafts every tap, so in all its runs a transform for grafted taps applies everywhere.
@@ -206,9 +206,9 @@ class VerdictRuns:
         """
         raise NotImplementedError
 
-    def leave_out(self, names: Iterable[str]) -> None:
-        """Neither compare nor graft the taps of these values from now on."""
-        self._left_out = filter_of((name, None) for name in names)
+    def leave_out(self, taps: Iterable[tuple[str, str | None]]) -> None:
+        """Neither compare nor graft the taps of these names and kinds from now on."""
+        self._left_out += taps
 
     def return_weights(self) -> None:
         """Stop lending weights: the target runs with its own again."""

@@ -1,11 +1,11 @@
 """The notation for dimensions of SGLang's comparator: ``"b s[cp:zigzag] h[tp] d # ep:replicated"``.
 
 It has one name for each dimension of a rank's tensor, in order. Brackets contain the axes over which the dimension is
-split, outermost first, each with qualifiers: ``zigzag`` (or ``natural``) order, ``partial`` for a sum that has not been
-added up, and ``sharded``, which is the default. ``(a*b)`` is one dimension fused from two, ``1`` a dimension of size 1.
+split, outermost first. The qualifiers of an axis are ``zigzag`` (or ``natural``) order, ``partial`` for a sum that has
+not been added up, and ``sharded``, the default. ``(a*b)`` is one dimension fused from two, ``1`` a dimension of size 1.
 After ``#`` follow axes over which all ranks have copies (``ep:replicated``), and with ``dp:=moe_dp`` the name of the
 data parallel group, in which only one rank has the tensor. ``t`` stands for the tokens of all sequences in one
-dimension, ``b`` and ``s`` for batch and sequence in two; beside ``b``, or where the other side has no ``b``, ``t`` is
+dimension, ``b`` and ``s`` for batch and sequence in two. Beside ``b``, or where the other side has no ``b``, ``t`` is
 the same dimension as ``s``.
 """
 
@@ -116,9 +116,10 @@ def layouts_of_pair(
     """Return the layouts of two annotated sides; the whole tensor has the dimensions of the baseline's names.
 
     Dimensions with equal names correspond. ``t`` on one side corresponds to ``b`` and ``s`` on the other: row by row,
-    or with ``packed`` without padding, by the lengths of the sequences; and to ``s`` alone if both sides have ``b``, or
-    neither. ``sizes`` gives sizes of fused dimensions that do not follow from shapes; ``split_sizes`` those that are
-    used only where ``sizes`` lacks one. Raises :class:`LayoutError` for names that only one side has.
+    or with ``packed`` by the lengths of the sequences, without padding. If both sides have ``b``, or neither has, it
+    corresponds to ``s`` alone. ``sizes`` gives sizes of fused dimensions that do not follow from shapes;
+    ``split_sizes`` those that are used only where ``sizes`` lacks one. Raises :class:`LayoutError` for names that only
+    one side has.
     """
     one, other = parse_dims(baseline), parse_dims(target)
     left, right = [dim.names for dim in one.dims], [dim.names for dim in other.dims]

@@ -59,7 +59,7 @@ def rank_layout(shown: Any, given: Any, world_size: int, rank: int = 0) -> RankL
         return None
     layout = given if isinstance(given, Layout) else parse_layout(given)
     try:
-        return RankLayout(_on(layout, rank, world_size), None, layout.names)
+        return RankLayout(_with_mesh(layout, rank, world_size), None, layout.names)
     except LayoutError as error:
         if layout.names is None:
             raise
@@ -67,13 +67,14 @@ def rank_layout(shown: Any, given: Any, world_size: int, rank: int = 0) -> RankL
         return RankLayout(Layout(), None, layout.names, str(error))
 
 
-def _on(layout: Layout, rank: int, ranks: int) -> Layout:
+def _with_mesh(layout: Layout, rank: int, ranks: int) -> Layout:
     """Put a layout on this side's ranks, unless it already has a mesh."""
     if layout.mesh.sizes:
         return layout
     # Groups in which one rank has everything, such as the data parallel group, do not use up ranks; and a forward pass
     # that checkpointing repeats is a separate tap.
-    names = [name for name in layout.mesh_names if name not in _groups(layout) and name != REPEATED]
+    groups = {step.mesh for step in layout.steps if isinstance(step, OneOf)}
+    names = [name for name in layout.mesh_names if name not in groups and name != REPEATED]
     if ranks == 1:
         return layout.on(Mesh(tuple((name, 1) for name in names) or (("rank", 1),)))
     known = mesh_on(names, rank, ranks) if names else None
@@ -87,10 +88,6 @@ def _on(layout: Layout, rank: int, ranks: int) -> Layout:
         f"first, as in {VARIABLE}={sizes} or gl.attach(mesh=...), or at the tap "
         f"layout=graftlab.layouts.parse_layout(text, mesh={{{names[0]!r}: {ranks}, {names[1]!r}: 1}})"
     )
-
-
-def _groups(layout: Layout) -> set[str]:
-    return {step.mesh for step in layout.steps if isinstance(step, OneOf)}
 
 
 # ---- DTensors -------------------------------------------------------------------------------------------------------

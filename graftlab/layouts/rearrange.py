@@ -64,7 +64,7 @@ class Rearrange:
             axes = [axis for group in found for axis in group]
             for axis in axes:
                 if axes.count(axis) > 1:
-                    raise self._fault(f"{axis!r} is twice on the {side}", axis, right=side == "right")
+                    raise self._fault(f"{axis!r} occurs twice on the {side}", axis, right=side == "right")
         lost = [axis for group in groups[0] for axis in group if all(axis not in other for other in groups[1])]
         if lost:
             raise self._fault(f"{lost[0]!r} is only on the left; a rearrangement must keep all axes", lost[0])

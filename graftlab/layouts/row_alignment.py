@@ -154,7 +154,7 @@ def aligned(
     """The row of ``outer`` that each row of ``inner`` is, or -1, and how well the rows are distinguished, from 0 to 1.
 
     Rows with equal values, such as those of one token, are distinguished by the rows beside them. The longest stretch
-    wins, then the one after ``place``, then one that ends where the part has no more rows of the whole. No row is taken
+    wins, then the one after ``place``, then one at whose end the part has no further rows of the whole. No row is taken
     twice. A single row is the one after ``place``, or the last. ``lengths`` are the common lengths of padded sequences
     in ``outer`` and ``inner``; a sequence then has the rows of one sequence, in order.
     """

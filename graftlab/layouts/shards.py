@@ -42,13 +42,13 @@ class MeshStep(Step, Protocol):
 class Shard:
     """A dimension cut over the ranks along a dimension of the mesh.
 
-    * ``uneven``: the shards' sizes if the extent does not divide evenly: ``"chunk"`` as in ``torch.chunk``, FSDP and
-      DTensor (5 over 4: 2, 2, 1, 0), ``"balanced"`` as in ``torch.tensor_split`` (2, 1, 1, 1);
-    * ``padded``: every rank's shard is as large as the first one, with meaningless padding;
-    * ``replicas``: this number of consecutive ranks have the same shard, as with fewer key/value heads than ranks;
-    * ``blocks``: the dimension was fused from parts in these proportions, and each part is cut separately, so that a
-      rank has its q, k and v one after the other. ``replicas`` may then be one number per block;
-    * ``order="zigzag"``: rank r of n has chunks r and 2n-1-r of 2n, as context parallelism balances causal attention;
+    * ``uneven``: the shards' sizes if the extent does not divide evenly. ``"chunk"`` is as in ``torch.chunk``, FSDP and
+      DTensor (5 over 4: 2, 2, 1, 0), ``"balanced"`` as in ``torch.tensor_split`` (2, 1, 1, 1).
+    * ``padded``: every rank's shard is as large as the first one, with meaningless padding.
+    * ``replicas``: this number of consecutive ranks have the same shard, as with fewer key/value heads than ranks.
+    * ``blocks``: the dimension was fused from parts in these proportions, and each part is cut separately. So a rank
+      has its q, k and v one after the other. ``replicas`` may then be one number per block.
+    * ``order="zigzag"``: rank r of n has chunks r and 2n-1-r of 2n, as context parallelism balances causal attention.
     * ``packed``: the dimension consists of consecutive sequences of given lengths, each cut separately.
     """
 
@@ -263,8 +263,8 @@ class Partial:
     """Partial results on the ranks: the whole is their sum (or ``op``) over a dimension of the mesh.
 
     Sums of 16-bit dtypes are computed in float32 and rounded once. The original summands cannot be recovered, so a
-    graft puts the value on the first rank and zeros on the others (for ``avg``, ``max`` and ``min``: the value on all
-    ranks).
+    graft puts the value on the first rank and zeros on the others. For ``avg``, ``max`` and ``min`` it puts the value
+    on all ranks.
     """
 
     mesh: str

@@ -135,8 +135,8 @@ class Part:
     """Part ``index`` of a dimension that was fused from several, in the proportions ``of``.
 
     With ``groups`` the fused parts alternate: the dimension consists of this number of groups, and each contains all
-    parts in their proportions. A fused qkv of 8 query and 2 key/value heads is ``of=(4, 1, 1)`` with ``groups=2``
-    if the heads of a group are adjacent, and ``of=(8, 2, 2)`` if all of q comes first. Gate and up that alternate row
+    parts in their proportions. A fused qkv of 8 query and 2 key/value heads is ``of=(8, 2, 2)`` if all of q comes
+    first. It is ``of=(4, 1, 1)`` with ``groups=2`` if the heads of a group are adjacent. Gate and up that alternate row
     by row are ``of=(1, 1)`` with ``groups`` the number of rows of each.
     """
 
@@ -220,7 +220,7 @@ class Window:
         step = self.step if self.step > 1 else None
         return call("window", dim=self.dim, start=self.start, length=self.length, step=step)
 
-    def _of(self, before: Tensor) -> Tensor:
+    def _selected(self, before: Tensor) -> Tensor:
         dim = dim_of(self.dim, before, self.text)
         start = self.start + (before.shape[dim] if self.start < 0 else 0)
         if self.length and not 0 <= start <= before.shape[dim] - 1 - (self.length - 1) * self.step:
@@ -229,13 +229,13 @@ class Window:
         return before[index].narrow(dim, 0, self.length)
 
     def get(self, before: Tensor, at: StepContext) -> Tensor:
-        return self._of(before)
+        return self._selected(before)
 
     def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if shape is None:
             raise LayoutError(f"{self.text} does not determine the whole tensor's shape; give it")
         whole = after.new_zeros(tuple(shape))
-        place = self._of(whole)
+        place = self._selected(whole)
         if place.shape != after.shape:
             raise LayoutError(f"{self.text} of {list(shape)} is {list(place.shape)}, not {list(after.shape)}")
         place.copy_(after)
@@ -273,7 +273,7 @@ class Strided:
         lists = {"shape": list(self.shape), "sizes": list(self.sizes), "strides": list(self.strides)}
         return call("strided", **lists, offset=self.offset or None)
 
-    def _of(self, whole: Tensor) -> Tensor:
+    def _selected(self, whole: Tensor) -> Tensor:
         last = self.offset + sum(n * (size - 1) for n, size in zip(self.strides, self.sizes, strict=True))
         if last >= whole.numel():
             raise LayoutError(f"{self.text} reaches beyond the {whole.numel()} elements of {list(whole.shape)}")
@@ -282,7 +282,7 @@ class Strided:
     def get(self, before: Tensor, at: StepContext) -> Tensor:
         # Strides count from the start of the storage, so a view of a larger tensor is copied first.
         flat = before.contiguous()
-        return self._of(flat.clone() if flat.storage_offset() else flat).reshape(self.shape)
+        return self._selected(flat.clone() if flat.storage_offset() else flat).reshape(self.shape)
 
     def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:
         if shape is None:

@@ -355,6 +355,9 @@ def agree_in_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bo
 
 def _in_same_order(one: Fingerprint, other: Fingerprint, tolerance: float) -> bool:
     limit = tolerance * max(one.norm, other.norm)
+    # Most pairs differ in the first already, which takes a tenth of the time of comparing arrays.
+    if not abs(one.projections.item(0) - other.projections.item(0)) <= 4 * limit:
+        return False
     # A sum with random factors of size one is about as large as the norm of its terms.
     return bool((np.abs(one.projections - other.projections) <= 4 * limit).all())
 

@@ -402,7 +402,10 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             address = _address(each)
             if address not in shared:
                 self._begin_life(address, [index])
-            outputs.append(self._number(each, address, (index,)))
+            number = self._number(each, address, (index,))
+            if number not in (*begun.inputs, *outputs) and self.values[number].sources not in ((), (index,)):
+                number = self._made_again(number, each, index)
+            outputs.append(number)
         self.operations.append(
             Operation(
                 index,
@@ -522,8 +525,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if address is None:
             address = _address(tensor)
         memory = self._written.get(address) or self._begin_life(address, [])
-        place = (tensor.storage_offset(), tensor.stride()) if _is_plain(tensor) else type(tensor)
-        key = (memory.life, memory.writes, tensor.shape, place, tensor.dtype)
+        key = self._key(memory, tensor)
         number = self._known.get(key)
         if number is None:
             layout = _layout(tensor)
@@ -545,6 +547,23 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (path, is_parameter) != (value.path, value.is_parameter):
             self.values[number] = value._replace(path=path, is_parameter=is_parameter)
         return number
+
+    @staticmethod
+    def _key(memory: _Storage, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """What identifies a tensor's present value."""
+        place = (tensor.storage_offset(), tensor.stride()) if _is_plain(tensor) else type(tensor)
+        return memory.life, memory.writes, tensor.shape, place, tensor.dtype
+
+    def _made_again(self, number: int, view: torch.Tensor, index: int) -> int:
+        """A new value for a view that an earlier operation has made too: this operation's line leads to its readers."""
+        memory, again = self._memory(view), len(self.values)
+        self._known[self._key(memory, view)] = again
+        memory.present[again] = memory.present[number]
+        # A tap, if it showed the earlier view, showed these numbers.
+        self.values.append(self.values[number]._replace(number=again, sources=(index,)))
+        if number in self.fingerprints:
+            self.fingerprints[again] = self.fingerprints[number]
+        return again
 
     def _name_state(self, tensor: torch.Tensor, memory: _Storage, number: int) -> None:
         """Note the attribute under which code has a tensor that operations wrote in place, such as a cache."""

@@ -127,6 +127,8 @@ class SliceTrace:
     elsewhere: tuple[Fingerprint, ...] = ()
     of_forward: tuple[Fingerprint, ...] = ()
     ran_elsewhere: tuple[tuple[TracedOperation, tuple[Fingerprint, ...]], ...] = ()
+    was_compiled: bool = False
+    """Whether this process has compiled code, which ran eagerly for the trace."""
 
     def beside(self, earlier: SliceTrace) -> SliceTrace:
         """This trace, with the values of ``earlier``, a trace of the same call, for operations that did not lead to its

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from graftlab.base.world import SIDES, Side
+from graftlab.errors import LayoutError
 from graftlab.layouts import Gather, Layout, Rearrange, Step
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
@@ -101,7 +103,23 @@ class AlignedTaps:
         theirs = self._sources["target"].get(pair.target, replace(plain, name=pair.target))
         first, last = (mine.there, theirs.back) if pair.whole == "baseline" else (theirs.there, mine.back)
         layout = Layout(_merged((*first, *pair.layout.steps, *last)))
+        if self._changes_nothing(layout, mine.name, theirs.name):
+            layout = Layout()
         return replace(pair, baseline=mine.name, target=theirs.name, layout=layout)
+
+    def _changes_nothing(self, layout: Layout, baseline: str, target: str) -> bool:
+        """Whether the layout's steps undo each other, so that each element stays where it is."""
+        one, other = (
+            next((tap for tap in taps if tap.name == name), None)
+            for taps, name in zip(self._real, (baseline, target), strict=True)
+        )
+        if not layout.steps or one is None or other is None or one.shape != other.shape:
+            return False
+        places = torch.arange(math.prod(one.shape)).reshape(one.shape)
+        try:
+            return not layout.lacks and torch.equal(layout.local(places), places)
+        except LayoutError:
+            return False
 
     def ruled(self, pairs: Sequence[Pair]) -> tuple[list[Pair], str]:
         """The pairs of real taps, with rules for any batch where those find the rows; and a sentence on the rules."""
@@ -110,7 +128,7 @@ class AlignedTaps:
     def real_proposal(self, proposal: Proposal) -> Proposal:
         """The proposal for real taps, with rules where those find the rows, and a notice on each row order."""
         pairs, rule = self.ruled(proposal.pairs)
-        said = [each.text for each in self.orders]
+        notices = [each.text for each in self.orders]
         left: dict[Side, dict[str, str]] = {}
         for side, unmatched in (
             ("baseline", proposal.unmatched_baseline),
@@ -126,7 +144,7 @@ class AlignedTaps:
             unmatched_baseline=left["baseline"],
             unmatched_target=left["target"],
             unpaired_rows=unpaired_rows(self.orders, dict(zip(SIDES, self._real, strict=True)), self.fetch),
-            notices=(*proposal.notices, *said[:1], *([rule] if rule else []), *said[1:]),
+            notices=(*proposal.notices, *notices[:1], *([rule] if rule else []), *notices[1:]),
             order={"baseline": [tap.name for tap in self._real[0]], "target": [tap.name for tap in self._real[1]]},
         )
 

@@ -41,18 +41,18 @@ def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
         )
 
     found = [mixed for pair in pairs if not is_part(pair) and (mixed := _other_role(pair, parts)) is not None]
-    said: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     while found:
         one = found.pop(0)
         twin = max((other for other in found if one.is_swapped_with(other)), key=one.nearness, default=None)
         if twin is None:
-            said.append((one.pair.target, one.text))
+            problems.append((one.pair.target, one.text))
             continue
         # Two taps with each other's values are one mistake.
         found.remove(twin)
         text = f"{one.text}, and {twin.short}: the two are swapped"
-        said += [(one.pair.target, text), (twin.pair.target, text)]
-    return said
+        problems += [(one.pair.target, text), (twin.pair.target, text)]
+    return problems
 
 
 def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:
@@ -103,16 +103,16 @@ def _other_role(pair: Pair, roles: Mapping[tuple[str, str], tuple[str, str]]) ->
         named = role_of(inner)
         if named and named[0] in ("attention", "mlp") and named[1] != role:
             if outer == pair.target:
-                said = f"{inner} in place of its {role}"
-                return _MixedRole(pair, role, named[1], f"{outer} has {said}", said)
-            said = f"{inner} is the {role} of {outer}, not its {named[1]}"
-            return _MixedRole(pair, named[1], role, said, f"{inner} its {role}")
+                text = f"{inner} in place of its {role}"
+                return _MixedRole(pair, role, named[1], f"{outer} has {text}", text)
+            text = f"{inner} is the {role} of {outer}, not its {named[1]}"
+            return _MixedRole(pair, named[1], role, text, f"{inner} its {role}")
         return None
     mine, theirs = role_of(pair.baseline), role_of(pair.target)
     if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
         held = f"the values of {pair.baseline}, which is {mine[1]}"
-        said = f"{pair.target} is {theirs[1]} by its name but has {held}"
-        return _MixedRole(pair, theirs[1], mine[1], said, f"{pair.target} has {held}")
+        text = f"{pair.target} is {theirs[1]} by its name but has {held}"
+        return _MixedRole(pair, theirs[1], mine[1], text, f"{pair.target} has {held}")
     return None
 
 
@@ -156,9 +156,9 @@ def _arrangement(pair: Pair) -> tuple[str, str, str]:
 def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[str]:
     """Pairs whose layout or partner differs from that of the same tap in other layers, which may be the fault.
 
-    ``baseline`` has the names of the baseline's taps that are in no pair. A different partner is a contradiction only
-    if the usual one exists, and one of the two usually belongs to a different tap: the first layer's input is the
-    embedding, and one quantity may have two names.
+    ``baseline`` has the names of the baseline's taps that are in no pair. A different partner may be right: the first
+    layer's input is the embedding, and one quantity may have two names. It is a contradiction only if the usual partner
+    exists, and one of the two usually belongs to a different tap.
     """
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -174,7 +174,7 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
     partners: dict[str, set[str]] = defaultdict(set)
     for pair in pairs:
         partners[pair.baseline].add(pair.target)
-    said = []
+    problems = []
     for place, usual in usual_of.items():
         # Parts of one fused tensor have different layouts; only a minority is odd.
         odd = Counter(map(_arrangement, groups[place]))
@@ -188,7 +188,7 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
             if pair.target in targets or 2 * odd[key] > len(usual):
                 continue
             if key[2] == layers_of(example.baseline):
-                said.append(
+                problems.append(
                     f"{pair.target} is {pair.baseline} in the layout {pair.layout.text!r}, where {len(usual)} others "
                     f"like it are in the layout {example.layout.text!r}"
                 )
@@ -197,11 +197,11 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
             taken = expected is not None and bool(partners.get(expected, set()) - {pair.target})
             moved = expected in baseline and places.get(key[2], place) != place
             if taken or moved:
-                said.append(
+                problems.append(
                     f"{pair.target} is {pair.baseline}, where {len(usual)} others like it are paired as "
                     f"{example.target} with {example.baseline}"
                 )
-    return said
+    return problems
 
 
 def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
@@ -228,10 +228,10 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
     parts: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         parts[pair.target].append(pair)
-    said = []
+    problems = []
     for name, own in parts.items():
         if rows := _rows_without(own):
-            said.append((name, f"{name} is compared only in part: {rows}, as padding has"))
+            problems.append((name, f"{name} is compared only in part: {rows}, as padding has"))
         if name not in shapes or any(pair.whole == "baseline" or not pair.layout.leaves_out for pair in own):
             continue
         # The rows that a rule finds are known only for a given batch, and include those that it does not find.
@@ -239,10 +239,10 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
         if gap is not None:
             shown = ", ".join(pair.baseline for pair in own)
             left = f"{gap.double().mean():.0%}"
-            said.append(
+            problems.append(
                 (name, f"{name} is compared only in part: it contains {shown}; no baseline tap has the other {left}")
             )
-    return said
+    return problems
 
 
 def _without_row_rules(layout: Layout) -> Layout:

@@ -179,7 +179,7 @@ def general_layouts(
         if len(texts) < 2:
             continue
         known = {pair.layout.text: pair for pair in family if pair.by_value}
-        tried = [layout for text, _ in texts.most_common() for layout in _ways(known[text], baseline, target)]
+        tried = [layout for text, _ in texts.most_common() for layout in _variants(known[text], baseline, target)]
         layout = next((each for each in tried if all(_fits(each, pair, baseline, target) for pair in family)), None)
         if layout is not None:
             chosen.update({(pair.baseline, pair.target, pair.whole): layout for pair in family})
@@ -193,7 +193,7 @@ def _wholes(
     return (one, other) if pair.whole == "baseline" else (other, one)
 
 
-def _ways(pair: Pair, baseline: Mapping[str, RecordedTap], target: Mapping[str, RecordedTap]) -> list[Layout]:
+def _variants(pair: Pair, baseline: Mapping[str, RecordedTap], target: Mapping[str, RecordedTap]) -> list[Layout]:
     """A pair's layout, and the same layout with the sizes of different axes given."""
     layouts = [pair.layout]
     for place, step in enumerate(pair.layout.steps):

@@ -71,7 +71,7 @@ def odd_heads(
         if order is not None:
             own = module_of(pair.target) if pair.whole == "target" else module_of(module_of(pair.target))
             modules[own, last_role(part) or ""][role[1]] = _Heads(pair, order, _head_size(order))
-    said = []
+    problems = []
     for roles in modules.values():
         sizes: dict[int, str] = {}
         for one, other in _AGREE:
@@ -82,18 +82,18 @@ def odd_heads(
                 if first.size is not None:
                     sizes.setdefault(first.size, one)
                 continue
-            said.append(
+            problems.append(
                 f"{second.pair.target} is {second.pair.baseline} {second.words}, and {first.pair.target} is "
                 f"{first.pair.baseline} {first.words}: one attention has heads of one size, in one order"
             )
         # Smaller heads in the order of v and o change nothing.
         if len(sizes) > 1 and max(sizes) % min(sizes):
             (size, one), (other_size, other) = sizes.items()
-            said.append(
+            problems.append(
                 f"{roles[other].pair.target} is reordered in heads of {other_size} rows, and {roles[one].pair.target} "
                 f"in heads of {size}: one attention has heads of one size"
             )
-    return said
+    return problems
 
 
 def _agree(one: _Heads, other: _Heads) -> bool:

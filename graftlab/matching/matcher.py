@@ -130,15 +130,15 @@ class Matcher:
         roles = other_roles(sure)
         names = {name for name, _ in roles}
         odd = odd_layouts(sure, [tap.name for tap in self.left("baseline")])
-        said = [text for _, text in roles] + [text for text in odd if text.partition(" ")[0] not in names]
-        said += other_parts(sure)
-        said += in_groups(sure, {tap.name for tap in self.target.values()} - {pair.target for pair in sure})
+        problems = [text for _, text in roles] + [text for text in odd if text.partition(" ")[0] not in names]
+        problems += other_parts(sure)
+        problems += in_groups(sure, {tap.name for tap in self.target.values()} - {pair.target for pair in sure})
         # A fused tap has several parts; a single one, such as the last token, is seldom a mistake.
         known = Counter(pair.target for pair in sure)
         partly = in_part(sure, {name: tap.shape for name, tap in self.target.items()})
-        said += [text for name, text in partly if known[name] > 1 or fused_roles(name)]
+        problems += [text for name, text in partly if known[name] > 1 or fused_roles(name)]
         matching = {pair.target for pair in sure}
-        for text in dict.fromkeys(said):
+        for text in dict.fromkeys(problems):
             tap = self.target.get(text.partition(" ")[0])
             after = [other for other in self.target.values() if tap is not None and other.order > tap.order]
             parted = next((other.name for other in after if other.name not in matching), None)
@@ -203,14 +203,14 @@ class Matcher:
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
         try:
-            return find(outer, inner, self._bring, self.limit, self._known)
+            return find(outer, inner, self._fetch_values, self.limit, self._known)
         except LayoutError as error:
             # A candidate that cannot be tried is no partner, but must not cost the other candidates.
             tap, other = (inner, outer) if self.target.get(inner.name) is inner else (outer, inner)
             self.why[tap.name] = f"{other.name} could not be tried as its partner: {error}"
             return None
 
-    def _bring(self, tap: RecordedTap) -> None:
+    def _fetch_values(self, tap: RecordedTap) -> None:
         """Fetch a tap's values, and drop the oldest fetched ones beyond the budget."""
         side: Side = "baseline" if self.baseline.get(tap.name) is tap else "target"
         fetch = self.fetch[side]

@@ -27,45 +27,45 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
     """A sentence for each mistake, in the order of the target's parameters."""
     sure = [pair for pair in pairs if pair.by_value]
     wrong = misplaced(sure, baseline)
-    said = [text for _, text in wrong]
+    problems = [text for _, text in wrong]
     names = {name for name, _ in wrong}
-    said += _odd_transpositions(sure, baseline)
-    said += _odd_biases(sure)
-    said += odd_heads(sure, baseline, target, names)
-    said += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in names]
+    problems += _odd_transpositions(sure, baseline)
+    problems += _odd_biases(sure)
+    problems += odd_heads(sure, baseline, target, names)
+    problems += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in names]
     for pair in pairs:
-        said += _changed_values(pair, baseline, target)
-    said += _not_covered(sure, target)
+        problems += _changed_values(pair, baseline, target)
+    problems += _not_covered(sure, target)
     paired = {pair.target for pair in pairs}
     for name, tap in target.items():
         if name not in paired:
-            said.append(_without_partner(name, tap, baseline))
+            problems.append(_without_partner(name, tap, baseline))
     order = {name: place for place, name in enumerate(target)}
-    return sorted(dict.fromkeys(said), key=lambda text: order.get(text.partition(" ")[0], len(order)))
+    return sorted(dict.fromkeys(problems), key=lambda text: order.get(text.partition(" ")[0], len(order)))
 
 
 def misplaced(pairs: Sequence[Pair], baseline: Iterable[str]) -> list[tuple[str, str]]:
     """Target parameters with the values of another role, kind or layer, or in an unusual layout; and sentences."""
-    said = [*other_roles(pairs), *_other_kinds(pairs)]
-    names = {name for name, _ in said}
-    said += [(text.partition(" ")[0], text) for text in _other_layers(pairs, names)]
-    names |= {name for name, _ in said}
+    problems = [*other_roles(pairs), *_other_kinds(pairs)]
+    names = {name for name, _ in problems}
+    problems += [(text.partition(" ")[0], text) for text in _other_layers(pairs, names)]
+    names |= {name for name, _ in problems}
     odd = [(text.partition(" ")[0], text) for text in odd_layouts(pairs, [*baseline])]
-    return [*said, *(each for each in odd if each[0] not in names)]
+    return [*problems, *(each for each in odd if each[0] not in names)]
 
 
 def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
     """Sentences on what is unusual but may be intended: rows in a different order, unused parts."""
-    said: list[str] = []
+    problems: list[str] = []
     for pair in pairs:
         for step in pair.layout.steps:
             if isinstance(step, Rearrange) and step.text != TRANSPOSED and step.sizes:
-                said.append(
+                problems.append(
                     f"{pair.target} is {pair.baseline} with its rows or columns in a different order ({pair.layout}): "
                     f"correct if the two sides' code counts heads or rotary pairs differently"
                 )
     for (name, groups), inner in _in_groups(pairs).items():
-        said.append(
+        problems.append(
             f"{name} has {', '.join(inner)} side by side in each of {groups} groups of heads, not one after the other: "
             "correct if the code that reads it counts them that way"
         )
@@ -76,8 +76,8 @@ def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[st
     for name, parts in wholes.items():
         rest = _rest(name, parts, baseline)
         if rest:
-            said.append(f"{name} is only partly used: the target lacks {rest} of it")
-    return list(dict.fromkeys(said))
+            problems.append(f"{name} is only partly used: the target lacks {rest} of it")
+    return list(dict.fromkeys(problems))
 
 
 def _in_groups(pairs: Sequence[Pair]) -> dict[tuple[str, int], list[str]]:
@@ -96,13 +96,13 @@ def _in_groups(pairs: Sequence[Pair]) -> dict[tuple[str, int], list[str]]:
 
 def _other_kinds(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
     """Parameters whose values have a different role, such as a weight with the values of a bias."""
-    said = []
+    problems = []
     for pair in pairs:
         mine, theirs = last_role(pair.baseline), last_role(pair.target)
         if mine and theirs and mine != theirs:
             text = f"{pair.target} is {theirs} by its name but has the values of {pair.baseline}, which is {mine}"
-            said.append((pair.target, text))
-    return said
+            problems.append((pair.target, text))
+    return problems
 
 
 def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
@@ -113,7 +113,7 @@ def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
         if mine is not None and theirs is not None and pair.target not in misplaced:
             key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text)
             groups[key].append((theirs, mine, pair))
-    said = []
+    problems = []
     every = [mine - theirs for group in groups.values() for theirs, mine, _ in group]
     for group in groups.values():
         group.sort(key=lambda each: each[:2])
@@ -130,13 +130,13 @@ def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
         for theirs, mine, pair in group:
             text = f"{pair.target} has the values of {pair.baseline}, which is in layer {mine}"
             if count < 2:
-                said.append(f"{text}; the layers are in a different order than the baseline's")
+                problems.append(f"{text}; the layers are in a different order than the baseline's")
             elif mine - theirs != usual:
-                said.append(f"{text}; it should be layer {theirs + usual}, {where}")
+                problems.append(f"{text}; it should be layer {theirs + usual}, {where}")
             else:
                 continue
             misplaced.add(pair.target)
-    return said
+    return problems
 
 
 def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
@@ -146,7 +146,7 @@ def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
         if not pair.layout.leaves_out and pair.whole == "baseline":
             holders[pair.baseline].append(pair)
     used = {pair.baseline for pair in pairs}
-    said = []
+    problems = []
     for name, twice in holders.items():
         if len(twice) < 2:
             continue
@@ -154,10 +154,10 @@ def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
         for other in unused:
             own = max(twice, key=lambda pair: similarity(pair.target, other) - similarity(pair.target, name))
             also = next(pair.target for pair in twice if pair is not own)
-            said.append(
+            problems.append(
                 f"{own.target} has the values of {name}, as {also} does; the target lacks the baseline's {other}"
             )
-    return said
+    return problems
 
 
 def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
@@ -178,16 +178,16 @@ def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
             square.append((pair, last, transposed))
         else:
             ways[last, transposed].append(pair)
-    said = []
+    problems = []
     for pair, last, transposed in square:
         others = ways[last, not transposed]
         if not ways[last, transposed] and len(others) >= 2:
             how, they = ("transposed", "are not") if transposed else ("not transposed", "are")
-            said.append(
+            problems.append(
                 f"{pair.target} is {pair.baseline} {how}, and all {len(others)} matrices that are not "
                 f"square {they}: being square, it fits either way"
             )
-    return said
+    return problems
 
 
 def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
@@ -197,7 +197,7 @@ def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
         role = last_role(pair.target)
         if role in ("the weight", "the bias"):
             modules[module_of(pair.baseline), module_of(pair.target)][role] = pair
-    said = []
+    problems = []
     for both in modules.values():
         if len(both) < 2:
             continue
@@ -206,11 +206,11 @@ def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
         own = [step.text for step in bias.layout.steps if isinstance(step, Part)]
         mixed = [step for step in (*weight.layout.steps, *bias.layout.steps) if not isinstance(step, Part)]
         if rows != own and not [step for step in mixed if step.text != TRANSPOSED] and not _columns(weight.layout):
-            said.append(
+            problems.append(
                 f"{bias.target} has {bias.baseline} in the layout {bias.layout.text!r}, and its weight is in the "
                 f"layout {weight.layout.text!r}"
             )
-    return said
+    return problems
 
 
 def _columns(layout: Layout) -> bool:
@@ -253,13 +253,15 @@ def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:
     if rounded:
         return [f"{pair.target} is {pair.baseline} rounded to {rounded}"]
     if pair.sureness == "near" and pair.rel is not None and pair.rel > _rounding(one.dtype, other.dtype):
-        return [f"{pair.target} is {pair.baseline} up to a relative L2 of {pair.rel:.2g}{_where(pair, one, other)}"]
+        return [
+            f"{pair.target} is {pair.baseline} up to a relative L2 of {pair.rel:.2g}{_differing_rows(pair, one, other)}"
+        ]
     if pair.sureness in ("rule", "guess") and pair.rel is not None and pair.rel > 0 and pair.whole == "baseline":
-        return [f"{pair.target} differs from {pair.baseline}{_where(pair, one, other)}"]
+        return [f"{pair.target} differs from {pair.baseline}{_differing_rows(pair, one, other)}"]
     return []
 
 
-def _where(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
+def _differing_rows(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
     """The rows that differ, if not all do."""
     if one.value is None or other.value is None:
         return ""
@@ -287,13 +289,13 @@ def _not_covered(pairs: Sequence[Pair], target: Items) -> list[str]:
     for pair in pairs:
         if pair.whole == "target":
             wholes[pair.target].append(pair)
-    said = []
+    problems = []
     for name, parts in wholes.items():
         rest = _rest(name, parts, target)
         if rest:
             names = ", ".join(pair.baseline for pair in parts)
-            said.append(f"{name} contains {names}; the baseline has no values for {rest} of it")
-    return said
+            problems.append(f"{name} contains {names}; the baseline has no values for {rest} of it")
+    return problems
 
 
 def _rest(name: str, parts: Sequence[Pair], items: Items) -> str:

@@ -32,7 +32,7 @@ class Proposal:
     """The result of a match, in the execution order of the target's taps.
 
     ``unmatched_baseline`` and ``unmatched_target`` map taps without a partner to the reason. ``problems`` are sentences
-    on contradictions, such as a tap whose layout differs from its neighbours'; ``notices`` are on findings that are
+    on contradictions, such as a tap whose layout differs from its neighbours'. ``notices`` are on findings that are
     unusual but may be right, such as rows in another order. ``moved`` is the number of bytes of values sent to or from
     the notebook. ``order`` has each side's taps in execution order, if known.
     """
@@ -261,10 +261,10 @@ def written_as(group: Sequence[Pair]) -> tuple[str, str]:
     if len(group) == 1:
         return first.baseline, first.target
     shift = numbers_of(first.target)[0] - numbers_of(first.baseline)[0]
-    return _with(first.baseline, "{n}"), _with(first.target, f"{{n{shift:+d}}}" if shift else "{n}")
+    return _with_number(first.baseline, "{n}"), _with_number(first.target, f"{{n{shift:+d}}}" if shift else "{n}")
 
 
-def _with(name: str, index: str) -> str:
+def _with_number(name: str, index: str) -> str:
     first = str(numbers_of(name)[0])
     start = next(place for place in range(len(name)) if name.startswith(first, place) and name[place].isdigit())
     return name[:start] + index + name[start + len(first) :]

@@ -42,7 +42,7 @@ def match_in_rounds(
 
     After a fault no values match until the fault is grafted away. A pair by rule whose values match then is
     ``confirmed``; the fault itself stays by rule, with its distance. When no rule helps any more, likely partners of
-    the first tap without one are tried, one per run, and kept only if more taps match by value with it than without.
+    the first tap without one are tried, one per run. A partner is kept only if more taps match by value with it.
     Matching ends after ``guesses`` failures in a row, or at an interrupt, with the pairs known by then. With ``varies``
     each run may have a different batch. The fetches are as in :func:`match_taps`.
     """
@@ -56,10 +56,12 @@ def match_in_rounds(
 
     proposal, rows = _first(baseline, target, match, {"baseline": fetch_baseline, "target": fetch_target})
     if rows is not None:
-        found = _in_rounds(_aligned(values, rows, varies), rows.of(baseline, target), proposal, match, rounds, guesses)
+        found = _repeat_rounds(
+            _aligned(values, rows, varies), rows.of(baseline, target), proposal, match, rounds, guesses
+        )
         proposal = rows.real_proposal(found)
     else:
-        proposal = _in_rounds(values, (baseline, target), proposal, match, rounds, guesses)
+        proposal = _repeat_rounds(values, (baseline, target), proposal, match, rounds, guesses)
     return with_weights(proposal, *every, fetch_baseline, fetch_target)
 
 
@@ -126,7 +128,7 @@ def _aligned(record: Record, rows: AlignedTaps, varies: bool) -> Record:
     return aligned
 
 
-def _in_rounds(
+def _repeat_rounds(
     record: Record,
     taps: tuple[Sequence[RecordedTap], Sequence[RecordedTap]],
     proposal: Proposal,

@@ -205,7 +205,7 @@ _FetchedCall = tuple[CallKey, Sequence[RecordedTap], "Fetch | None"]
 
 
 def _order_of(baseline: _FetchedCall, target: _FetchedCall, place: int) -> tuple[float, RowOrder] | None:
-    """The best row order that a pair of taps of two calls shows, and how distinct the rows are there."""
+    """The best row order that a pair of taps of two calls shows, and how distinct its rows are."""
     best: tuple[float, RowOrder] | None = None
     for mine, theirs in _anchors(baseline[1], target[1]):
         ours, other = value_of(mine, baseline[2]), value_of(theirs, target[2])

@@ -89,13 +89,13 @@ def with_row_rules(
                 break
     result = [made.get(id(pair), pair) for pair in pairs]
     left = sum(1 for pair in result if _gathers(pair.layout))
-    said = []
+    notices = []
     if used:
         names = " or ".join(f"{mine} and {theirs}" for mine, theirs in used)
-        said.append(f"in every batch the rows are found again by {names}")
+        notices.append(f"in every batch the rows are found again by {names}")
     if left:
-        said.append(f"{left} of {len(result)} pairs hold only for batches of these lengths")
-    return result, "; ".join(said)
+        notices.append(f"{left} of {len(result)} pairs hold only for batches of these lengths")
+    return result, "; ".join(notices)
 
 
 def _family(pair: Pair) -> _Family:

@@ -53,7 +53,7 @@ def suspects(
     taken = {pair.baseline for pair in partners.values()}
     left = [tap for tap in baseline if tap.name not in taken and not tap.sketch.constant]
     places = {tap.name: tap.order for tap in baseline}
-    ways = _ways(proposal)
+    ways = _layouts_to_try(proposal)
     known = Counter((place_of(baseline), place_of(target)) for baseline, target in in_vain)
     known.subtract((place_of(pair.baseline), place_of(pair.target)) for pair in trusted)
     ranked: list[tuple[int, int, Pair]] = []
@@ -109,7 +109,7 @@ def _size(tap: RecordedTap) -> tuple[int, bool]:
     return math.prod(tap.shape), tap.dtype.is_complex
 
 
-def _ways(proposal: Proposal) -> list[Layout]:
+def _layouts_to_try(proposal: Proposal) -> list[Layout]:
     """The size-preserving layouts in which other taps match."""
     found = {
         pair.layout.text: pair.layout

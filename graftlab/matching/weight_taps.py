@@ -65,8 +65,8 @@ def with_weights(
     matcher.match_equals()
     matcher.match_parts()
     match_siblings(matcher)
-    said, moved = _put_right(matcher)
-    proposal = _with_modules_put_right(proposal, {module_of(name) for name in moved})
+    problems, moved = _correct_by_rules(matcher)
+    proposal = _correct_modules(proposal, {module_of(name) for name in moved})
     matcher.apply_rules()
     _WeightsOfModules(matcher, proposal).match()
     _match_mostly_equal(matcher)
@@ -79,8 +79,8 @@ def with_weights(
     return replace(
         found,
         pairs=tuple(sorted(found.pairs, key=lambda pair: places.get(pair.target, len(places)))),
-        problems=(*proposal.problems, *said),
-        wrong_weights=tuple(said),
+        problems=(*proposal.problems, *problems),
+        wrong_weights=tuple(problems),
     )
 
 
@@ -119,7 +119,7 @@ def _joined(
 # ---- weights in the wrong place -------------------------------------------------------------------------------------
 
 
-def _put_right(matcher: Matcher) -> tuple[list[str], set[str]]:
+def _correct_by_rules(matcher: Matcher) -> tuple[list[str], set[str]]:
     """Pair weights that have another weight's values, or a different layout, as most layers pair theirs.
 
     Returns a sentence on each such weight, and the names of those that now have the right partner.
@@ -150,7 +150,7 @@ def _put_right(matcher: Matcher) -> tuple[list[str], set[str]]:
     return list(dict.fromkeys(text for _, text in wrong)), moved
 
 
-def _with_modules_put_right(proposal: Proposal, modules: Collection[str]) -> Proposal:
+def _correct_modules(proposal: Proposal, modules: Collection[str]) -> Proposal:
     """The proposal, with the outputs of modules that have another module's weights paired as in most layers.
 
     They match the other module's outputs only while the weights are wrong.

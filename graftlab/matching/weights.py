@@ -62,11 +62,11 @@ class WeightMatch(Proposal):
 def match_weights(baseline: State, target: State) -> WeightMatch:
     """Match the parameters of two models by value. It needs no ranks, no run and no names.
 
-    ``baseline`` and ``target`` are state dicts or modules; some code converted the target's weights
-    from the baseline's. For each parameter of the target the result has its sources and their layout (transposed,
-    permuted, a part of a fused one, several fused in it, scaled), or the reason why it has no partner. ``problems`` are
-    contradictions: swapped projections, a different layer's weights, a layout unlike its neighbours', a weight and a
-    bias of different layouts, scaling, rounding, rows that differ, parameters left at their initial values.
+    ``baseline`` and ``target`` are state dicts or modules; some code converted the target's weights from the
+    baseline's. For each parameter of the target the result has its sources and their layout (transposed, permuted,
+    scaled, a part of a fused one, several fused in it), or the reason why it has no partner. ``problems`` are
+    contradictions, such as swapped projections, a different layer's weights, a layout unlike its neighbours', a weight
+    and a bias of different layouts, scaling, rounding, and parameters left at their initial values.
 
     A change that all layers share is not a contradiction: rows permuted alike in all layers, as between two conventions
     of rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for an

@@ -108,13 +108,22 @@ class PairRule:
 
 
 def outputs_move_rows(rules: Sequence[PairRule]) -> bool:
-    """Whether the model's outputs have their rows in other orders on both sides; where no output pairs, any tap."""
-    outputs = [rule for rule in rules if any(_is_output(name) for name in (rule.baseline, rule.target))]
-    return any(rule.moves_rows for rule in outputs or rules)
+    """Whether the model's outputs have their rows in other orders on both sides; where no output pairs, any tap.
+
+    A result that contains what was given, such as tokens after their prompt, says nothing of the order of the outputs.
+    """
+    outputs, others = [], []
+    for rule in rules:
+        parts = [_parts_of(name) for name in (rule.baseline, rule.target)]
+        if any("output" in each for each in parts):
+            outputs += [] if any("input" in each for each in parts) else [rule]
+        else:
+            others.append(rule)
+    return any(rule.moves_rows for rule in outputs or others)
 
 
-def _is_output(name: str) -> bool:
-    return "output" in TapCallName.of(name).name.split(".")
+def _parts_of(name: str) -> list[str]:
+    return re.split(r"[.\[]", TapCallName.of(name).name)
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Processes and the wire between them: the notebook's side, the rank's side, and what they say to each other.
+"""Ranks as processes: the notebook's side, the rank's side, and the messages between them.
 
 Internal: it may change without notice; docs/api says what is public.
 """

@@ -39,7 +39,7 @@ class MiscompiledLine:
 
 @dataclass(frozen=True)
 class PieceSearch:
-    """What a search for miscompiled lines found.
+    """The result of a search for miscompiled lines.
 
     ``lines`` are in the order of execution; compiled alone they make the result wrong, and without the first or the
     last of their operations they do not. ``is_right_uncompiled`` is False where the captured graphs give a wrong result
@@ -70,7 +70,7 @@ def search_pieces(call: CompiledCall, is_right: Callable[[CompiledCall], bool | 
         return PieceSearch((), uncompiled is None)
     cuts = survey.cuts
     begin, end = 0, len(cuts) - 1
-    # Compiled as one part the result may be right: then the mistake is in how torch compiles a whole call.
+    # If all operations compiled as one part are right, the mistake is in how torch compiles a whole call.
     if end < 1 or not is_wrong(begin, end):
         return PieceSearch((), True)
     begin = _last_true(lambda middle: is_wrong(middle, end), begin, end)
@@ -121,18 +121,28 @@ class _CompiledPart:
             return module.forward
 
         def part_of(node: Node) -> int:
-            # A node that is no operation, such as the read of a weight, belongs to its first reader.
+            # A node that is no operation, such as a weight, belongs to its first reader.
             number = at.get(node, min((at[user] for user in node.users if user in at), default=self._end))
             return 0 if number < self._begin else 1 if number < self._end else 2
 
         split = split_module(module, module, part_of, keep_original_order=True)
-        compiled: Any = torch.compile(split.get_submodule("submod_1"), **self._options)
-        split.submod_1 = compiled
+        part = split.get_submodule("submod_1")
+        # Before torch 2.10 a graph module that is made while torch compiles would not be compiled itself.
+        compiled = torch.compile(lambda *values: part(*values), **self._options)
+        split.submod_1 = _Calls(compiled)
         return split.forward
 
 
+class _Calls(torch.nn.Module):
+    """A function as a module, as a graph module needs it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
 def _cuts(operations: Sequence[Node], at: Mapping[Node, int]) -> list[int]:
-    """The places between which only tensors and numbers pass, the end included; ``at`` numbers the operations."""
+    """The places, the end included, across which only tensors and numbers pass; ``at`` numbers the operations."""
     found = []
     needed_until = -1
     for node in operations:

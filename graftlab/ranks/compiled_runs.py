@@ -1,4 +1,4 @@
-"""The part of a comparison with compiled code that ranks run: a call in a grad mode, a search for the mistake."""
+"""The rank's part of a comparison with compiled code: calls in a grad mode, and the search for the mistake."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def what_is_compiled(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str
 
 @dataclass(frozen=True)
 class CompilerSearch:
-    """Where a compiler makes its mistake.
+    """The step of the compiler, and the lines of source, that make a compiled result wrong.
 
     ``settings`` are the switches of inductor that make the result right, the fewest of them together
     (``{"pattern_matcher": False}``); empty if no switch does. ``stage`` is torch's most complete backend with the right
@@ -152,8 +152,9 @@ def search_compiler(
 
 
 def _on_all_ranks(answer: bool | None) -> bool | None:
-    """Whether this is true on all ranks of the side; None if any rank has no answer. All must compile the same next, or
-    a collective hangs.
+    """Whether this is true on all ranks of the side; None if any rank has no answer.
+
+    All ranks must compile the same code next, or a collective hangs.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return answer
@@ -181,8 +182,7 @@ def _search_switches(call: CompiledCall, is_right: Callable[[CompiledCall], bool
         return {}
     needed: list[str] = []
     while not needed or not is_right_with(needed):
-        # The shortest beginning of the list that suffices does not suffice without its last switch, so that one is
-        # needed.
+        # The last switch of the shortest beginning of the list that suffices is needed.
         wrong, right = 0, len(left)
         while right - wrong > 1:
             middle = (wrong + right) // 2

@@ -165,7 +165,7 @@ class ControlThread:
 
     def _kept_pair(self, question: AskKeptPair) -> KeptValue:
         pair = self._kept.find(question.name, question.tags)
-        return _pack_kept(None if pair is None else _both(pair))
+        return _pack_kept(None if pair is None else _tensors_of(pair))
 
     def _kept_input(self, question: AskKeptInput) -> KeptValue:
         return _pack_kept(self._kept.find(question.name, question.tags, failed=True))
@@ -173,10 +173,10 @@ class ControlThread:
     def _kept_map(self, question: AskKeptMap) -> KeptValue:
         # Reduced here, so that only the pixels to draw are sent, however large the tensors are.
         pair = self._kept.find(question.name, question.tags)
-        return _pack_kept(None if pair is None else difference_map(*_both(pair), dims=question.dims))
+        return _pack_kept(None if pair is None else difference_map(*_tensors_of(pair), dims=question.dims))
 
 
-def _both(pair: KeptPair) -> tuple[Any, Any]:
+def _tensors_of(pair: KeptPair) -> tuple[Any, Any]:
     # A pair whose transform failed lacks one tensor, and only AskKeptInput finds it.
     assert pair.baseline is not None
     assert pair.target is not None

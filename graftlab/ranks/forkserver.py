@@ -21,8 +21,11 @@ from graftlab.ranks import preload_first, preload_last
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PRELOADED = ["graftlab.ranks.worker"]
-"""Modules that the forkserver imports so that ranks need not. Changes take effect only before it starts."""
+PRELOADED = ["graftlab.ranks.worker", "graftlab.ranks.line_tracer"]
+"""Modules that the forkserver imports so that ranks need not: those of ranks, and of the functions that verdicts send.
+
+Changes take effect only before it starts.
+"""
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graftlab-launcher")
 

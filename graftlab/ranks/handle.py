@@ -109,11 +109,11 @@ class RankHandle:
     # ---- depends on how the rank was started --------------------------------------------------------------------
 
     def absence(self) -> str:
-        """Say why the rank is not alive, for a table."""
+        """Describe why the rank is not alive, for a table."""
         return f"gone: {self.how_it_ended()}"
 
     def how_it_ended(self) -> str:
-        """Say how the process ended, such as ``"killed by SIGKILL"``."""
+        """Describe how the process ended, such as ``"killed by SIGKILL"``."""
         raise NotImplementedError
 
     def signal(self, number: int) -> None:

@@ -33,7 +33,7 @@ _MOST_WHOLE_NUMBERS = 1 << 16
 _WRITTEN_BUDGET = 32 << 20
 
 UnitKind = Literal["call", "update"]
-"""What a script is held in: a model's call, or an update of its weights."""
+"""The unit that a script is held in: a call of a model, or an update of its weights."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ _MOST_NUMBERS = 64 << 20
 
 @dataclass(frozen=True)
 class CallDescription:
-    """What a rank reports of its held call.
+    """A rank's report of its held call.
 
     ``number`` counts the calls of models from 1. ``taps`` are the names of its taps, in execution order. ``plain`` has
     the tensors that the call returns and writes without taps, by their paths, ``tapped`` the same with taps.
@@ -135,7 +135,7 @@ class HeldCall:
         self._restore()
         result = self._call()
         if isinstance(result, GeneratorType):
-            # Taken later, the items would be computed in the script's code, after the call.
+            # Otherwise the items would be computed after the call, in the script's code.
             result = list(itertools.islice(result, _MOST_ITEMS))
         results = named_tensors(result)
         state = self._written() if self._shows_written else {}
@@ -181,14 +181,14 @@ class HeldCall:
             try:
                 changed = changed_results(plain, self())
                 not_repeated = [value_in_words(path) for path in changed if not is_written(path)]
-                # Such as memory that was reserved and has no values yet.
+                # For example memory that was reserved and has no values yet.
                 self._left.update(dict.fromkeys(path for path in changed if is_written(path)))
                 plain = self._without_left(plain)
                 names.reached.clear()
                 self._watch()
                 tapped = _copied(self())
             except Exception as error:
-                fails = _in_a_line(error)
+                fails = _first_line_of(error)
         buffers = [f"{prefix}{name}" for prefix, model in self._models.items() for name, _ in model.named_buffers()]
         return CallDescription(
             self._kind,
@@ -219,7 +219,7 @@ class HeldCall:
         return CallDescription(self._kind, self._number, needs_backward, (), plain, plain)
 
     def _describe_failure(self, error: Exception) -> CallDescription:
-        return CallDescription(self._kind, self._number, False, (), {}, {}, raises=_in_a_line(error))
+        return CallDescription(self._kind, self._number, False, (), {}, {}, raises=_first_line_of(error))
 
     def _whole_numbers(self) -> dict[str, torch.Tensor]:
         self._restore()
@@ -253,7 +253,7 @@ class HeldCall:
                 self()
         except Exception as error:
             undo()
-            return _in_a_line(error)
+            return _first_line_of(error)
         return None
 
     def take_weights(self) -> None:
@@ -370,7 +370,7 @@ def _reshard(model: torch.nn.Module) -> None:
                 module.reshard()
 
 
-def _in_a_line(error: Exception) -> str:
+def _first_line_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
@@ -522,5 +522,5 @@ def release_call() -> None:
 
 
 def arguments_by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names that sentences give them: ``args[0]`` for the first positional one."""
+    """The arguments of a call by the names that messages use: ``args[0]`` for the first positional one."""
     return {**{f"args[{place}]": each for place, each in enumerate(args)}, **kwargs}

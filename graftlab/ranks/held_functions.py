@@ -41,7 +41,7 @@ _GIVE_INPUTS = "give inputs (inputs=, or --inputs FILE.py:NAME)"
 
 @dataclass(frozen=True)
 class FunctionInFile:
-    """The names of a function and its file, for a rank to import and call. The function's may have dots.
+    """A function by its name, which may have dots, and its file, for a rank to import and call.
 
     Raises :class:`SessionError` where the file has no such function.
     """
@@ -102,7 +102,7 @@ def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool
 
 
 def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], choice: WatchChoice) -> CallDescription:
-    """Hold a call of this code. Its models are tapped, unless it has taps of its own."""
+    """Hold a call of this code. Its models are tapped, unless it reaches taps itself."""
     call = bind_callee(callee, args, kwargs)
     models, has_taps = _models_called(call, (args, kwargs))
     watched: Mapping[str, torch.nn.Module] = {} if has_taps else models
@@ -213,7 +213,7 @@ def _seed() -> None:
 def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch.nn.Module], bool]:
     """Call once, and return the models called outermost, by the prefix of their taps' names.
 
-    The second result is whether the call reaches taps without ours. The call leaves ``state`` and the models unchanged.
+    The second result is whether the call reaches taps itself. The call leaves ``state`` and the models unchanged.
     """
     found: dict[int, torch.nn.Module] = {}
     before = [StateSnapshot([state])]

@@ -46,14 +46,14 @@ class TensorSample:
 
 @dataclass(frozen=True)
 class UpdateDescription:
-    """What a rank reports of its held update.
+    """A rank's report of its held update.
 
     ``number`` counts the updates from 1, ``calls`` is the number of model calls since the last one. ``settings`` has
     the optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
-    backward passes left before anything else changed them, ``previous`` those of the last update, and ``of_results``
-    those that the loss gave to the results of the calls. ``frozen`` are weights of the models that the optimizer lacks,
-    ``without_gradient`` those of its weights that no gradient reached. ``scale`` is a gradient scaler's factor in
-    ``of_results``; 1 without one.
+    backward passes left before anything else changed them, and ``previous`` those of the last update. ``of_results``
+    are those that the loss gave to the results of the calls. ``frozen`` are weights of the models that the optimizer
+    lacks, ``without_gradient`` those of its weights that no gradient reached. ``scale`` is a gradient scaler's factor
+    in ``of_results``; 1 without one.
     """
 
     optimizer: str

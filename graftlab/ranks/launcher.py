@@ -204,7 +204,7 @@ def _await_hellos(ranks: list[RankProcess], timeout: float, given_up: socket.soc
         if not ready and remaining <= 0:
             late = next(iter(expected.values()))
             raise LaunchError(
-                f"{', '.join(rank.label for rank in expected.values())} not ready within {timeout:g} s; "
+                f"{', '.join(rank.label for rank in expected.values())} did not become ready within {timeout:g} s; "
                 f"pass a larger timeout if that is too short. The log of {late.label} ({late.log}) ends:\n"
                 f"{late.log_tail()}"
             )

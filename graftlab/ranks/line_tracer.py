@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from graftlab.lines.operations import OperationRecorder, modes_in_force
 from graftlab.lines.traces import SliceTrace, TraceRequest, slice_of
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.remote_functions import Callee, bind_callee
+from graftlab.taps.backward import is_backward
 from graftlab.taps.calls import TapHandler, ambient, here
 from graftlab.taps.routing import handled_by
 from graftlab.taps.untraced import COMPILER
@@ -40,19 +42,19 @@ def trace_callee(
     assert grafter is not None
     request = requests[me.rank]
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
-    with handled_by(tracer), _eagerly(), tracer.recorder, _lines_of_backward(request):
+    with handled_by(tracer), _eagerly(), tracer.recording(), _lines_of_backward(request):
         bind_callee(callee, args, kwargs)()
-    traces = tracer.traces
+    traces, was_compiled = tracer.traces, _has_compiled()
     tracer.let_go()
-    return traces
+    return [each and replace(each, was_compiled=was_compiled) for each in traces]
 
 
 def _eagerly() -> contextlib.AbstractContextManager[object]:
-    """Let compiled functions run eagerly.
+    """Let compiled functions run eagerly, but only during the trace.
 
-    Called under a mode, a compiled function would run eagerly from then on, in the user's own calls as well. A verdict
-    traces code that has run before, so if torch's compiler is not imported, nothing is compiled. Importing it takes
-    seconds, and a hundred megabytes of each rank.
+    Without this, a compiled function called under a mode would stay eager in the user's own calls too. A verdict traces
+    code that has run before, so if torch's compiler is not imported, nothing is compiled. Importing it takes seconds,
+    and a hundred megabytes of each rank.
     """
     if COMPILER not in sys.modules:
         return contextlib.nullcontext()
@@ -147,8 +149,8 @@ class TracedSteps:
         recorder = self._tracer.recorder
         recorder.is_open = False
         # If the job has entered another mode meanwhile, it must leave that first.
-        if modes_in_force()[-1:] == [recorder]:
-            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._tracer.leave()
+        if self._tracer.has_left:
             self._open.close()
         if recorder.failure is not None:
             self.obstacle = f"the trace failed with {type(recorder.failure).__name__}: {recorder.failure}"
@@ -160,10 +162,15 @@ def _obstacle() -> str:
         names = ", ".join(type(each).__name__ for each in modes)
         return f"gl.step() is called inside {names}, and the operations of such code cannot be recorded"
     # Eagerly, the code may need more memory than the job has.
-    compiler = sys.modules.get("torch._dynamo.utils")
-    if compiler is not None and sum(compiler.counters["frames"].values()):
+    if _has_compiled():
         return "the job runs code that torch.compile has compiled; with TORCHDYNAMO_DISABLE=1 it can be traced"
     return ""
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has compiled code in this process."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return compiler is not None and sum(compiler.counters["frames"].values()) > 0
 
 
 class _LineTracer:
@@ -178,6 +185,7 @@ class _LineTracer:
         self.recorder.reads_constants = _has_gradient(request)
         self.recorder.is_near = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)
         self.found: dict[int, SliceTrace] = {}
+        self.has_left = False
         self._request = request
         self._side = side
         self._grafter = grafter
@@ -200,13 +208,28 @@ class _LineTracer:
         """Whether the operations of this thread are recorded."""
         return any(each is self.recorder for each in modes_in_force())
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record inside the block, until the last wanted call."""
+        self.recorder.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Let operations run without the recorder, unless another mode was entered since."""
+        if modes_in_force()[-1:] == [self.recorder]:
+            self.recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.has_left = True
+
     @property
     def traces(self) -> list[SliceTrace | None]:
         """The operations that lead to each wanted call, or None if it was not reached."""
         return [self.found.get(place) for place in range(len(self._request.wanted))]
 
     def let_go(self) -> None:
-        """Break the reference cycle with the recorder, or its notes stay until Python collects cycles."""
+        """Break the reference cycle with the recorder, which would keep its notes until Python collects cycles."""
         self.recorder.present_step = int
         self.recorder.replaced.clear()
         self.recorder.fed.clear()
@@ -216,7 +239,12 @@ class _LineTracer:
             # Another thread's operations are not recorded.
             return self._takes.tap(name, value, extras, tags, replace)
         with self.recorder.pause():
-            return self._tap(name, value, extras, tags, replace)
+            taken = self._tap(name, value, extras, tags, replace)
+        # A recorder costs each operation some microseconds, even where nothing is recorded any more. Autograd's engine
+        # restores the modes that were in force when it began.
+        if not (self.recorder.is_open or is_backward()):
+            self.leave()
+        return taken
 
     def _tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool) -> Any:
         self._follow_steps()

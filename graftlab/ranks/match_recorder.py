@@ -71,7 +71,7 @@ def record_taps(
 
 
 def _record_of(recorder: _MatchRecorder, send: int, held: dict[str, Tensor]) -> MatchRecord:
-    """What was recorded, with up to ``send`` bytes of values; the other values go to ``held``."""
+    """The record, with up to ``send`` bytes of values; the other values go to ``held``."""
     for tap in recorder.taps:
         tap.forget()
         if tap.value is None:

@@ -185,7 +185,7 @@ class WorldSwitch(Message, frozen=True):
 
 
 class AskWaitReason(Message, frozen=True):
-    """Why has the rank had to wait? Sent before it stops waiting, and answered by :class:`WaitReason`."""
+    """Why does the rank wait? Sent before it stops waiting, and answered by :class:`WaitReason`."""
 
 
 class StatusUpdate(Message, frozen=True):

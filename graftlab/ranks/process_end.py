@@ -11,9 +11,8 @@ import signal
 def die_with_notebook(death_pipe: int) -> None:
     """Have the system kill this process's group when the notebook's end of the death pipe is closed, for any reason.
 
-    The control thread ends the process too, but needs the interpreter, which code that hangs in C may hold forever; and
-    the programs that the process has started would live on. Programs with their own session
-    (``start_new_session=True``, ``setsid``) are in another group, and stay.
+    The control thread ends the process too, but needs the interpreter, which code that hangs in C may hold forever. It
+    also cannot end the programs that the process has started. Programs with their own session (``setsid``) stay.
     """
     if hasattr(fcntl, "F_SETSIG"):  # Linux
         fcntl.fcntl(death_pipe, fcntl.F_SETOWN, -os.getpgrp())

@@ -82,7 +82,7 @@ class RankProcess(RankHandle):
         self._death_pipe.close()
 
     def how_it_ended(self) -> str:
-        """Say how the process ended, such as ``"killed by SIGKILL"``."""
+        """Describe how the process ended, such as ``"killed by SIGKILL"``."""
         if self._ended is not None:
             return self._ended
         self._process.join(1.0)
@@ -97,7 +97,7 @@ class RankProcess(RankHandle):
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process with this return code ended; that of a signal is negative."""
+    """Describe how a process with this return code ended; a negative code is a signal."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"

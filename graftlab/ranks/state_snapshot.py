@@ -15,7 +15,7 @@ import torch
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _OF_TORCH = _OF_MODULES - {"training", "_buffers", "_modules"}
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-# Kinds of objects that are looked at in other ways than by their attributes.
+# Kinds of objects whose state is not simply their attributes.
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 # Objects nest a few levels below a module or an argument: a cache, its layers, their tensors.
 _MAX_DEPTH = 6

@@ -210,7 +210,7 @@ _INPUT = (
 )
 _DEBUGGER = (
     "a debugger cannot be used on a rank, which has no terminal; `%graft debug target[0]` (session.post_mortem) "
-    "inspects the frames of the last failure there, such as this one, `%graft stacks` (session.stacks()) shows where "
+    "inspects the frames of the last failure there, such as this one; `%graft stacks` (session.stacks()) shows where "
     "each rank is, and `%%graft target[0]` runs a cell on one rank"
 )
 _DEBUGGERS = frozenset({"pdb", "bdb", "ipdb", "IPython.core.debugger"})

@@ -17,9 +17,9 @@ _BUDGET = 1 << 30
 class WideTensors:
     """The 16-bit tensors among these, widened in place to float32 until :meth:`narrow`.
 
-    ``numbers`` are values to take in the place of a tensor's own, by its id, also of tensors with more bits.
+    ``numbers`` are values that replace those of a tensor, by its id; they may be of tensors with more bits.
 
-    Raises :class:`SessionError`, and changes nothing, where that may compute something else or takes too much memory.
+    Raises :class:`SessionError`, and changes nothing, if the results might differ or it takes too much memory.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], numbers: Mapping[int, torch.Tensor] | None = None) -> None:

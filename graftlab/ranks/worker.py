@@ -141,12 +141,13 @@ class Rank:
 
     def redirect_output(self) -> None:
         """Send what this process prints and displays to the notebook."""
+        send = self._line.send
         self._streams = [
-            LabelledStream(stream, self._print, partial(self._print_live, number))
+            LabelledStream(stream, lambda text: send(Output(text)), partial(self._print_live, number))
             for number, stream in enumerate((sys.stdout, sys.stderr))
         ]
         sys.stdout, sys.stderr = self._streams
-        show_displays(self._display)
+        show_displays(lambda data: send(DisplayData(data)))
 
     def serve(self) -> None:
         """Handle the main thread's tasks, one after the other, until the shutdown."""
@@ -187,14 +188,8 @@ class Rank:
             self._grafter.close_run()
             self._line.send(RunSettled(run, self._grafter.next_step))
 
-    def _print(self, text: str) -> None:
-        self._line.send(Output(text))
-
     def _print_live(self, stream: int, text: str) -> None:
         self._line.send(LiveOutput(stream, text))
-
-    def _display(self, data: dict[str, str]) -> None:
-        self._line.send(DisplayData(data))
 
     def _interrupt(self, run: int) -> None:
         """Interrupt a run, on the control thread: by a signal, or before it begins."""

@@ -117,7 +117,7 @@ class _RemoteLaunch:
         for descriptor in self._waiting:
             poller.register(descriptor, select.POLLIN)
         handle = Dispatch[[RemoteRankHandle], None]()
-        handle.on(Contact, self._on_contact)
+        handle.on(Contact, lambda contact, rank: introduce(rank, contact, self._contacts, self.ranks))
         handle.on(LinkReport, self._on_linked)
         handle.on(StoreAddress, self._on_store)
         handle.on(StatusUpdate, lambda update, rank: rank.note_status(update))
@@ -201,9 +201,6 @@ class _RemoteLaunch:
 
     # ---- the ranks' messages ------------------------------------------------------------------------------------
 
-    def _on_contact(self, contact: Contact, rank: RemoteRankHandle) -> None:
-        introduce(rank, contact, self._contacts, self.ranks)
-
     def _on_linked(self, report: LinkReport, rank: RemoteRankHandle) -> None:
         rank.note_links(report)
         self._linked.add(rank.place.world_rank)
@@ -228,8 +225,8 @@ class _RemoteLaunch:
         absent = [rank.label for rank in late if not rank.has_joined]
         why = f"; {', '.join(absent)} had not connected to the notebook at {self._listener.endpoint}" if absent else ""
         return (
-            f"{', '.join(rank.label for rank in late)} not ready within {self._options.timeout:g} s{why}; pass a "
-            f"larger timeout if that is too short. The log of {late[0].label} ends:\n{late[0].log_tail()}"
+            f"{', '.join(rank.label for rank in late)} did not become ready within {self._options.timeout:g} s{why}; "
+            f"pass a larger timeout if that is too short. The log of {late[0].label} ends:\n{late[0].log_tail()}"
         )
 
 

@@ -54,8 +54,8 @@ class Ray:
     for the ranks. ``placement`` chooses how the ranks of a side are spread over machines: ``"pack"``, ``"spread"``,
     ``"strict_pack"`` or ``"strict_spread"``.
 
-    The ranks connect to the notebook at ``listen``, such as ``"tcp://10.0.0.7:29500"``; by default at the address from
-    which this machine reaches the cluster's head, and a port that the system chooses.
+    The ranks connect to the notebook at ``listen``, such as ``"tcp://10.0.0.7:29500"``. By default that is the address
+    from which this machine reaches the cluster's head, and a port that the system chooses.
 
     Raises :class:`LaunchError` for values that cannot be used.
 
@@ -91,7 +91,7 @@ class Ray:
         """Reserve the resources of both sides. Raises :class:`LaunchError` with what the cluster lacks."""
         if importlib.util.find_spec("ray") is None:
             raise DependencyError(
-                "ranks on a Ray cluster need ray, which is not installed; `pip install 'graftlab[ray]'` brings it"
+                "ranks on a Ray cluster need ray, which is not installed; `pip install 'graftlab[ray]'` installs it"
             )
         driver = _DriverProcess(folder / "logs" / "ray.log")
         try:
@@ -110,7 +110,7 @@ class RayHosts:
 
     def __init__(self, wanted: Ray, options: LaunchOptions, driver: _DriverProcess) -> None:
         self._driver = driver
-        # If Ray sets a working directory, the code is there, so ranks stay in it.
+        # A working directory that Ray sets contains the code, so ranks stay in it.
         self.uses_folder = "working_dir" not in (wanted.runtime_env or {})
         self.threads = max(1, int(wanted.resources.get("CPU", 1)))
         self.gpus = float(wanted.resources.get("GPU", 0))

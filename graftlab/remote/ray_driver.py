@@ -1,7 +1,7 @@
 """The process of a session that is connected to a Ray cluster: reserves resources, and calls the actors.
 
-It stands between the notebook and Ray, because Ray ends a process whose cluster is gone, handles its signals and prints
-into its output, and a notebook must keep its variables. When the notebook closes the connection, or ends, this process
+It stands between the notebook and Ray, because Ray handles a process's signals, prints into its output, and ends it if
+the cluster is gone. A notebook must keep its variables. When the notebook closes the connection, or ends, this process
 gives back its reservations, and ends. It does not import torch.
 """
 

@@ -17,7 +17,7 @@ from graftlab.taps import calls as taps
 from graftlab.taps import compiled
 from graftlab.taps.inside import InsideTaps
 from graftlab.taps.module_inputs import ArgumentTaps, WatchedModule, WatchedModules
-from graftlab.taps.nested import tap_inside
+from graftlab.taps.nested import PlacedArguments, tap_inside
 from graftlab.taps.wrappers import forward_of, unwrapped
 
 _latest_change = 0
@@ -195,7 +195,10 @@ def watch(
     if inputs:
         tap_one = partial(_tap_input, f"{prefix}input.")
         input_taps = ArgumentTaps(forward_of(model), lambda: tap_one, tap_inside)
-        handles.append(model.register_forward_pre_hook(input_taps, with_kwargs=True))
+        placed = PlacedArguments()
+        in_place = ArgumentTaps(forward_of(model), lambda: tap_one, placed.tap)
+        handles.append(model.register_forward_pre_hook(in_place, with_kwargs=True))
+        handles.append(model.register_forward_hook(placed.take_back, always_call=True))
     modules = dict(model.named_modules())
     handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
     handles.append(

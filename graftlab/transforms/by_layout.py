@@ -21,7 +21,7 @@ from graftlab.layouts import (
     parse_dims,
     relayout,
 )
-from graftlab.transforms.default import default_transform, nearly_equal
+from graftlab.transforms.default import default_transform, in_one_dtype, nearly_equal
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
 
 SKETCHED = "only a sketch of it is recorded, which is compared and never grafted"
@@ -234,7 +234,7 @@ def _held(layout: RankLayout, tensors: Mapping[int, torch.Tensor]) -> list[torch
     missing = [rank for rank in ranks if rank not in tensors]
     if missing:
         raise LayoutError(f"{layout.layout}: ranks {missing} of {list(ranks)} sent nothing")
-    return _like([tensors[rank] for rank in ranks])
+    return in_one_dtype([tensors[rank] for rank in ranks])
 
 
 def _groups(
@@ -350,8 +350,3 @@ def _lengths(given: GraftTransformInput) -> Sequence[int] | None:
         if found is not None:
             return [int(length) for length in found]
     return None
-
-
-def _like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Parts of one tensor have one dtype. Where they do not, some pairs could not be put together.
-    return [tensor.to(tensors[0].dtype) for tensor in tensors]

@@ -61,12 +61,12 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     if dim is not None:
         extent, total = mine.shape[dim], sum(tensor.shape[dim] for tensor in received)
         if complete and count > 1 and total == extent:
-            return Outcome(torch.cat(_like(received), dim), f"concat dim={dim}")
+            return Outcome(torch.cat(in_one_dtype(received), dim), f"concat dim={dim}")
         if chosen is not None and chosen.shape[dim] == extent * receivers:
             cut = Outcome(chosen.narrow(dim, rank * extent, extent), f"slice dim={dim}")
             return _one_of(received, senders, partner, cut)
         if complete and count > 1 and total == extent * receivers:
-            joined = torch.cat(_like(received), dim)
+            joined = torch.cat(in_one_dtype(received), dim)
             return Outcome(joined.narrow(dim, rank * extent, extent), f"concat, slice dim={dim}")
     hint = suggested(received, mine)
     raise TransformError(
@@ -132,8 +132,8 @@ def _differing_dim(received: Sequence[torch.Tensor], mine: torch.Tensor) -> int 
     return differing.pop() if len(differing) == 1 else None
 
 
-def _like(received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Shards of one tensor usually have one dtype. If they differ, torch.cat refuses some pairs (those with float8).
+def in_one_dtype(received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in the first one's dtype: shards usually have one, but torch.cat refuses some pairs of dtypes."""
     return [tensor.to(received[0].dtype) for tensor in received]
 
 

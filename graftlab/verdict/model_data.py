@@ -89,6 +89,39 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     return list(found)
 
 
+def inputs_of_later_calls(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows show inputs that follow a value of the same step: another code than the model's has computed them.
+
+    That is the loop between two calls of a model, or what comes between an encoder and its decoder. ``frame`` is in
+    execution order.
+    """
+    of_input = np.fromiter((kind_of(tags) == "input" for tags in frame["tags"]), bool, len(frame))
+    of_value = np.fromiter(
+        (kind_of(row["tags"]) is None and roundoff(coarser_dtype(row)) > 0 for row in records(frame)), bool, len(frame)
+    )
+    values = frame[of_value & frame["status"].isin(MEASURED)]
+    first = values.groupby(["step", "rank"])["order"].min()
+    after = [
+        order > first.get((step, rank), math.inf)
+        for step, rank, order in zip(frame["step"], frame["rank"], frame["order"], strict=True)
+    ]
+    return pd.Series(of_input & np.array(after, bool), index=frame.index)
+
+
+def computed_between_calls(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> set[str]:
+    """The inputs that first agree, and in a later call differ although everything before has the baseline's values.
+
+    So the code between the calls computes them differently. ``compared`` are rows of a run without grafts.
+    """
+    found: set[str] = set()
+    for frame, of_later in ((grafted, True), (compared, False)):
+        chosen = frame[inputs_of_later_calls(frame) == of_later] if len(frame) else frame
+        rows = records(chosen[chosen["status"].isin(MEASURED)])
+        differing = {row["name"] for row in rows if kind_of(row["tags"]) == "input" and _differs(row, threshold)}
+        found = differing if of_later else found - differing
+    return found
+
+
 BELOW = "The code that uses them is judged below."
 WITH_THE_BASELINES = "Everything below was measured with the baseline's weights."
 AGREES_WITH_THE_BASELINES = "With the baseline's weights the target agrees."
@@ -155,6 +188,9 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
     """The rows of data that differ, by kind and group."""
     names = set(input_names(compared))
     first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
+    if grafted is not None and len(grafted) and len(first):
+        # In the first step's later calls they may differ because of what comes before.
+        first = first[~inputs_of_later_calls(first)]
     inputs = first[first["name"].isin(names) & ~first.index.isin(data_rows(compared).index)]
     later = [] if grafted is None else _later_inputs(grafted, names)
     rows = [

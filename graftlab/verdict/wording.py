@@ -119,6 +119,8 @@ class Findings:
     """Advice if both sides have taps and no names pair."""
     lines: Sequence[DifferingLine] = ()
     """The lines of source at which the named groups' errors arise."""
+    only_returned: bool = False
+    """Whether calls do not pair, so that the returned values stand for what they compute."""
     extra_calls: Sequence[str] = ()
     """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
     only_before: Mapping[str, str] = field(default_factory=dict)
@@ -206,6 +208,8 @@ def _conclusion(findings: Findings) -> list[str]:
     if findings.inconclusive or (findings.failed and not len(frame)):
         return []
     if not len(frame):
+        if findings.only_returned:
+            return _returned_alone(findings)
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
     computed = _computed(findings)
     if not computed:
@@ -296,6 +300,12 @@ def _with_the_same_lines(sentences: Sequence[list[str]], lines: Sequence[Differi
 def _computed(findings: Findings) -> list[str]:
     """The named groups that are not data and do not only round differently."""
     return [group for group in findings.named if group not in (*findings.inputs, *findings.rounding.groups)]
+
+
+def _returned_alone(findings: Findings) -> list[str]:
+    """A sentence if nothing but the returned values was compared, and they agree."""
+    doubtful = findings.unexplained or findings.without_output or findings.failed
+    return [] if doubtful else ["The returned values agree to rounding; nothing else was compared."]
 
 
 def _nothing_named(findings: Findings) -> str:

@@ -114,6 +114,19 @@ def test_a_list_that_is_longer_on_one_side_is_not_compared_in_part_alone() -> No
     assert (more.left, more.lost) == (["only the target returns the result's [1]"], [])
 
 
+def test_a_list_that_is_empty_on_one_side_is_not_compared() -> None:
+    tokens = compare_results({"tokens": [], "x": 1.0}, {"tokens": [4, 2], "x": 1.0})
+    assert tokens.reshaped == ["the result's ['tokens'] has the shape [0] on the baseline and [2] on the target"]
+    texts = compare_results({"texts": [], "x": 1.0}, {"texts": ["a"], "x": 1.0})
+    assert texts.lost == ["only the target returns the result's ['texts'][0]"]
+    assert compare_results({"texts": ["a"], "x": 1.0}, {"texts": [], "x": 1.0}).lost == [
+        "only the baseline returns the result's ['texts'][0]"
+    ]
+    # Two empty lists are alike, and show nothing.
+    assert compare_results([], []) == ([], [], [], [])
+    assert compare_results({"tokens": [], "x": 1.0}, {"x": 1.0}) == compare_results({"x": 1.0}, {"x": 1.0})
+
+
 @pytest.mark.parametrize("name", ["past_key_values", "kv_cache", "Cache"])
 def test_a_cache_that_only_the_baseline_returns_is_left_out(name: str) -> None:
     x = torch.ones(2)
@@ -171,7 +184,8 @@ def test_numbers_that_are_not_finite_are_equal_only_to_themselves(
 @given(st.recursive(st.just(0.0), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner)))
 def test_a_result_equals_itself_and_no_value_is_lost(result: Any) -> None:
     differences, left, *_ = compare_results(result, result)
-    assert [each.path for each in differences] == list(named_tensors(result))
+    # An empty list has nothing to compare.
+    assert [each.path for each in differences] == [path for path, each in named_tensors(result).items() if each.numel()]
     assert not left
     assert all(each.rel_l2 == 0 for each in differences)
 

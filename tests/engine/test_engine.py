@@ -565,7 +565,7 @@ def test_tokens_that_are_no_text_decode_to_the_replacement_character() -> None:
 def test_models_are_known_by_name() -> None:
     assert build_model("tiny", sliding_window=7).config.sliding_window == 7
     assert build_model("tiny", dtype="bfloat16").embedding.weight.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="no model 'huge'; there are tiny, small"):
+    with pytest.raises(ValueError, match="no model 'huge'; the models are tiny, small"):
         build_model("huge")
     with pytest.raises(ValueError, match="no dtype 'int8'"):
         build_model(dtype="int8")

@@ -43,6 +43,10 @@ def posts() -> Iterator[tuple[RouterSocket, RouterSocket]]:
         post.close()
 
 
+def channels_of(router: RouterSocket) -> list[TcpChannel]:
+    return list(router._channels.values())
+
+
 def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
     """Both ends of a connection; the second post has made it.
 
@@ -120,7 +124,7 @@ def test_a_process_without_the_token_is_not_heard(posts: tuple[RouterSocket, Rou
     wait_until(lambda: channel.receive() or channel.closed, "the refusal")
     assert (channel.reached, channel.linked) == (True, False)
     posts[0].pump()
-    assert posts[0].channels() == []
+    assert channels_of(posts[0]) == []
     assert not (tmp_path / "gone off").exists()
     # Nor are those that do kept out by it.
     theirs, ours = joined(posts)
@@ -152,7 +156,7 @@ def test_noise_at_the_port_has_no_effect(said: bytes, posts: tuple[RouterSocket,
         theirs, ours = joined(posts)
         ours.send(b"frame")
         assert heard(theirs, 1) == [b"frame"]
-    assert posts[0].channels() == [theirs]
+    assert channels_of(posts[0]) == [theirs]
 
 
 def pass_on(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
@@ -172,8 +176,8 @@ def test_frames_are_encrypted_in_transit(posts: tuple[RouterSocket, RouterSocket
         with near, socket.create_connection(("127.0.0.1", posts[0].port)) as far:
             for source, to in ((near, far), (far, near)):
                 threading.Thread(target=pass_on, args=(source, to, seen), daemon=True).start()
-            wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
-            assert heard(posts[0].channels()[0], 1) == [secret]
+            wait_until(lambda: posts[0].pump() or channels_of(posts[0]), "the connection")
+            assert heard(channels_of(posts[0])[0], 1) == [secret]
     assert b"CURVE" in seen
     assert b"a secret" not in seen
 
@@ -221,14 +225,14 @@ def test_a_handshake_and_frames_that_are_sent_again_are_not_heard(
 ) -> None:
     relay, channel = relayed(lambda relay, data: data)
     channel.send(b"run this once")
-    wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
-    [theirs] = posts[0].channels()
+    wait_until(lambda: posts[0].pump() or channels_of(posts[0]), "the connection")
+    [theirs] = channels_of(posts[0])
     assert heard(theirs, 1) == [b"run this once"]
     with socket.create_connection(("127.0.0.1", posts[0].port)) as again:
         again.setblocking(False)
         again.sendall(bytes(relay.sent))
         wait_until(lambda: posts[0].pump() or not still_open([again]), "the refusal")
-    assert posts[0].channels() == [theirs]
+    assert channels_of(posts[0]) == [theirs]
     assert theirs.receive() == []
     theirs.send(b"still here")
     assert heard(channel, 1) == [b"still here"]
@@ -262,7 +266,7 @@ def test_a_connection_that_is_tampered_with_ends_and_changes_no_frame(
 
     def has_ended() -> bool:
         posts[0].pump()
-        for each in posts[0].channels():
+        for each in channels_of(posts[0]):
             found.extend(each.receive())
         channel.receive()
         return channel.closed
@@ -288,9 +292,9 @@ def test_frames_over_a_line_that_stalls_and_cuts_them_into_pieces_arrive_in_orde
     for number in range(20):
         channel.send(b"frame %d" % number, tensor if number % 5 == 0 else None)
     assert stalled.wait(DEADLINE)
-    wait_until(lambda: posts[0].pump() or posts[0].channels(), "the connection")
+    wait_until(lambda: posts[0].pump() or channels_of(posts[0]), "the connection")
     may_pass.set()
-    frames = heard(posts[0].channels()[0], 20)
+    frames = heard(channels_of(posts[0])[0], 20)
     assert frames == [b"frame %d" % number for number in range(20)]
     assert b"".join(map(bytes, getattr(frames[5], "payload", ()))) == tensor
 

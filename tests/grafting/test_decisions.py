@@ -17,7 +17,7 @@ import graftlab as gl
 from graftlab.base.tags import identity
 from graftlab.base.world import Place
 from graftlab.grafting import decisions as module
-from graftlab.grafting.decisions import Addresses, Decisions, SeenTags, TapLookup, all_tags, recompute_status
+from graftlab.grafting.decisions import Addresses, Decisions, PairedTaps, TapLookup, all_tags, recompute_status
 from graftlab.plan.plan import Action, GraftPlan
 
 BASELINE, TARGET = Place("baseline", 0, 1, 2), Place("target", 1, 2, 1)
@@ -32,8 +32,12 @@ def asked(name: str = "h", around: Mapping[str, Any] | None = None, /, **own: An
     return (name, tuple((around or {}).items()), *own.items())
 
 
-def made(place: Place = TARGET, step: int = 0, seen: SeenTags | None = None, **plan: Any) -> Decisions:
-    return Decisions(GraftPlan(**plan), place, step, seen or SeenTags(lambda tags: None), lambda name, what: None)
+def made(place: Place = TARGET, step: int = 0, taps: PairedTaps | None = None, **plan: Any) -> Decisions:
+    return Decisions(GraftPlan(**plan), step, taps or paired(place=place))
+
+
+def paired(report: Any = lambda tags: None, place: Place = TARGET) -> PairedTaps:
+    return PairedTaps(place, report, no_warning)
 
 
 @contextmanager
@@ -197,14 +201,34 @@ def test_tag_sets_that_never_repeat_do_not_fill_the_memory(monkeypatch: pytest.M
         assert 1 <= len(decisions.known) <= 5
 
 
+def test_plans_that_differ_only_in_filters_share_the_pairs_of_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+    taps, asked_for = paired(), []
+    pairings = GraftPlan.pairings
+
+    def counted(plan: GraftPlan, side: Any, name: str, given: Any) -> Any:
+        asked_for.append(name)
+        return pairings(plan, side, name, given)
+
+    monkeypatch.setattr(GraftPlan, "pairings", counted)
+    for step, graft in enumerate(("True", "layer == 3", "step == 2")):
+        decision = made(step=step, taps=taps, b2t=graft).of(asked(layer=3))
+        assert decision is not None
+        assert decision.action.graft
+    assert asked_for == ["h"]
+    for name in ("k", "l"):
+        found = made(taps=taps, rename={"target": {"h": name}}).of(asked(layer=3))
+        assert found is not None
+        assert (found.name, found.tags["name"]) == (name, name)
+
+
 # ---- what is seen ---------------------------------------------------------------------------------------------------
 
 
 def test_each_tag_set_is_reported_once_under_any_plan() -> None:
     reported: list[dict[str, Any]] = []
-    seen = SeenTags(reported.append)
+    taps = paired(reported.append)
     for compare in ("False", "layer == 3", "recompute_status == 'original'"):
-        decisions = made(seen=seen, compare=compare)
+        decisions = made(taps=taps, compare=compare)
         for layer in (3, 4, 3):
             decisions.of(asked("h", {"dtype": torch.float16}, layer=layer))
     own = {"dtype": "torch.float16"}
@@ -215,7 +239,7 @@ def test_each_tag_set_is_reported_once_under_any_plan() -> None:
 def test_a_limited_number_of_tag_sets_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SEEN_LIMIT", 3)
     reported: list[dict[str, Any]] = []
-    decisions = made(seen=SeenTags(reported.append))
+    decisions = made(taps=paired(reported.append))
     for number in range(9):
         decisions.of(asked(rid=number))
     assert [tags["rid"] for tags in reported] == [0, 1, 2]

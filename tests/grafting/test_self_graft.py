@@ -267,3 +267,78 @@ def test_a_tap_that_moves_by_less_than_a_rounding_depends_on_the_group() -> None
         gl.tap("sum", torch.linspace(0.02, 1, 64, dtype=torch.bfloat16) + small)
 
     assert without_dependents(call, ["small", "unread", "sum"], budget=BUDGET) == ["unread", "sum"]
+
+
+# ---- caches among the arguments -------------------------------------------------------------------------------------
+
+
+class Remembering(torch.nn.Module):
+    """Adds the mean of all values that its cache has, in one of several containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        seen = cache["seen"] if isinstance(cache, dict) else cache[0]
+        seen = torch.cat([seen, self.proj(x)])
+        cache["seen" if isinstance(cache, dict) else 0] = seen
+        return seen.mean(0, keepdim=True)
+
+
+class Reserving(torch.nn.Module):
+    """Like :class:`Remembering`, with memory that the caller has reserved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: Any, at: int) -> torch.Tensor:
+        cache[0][at] = self.proj(x)[0]
+        return cache[0][: at + 1].mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_later_calls_read_what_a_call_wrote_into_reserved_memory(mode: Any) -> None:
+    torch.manual_seed(0)
+    model = Reserving()
+
+    def decode() -> torch.Tensor:
+        with mode():
+            own, x = [torch.zeros(4, 4)], torch.ones(1, 4)
+            for at in range(4):
+                x = model(x, own, at)
+        return x
+
+    with watch(model, inputs=True):
+        found = graft(decode)
+    assert max(each.rel_l2 for each in found.added) < 1e-5
+
+
+@pytest.mark.parametrize("cache", [lambda first: {"seen": first}, lambda first: [first]], ids=["dict", "list"])
+def test_later_calls_read_what_a_call_wrote_into_a_cache_among_its_arguments(cache: Any) -> None:
+    torch.manual_seed(0)
+    model, first = Remembering(), torch.randn(1, 4)
+
+    def decode() -> torch.Tensor:
+        own, x = cache(first), torch.ones(1, 4)
+        with torch.no_grad():
+            for _ in range(4):
+                x = model(x, own)
+        return x
+
+    with watch(model, inputs=True):
+        found = graft(decode)
+    assert found.returned[""] < 1e-5
+    assert max(each.rel_l2 for each in found.outputs) < 1e-5
+
+
+def test_an_argument_keeps_its_own_tensors_after_a_call_with_others() -> None:
+    torch.manual_seed(0)
+    model, given = torch.nn.Sequential(torch.nn.Identity()), {"a": torch.ones(3), "parts": [torch.zeros(2)]}
+    before = given["a"], given["parts"][0]
+    with watch(model, inputs=True):
+        found = graft(lambda: model(given)["a"] * 1)
+    assert {each.name for each in found.outputs} >= {"input.input.a", "input.input.parts[0]"}
+    assert given["a"] is before[0]
+    assert given["parts"][0] is before[1]

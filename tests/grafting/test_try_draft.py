@@ -10,7 +10,6 @@ import pytest
 import torch
 from kit.values import assert_values
 
-from graftlab.grafting.decisions import Decision
 from graftlab.grafting.kept import KeptPair
 from graftlab.grafting.self_graft import RoundedResults
 from graftlab.grafting.tensors import SentExtras
@@ -173,4 +172,4 @@ def test_long_error_is_cut_in_its_middle() -> None:
 
 
 def test_values_of_the_room_cannot_be_changed() -> None:
-    assert_values(Trial, KeptPair, SentExtras, Decision, RoundedResults)
+    assert_values(Trial, KeptPair, SentExtras, RoundedResults)

@@ -313,7 +313,7 @@ def test_a_job_waits_for_the_others_until_its_timeout() -> None:
         return bool(select.select([limit], [], [], 60.0)[0])
 
     rank._grafter.exchange.settle = settle
-    assert rank._settle()
+    assert rank._await_ends()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(used[0])
 

@@ -21,7 +21,7 @@ from graftlab.base.world import Place
 from graftlab.errors import ConfigError
 from graftlab.jobs import handshake, held_script
 from graftlab.jobs.handshake import HoldAccepted, RequestRefused, StatusQuery
-from graftlab.jobs.held_script import HeldScript, _claims, _ScriptRank, forget_claims
+from graftlab.jobs.held_script import HeldScript, _claim_rank, _ScriptRank, forget_claims
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import held_call
@@ -157,13 +157,13 @@ def test_forks_and_workers_of_data_loaders_are_no_ranks(
 
 
 def test_only_the_first_process_of_a_rank_becomes_it_until_claims_are_forgotten(tmp_path: Path) -> None:
-    assert _claims(tmp_path, "target", 0)
-    assert not _claims(tmp_path, "target", 0)
-    assert _claims(tmp_path, "target", 1)
-    assert _claims(tmp_path, "baseline", 0)
-    assert not _claims(tmp_path / "gone", "target", 0)
+    assert _claim_rank(tmp_path, "target", 0)
+    assert not _claim_rank(tmp_path, "target", 0)
+    assert _claim_rank(tmp_path, "target", 1)
+    assert _claim_rank(tmp_path, "baseline", 0)
+    assert not _claim_rank(tmp_path / "gone", "target", 0)
     forget_claims(tmp_path)
-    assert _claims(tmp_path, "target", 0)
+    assert _claim_rank(tmp_path, "target", 0)
 
 
 # ---- the rank of a script --------------------------------------------------------------------------------------------

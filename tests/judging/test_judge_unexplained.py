@@ -498,3 +498,25 @@ def fills_what_it_reserves(written: int) -> torch.Tensor:
 def test_memory_that_both_sides_reserve_alike_is_not_a_difference(session: gl.Session) -> None:
     verdict = session.verdict(fills_what_it_reserves, fills_what_it_reserves, args=(12,))
     assert verdict.text.startswith("No tap adds more than rounding")
+
+
+# ---- work that each side divides into different calls ---------------------------------------------------------------
+
+
+def in_chunks(wrong: float) -> torch.Tensor:
+    """One call on the baseline, and three on the target."""
+    is_target = gl.here().side == "target"
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    found = [gl.tap("out", torch.tanh(gl.tap("h", part * 2))) for part in x.split(4 if is_target else 12)]
+    return torch.cat(found) * (wrong if is_target else 1.0)
+
+
+def test_of_calls_that_do_not_pair_only_the_returned_values_are_compared(session: gl.Session) -> None:
+    right = session.verdict(in_chunks, in_chunks, args=(1.0,))
+    assert answer_of(right.findings, True, True) == "agree"
+    assert first_line(right) == "The returned values agree to rounding; nothing else was compared."
+    assert "Not checked: 2 taps (h, out): the sides divide their work into different calls (1 call " in right.text
+    wrong = session.verdict(in_chunks, in_chunks, args=(1.01,))
+    assert wrong.named == []
+    assert first_line(wrong).startswith("The returned value differs by 0.01 (")
+    assert answer_of(wrong.findings, True, True) == "differ"

@@ -77,12 +77,18 @@ def test_a_pair_is_asked_for_by_its_call() -> None:
     assert runs.calls == [("h", 2, 4, {OCCURRENCE: 1, "layer": 3})]
 
 
+def rows_of(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a later run in which the taps are as far apart as in a verdict's frame."""
+    return frame.assign(status="grafted", rel_l2=frame["added"], step=frame["step"] + 7)
+
+
 def test_pairs_that_an_earlier_run_kept_need_no_further_run() -> None:
     runs = Runs({"h": (X, 2 * X)})
     runs.both("earlier", RunFilters())
     runs.asked.clear()
     found, frame = mechanisms(runs), frame_of(line("h", 1, 9.0))
-    found._note_pairs([frame.iloc[0]], frame)
+    assert "h" in str(found.pairs_for_hints(frame, ["h"]))
+    found.note_pairs(frame, ["h"], rows_of(frame))
     assert found.hints(frame, ["h"])
     assert runs.asked == []
 
@@ -91,7 +97,7 @@ def test_a_pair_of_a_run_in_which_the_tap_was_another_distance_apart_is_not_used
     runs = Runs({"h": (X, 2 * X)}, {"h": (X, 3 * X)})
     runs.both("earlier", RunFilters())
     found, frame = mechanisms(runs), frame_of(line("h", 1, 9.0))
-    found._note_pairs([frame.iloc[0]], frame.assign(added=8.0))
+    found.note_pairs(frame, ["h"], rows_of(frame.assign(added=8.0)))
     assert "3" in found.hints(frame, ["h"])["h"]
     assert len(runs.asked) == 2
 
@@ -208,7 +214,7 @@ def test_the_pairs_of_one_look_are_all_of_one_run() -> None:
     runs = Runs({"h": (X, 2 * X)}, {"h": (X, 3 * X), "k": (X, X + 1)})
     runs.both("earlier", RunFilters())
     found, frame = mechanisms(runs), frame_of(line("h", 1, 9.0), line("k", 2, 9.0))
-    found._note_pairs([frame.iloc[0]], frame)
+    found.note_pairs(frame, ["h", "k"], rows_of(frame[:1]))
     hints = found.hints(frame, ["h", "k"])
     assert "3" in hints["h"]
     assert set(hints) == {"h", "k"}

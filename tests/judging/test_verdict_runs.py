@@ -94,7 +94,7 @@ def test_each_run_has_the_users_plan_with_the_verdicts_filters(monkeypatch: pyte
     assert (found["t2b"], found["compare"], found["keep"]) == (None, "True", "k")
     assert [spec.where for spec in found["transform"]] == ["layer == 1", "True"]
     assert list(found["pairs"]) == [*PLAN.pairs, more]
-    runs.leave_out(["y"])
+    runs.leave_out([("y", None)])
     left_out = runs.changes(RunFilters(t2b="x", compare="True"))
     assert left_out["b2t"] is None
     assert "y" in str(left_out["t2b"])

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 import graftlab as gl
 from graftlab.base.sources import install_source
 from graftlab.grafting import active
@@ -28,7 +31,13 @@ SMALL_MODEL = ModelConfig(
     max_positions=64,
 )
 
+FSDP_ON_CPU = "does not run FSDP on a CPU"
+
 _cells = itertools.count(1)
+
+
+def not_on_2_6(what: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.__version__.startswith("2.6."), reason=f"torch 2.6 {what}")
 
 
 def run_cell(source: str, **variables: Any) -> dict[str, Any]:

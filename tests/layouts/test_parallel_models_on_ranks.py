@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import reset
+from kit.support import FSDP_ON_CPU, not_on_2_6, reset
 
 import graftlab as gl
 
 pytestmark = pytest.mark.ranks
 
-KINDS = ("fsdp", "tp", "fsdp and tp")
+KINDS = (
+    pytest.param("fsdp", marks=not_on_2_6(FSDP_ON_CPU)),
+    "tp",
+    pytest.param("fsdp and tp", marks=not_on_2_6(FSDP_ON_CPU)),
+)
 
 
 @pytest.fixture(scope="module")

@@ -352,3 +352,19 @@ def test_a_received_tensor_has_the_same_number_wherever_its_memory_is() -> None:
             received + 1
         counts.append([each.outputs for each in recorder.operations])
     assert counts[0] == counts[1]
+
+
+def test_a_view_that_is_made_again_is_read_from_the_later_line() -> None:
+    sigmas = torch.arange(4.0)
+    with OperationRecorder() as recorder:
+        sigmas[2].mul(3.0)
+        again = sigmas[2]
+        again.mul(2.0)
+        again.detach().mul(5.0)
+    (first, second), readers = (
+        [each for each in recorder.operations if each.name == name] for name in ("select", "mul")
+    )
+    read_from = [recorder.values[each.inputs[0]].sources for each in readers]
+    # A view of a view in its place adds nothing.
+    assert read_from == [(first.index,), (second.index,), (second.index,)]
+    assert all(each.inputs[0] in recorder.fingerprints for each in readers)

@@ -15,7 +15,7 @@ from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher
 from graftlab.matching.contradictions import other_roles
 from graftlab.matching.matcher import match_taps
-from graftlab.matching.mistakes import _other_layers, _where
+from graftlab.matching.mistakes import _differing_rows, _other_layers
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
@@ -710,9 +710,9 @@ def test_a_round_keeps_earlier_pairs_by_value_behind_those_of_the_next() -> None
 def test_where_weights_differ_is_only_said_of_tensors_of_one_shape() -> None:
     one, other = (RecordedTap.of(name, value) for name, value in (("a", torch.ones(4, 1)), ("b", torch.ones(4))))
     pair = Pair("a", "b", sureness="rule", rel=0.5)
-    assert _where(pair, one, other) == ""
+    assert _differing_rows(pair, one, other) == ""
     near = RecordedTap.of("b", torch.tensor([[1.0], [1.0], [2.0], [3.0]]))
-    assert _where(pair, one, near) == " in 2 of 4 elements: 2 rows, 2 to 3"
+    assert _differing_rows(pair, one, near) == " in 2 of 4 elements: 2 rows, 2 to 3"
 
 
 def test_a_guess_is_the_name_most_alike_of_the_same_shape_and_nearest_in_order() -> None:

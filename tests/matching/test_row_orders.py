@@ -13,12 +13,14 @@ from torch import Tensor
 
 from graftlab.base.world import Side
 from graftlab.grafting.batch_rows import BatchRows, RowsOfTaps, for_batch
-from graftlab.layouts import Gather, Scale
+from graftlab.layouts import Gather, Layout, Rearrange, Scale
 from graftlab.layouts.row_alignment import FoundRows
+from graftlab.matching.aligned_taps import AlignedTaps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import match_in_rounds, match_once
+from graftlab.matching.row_orders import RowOrder
 from graftlab.matching.row_rules import _ways
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
@@ -465,3 +467,12 @@ def test_steps_between_two_gathers_are_put_before_or_after_the_rule() -> None:
     ways = [*_ways((one, first, between, last, other), found)]
     assert ways == [((one, between), False, (other,)), ((one,), False, (between, other))]
     assert [*_ways((first, last), found)] == [((), False, ())]
+
+
+def test_a_layout_whose_steps_undo_each_other_is_left_out() -> None:
+    order, ids = RowOrder(((), 0), ((), 0), (2, 9), (2, 9), np.arange(18), ("ids", "ids")), torch.arange(18)
+    taps = AlignedTaps([order], {"baseline": None, "target": None})
+    taps.of(*([RecordedTap.of("ids", ids.reshape(2, 9))] for _ in range(2)))
+    steps = (Gather.of_rows((2, 9), range(18), (18,)), Rearrange("(a b) -> a b", (("b", 9),)))
+    found = Pair("ids", "ids", Layout(steps), rel=0.0)
+    assert taps.real(found).layout == Layout()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlab.errors import PlanError
-from graftlab.plan.pairs import Pairing, PairRule
+from graftlab.plan.pairs import Pairing, PairRule, outputs_move_rows
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan
 
@@ -140,3 +140,13 @@ def test_a_plan_shows_its_pairs_with_the_layout_in_which_they_are_one() -> None:
     assert "a.{n} = b.{n}" in shown
     assert "x = y" in shown
     assert "given, part(index=1, of=[1, 1, 1], dim=0) of the baseline" in shown
+
+
+def test_a_result_that_contains_its_input_does_not_move_the_rows_of_the_results() -> None:
+    rows = "rows(of='input.ids', into='output[0]')"
+    prompt = PairRule("input.ids", "output[0]", rows)
+    assert not outputs_move_rows([prompt, PairRule("input.ids", "input.ids")])
+    moved = PairRule("layers.0", "layers.0", rows)
+    assert outputs_move_rows([prompt, moved])
+    assert not outputs_move_rows([prompt, moved, PairRule("output[1]", "output[1]")])
+    assert outputs_move_rows([PairRule("output.logits", "output", rows)])

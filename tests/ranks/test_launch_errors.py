@@ -185,7 +185,7 @@ def test_ranks_that_are_not_ready_in_time_are_named_and_ended(tmp_path: Path, mo
     os.mkfifo(tmp_path / "gate")
     monkeypatch.setenv("PYTHONPATH", hooks(tmp_path, f"open({str(tmp_path / 'gate')!r}).read()"))
     said = refusal(1, 2, start_method="spawn", timeout=1.0)
-    assert "baseline[0], target[0], target[1] not ready within 1 s; pass a larger timeout" in said
+    assert "baseline[0], target[0], target[1] did not become ready within 1 s; pass a larger timeout" in said
     assert "The log of baseline[0]" in said
 
 
@@ -248,7 +248,7 @@ def test_without_torch_taps_do_nothing_and_the_rest_names_the_missing_package() 
     """
     )
     assert done.stdout.splitlines() == [
-        f"graftlab.{name} needs torch, which is not installed; `pip install torch` brings it"
+        f"graftlab.{name} needs torch, which is not installed; `pip install torch` installs it"
         for name in ("launch", "watch", "GraftPlan", "Session")
     ], done.stderr
 
@@ -261,5 +261,5 @@ def test_without_torch_the_extension_shows_one_line_and_no_traceback() -> None:
     InteractiveShell.instance(colors="NoColor").run_cell("%load_ext graftlab")
     """
     )
-    line = "DependencyError: %load_ext graftlab needs torch, which is not installed; `pip install torch` brings it"
+    line = "DependencyError: %load_ext graftlab needs torch, which is not installed; `pip install torch` installs it"
     assert (done.stdout + done.stderr).strip() == line

@@ -40,9 +40,10 @@ class Job:
 
     grafter: Grafter = field(default_factory=Grafter)
     number: int = 0
+    wanted: str = "doubled"
 
     def __post_init__(self) -> None:
-        wanted = [WantedCall("doubled", {}, 0, 0, 1)]
+        wanted = [WantedCall(self.wanted, {}, 0, 0, 1)]
         self.traced = TracedSteps(TraceRequest(wanted, frozenset()), 1, "target", self.grafter, self.grafter)
 
     def step(self, compute: Callable[[torch.Tensor], torch.Tensor] = lambda x: x * 2) -> torch.Tensor:
@@ -94,8 +95,21 @@ def test_a_loop_inside_a_mode_of_the_job_is_not_traced_and_the_reason_is_given()
     assert mode.calls["aten::mul"] == 2
 
 
+def test_operations_after_the_last_wanted_call_run_without_the_recorder() -> None:
+    job, seen = Job(), []
+    job.step(lambda x: seen.append(modes_in_force()) or x * 2)
+    assert seen != [[]]
+    assert modes_in_force() == []
+    late = Job(wanted="tripled")
+    late.step()
+    assert modes_in_force() != []
+    late.step()
+    assert modes_in_force() == []
+    assert (late.found(), late.traced.is_left) == ([None], True)
+
+
 def test_a_mode_that_the_job_enters_meanwhile_is_left_in_its_own_order() -> None:
-    job, mode = Job(), Counting()
+    job, mode = Job(wanted="tripled"), Counting()
     job.step()
     with mode:
         # The step ends inside the job's mode.

@@ -162,7 +162,7 @@ def test_ranks_that_never_start_are_named_once_the_time_is_over(monkeypatch: pyt
     text = str(raised.value)
     everyone = r"baseline\[0\], target\[0\], target\[1\]"
     assert re.match(
-        rf"{everyone} not ready within 0\.05 s; {everyone} had not connected to the notebook at tcp://", text
+        rf"{everyone} did not become ready within 0\.05 s; {everyone} had not connected to the notebook at tcp://", text
     )
     assert "The log of baseline[0] ends:\n(nothing, or its machine cannot be reached)" in text
     assert hosts.released == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.support import wait_until
+from kit.support import not_on_2_6, wait_until
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,10 +24,6 @@ from graftlab.taps.routing import handled_by
 
 # Compiling takes seconds, torch's import of its tracer alone.
 pytestmark = pytest.mark.slow
-
-
-def not_on_2_6(what: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.__version__.startswith("2.6."), reason=f"torch 2.6 {what}")
 
 
 class TapHandler:

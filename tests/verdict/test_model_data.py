@@ -8,7 +8,13 @@ import pandas as pd
 
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.model_data import differing_data, input_names, unequal_weights, weights_to_lend
+from graftlab.verdict.model_data import (
+    computed_between_calls,
+    differing_data,
+    input_names,
+    unequal_weights,
+    weights_to_lend,
+)
 
 
 def row(order: int, name: str, dtype: str, rel_l2: float = 0.0, status: str = "compared", **tags: Any) -> Row:
@@ -121,3 +127,31 @@ def test_the_most_different_weight_of_each_group_is_lent_unless_weights_change()
         later._replace(tags={**later.tags, "step": 1}),
     ):
         assert weights_to_lend(to_frame([*weights, changing]), 5.0) == []
+
+
+def loop(second: float, first: float = 0.0) -> pd.DataFrame:
+    """Two calls of a model in one step, whose inputs differ this much."""
+    return to_frame(
+        [
+            row(1, "input.x", "float32", first, kind="input"),
+            row(2, "out", "float32", 0.5),
+            row(3, "input.x", "float32", second, kind="input"),
+            row(4, "out", "float32", 0.5),
+        ]
+    )
+
+
+def test_inputs_of_a_later_call_that_inherit_a_difference_do_not_already_differ() -> None:
+    assert differing_data(loop(0.5), 5.0, loop(0.0)) == []
+    assert computed_between_calls(loop(0.5), loop(0.0), 5.0) == set()
+    # Without a run that grafts, nothing shows what is inherited.
+    (said,) = differing_data(loop(0.5), 5.0)
+    assert said.startswith("The inputs already differ: input.x (rel_l2 0.5)")
+
+
+def test_inputs_that_code_between_calls_computes_differently_are_computed() -> None:
+    assert computed_between_calls(loop(0.5), loop(0.2), 5.0) == {"input.x"}
+    # What differs at first was given differently.
+    assert computed_between_calls(loop(0.5, 0.3), loop(0.2, 0.3), 5.0) == set()
+    (said,) = differing_data(loop(0.5, 0.3), 5.0, loop(0.2, 0.3))
+    assert said.startswith("The inputs already differ: input.x (rel_l2 0.3)")

@@ -30,13 +30,14 @@ class BreakableGraphRunner(TokenGraphRunner):
     """A runner of prefills and decodes in one graph each, which breaks at grafted taps, and after chosen modules.
 
     Where the plan grafts a tap into this side, the graph breaks, so that transforms run in the middle of a replay. It
-    needs one capture for each choice of taps, and one replay a batch for any number of grafted taps; a runner with
+    needs one capture for each choice of taps, and one replay a batch for any number of grafted taps. A runner with
     switches needs no capture, but one more replay for each grafted tap.
 
-    ``breaks`` says what runs after which, by the names of ``model.named_modules()``. It may be set at any time, and
-    applies from the next batch on: other functions at the same modules run between the existing graphs, and a new
-    choice of modules is captured, once. The others are those of `TokenGraphRunner`; a ``registry`` is usually that of a
-    `PrefillGraphRunner`. ``attention`` has to read from static memory on CUDA, as `GraphAttention` does.
+    ``breaks`` has the function that runs after each of these modules, by the names of ``model.named_modules()``. It may
+    be set at any time, and applies from the next batch on. Other functions at the same modules run between the existing
+    graphs; a new choice of modules is captured, once. The other arguments are those of `TokenGraphRunner`. A
+    ``registry`` is usually that of a `PrefillGraphRunner`. ``attention`` has to read from static memory on CUDA, as
+    `GraphAttention` does.
     """
 
     grafts = "breaks"

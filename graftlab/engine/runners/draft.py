@@ -79,15 +79,16 @@ class DraftGraphRunner(GraphRunner):
             )
         if isinstance(draft, CrossAttentionTransformer):
             raise GraphError(
-                "the draft has cross-attention, but its cache gets no encoder states; use a draft without, "
+                "the draft has cross-attention, but its cache gets no encoder states; use a draft without it, "
                 "or a DecodeGraphRunner"
             )
         if isinstance(draft, MultimodalTransformer) and not isinstance(model, MultimodalTransformer):
             raise GraphError(
-                "the draft has multimodal rotary positions, and batches of this model carry none; take a draft without"
+                "the draft has multimodal rotary positions, and batches of this model have none; "
+                "use a draft without them"
             )
         if ahead < 1:
-            raise GraphError(f"ahead={ahead}; guess at least one token ahead, or take a DecodeGraphRunner")
+            raise GraphError(f"ahead={ahead}; guess at least one token ahead, or use a DecodeGraphRunner")
         depth, most = ahead + 1, cache.max_requests
         registry = build_decode_registry(
             cache.table.device, most, share_pool=True, padding_slot=PADDING_SLOT, num_tokens_per_bs=depth

@@ -44,8 +44,8 @@ class GraphRunner:
     Taps inside show the values of each replay, without the rows that are padding, as :mod:`captured_function` says;
     ``grafts`` says how a graft gets in. ``captures`` and ``replays`` count both. Not for several threads at once.
 
-    With ``eager``, which may be set at any time, static buffers are still filled, and the model is called on the batch
-    itself: a fault that disappears then is due to the padding or the capture.
+    With ``eager``, which may be set at any time, static buffers are still filled, but the model is called on the batch
+    itself. A fault that disappears then is due to the padding or the capture.
     """
 
     grafts: ClassVar[Grafts] = "switches"
@@ -117,7 +117,7 @@ class GraphRunner:
         if self._hooks != latest_change():
             # A graph keeps the hooks that the model had when it was captured.
             self._hooks = latest_change()
-            self._drop([function for functions in self._captured.values() for function in functions])
+            self._release_all([function for functions in self._captured.values() for function in functions])
             self._captured.clear()
         variants = self._captured[key]
         for function in variants:
@@ -134,7 +134,7 @@ class GraphRunner:
         # A graph with fewer taps that is otherwise the same will never be used again.
         others = [other for other in variants if other.broken_at != function.broken_at]
         self._captured[key] = kept = [function, *others][:_MOST_VARIANTS]
-        self._drop([other for other in variants if other not in kept])
+        self._release_all([other for other in variants if other not in kept])
         return function
 
     def _prepare_metadata(self, view: ForwardBatch) -> None:
@@ -142,7 +142,7 @@ class GraphRunner:
         if self.encoder is not None:
             self.encoder.prepare_metadata(view)
 
-    def _drop(self, functions: Sequence[CapturedFunction]) -> None:
+    def _release_all(self, functions: Sequence[CapturedFunction]) -> None:
         for function in functions:
             function.release()
 
