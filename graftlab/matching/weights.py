@@ -167,7 +167,7 @@ def _match_fused_siblings(matcher: Matcher) -> None:
     """Pair the constant biases of the parts of a fused weight, which no search can place."""
     for pair in list(matcher.pairs):
         layout = _for_rows(pair.layout)
-        if pair.whole != "target" or not pair.by_value or layout is None or not layout.steps:
+        if pair.whole != "target" or not pair.by_value or layout is None:
             continue
         for fused in matcher.target.values():
             if module_of(fused.name) != module_of(pair.target) or fused.name == pair.target:

@@ -105,6 +105,35 @@ def test_a_bundle_returns_its_frames_and_is_refused_when_cut(frames: list[bytes]
             unbundled(bundle[:-cut])
 
 
+def test_a_connection_that_another_machine_closes_is_drained_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    close = SocketChannel.close
+
+    def note_close(channel: SocketChannel) -> None:
+        done.append("close")
+        close(channel)
+
+    monkeypatch.setattr(SocketChannel, "drain", lambda channel, seconds: done.append(f"drain {seconds:g}"))
+    monkeypatch.setattr(SocketChannel, "close", note_close)
+    far: Any = FarEnd()
+    far.arrived = [bundled(b"mlast")]
+    done.clear()
+    far.closed = True
+    router: Any = QuietRouter(far)
+    proxy = Proxy(router, lambda far, frame: None)
+    ours, theirs = socket.socketpair()
+    proxy.forward(far, (theirs, socket.socket()))
+    os.write(router.wake, b"x")
+    ours.settimeout(DEADLINE)
+    while ours.recv(100):
+        pass
+    proxy.close()
+    assert done == ["drain 1", "close"]
+    for descriptor in (router.ready, router.wake):
+        os.close(descriptor)
+    ours.close()
+
+
 def test_frames_travel_in_bundles_and_a_broken_one_cuts_only_its_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

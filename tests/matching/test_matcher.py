@@ -157,6 +157,15 @@ def test_values_are_fetched_only_for_candidates(gpt2: Port) -> None:
     assert not any(pair.note for pair in proposal.graftable if "extreme" in pair.note)
 
 
+def test_values_are_fetched_from_the_side_of_the_tap() -> None:
+    mine, theirs = tap("a", torch.zeros(2), 0), tap("a", torch.zeros(2), 0)
+    found = matcher.Matcher([mine], [theirs], lambda name: torch.tensor([1.0]), lambda name: torch.tensor([2.0]))
+    for each, value in ((mine, 1.0), (theirs, 2.0)):
+        found._bring(each)
+        assert each.value is not None
+        assert each.value.tolist() == [value]
+
+
 def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
     recorder = SketchRecorder({"a": "Linear"}, budget=24)
     value = torch.arange(4.0)

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from graftlab.base.world import Side
 from graftlab.grafting.batch_rows import BatchRows, RowsOfTaps, for_batch
-from graftlab.layouts import Gather, Layout, Rearrange
+from graftlab.layouts import Gather, Layout, Rearrange, Scale
+from graftlab.layouts.row_alignment import FoundRows
 from graftlab.matching.aligned_taps import AlignedTaps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import match_in_rounds, match_once
 from graftlab.matching.row_orders import RowOrder
+from graftlab.matching.row_rules import _ways
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import Row
@@ -456,6 +458,15 @@ def test_a_row_with_different_values_in_its_place_does_not_show_another_order() 
     found = match_once(recorded(packed([0, 1, 2])), recorded(with_first(last_token, packed([0, 1, 2]))))
     assert not found.notices
     assert not any("gather" in pair.layout.text or "rows" in pair.layout.text for pair in found.pairs)
+
+
+def test_steps_between_two_gathers_are_put_before_or_after_the_rule() -> None:
+    first, last = Gather((4,), ((3, 1), (0, 3)), (4,)), Gather((4,), ((0, 4),), (4,))
+    one, between, other = (Scale(factor) for factor in (2.0, 3.0, 5.0))
+    found = FoundRows((4,), (4,), np.array([3, 0, 1, 2]))
+    ways = [*_ways((one, first, between, last, other), found)]
+    assert ways == [((one, between), False, (other,)), ((one,), False, (between, other))]
+    assert [*_ways((first, last), found)] == [((), False, ())]
 
 
 def test_a_layout_whose_steps_undo_each_other_is_left_out() -> None:

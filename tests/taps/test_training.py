@@ -11,6 +11,7 @@ from kit.support import reset
 from torch import nn
 
 import graftlab as gl
+from graftlab.taps import training
 
 pytestmark = pytest.mark.ranks
 
@@ -231,6 +232,13 @@ def test_outside_a_session_nothing_of_training_is_hooked() -> None:
         hooked += [weight._post_accumulate_grad_hooks or {} for weight in model.parameters()]
         assert not any(hooked)
         assert not any(weight._backward_hooks for weight in model.parameters())
+
+
+def test_the_names_of_watched_weights_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.taps, "tap_handler", lambda: object())
+    model = made()
+    with gl.watch_training(model, torch.optim.SGD(model.parameters())) as watched:
+        assert watched.names == [name for name, _ in model.named_parameters()]
 
 
 def test_optimizer_of_a_different_model_is_refused() -> None:
