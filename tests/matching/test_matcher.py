@@ -161,7 +161,7 @@ def test_values_are_fetched_from_the_side_of_the_tap() -> None:
     mine, theirs = tap("a", torch.zeros(2), 0), tap("a", torch.zeros(2), 0)
     found = matcher.Matcher([mine], [theirs], lambda name: torch.tensor([1.0]), lambda name: torch.tensor([2.0]))
     for each, value in ((mine, 1.0), (theirs, 2.0)):
-        found._bring(each)
+        found._fetch_values(each)
         assert each.value is not None
         assert each.value.tolist() == [value]
 
