@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from kit import warm
@@ -284,3 +285,29 @@ def test_a_library_that_zig_makes_measures_the_same(tmp_path: Path, monkeypatch:
     x = random((100_000,), torch.bfloat16, 0)
     assert_nearly_right(x, random((100_000,), torch.float32, 1))
     assert_nearly_right(x, random((100_000,), torch.bfloat16, 1))
+
+
+# -- moments ----------------------------------------------------------------------------------------------------------
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
+def test_moments_are_the_sums_that_numpy_computes(unloaded: None, dtype: torch.dtype) -> None:
+    library = kernel.load()
+    assert library is not None
+    values = (torch.arange(10) - 4).to(dtype)
+    factors, of_blocks = np.arange(12.0).reshape(4, 3), np.array([[1.0, -2.0, 3.0, -4.0]] * 3 + [[0.5] * 4])
+    found = library.moments(
+        values.data_ptr(), 10, dtype, factors.ctypes.data, np.ascontiguousarray(of_blocks).ctypes.data, 3
+    )
+    plain = values.double().numpy()
+    size = np.abs(plain)
+    assert found[:7] == pytest.approx(
+        [-4, 5, plain.sum(), size.sum(), (plain**2).sum(), (plain**3).sum(), np.sqrt(size).sum()]
+    )
+    blocks = [plain[at : at + 3] for at in range(0, 10, 3)]
+    expected = [
+        sum(of_blocks[at][row] * (block @ factors[row][: len(block)]) for at, block in enumerate(blocks))
+        for row in range(4)
+    ]
+    assert found[7:] == pytest.approx(expected)
