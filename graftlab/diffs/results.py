@@ -177,7 +177,10 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
     """Compare like :func:`compare_results`, for tensors by path."""
     state = [(path, path) for path in one if path in other and is_written(path)]
     pairs = [*_pairs_of_returned(*(_without_written(each) for each in (one, other))), *state]
-    differences, left, reshaped = [], [], []
+    differences: list[ResultDifference] = []
+    left: list[str] = []
+    reshaped: list[str] = []
+    misplaced: list[str] = []
     for path, path_of_other in pairs:
         a, b = one[path], other[path_of_other]
         if a.shape != b.shape:
@@ -185,13 +188,16 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
                 # Grafts write too, so only calls without them are asked for what is unlike.
                 continue
             shapes = f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target"
-            at_last = _at_last_position(a, b)
+            position = _position(a, b)
+            if position is not None and not position.is_last:
+                misplaced.append(f"{shapes}; the smaller has the values of position {position.place} of the larger")
+                continue
             # A target that returns less under the same name has lost the rest.
-            if at_last is None or (path == path_of_other and a.numel() > b.numel()):
+            if position is None or (path == path_of_other and a.numel() > b.numel()):
                 reshaped.append(shapes)
                 continue
             left.append(f"{shapes}: only the last position was compared")
-            a, b = at_last
+            a, b = position.values
         if not a.numel():
             # Nothing was compared that could clear a target.
             continue
@@ -207,7 +213,7 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
     if cached:
         left.append(f"only the baseline returns {_shown_paths(cached)}")
     less = [path for path in less if path not in cached]
-    lost = [f"only the baseline returns {_shown_paths(less)}"] if less else []
+    lost = [*misplaced, *([f"only the baseline returns {_shown_paths(less)}"] if less else [])]
     lost += [f"only the target returns {_shown_paths(longer)}"] if longer else []
     if added := [path for path in more if path not in longer]:
         left.append(f"only the target returns {_shown_paths(added)}")
@@ -238,7 +244,7 @@ def values_of_other_shapes(
         if path in other
         and one[path].shape != other[path].shape
         and not (matched and one[path].numel() == other[path].numel())
-        and not (one[path].numel() < other[path].numel() and _at_last_position(one[path], other[path]))
+        and not (one[path].numel() < other[path].numel() and _is_last(one[path], other[path]))
     ]
 
 
@@ -260,7 +266,7 @@ def _pairs_of_returned(one: Mapping[str, torch.Tensor], other: Mapping[str, torc
     pairs = [(path, path) for path in one if path in other]
     if not pairs and len(one) == len(other):
         pairs = list(zip(one, other, strict=True))
-    return pairs or _unique_shapes(one, other) or _last_positions(one, other)
+    return pairs or _unique_shapes(one, other) or _by_position(one, other)
 
 
 def _unique_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
@@ -269,26 +275,45 @@ def _unique_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Te
     return [(path, single[1][shape]) for shape, path in single[0].items() if shape in single[1]]
 
 
-def _last_positions(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-    """The first pair that nearly agrees at the last position of a sequence, as logits do."""
+class _Position(NamedTuple):
+    """The place in a sequence that one side returns whole, and the other in part; and both sides' values there."""
+
+    place: int
+    is_last: bool
+    values: tuple[torch.Tensor, torch.Tensor]
+
+
+def _by_position(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    """The first pair of which one side is a position of the other, as logits may be."""
     every = ((path, path_of_other) for path in one for path_of_other in other)
-    return [each for each in every if _at_last_position(one[each[0]], other[each[1]])][:1]
+    return [each for each in every if _position(one[each[0]], other[each[1]]) is not None][:1]
 
 
-def _at_last_position(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both values at the last position of a sequence that one side alone returns whole; None unless these nearly agree.
+def _is_last(one: torch.Tensor, other: torch.Tensor) -> bool:
+    found = _position(one, other)
+    return found is not None and found.is_last
+
+
+def _position(one: torch.Tensor, other: torch.Tensor) -> _Position | None:
+    """The position of a whole sequence at which it nearly agrees with the other value, the last one first; else None.
 
     Generation needs the logits of the last position only, so some models return no others.
     """
-    whole, last = (one, other) if one.numel() > other.numel() else (other, one)
+    whole, part = (one, other) if one.numel() > other.numel() else (other, one)
     if whole.dim() < 2 or not (one.is_floating_point() and other.is_floating_point()):
         return None
-    width = whole.shape[-1]
-    if width < _LEAST_WIDTH or last.shape[-1:] != (width,) or last.numel() * whole.shape[-2] != whole.numel():
+    *_, length, width = whole.shape
+    if width < _LEAST_WIDTH or part.shape[-1:] != (width,) or part.numel() * length != whole.numel():
         return None
-    cut = whole[..., -1, :].reshape(last.shape)
-    pair = (cut, last) if whole is one else (last, cut)
-    return pair if last.any() and _rel_l2(*pair) < _NEAR else None
+    places = whole.detach().reshape(-1, length, width)
+    apart = places - part.detach().to(places.dtype).reshape(-1, 1, width)
+    sizes = torch.linalg.vector_norm(places, dim=(0, 2), dtype=torch.float64)
+    near = torch.linalg.vector_norm(apart, dim=(0, 2), dtype=torch.float64) < _NEAR * sizes
+    found = [each for each in (length - 1, *range(length - 1)) if near[each]]
+    if not found:
+        return None
+    cut = whole[..., found[0], :].reshape(part.shape)
+    return _Position(found[0], found[0] == length - 1, (cut, part) if whole is one else (part, cut))
 
 
 def _shown_paths(paths: Sequence[str]) -> str:

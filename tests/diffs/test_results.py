@@ -154,11 +154,16 @@ def test_logits_of_the_last_position_alone_are_compared_with_the_last_of_all() -
             assert any("only the last position was compared" in each for each in compared.left)
     # A small difference there counts, and a large one does not show that these are the same positions.
     assert compare_results(whole[:, -1] * 1.01, whole).differences[0].rel_l2 > 1e-3
-    assert compare_results(whole[:, 0], whole).reshaped
+    assert compare_results(torch.randn(2, 8), whole).reshaped
     # A target that returns less under the baseline's name has lost the rest.
     assert compare_results(whole, whole[:, -1]).reshaped
     assert values_of_other_shapes({"": whole}, {"": whole[:, -1]})
     assert not values_of_other_shapes({"": whole[:, -1]}, {"": whole})
+    # The values of a different position are no result to clear a target with.
+    for one, other in ((whole, whole[:, 3]), ({"logits": whole[:, 3]}, whole), (whole, {"logits": whole[:, 3]})):
+        found = compare_results(one, other)
+        assert (found.differences, len(found.lost)) == ([], 1)
+        assert found.lost[0].endswith("; the smaller has the values of position 3 of the larger")
     # Zeros, or a number or two, are alike by chance.
     assert compare_results(torch.zeros(2, 8), torch.zeros(2, 5, 8)).reshaped
     assert compare_results(torch.ones(2, 2), torch.ones(2, 5, 2)).reshaped
