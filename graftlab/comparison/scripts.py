@@ -179,7 +179,7 @@ class _HeldInTurn:
         self._apart: dict[str, float] = {}
         # The comparison of calls with different numbers of rows on both sides, for use if no update follows.
         self._unpaired: Comparison | None = None
-        # By its place among the models, each call that shows no difference, and of which too little was compared.
+        # The calls that show no difference but were compared too little to agree, by their place among the models.
         self._undecided: dict[int, Comparison] = {}
         # By sentence, the first call in which this was not checked.
         self._left: dict[str, int] = {}
@@ -238,25 +238,24 @@ class _HeldInTurn:
 
     def _concluded(self, said: Sequence[str] = ()) -> Comparison:
         """The comparison if everything that was judged agrees."""
-        said = [*said, *self._left_earlier()]
         if self._unpaired is not None and not self._updates:
-            return self._with(self._unpaired, said)
+            return self._with(self._unpaired, (*said, *self._left_elsewhere(self._unpaired)))
+        compared = next(iter(self._undecided.values()), self._compared)
+        said = [*said, *self._left_elsewhere(compared)]
         if self._choice.training and not self._updates:
             why = "No optimizer made a step that could be repeated, so no training was compared; leave --training out."
-            return self._with(self._compared, (why, self._agreed(), *said), "inconclusive")
-        if self._undecided:
-            # What was found in a call is said once, where it is the only one.
-            agreed = self._agreed() if len(self._models) > 1 or self._updates else ""
-            return self._with(next(iter(self._undecided.values())), (agreed, *said))
-        return self._with(self._compared, (self._agreed(), *said))
+            return self._with(compared, (why, self._agreed(), *said), "inconclusive")
+        # A single inconclusive call has its reasons in its own text.
+        is_only = len(self._undecided) == len(self._models) == 1 and not self._updates
+        return self._with(compared, ("" if is_only else self._agreed(), *said))
 
-    def _left_earlier(self) -> list[str]:
-        """Sentences on what was not checked in calls before the last that was judged, and was not said of that one."""
-        last = self._compared.text.splitlines()
+    def _left_elsewhere(self, compared: Comparison) -> list[str]:
+        """Sentences on what was not checked in other calls than the one of this comparison."""
+        own = compared.text.splitlines()
         return [
             f"{NOT_CHECKED}in call {call}, {line.removeprefix(NOT_CHECKED)}"
             for line, call in self._left.items()
-            if line not in last
+            if line not in own
         ]
 
     def _first(self) -> HeldUnits:

@@ -190,7 +190,9 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
             shapes = f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target"
             position = _position(a, b)
             if position is not None and not position.is_last:
-                misplaced.append(f"{shapes}; the smaller has the values of position {position.place} of the larger")
+                misplaced.append(
+                    f"{shapes}; the smaller has the values of position {position.place}, from 0, of the larger"
+                )
                 continue
             # A target that returns less under the same name has lost the rest.
             if position is None or (path == path_of_other and a.numel() > b.numel()):
@@ -284,7 +286,7 @@ class _Position(NamedTuple):
 
 
 def _by_position(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-    """The first pair of which one side is a position of the other, as logits may be."""
+    """The first pair in which one side is a position of the other, as logits may be."""
     every = ((path, path_of_other) for path in one for path_of_other in other)
     return [each for each in every if _position(one[each[0]], other[each[1]]) is not None][:1]
 

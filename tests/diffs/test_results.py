@@ -163,7 +163,7 @@ def test_logits_of_the_last_position_alone_are_compared_with_the_last_of_all() -
     for one, other in ((whole, whole[:, 3]), ({"logits": whole[:, 3]}, whole), (whole, {"logits": whole[:, 3]})):
         found = compare_results(one, other)
         assert (found.differences, len(found.lost)) == ([], 1)
-        assert found.lost[0].endswith("; the smaller has the values of position 3 of the larger")
+        assert found.lost[0].endswith("; the smaller has the values of position 3, from 0, of the larger")
     # Zeros, or a number or two, are alike by chance.
     assert compare_results(torch.zeros(2, 8), torch.zeros(2, 5, 8)).reshaped
     assert compare_results(torch.ones(2, 2), torch.ones(2, 5, 2)).reshaped
