@@ -148,7 +148,7 @@ def test_a_request_that_no_disk_takes_is_written_when_there_is_room(disk: Path) 
     assert dumper.waiting == 3
     # A journal that cannot be written leaves no file and no descriptor for each request.
     assert names(disk / "served") == set()
-    assert descriptors() == before
+    assert descriptors() <= before
     filled.unlink()
     assert dumper.flush()
     assert dumper.close()
