@@ -33,6 +33,7 @@ from graftlab.ranks.held_call import (
     try_backward,
     widen_call,
 )
+from graftlab.ranks.remote_functions import call_until_exception
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
 
@@ -99,7 +100,9 @@ class Repeats:
 
     def match(self) -> Proposal:
         """Pair the taps by value. Raises :class:`MatchError`."""
-        return self.session.match(repeat_call, repeat_call)
+        # A call of which some taps are reached before an exception can still be paired.
+        until_exception = partial(call_until_exception, repeat_call)
+        return self.session.match(until_exception, until_exception)
 
     def add_backward(self) -> str | None:
         """Include a backward pass in each run; returns the reason if that fails."""
@@ -169,6 +172,8 @@ def judge_held_calls(
     ``proposal`` has the pairs of an earlier call, which are in force.
     """
     session = repeats.session
+    if any(each.raises for each in (*baseline, *target)):
+        return judge_until_exception(repeats, baseline, target, choice)
     remarks = list(_not_trusted(baseline, target))
     if proposal is None and (choice.match or (choice.match is None and not _pair_by_names(baseline, target))):
         try:
@@ -241,6 +246,29 @@ def judge_held_calls(
         answer = "inconclusive" if answer == "agree" else answer
     remarks += without_taps + not_in_float32
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
+    return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def judge_until_exception(
+    repeats: Repeats, baseline: Sequence[CallDescription], target: Sequence[CallDescription], choice: JudgingChoice
+) -> Comparison:
+    """Judge calls of which one side's raises, by the values before its exception.
+
+    Raises :class:`RunError` if both raise.
+    """
+    session = repeats.session
+    if all(any(each.raises for each in side) for side in (baseline, target)):
+        session.run(repeat_call, repeat_call)
+    remarks = []
+    proposal = None
+    if choice.match or (choice.match is None and not names_pair(baseline[0], target[0])):
+        try:
+            proposal = repeats.match()
+            session.edit(pairs=proposal)
+        except MatchError as error:
+            remarks.append(f"Taps could not be paired by value: {error}")
+    verdict = repeats.verdict(choice)
+    answer = answer_of(verdict.findings, True, False)
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
@@ -363,7 +391,7 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
     named = {*findings.named} - {*findings.rounding.groups}
     if named or findings.unexplained or findings.data or findings.following:
         return "differ"
-    if findings.inconclusive or (findings.rounding.groups and findings.in_float32 is None):
+    if findings.raised or findings.inconclusive or (findings.rounding.groups and findings.in_float32 is None):
         # Nothing was judged, so that nothing is named proves nothing.
         return "inconclusive"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else findings.only_returned

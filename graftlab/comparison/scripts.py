@@ -21,8 +21,10 @@ from graftlab.comparison.held_calls import (
     Comparison,
     JudgingChoice,
     Repeats,
+    described,
     is_beyond_rounding,
     judge_held_calls,
+    judge_until_exception,
     known_at,
 )
 from graftlab.comparison.held_units import (
@@ -64,7 +66,7 @@ from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.unexplained import compare_returned
-from graftlab.verdict.wording import NOT_CHECKED
+from graftlab.verdict.wording import NOT_CHECKED, text_before_exception
 
 if TYPE_CHECKING:
     from graftlab.control.run import Run
@@ -186,6 +188,8 @@ class _HeldInTurn:
         self._buffers: set[str] = set()
         # Sentences on calls that raise.
         self._raised: list[str] = []
+        # The comparison of a call that raises on one side, and differs before.
+        self._before_exception: Comparison | None = None
         # The newest calls of the first ranks, and the previous ones.
         self._newest: _Calls | None = None
         self._before: _Calls | None = None
@@ -198,6 +202,8 @@ class _HeldInTurn:
         held = self._first()
         while True:
             if (following := self._brought_together(held)) is None:
+                if self._before_exception is not None:
+                    return self._with(self._before_exception, ())
                 return self._concluded([_NOT_ALL])
             held = following
             if held.both_hold(CallDescription):
@@ -288,21 +294,46 @@ class _HeldInTurn:
         while following is not None:
             held = following
             if raising := held.raising:
-                following = self._next_of(raising, held)
+                if (note := self._look_before_exception(held)) is None:
+                    return None
+                following = self._next_of(raising, held, note)
             elif (side := held.behind) is not None:
                 following = self._next(side, held)
             else:
                 return held
         return None
 
-    def _next_of(self, raising: Sequence[tuple[Side, CallDescription]], held: HeldUnits) -> HeldUnits | None:
+    def _look_before_exception(self, held: HeldUnits) -> str | None:
+        """A sentence on the values before the exception of one side's call, blank if none were compared.
+
+        None if they differ although both calls have the same inputs; then :attr:`_before_exception` has the comparison.
+        """
+        if len(held.raising) > 1 or not held.both_hold(CallDescription):
+            return ""
+        calls = described_as(held, CallDescription)
+        if self._are_judged:
+            run = self._session.run(describe_call, describe_call)
+            calls = described(run)
+        if why_not_held(*calls) is not None:
+            return ""
+        compared = judge_until_exception(Repeats(self._session), *calls, self._choice.judging)
+        found = compared.findings
+        if compared.answer == "differ" and not found.data and not {*found.named} & {*found.inputs}:
+            number = len(self._models) + len(self._results) + 1
+            before = [f"{self._agreed()} In call {number}, of {calls[0][0].model}:"] if number > 1 else []
+            self._before_exception = replace(compared, remarks=(*before, *compared.remarks))
+            return None
+        agree = compared.answer == "inconclusive" and found.raised and found.frame["ratio"].notna().any()
+        return f" {text_before_exception(found)}" if agree else ""
+
+    def _next_of(self, raising: Sequence[tuple[Side, CallDescription]], held: HeldUnits, note: str) -> HeldUnits | None:
         """Let the sides continue whose calls raise, because their scripts may expect that, and call again."""
         if len(self._raised) >= _MOST_RAISING:
             raise SessionError("\n".join(self._raised))
         for side, call in raising:
             self._raised.append(
                 f"{NOT_CHECKED}the {side}'s call {call.number} of {call.model}, which raises {call.raises}; its script "
-                "has continued."
+                f"has continued.{note}"
             )
         return self._next(raising[0][0] if len(raising) == 1 else None, held)
 

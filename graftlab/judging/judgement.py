@@ -271,6 +271,7 @@ class Judgement:
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
                 job_remarks=naming.job_remarks,
+                raised=None if self._runs.raised is None else self._runs.raised.sentence,
                 not_grafted=not_grafted(evidence.grafted, naming.frame, self._threshold),
                 unexplained=unexplained,
                 without_output=without_output,
@@ -279,7 +280,10 @@ class Judgement:
                 rounding=rounding,
                 lines=lines,
                 only_returned=bool(split),
-                extra_calls=self._attempt(
+                # The side that raises makes fewer calls, the first of which pair.
+                extra_calls=[]
+                if self._runs.raised is not None
+                else self._attempt(
                     "the search for extra calls", lambda: extra_calls(evidence.grafted, naming.named), []
                 ),
                 origins=origins,
@@ -506,6 +510,9 @@ class Judgement:
                 if again is not None:
                     said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
             without_output = differences.without_partner(evidence.floors.last_tap()) + differences.turned()
+            if self._runs.raised is not None:
+                # The text begins with the exception, after which nothing is computed.
+                without_output = []
             return said, (differences.lost() if states_lost else []) + without_output, []
         return said, [], written
 
@@ -545,7 +552,8 @@ class Judgement:
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
         """The effect of the named groups on each output, by the output's title, and remarks on it."""
-        if not (self._explains(naming) and self._can_swap(evidence, naming)):
+        if not (self._explains(naming) and self._can_swap(evidence, naming)) or self._runs.raised is not None:
+            # A call that raises has no output whose change would show an effect.
             return {}, []
         frame, named = naming.frame, naming.named
         causes: dict[str, Causes] = {}

@@ -24,6 +24,7 @@ from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.judging.match_runs import match
+from graftlab.judging.raised_exception import RaisedException, exception_of_one_side
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.lines.traces import OperationChanges, SliceTrace, TraceRequest, WantedCall
 from graftlab.matching.pair import Pair
@@ -32,6 +33,7 @@ from graftlab.plan.plan import PlanEdit
 from graftlab.ranks.line_tracer import trace_callee
 from graftlab.ranks.remote_functions import (
     Callee,
+    call_until_exception,
     call_with_lent_weights,
     call_with_module_inputs,
     find_without_dependents,
@@ -147,6 +149,8 @@ class VerdictRuns:
         self.request = request
         self.count = 0
         self.before = session.plan
+        self.raised: RaisedException | None = None
+        """The exception of one side's function, up to which the runs go; None if both return."""
         self.returned: ReturnedValues | None = None
         """The results of both functions in their newest run; None for jobs, which return nothing."""
         self.expected = _FEWEST_RUNS
@@ -305,12 +309,32 @@ class CalledRuns(VerdictRuns):
         return frame if self._lent is None else without_data(frame)
 
     def _both(self, why: str, changes: PlanEdit) -> pd.DataFrame:
-        run, version = self._run(why, self._callees(), *self.request.arguments, changes)
+        try:
+            run, version = self._run(why, self._callees(), *self.request.arguments, changes)
+        except RunError:
+            failed = self.session.runs[-1]
+            self.raised = None if self.count > 1 else exception_of_one_side(self.session, failed.failures)
+            if self.raised is None:
+                raise
+            self._stop_at_exceptions()
+            # The run that takes its place is the first one.
+            internals_of(self.session).set_aside.add(failed.number)
+            self.count -= 1
+            run, version = self._run(why, self._callees(), *self.request.arguments, changes)
         frame = self._rows_under(version, run)
         # A recording returns the number of its taps, which is no result of the model.
         expected = () if self.recorded else run.baseline
-        self.returned = compare_returned(expected, run.target, self.before.pairs)
+        if self.raised is None:
+            self.returned = compare_returned(expected, run.target, self.before.pairs)
         return frame
+
+    def _stop_at_exceptions(self) -> None:
+        """Let both functions end at their exceptions, as a function without a result does."""
+        if not self.recorded:
+            self._baseline = partial(call_until_exception, self._baseline)
+        self._target = partial(call_until_exception, self._target)
+        if self.request.exact is not None:
+            self.request = replace(self.request, exact=partial(call_until_exception, self.request.exact))
 
     def _callees(self) -> dict[Side, Callee]:
         target = self._target if self._lent is None else partial(call_with_lent_weights, self._target)

@@ -6,6 +6,7 @@ It is the outermost call of a script's model, in which the script waits, or a ca
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,7 @@ class CallDescription:
     whole_numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The integers among the arguments, such as tokens, by their paths."""
     raises: str | None = None
-    """The exception of the call itself; then nothing else is described."""
+    """The exception of the call itself; then only the taps before it are described."""
     not_compared: tuple[str, ...] = ()
 
     @property
@@ -175,7 +176,7 @@ class HeldCall:
             except Exception as error:
                 if not reports_failure:
                     raise
-                return self._describe_failure(error)
+                return self._describe_failure(error, watches=True)
             needs_backward = any(tensor.requires_grad for tensor in first.values())
             plain = tapped = _copied(first)
             try:
@@ -213,13 +214,21 @@ class HeldCall:
         except Exception as error:
             if not reports_failure:
                 raise
-            return self._describe_failure(error)
+            return self._describe_failure(error, watches=False)
         needs_backward = any(tensor.requires_grad for tensor in result.values())
         plain = _copied(result)
         return CallDescription(self._kind, self._number, needs_backward, (), plain, plain)
 
-    def _describe_failure(self, error: Exception) -> CallDescription:
-        return CallDescription(self._kind, self._number, False, (), {}, {}, raises=_first_line_of(error))
+    def _describe_failure(self, error: Exception, *, watches: bool) -> CallDescription:
+        """Describe a call that raises; if it ``watches``, with the taps that it reaches before, which stay."""
+        names = TapLister()
+        if watches:
+            self._watch()
+            # The exception is the one that is described.
+            with handled_by(names), contextlib.suppress(Exception):
+                self()
+        reached = tuple(names.reached)
+        return CallDescription(self._kind, self._number, False, reached, {}, {}, raises=_first_line_of(error))
 
     def _whole_numbers(self) -> dict[str, torch.Tensor]:
         self._restore()
@@ -346,6 +355,8 @@ class HeldCall:
         self._watched = []
 
     def _watch(self) -> None:
+        # A call may be described more than once.
+        self._unwatch()
         chosen = self._choice
         self._watched = [
             watch(

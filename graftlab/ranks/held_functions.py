@@ -5,6 +5,7 @@ The notebook sends the functions of this module to ranks by their names.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import random
@@ -98,7 +99,7 @@ def load_and_hold(load: Callee, inputs: Any, choice: WatchChoice, backward: bool
         models = {"": model}
     call = partial(model, *args, **kwargs) if backward else partial(_without_gradients, model, args, kwargs)
     hold(HeldCall(call, models, arguments_by_name(args, kwargs), choice))
-    return held_call().describe()
+    return held_call().describe(reports_failure=True)
 
 
 def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], choice: WatchChoice) -> CallDescription:
@@ -110,7 +111,7 @@ def hold_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], c
         call = _as_module(call)
         watched = {"": call}
     hold(HeldCall(call, watched, {**models, **arguments_by_name(args, kwargs)}, choice))
-    return held_call().describe()
+    return held_call().describe(reports_failure=True)
 
 
 CALL = "graftlab_call(*graftlab_args, **graftlab_kwargs)"
@@ -224,7 +225,8 @@ def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch
             before.append(StateSnapshot([module]))
 
     taps = TapLister()
-    with handled_by(taps), OutermostCalls(note):
+    # The held call raises the exception again, and is then described up to there.
+    with handled_by(taps), OutermostCalls(note), contextlib.suppress(Exception):
         call()
     for each in reversed(before):
         each.restore()

@@ -78,6 +78,14 @@ def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any],
     return repeat_with_filled_memory(bind_callee(callee, args, kwargs), budget=budget)
 
 
+def call_until_exception(callee: Callee, *args: Any, **kwargs: Any) -> Any:
+    """Run the callee up to its exception, if it raises one; then the result is None."""
+    try:
+        return bind_callee(callee, args, kwargs)()
+    except Exception:  # the run before this one has reported it
+        return None
+
+
 def call_with_module_inputs(
     callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[str], known: list[str]
 ) -> dict[str, ModuleCall]:

@@ -125,6 +125,8 @@ class Findings:
     """Sentences on named taps that one side reaches more often, so that calls may be paired wrongly."""
     only_before: Mapping[str, str] = field(default_factory=dict)
     """Sentences on values that only one side shows before a named tap, by its group."""
+    raised: str | None = None
+    """A sentence on the exception of one side, up to which the sides are compared; None if both return."""
     inconclusive: Sequence[str] = ()
     """Sentences on why grafts prove nothing, such as pairs that no longer hold."""
 
@@ -140,8 +142,8 @@ def text_of(findings: Findings) -> str:
 
 def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
-    before = [*findings.inconclusive, *findings.not_grafted, *findings.unexplained, *findings.without_output]
-    before += findings.extra_calls
+    before = [*_raised(findings), *findings.inconclusive, *findings.not_grafted, *findings.unexplained]
+    before += [*findings.without_output, *findings.extra_calls]
     after = [*_hints(findings.hints), *findings.remarks]
     # If a group is named, a failed stage only leaves something out; if none is, that stage might have named one.
     (after if findings.named else before).extend(findings.failed)
@@ -153,6 +155,24 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     before += [*jobs.first, *findings.may_be_inherited, *_data(findings)]
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
     return before, _conclusion(findings), after
+
+
+def _raised(findings: Findings) -> list[str]:
+    """A sentence on the exception of one side, and on the values before it."""
+    if findings.raised is None:
+        return []
+    return [f"{findings.raised} {text_before_exception(findings)}"]
+
+
+def text_before_exception(findings: Findings) -> str:
+    """A sentence on the values before one side's exception."""
+    if findings.named or findings.unexplained or findings.data:
+        return "Before that, values already differ:"
+    measured = findings.frame[findings.frame["ratio"].notna()]
+    if not len(measured):
+        return "No value before that was compared."
+    last = measured["name"].iloc[int(measured["order"].argmax())]
+    return f"The values before that agree to rounding, up to {last}, the last that was compared."
 
 
 def _data(findings: Findings) -> list[str]:

@@ -6,6 +6,7 @@ The ranks import this module, so it imports little.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,53 @@ def test_functions_without_a_model_are_compared_to_the_line() -> None:
         assert gl.compare(gated, gated, inputs, folder=None).answer == "agree"
     with pytest.raises(gl.errors.RunError, match="compare: gated needs x, gate; give inputs"):
         gl.compare(gated, gated)
+
+
+class Stops(nn.Module):
+    """Calls its parts in turn, and then raises."""
+
+    def __init__(self, stops: bool, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.stops, self.scale = nn.Linear(4, 8), nn.Linear(8, 2), stops, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.scale * self.first(x)
+        out = self.second(hidden)
+        if self.stops:
+            raise ValueError("no kernel")
+        return out.tanh()
+
+
+def twice(stops: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that calls a model and raises before its second call."""
+    model = Stops(False)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        first = model(x)
+        if stops:
+            raise ValueError("no second call")
+        return model(first.repeat(1, 2))
+
+    return run
+
+
+def test_a_call_that_raises_on_one_side_is_judged_up_to_its_exception() -> None:
+    x = torch.randn(3, 4)
+    for baseline, target, answer, said in (
+        (lambda: Stops(False), lambda: Stops(True, 1.1), "differ", "Before that, values already differ:"),
+        (lambda: Stops(False), lambda: Stops(True), "inconclusive", "agree to rounding, up to second, the last"),
+        (lambda: twice(False), lambda: twice(True), "inconclusive", "agree to rounding, up to output, the last"),
+    ):
+        comparison = gl.compare(baseline, target, x)
+        with comparison.session:
+            assert comparison.answer == answer
+            first = comparison.text.partition("\n")[0]
+            assert first.startswith("The target raises ValueError: no ")
+            assert said in first
+            assert len(comparison.named) == (answer == "differ")
+    with pytest.raises(gl.RunError, match=r"failed on baseline\[0\], target\[0\]"):
+        gl.compare(lambda: Stops(True), lambda: Stops(True), x)
 
 
 def test_a_function_is_compared_with_its_compiled_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,50 @@ def test_a_call_that_raises_is_left_to_its_script_and_the_next_one_is_compared(
     assert f'File "{script}", line 10, in <module>' in error
 
 
+PARTS = """
+import sys, torch
+torch.manual_seed(0)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if "scales" in sys.argv:
+            hidden = hidden * 1.1
+        hidden = torch.tanh(self.first(x + hidden[:, :4]))
+        if "raises" in sys.argv and len(x) == 2:
+            raise RuntimeError("no kernel")
+        return self.last(hidden)
+
+model = Net().eval()
+with torch.no_grad():
+    if "scales" not in sys.argv:
+        model(torch.ones(1, 4))
+    model(torch.ones(2, 4))
+"""
+
+
+def test_the_values_before_an_exception_of_one_side_are_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, other = tmp_path / "parts.py", tmp_path / "scales.py"
+    script.write_text(PARTS)
+    other.write_text(PARTS.replace('if "scales" not in sys.argv', 'if "both" in sys.argv'))
+    answer = compared(capsys, tmp_path / "right", str(script), f"{script} raises")
+    text = str(answer["text"])
+    assert (answer["answer"], text.partition(". ")[0]) == ("inconclusive", "1 call of Net agrees")
+    assert "raises RuntimeError: no kernel; its script has continued. The values before that agree to rounding" in text
+    answer = compared(capsys, tmp_path / "wrong", str(other), f"{other} raises scales")
+    text = str(answer["text"])
+    assert text.startswith("The target raises RuntimeError: no kernel (scales.py:")
+    assert "Before that, values already differ:\n" in text
+    assert "scales.py:13" in text
+    assert answer["answer"] == "differ"
+
+
 def test_a_script_that_ends_before_it_calls_a_model_is_shown_with_its_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

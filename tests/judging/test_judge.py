@@ -605,9 +605,9 @@ def test_the_plan_is_restored(session: gl.Session) -> None:
     assert filters(session) == PLAN
 
 
-def breaks() -> None:
+def breaks(side: str = "") -> None:
     gl.tap("x", torch.ones(2))
-    if gl.here().side == "target":
+    if side in ("", gl.here().side):
         raise ZeroDivisionError("broken")
 
 
@@ -616,6 +616,39 @@ def test_the_plan_is_restored_when_the_code_raises(session: gl.Session) -> None:
     with pytest.raises(RunError, match="broken"):
         session.verdict(breaks, breaks)
     assert filters(session) == PLAN
+
+
+def ends_early(fault: str, side: str) -> torch.Tensor:
+    """Layers of which one has a fault on the target, and the third raises on one side."""
+    generator = torch.Generator().manual_seed(0)
+    x = gl.tap("input", torch.randn(16, 32, generator=generator))
+    for i in range(4):
+        act = torch.tanh(x @ torch.randn(32, 32, generator=generator) / 32**0.5)
+        if fault and i == 1 and gl.here().side == "target":
+            act = act * 1.01
+        x = x + gl.tap(f"layers.{i}.act", act)
+        if i == 2 and gl.here().side == side:
+            raise ZeroDivisionError("broken")
+    return gl.tap("out", x)
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_after_an_exception_of_one_side_the_values_before_it_are_judged(session: gl.Session, side: str) -> None:
+    first = f"The {side} raises ZeroDivisionError: broken (test_judge.py:"
+    wrong = session.verdict(ends_early, ends_early, args=("scale", side))
+    assert wrong.text.startswith(first)
+    assert wrong.text.partition("\n")[0].endswith(" does not. Before that, values already differ:")
+    assert wrong.named == ["layers.*.act"]
+    assert any("act = act * 1.01" in source for source in wrong.lines["source"])
+    right = session.verdict(ends_early, ends_early, args=("", side))
+    assert right.text.startswith(first)
+    assert "The values before that agree to rounding, up to layers.2.act, the last" in right.text
+    assert right.named == []
+
+
+def test_an_exception_of_both_sides_is_raised(session: gl.Session) -> None:
+    with pytest.raises(RunError, match="baseline"):
+        session.verdict(breaks, breaks)
 
 
 def test_an_interrupt_restores_the_plan_and_stops_the_ranks(
