@@ -95,3 +95,11 @@ def assembled(
             flat[start : start + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
             start += len(piece)
     return flat.view(dtype).view(shape)
+
+
+def real_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor's real and imaginary parts in a last dimension; any other tensor unchanged.
+
+    A conversion to a real dtype would drop the imaginary parts.
+    """
+    return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor

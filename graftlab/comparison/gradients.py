@@ -309,10 +309,7 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
                 "mean on one side and a sum on the other, or its scale or the number of micro-batches differs."
             )
         elif factor is None:
-            said.append(
-                f"The gradients that the loss gives the model's results differ (rel_l2 "
-                f"{_distance(one.values, other.values):.2g}): the loss or its labels differ."
-            )
+            said.append(_of_differing_loss(_common_results(ours, theirs), ours.scale / theirs.scale))
         else:
             said.append("The gradients that the loss gives the model's results agree.")
     if ours.calls != theirs.calls:
@@ -327,6 +324,19 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
             f"{after:.4g}, as clipping, a scaler or an average does."
         )
     return said
+
+
+def _of_differing_loss(pairs: Sequence[tuple[TensorSample, TensorSample]], times: float) -> str:
+    """A sentence on results that the losses give gradients without a common factor."""
+    factors = [None if (found := _factor(one, other)) is None else found * times for one, other in pairs]
+    if None not in factors:
+        listed = first_of([f"{factor:.4g}" for factor in factors], _SHOWN)
+        return (
+            f"The loss gives the model's results gradients that are {listed} times the baseline's, in this order: the "
+            "losses of the micro-batches are weighted differently."
+        )
+    most = f"rel_l2 {max(_distance(one.values, other.values) for one, other in pairs):.2g}"
+    return f"The gradients that the loss gives the model's results differ ({most}): the loss or its labels differ."
 
 
 def _common_results(baseline: UpdateDescription, target: UpdateDescription) -> list[tuple[TensorSample, TensorSample]]:

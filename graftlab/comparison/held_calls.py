@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graftlab.base.tap_groups import kind_of_group
-from graftlab.base.tensor_bytes import as_bytes
+from graftlab.base.tensor_bytes import as_bytes, real_parts
 from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
@@ -428,7 +428,8 @@ def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallD
 
 
 def _rows_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+    return real_parts(rows).flatten(1)
 
 
 def _nearest(more: Tensor, fewer: Tensor) -> tuple[Tensor, Tensor]:

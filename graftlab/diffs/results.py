@@ -370,7 +370,7 @@ def _largest(distances: Iterable[float]) -> float:
 
 
 def _unit(tensor: torch.Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
+    return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0.0
 
 
 def _rel_l2(expected: torch.Tensor, found: torch.Tensor) -> float:

@@ -17,6 +17,7 @@ import torch
 
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of
+from graftlab.base.tensor_bytes import real_parts
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
@@ -100,8 +101,8 @@ def _add_up(runs: VerdictRuns, call: Call) -> bool:
     if all(torch.equal(own, pairs[0][1]) for _, own in pairs):
         # Copies that are wrong by this factor, as if a sum had been divided by the number of ranks.
         return False
-    expected = pairs[0][0].double()
-    found = torch.stack([own.double() for _, own in pairs]).sum(0)
+    expected = real_parts(pairs[0][0]).double()
+    found = torch.stack([real_parts(own).double() for _, own in pairs]).sum(0)
     limit = assumed_floor([coarser_dtype(row) for row in call.values()])[0]
     return bool((found - expected).norm() <= limit * expected.norm())
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from graftlab.base.tensor_bytes import real_parts
+
 Index = npt.NDArray[np.int64]
 
 # The most candidates that are compared with a row.
@@ -41,6 +43,8 @@ class ShownRows:
     def of(cls, tensor: Tensor) -> ShownRows:
         """Make them from a tensor of token ids ``[...]``, or of values ``[..., features]``."""
         value = tensor.detach()
+        if value.is_complex():
+            value = real_parts(value).flatten(-2)
         if not value.is_floating_point():
             ids = value.reshape(-1).double().cpu()
             return cls(tuple(value.shape), 1, 0.0, ids.numpy().tobytes())

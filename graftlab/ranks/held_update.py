@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from graftlab.base.tensor_bytes import real_parts
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part
 from graftlab.taps.calls import tap_handler
 from graftlab.taps.training import scale_of, tap_gradients, watch_training
@@ -37,7 +38,7 @@ class TensorSample:
     def of(cls, tensor: torch.Tensor) -> TensorSample:
         """Draw the sample. For a DTensor it is of the whole tensor, so all of its ranks must call this."""
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        flat = whole.detach().reshape(-1)
+        flat = real_parts(whole.detach()).reshape(-1)
         places = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), _MOST_ELEMENTS), dtype=torch.float64)
         values = flat[places.round().long().to(flat.device)].to("cpu", torch.float64)
         norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))

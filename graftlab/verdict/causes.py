@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from graftlab.base.tap_groups import described, kind_of, kind_of_group
+from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import listed, spans
 
 MOST_SWAPS = 13
@@ -194,7 +196,9 @@ def distance(shards: Iterable[tuple[Tensor | None, Tensor]]) -> Distance:
     for recorded, value in shards:
         if recorded is None or value.shape != recorded.shape:
             return UNKNOWN
-        one, other = recorded.double(), value.double()
+        if recorded.is_complex() != value.is_complex():
+            recorded, value = (each.to(torch.complex128) for each in (recorded, value))
+        one, other = real_parts(recorded).double(), real_parts(value).double()
         finite = one.isfinite() & other.isfinite()
         if not (finite | (one == other) | (one.isnan() & other.isnan())).all():
             return Distance(math.inf, math.inf)

@@ -279,6 +279,32 @@ def test_another_number_of_calls_for_an_update_is_named() -> None:
     assert same.sentences
 
 
+def test_a_sample_of_a_complex_gradient_has_its_imaginary_parts() -> None:
+    one = torch.complex(torch.ones(3), torch.arange(3.0))
+    sample = TensorSample.of(one)
+    assert sample.values.tolist() == [1, 0, 1, 1, 1, 2]
+    assert sample.norm == pytest.approx(8**0.5)
+    assert sample.shape == (3,)
+
+
+def test_losses_that_weight_micro_batches_differently_are_told_from_other_losses() -> None:
+    draw = torch.Generator().manual_seed(0)
+    whole, first, second = (torch.randn(64, generator=draw) for _ in range(3))
+    ours = replace(description({"w": whole}), of_results={"1": TensorSample.of(first), "2": TensorSample.of(second)})
+    for factor, other, told in (
+        (
+            2.0,
+            second,
+            "gradients that are 1, 2 times the baseline's, in this order: the losses of the micro-batches",
+        ),
+        (1.0, second.flip(0), "differ (rel_l2 1."),
+    ):
+        samples = {"1": TensorSample.of(first), "2": TensorSample.of(factor * other)}
+        theirs = replace(description({"w": whole.flip(0)}), of_results=samples)
+        found = judge_gradients([row("w", 0, whole, whole.flip(0))], [ours], [theirs], {})
+        assert sum(told in each for each in found.sentences) == 1
+
+
 # ---- what differs before an update ----------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from graftlab.diffs.results import (
     compare_named,
     compare_results,
     named_tensors,
+    unit_of,
     values_of_other_shapes,
     written_on_one_side,
     written_path,
@@ -32,6 +33,11 @@ class Output:
 
 
 Pair = namedtuple("Pair", ["hidden", "loss"])
+
+
+def test_complex_results_round_like_their_parts() -> None:
+    assert unit_of([[torch.ones(2, dtype=torch.complex64)]]) == unit_of([[torch.ones(2)]]) > 0
+    assert unit_of([[torch.ones(2, dtype=torch.int32)]]) == 0
 
 
 def test_tensors_are_found_in_mappings_sequences_named_tuples_and_dataclasses() -> None:

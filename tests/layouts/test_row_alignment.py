@@ -117,6 +117,12 @@ def test_rows_of_values_are_found_despite_rounding(dtype: torch.dtype) -> None:
     assert rows.index.tolist() == order.tolist()
 
 
+def test_rows_of_complex_values_are_known_by_both_parts() -> None:
+    values = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0))
+    complex_rows = ShownRows.of(torch.view_as_complex(values))
+    assert (complex_rows.dims, complex_rows.numbers) == ((3,), ShownRows.of(values.flatten(1)).numbers)
+
+
 def test_values_that_differ_by_more_than_rounding_are_not_found() -> None:
     whole = torch.randn(1, 40, 24, generator=torch.Generator().manual_seed(3))
     for dtype, expected in ((torch.float32, {-1}), (torch.bfloat16, set(range(40)))):

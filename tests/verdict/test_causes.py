@@ -120,6 +120,13 @@ def test_values_not_finite_on_both_sides_are_left_out_of_the_distance(
     assert distance([(torch.tensor(record), torch.tensor(value))]).rel_l2 == pytest.approx(expected)
 
 
+def test_imaginary_parts_count_in_the_distance() -> None:
+    one = torch.tensor([3 + 4j, 3 - 4j])
+    assert distance([(one, one.conj())]).rel_l2 == pytest.approx(1.6)
+    assert distance([(one, one)]).rel_l2 == distance([(one.conj(), one.conj().resolve_conj())]).rel_l2 == 0
+    assert distance([(one, one.real)]).rel_l2 == pytest.approx(0.8)
+
+
 def test_an_output_with_no_finite_number_has_no_distance() -> None:
     """Nothing is known of it: it must not be said to agree."""
     lost, one = torch.tensor([NAN, -INF]), torch.ones(2)
