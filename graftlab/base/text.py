@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def counted(count: int, noun: str) -> str:
@@ -37,8 +37,8 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {left:,} more" if left > 0 else "")
 
 
-def spans(numbers: Sequence[int]) -> str:
-    """Sorted whole numbers in few characters: ``0-3, 7``.
+def spans(numbers: Iterable[int]) -> str:
+    """Whole numbers in order, in few characters: ``0-3, 7``.
 
     >>> spans([0, 1, 2, 3, 7])
     '0-3, 7'

@@ -93,7 +93,7 @@ def check_replicas(
             by_place.setdefault(each.place, {})[rank] = each
     whole = {place: each for place, each in by_place.items() if len(each) == size}
     missing = [
-        f"{next(iter(each.values())).name} (on rank{'s' if len(each) > 1 else ''} {spans(list(each))} only)"
+        f"{next(iter(each.values())).name} (on rank{'s' if len(each) > 1 else ''} {spans(each)} only)"
         for each in by_place.values()
         if len(each) < size
     ]

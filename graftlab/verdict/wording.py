@@ -620,5 +620,5 @@ def _layer_tag(tags: Mapping[str, Any]) -> tuple[int, ...]:
 def _ranks(over: pd.DataFrame, count: int) -> str:
     if count == 1:
         return ""
-    wrong = sorted(set(over["rank"]))
+    wrong = set(over["rank"])
     return " on all ranks" if len(wrong) == count else f" on rank{'s' if len(wrong) > 1 else ''} {spans(wrong)} alone"

@@ -224,8 +224,12 @@ def test_a_run_is_sent_to_its_participants_and_continues_the_steps(runs: Runs, r
     settle(runs, [ranks[0], ranks[2]], 0, next_step=7)
     assert run.done
     assert not runs.busy
-    runs.begin({1: WORK}, PLAN)
+    second = runs.begin({1: WORK}, PLAN)
     assert ranks[1].hear().info.first_step == 7
+    settle(runs, [ranks[1]], 1, next_step=9)
+    third = runs.begin({2: WORK}, PLAN)
+    settle(runs, [ranks[2]], 2, next_step=9)
+    assert (second.done, third.done) == (True, True)
 
 
 def test_a_second_run_during_a_run_is_refused(runs: Runs, ranks: list[TalkingRank]) -> None:
@@ -488,6 +492,13 @@ def test_a_run_of_the_core_from_its_request_to_its_results_and_rows(
     works = [future.result(60).work for future in playing]
     assert [type(work) for work in works] == [Call, Evaluate, Evaluate]
     assert works[1] == works[2]
+
+
+def test_an_unknown_way_to_treat_failures_is_refused(core: SessionCore) -> None:
+    unknown: Any = "later"
+    with pytest.raises(gl.SessionError, match="on_failure='later': a run takes 'stop' or 'continue'"):
+        core.start(target="1", on_failure=unknown)
+    assert core.runs == []
 
 
 def test_an_edit_is_published_and_its_adoption_reported(core: SessionCore, ranks: list[TalkingRank]) -> None:

@@ -15,7 +15,6 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.control import core
 from graftlab.control.plans import Plans
-from graftlab.control.process_groups import collective_in
 
 pytestmark = pytest.mark.ranks
 
@@ -166,28 +165,3 @@ def test_restarts_leave_no_descriptor_behind(session: gl.Session) -> None:
     session.restart()
     # What another test left to be closed may have gone meanwhile.
     assert len(descriptors()) <= before
-
-
-STACK = """thread MainThread
-  File "/me/model.py", line 3, in forward
-    {call}
-{inner}
-thread graftlab-row
-  File "/x/torch/distributed/a.py", line 1, in other
-    pass
-"""
-INNER = '  File "/x/torch/{path}.py", line 9, in {name}\n    return f()\n'
-
-
-@pytest.mark.parametrize(
-    ("call", "inner", "expected"),
-    [
-        ("dist.all_reduce(x)", INNER.format(path="distributed/distributed_c10d", name="all_reduce"), True),
-        ("work.wait()", "", True),
-        ("torch.mm(x, x)", "", False),
-        ("model(x)", INNER.format(path="distributed/fsdp", name="f") + INNER.format(path="nn", name="g") * 3, False),
-    ],
-)
-def test_only_a_wait_in_a_collective_is_taken_for_one(call: str, inner: str, expected: bool) -> None:
-    found = collective_in(STACK.format(call=call, inner=inner))
-    assert found == (f"/me/model.py, line 3: {call}" if expected else None)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from graftlab.base.world import Place
+from graftlab.control.process_groups import collective_in
 from graftlab.control.run_state import RunState
 from graftlab.errors import RunError
 from graftlab.ranks.messages import Failure, RunDone
@@ -88,6 +89,30 @@ def test_waits_see_what_another_thread_notes() -> None:
         for thread in threads:
             thread.join()
     assert state.wait_steps(1000, None)
+
+
+def test_a_wait_lasts_until_the_ranks_have_ended_or_until_the_deadline() -> None:
+    state, ranks = state_of(1, 1)
+
+    class Watched(list[Any]):
+        """Ranks that end only once the wait for them has looked."""
+
+        thread: threading.Thread | None = None
+
+        def __iter__(self) -> Any:
+            if self.thread is None:
+                self.thread = threading.Thread(target=lambda: [state.note_done(rank, ENDED) for rank in ranks])
+                self.thread.start()
+            return super().__iter__()
+
+    watched = Watched(ranks)
+    state.wait_ended(watched, time.monotonic() + 60)
+    assert all(map(state.has_ended, ranks))
+    assert watched.thread is not None
+    watched.thread.join()
+    later, others = state_of(1, 1)
+    later.wait_ended(others, time.monotonic())
+    assert not any(map(later.has_ended, others))
 
 
 def test_ranks_that_run_when_another_fails_are_marked_and_those_of_its_side_found() -> None:
@@ -193,3 +218,28 @@ def test_a_result_is_opened_once_and_is_the_same_object_each_time(monkeypatch: p
     assert state.results_of("target")[1] is first[1]
     assert state.results_of("baseline") == [None]
     assert len(opened) == 1
+
+
+STACK = """thread MainThread
+  File "/me/model.py", line 3, in forward
+    {call}
+{inner}
+thread graftlab-row
+  File "/x/torch/distributed/a.py", line 1, in other
+    pass
+"""
+INNER = '  File "/x/torch/{path}.py", line 9, in {name}\n    return f()\n'
+
+
+@pytest.mark.parametrize(
+    ("call", "inner", "expected"),
+    [
+        ("dist.all_reduce(x)", INNER.format(path="distributed/distributed_c10d", name="all_reduce"), True),
+        ("work.wait()", "", True),
+        ("torch.mm(x, x)", "", False),
+        ("model(x)", INNER.format(path="distributed/fsdp", name="f") + INNER.format(path="nn", name="g") * 3, False),
+    ],
+)
+def test_only_a_wait_in_a_collective_is_taken_for_one(call: str, inner: str, expected: bool) -> None:
+    found = collective_in(STACK.format(call=call, inner=inner))
+    assert found == (f"/me/model.py, line 3: {call}" if expected else None)

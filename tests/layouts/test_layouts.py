@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graftlab.errors import LayoutError
 from graftlab.layouts import (
+    Gather,
     Layout,
     Mesh,
     OneOf,
@@ -295,6 +296,15 @@ def test_partial_sums_are_added_and_a_graft_notes_where_the_value_goes() -> None
     assert same_bits(partial.join([minus, relayout([(Layout(), [minus])], partial, 1).value]).whole, minus)
     bf16 = [torch.tensor([256.0], dtype=torch.bfloat16)] + [torch.tensor([0.5], dtype=torch.bfloat16)] * 4
     assert Layout((Partial("tp"),)).on(5).join(bf16).whole.item() == 258.0
+    fine = torch.tensor([1 + 2.0**-40], dtype=torch.float64)
+    assert partial.join([fine, fine]).whole.item() == 2 + 2.0**-39
+
+
+def test_steps_made_from_lists_are_those_made_from_tuples_and_hashable() -> None:
+    lists: Any = (Shard(0, blocks=[1, 2], replicas=[1, 2]), Gather([3], [[1, 2], [0, 1]], [3]))  # type: ignore[arg-type]
+    tuples = (Shard(0, blocks=(1, 2), replicas=(1, 2)), Gather((3,), ((1, 2), (0, 1)), (3,)))
+    assert lists == tuples
+    assert hash(lists) == hash(tuples)
 
 
 def test_one_of_the_data_parallel_ranks_holds_it_all() -> None:
@@ -504,6 +514,9 @@ def test_a_scaled_whole_leaves_the_mask_of_known_elements_as_it_is() -> None:
     [
         ("a b -> b a", {}, (2, 3)),
         ("a b c -> c a b", {}, (2, 3, 4)),
+        ("(h d) s -> s h d", {"h": 2}, (6, 5)),
+        ("b s (h d) -> b h s d", {"h": 2}, (2, 5, 6)),
+        ("(h d) -> (d h)", {"h": 2}, (6,)),
         ("a b -> a n b", {"n": 2}, (3, 4)),
         ("a b -> n b a m", {"n": 2, "m": 5}, (3, 4)),
         ("b (h d) -> b n h d", {"h": 2, "n": 3}, (3, 4)),

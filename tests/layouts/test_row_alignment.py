@@ -31,6 +31,11 @@ def found(whole: list[int], part: list[int], place: int = -1, lengths: tuple[int
         pytest.param([8, 1, 9, 1], [1], -1, (0, 0), [3], id="a single row without a place: the last"),
         pytest.param([1, 2, 5, 1, 2, 6], [1, 2], -1, (0, 0), [0, 1], id="of equal stretches the first"),
         pytest.param([3, 1, 2, 9, 5, 1, 2, 8], [1, 2, 7, 9], -1, (0, 0), [5, 6, -1, 3], id="one that ends a sequence"),
+        pytest.param([3, 2, 3, 2], [2], -1, (2, 0), [3], id="a single row beside sequences: the last"),
+        pytest.param([3, 3, 3, 1], [3], -1, (2, 0), [0], id="a single row at the beginning of sequences"),
+        pytest.param(
+            [3, 3, 4, 3], [3, 5, 1, 4, 4, 3], -1, (0, 0), [0, -1, -1, -1, 2, 3], id="a row alone gives way to a stretch"
+        ),
         pytest.param([1, 1], [1, 1, 1], -1, (0, 0), [0, 1, -1], id="no row twice"),
         pytest.param([1, 2, 3, 4], [3, 4, 1, 2], -1, (0, 0), [2, 3, 0, 1], id="another order"),
         # Sequences of one length on both sides.

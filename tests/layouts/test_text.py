@@ -93,6 +93,7 @@ FAULTS = [
     ("shard(dim=0) | nothing", "is neither a rearrangement", "               ^"),
     ("a -> a | partial('tp', op='mul')", "op is 'sum', 'avg', 'max' or 'min'", "         ^"),
     ("a -> a | rearrange('b  b -> b')", "'b' occurs twice on the left", "                    ^"),
+    ("a -> a | rearrange('  b  b -> b')", "'b' occurs twice on the left", "                      ^"),
     ("shard(dim=0, dim=1)", "give arguments by name, each only once", "             ^"),
     ("shard(dim=0)(1)", "a step is a single call", "^"),
     ("shard(dim='0')", "dim must be an int, not '0'", "^"),

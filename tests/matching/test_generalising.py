@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graftlab.matching.generalising import general_pairs
 from graftlab.matching.matcher import match_taps
+from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import SketchRecorder
 from graftlab.plan.pairs import Pairing
@@ -111,6 +113,16 @@ def test_a_layer_is_never_left_open_even_if_there_is_one() -> None:
 
     proposal = matched(one, lambda show: show("blocks.0.query", hidden(0, 0, 0, 0)))
     assert proposal.rules() == [{"baseline": "q[layer=0,t=*]", "target": "blocks.0.query"}]
+
+
+def test_a_general_pair_is_as_sure_and_as_near_as_the_weakest_of_its_calls() -> None:
+    order: Any = {side: tuple(f"x[t={t}]" for t in range(3)) for side in ("baseline", "target")}
+    pairs = [
+        Pair(f"x[t={t}]", f"x[t={t}]", sureness=sureness, rel=rel)
+        for t, (sureness, rel) in enumerate((("near", 1e-6), ("near", 3e-6), ("exact", 0.0)))
+    ]
+    (found,) = general_pairs(pairs, order)
+    assert (found.baseline, found.sureness, found.rel) == ("x", "near", 3e-6)
 
 
 def test_a_split_is_written_by_the_size_that_all_calls_share() -> None:

@@ -205,6 +205,7 @@ def test_kind_name_and_order_decide_between_equal_values() -> None:
         "proj": "fc",
     }
     assert "has the same values as" in proposal.of_target("again")[0].note
+    assert proposal.order == {"baseline": ("norm", "drop", "fc"), "target": ("ln", "d", "again", "proj")}
 
 
 def layered(count: int, wrong: Sequence[int] = (), shift: int = 0) -> tuple[list[RecordedTap], list[RecordedTap]]:
@@ -271,11 +272,13 @@ def test_a_layout_unlike_the_neighbours_is_a_problem() -> None:
 
 def test_taps_with_uninformative_values_are_not_matched_by_value() -> None:
     baseline = [tap("mask", torch.zeros(4, 8), 0), tap("nan", torch.full((3,), torch.nan), 1)]
+    baseline.append(tap("odd", values(5, 7, seed=1), 2))
     target = [tap("other", torch.zeros(4, 8), 0), tap("nans", torch.full((3,), torch.nan), 1)]
     proposal = match_taps(baseline, target, guesses=False)
     assert proposal.pairs == ()
     assert "all its values are equal" in proposal.unmatched_target["other"]
     assert "it has no finite value" in proposal.unmatched_target["nans"]
+    assert proposal.unmatched_baseline["odd"] == "no target tap has 35 elements or contains it"
 
 
 def test_numbers_within_words_are_not_layers() -> None:
@@ -721,6 +724,9 @@ def test_a_guess_is_the_name_most_alike_of_the_same_shape_and_nearest_in_order()
     (pair,) = match_taps(taps, [RecordedTap.of("block.attn.proj", constant, order=1)]).pairs
     assert (pair.baseline, pair.sureness) == ("attn.proj", "guess")
     assert match_taps(taps, [RecordedTap.of("block.attn.proj", torch.ones(5), order=1)]).pairs == ()
+    alike = [RecordedTap.of(f"{name}.attn.proj", constant, order=n) for name, n in (("a", 0), ("b", 4), ("c", 9))]
+    (pair,) = match_taps(alike, [RecordedTap.of("x.attn.proj", constant, order=5)]).pairs
+    assert pair.baseline == "b.attn.proj"
 
 
 def test_the_frame_of_an_empty_proposal_has_all_columns() -> None:

@@ -460,6 +460,23 @@ def test_a_row_with_different_values_in_its_place_does_not_show_another_order() 
     assert not any("gather" in pair.layout.text or "rows" in pair.layout.text for pair in found.pairs)
 
 
+@pytest.mark.parametrize(
+    ("index", "of", "text"),
+    [
+        ([3, 4, 5], (8,), "3 rows are rows 3 to 5 of 8"),
+        ([3, -1, 4], (8,), "2 rows are rows 3 to 4 of 8"),
+        ([5], (8,), "1 row is row 5 of 8"),
+        ([3, 6, 7], (8,), "3 rows are 3 rows of 8"),
+        ([5, 3, 4], (8,), "3 rows are 3 rows of 8 in another order"),
+        ([0, 1, 4, 5], (2, 4), "4 rows are the unpadded rows of 2 x 4"),
+        ([2, 3, 0, 1], (2, 2), "4 rows are the rows of 2 x 2 in another order"),
+    ],
+)
+def test_an_order_of_rows_is_told_in_a_sentence(index: list[int], of: tuple[int, ...], text: str) -> None:
+    order = RowOrder(((), 0), ((), 0), of, (len(index),), np.array(index), ("mine", "theirs"))
+    assert order.text == f"{text}, found at mine and theirs"
+
+
 def test_steps_between_two_gathers_are_put_before_or_after_the_rule() -> None:
     first, last = Gather((4,), ((3, 1), (0, 3)), (4,)), Gather((4,), ((0, 4),), (4,))
     one, between, other = (Scale(factor) for factor in (2.0, 3.0, 5.0))

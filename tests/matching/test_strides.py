@@ -15,7 +15,7 @@ from torch import Tensor
 from graftlab.layouts import parse_layout
 from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.matching.search import find
-from graftlab.matching.sketch import flat_values, sketch_of
+from graftlab.matching.sketch import EXTREMES, flat_values, sketch_of
 from graftlab.matching.strides import Lookup, _splits, fit, sampled, slices
 from graftlab.matching.wording import layout_of
 
@@ -144,3 +144,12 @@ def test_a_sketch_counts_numbers_that_are_not_finite() -> None:
     assert (sketch.nonfinite, sketch.numel) == (3, 100)
     assert sketch.rms == pytest.approx(float(values[values.isfinite()].square().mean().sqrt()))
     assert sketch_of(torch.full((4,), math.nan)).nonfinite == 4
+
+
+def test_the_extremes_of_a_sketch_are_its_largest_magnitudes_first_the_largest() -> None:
+    values = torch.arange(1.0, 1001.0) * torch.tensor([1.0, -1.0]).repeat(500)
+    sketch = sketch_of(values)
+    assert sketch.places.tolist() == list(range(999, 999 - EXTREMES, -1))
+    assert sketch.extremes.tolist() == values[sketch.places].tolist()
+    # Of equal ones, the first.
+    assert sketch_of(torch.ones(1000)).places.tolist() == list(range(EXTREMES))

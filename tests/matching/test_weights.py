@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -380,10 +381,10 @@ def transposed_heads(weight: torch.Tensor, heads: int) -> torch.Tensor:
 Orders = dict[str, Callable[[torch.Tensor], torch.Tensor]]
 
 
-def attention_with(orders: Orders, single: bool = False) -> gl.WeightMatch:
+def attention_with(orders: Orders, single: bool = False, rows: dict[str, int] | None = None) -> gl.WeightMatch:
     """Two layers whose rows, for o columns, have been put into these orders."""
     torch.manual_seed(0)
-    rows = {**HEADS, **({"k": 16, "v": 16} if single else {})}
+    rows = rows or {**HEADS, **({"k": 16, "v": 16} if single else {})}
     baseline = {
         f"h.{n}.attn.{role}_proj.weight": torch.randn(size, WIDTH) for n in range(2) for role, size in rows.items()
     }
@@ -447,6 +448,18 @@ def test_two_orders_of_heads_in_one_attention_are_a_mistake(name: str) -> None:
     match = attention_with(orders, single)
     assert len(match.problems) == 2, match
     assert re.search(sentence, match.problems[0]), match.problems
+
+
+def test_heads_of_two_sizes_in_one_attention_are_a_mistake_unless_one_divides_the_other() -> None:
+    def match(size: int) -> gl.WeightMatch:
+        sizes = {"q": 16, "k": 16, "v": size, "o": size}
+        orders: Orders = {role: partial(in_heads, head=head) for role, head in sizes.items()}
+        return attention_with(orders, rows=dict.fromkeys(sizes, 48))
+
+    problems = match(12).problems
+    assert len(problems) == 2
+    assert re.search(r"v_proj\.weight is .* in heads of 12 rows, and .*q_proj\.weight in heads of 16: one", problems[0])
+    assert match(8).clean
 
 
 def test_swapped_projections_are_one_mistake(llama: Port, small_bert: Port) -> None:

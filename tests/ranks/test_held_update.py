@@ -112,7 +112,7 @@ def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() 
     watch.add_weights(model)
     optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.1)
     result = model[1](model[0](torch.ones(1, 2)))
-    watch.add_results({"out": result})
+    watch.add_results({"out": result, "mask": torch.ones(2)})
     result.sum().backward()
     model[0].bias.grad.mul_(2)
     found = update_of(model, optimizer, watch).describe()
@@ -126,6 +126,48 @@ def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() 
     assert (found.not_repeated, found.has_closure, found.scale) == (False, False, 1.0)
     watch.begin_step()
     assert (watch.accumulated, watch.of_results) == ({}, {})
+
+
+class Watched:
+    """The taps of a model's calls, which can be removed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.removed = model, 0
+
+    def remove(self) -> None:
+        self.removed += 1
+
+
+def test_a_step_that_calls_the_model_is_described_without_being_made_and_watched_while_it_runs(
+    model: nn.Linear,
+) -> None:
+    optimizer, steps, watched = torch.optim.SGD(model.parameters(), 1.0), [0], list[Any]()
+
+    def step() -> None:
+        steps[0] += 1
+
+    def watch(watched_model: nn.Module) -> Any:
+        watched.append(Watched(watched_model))
+        return watched[-1]
+
+    held = HeldUpdate(step, optimizer, {"N": model}, GradientWatch(), {}, number=1, calls=0, watch_calls=watch)
+    assert held.describe().has_closure
+    assert (steps, watched) == ([0], [])
+    held()
+    held()
+    assert steps == [2]
+    assert [(each.model, each.removed) for each in watched] == [(model, 0)]
+    held.end()
+    assert watched[0].removed == 1
+
+
+def test_settings_are_plain_values_without_those_that_leave_the_result_unchanged(model: nn.Linear) -> None:
+    rate = torch.tensor(0.25)
+    settings = update_of(model, torch.optim.Adam(model.parameters(), rate, foreach=False)).describe().settings
+    assert settings["betas"] == {"weight": (0.9, 0.999), "bias": (0.9, 0.999)}
+    assert settings["lr"]["weight"] == 0.25
+    assert not isinstance(settings["lr"]["weight"], torch.Tensor)
+    assert not {"params", "foreach", "fused", "capturable", "differentiable"} & {*settings}
 
 
 def test_a_sample_has_both_ends_of_a_large_tensor_and_the_norm_of_the_whole() -> None:

@@ -78,9 +78,15 @@ def test_the_code_is_a_function_with_arguments_or_an_expression_on_the_rank() ->
 
 
 def test_what_is_no_tensor_is_named_with_the_reason() -> None:
-    found = record(lambda: (gl.tap("text", "a"), gl.tap("x", X), gl.tap("meta", torch.ones(2, device="meta"))))
+    def code() -> None:
+        for name, value in (("empty", torch.empty(0)), ("text", "a"), ("x", X), ("meta", X.to("meta"))):
+            gl.tap(name, value)
+        gl.tap("none", torch.empty(0), layout="shard(dim=0, mesh='tp')")
+
+    found = record(code)
     assert [tap.name for tap in found.taps] == ["x"]
-    assert sorted(found.skipped) == ["meta", "text"]
+    assert sorted(found.skipped) == ["empty", "meta", "none", "text"]
+    assert found.layouts == {}
 
 
 def test_later_steps_are_left_alone_and_reported_once(grafter: StandInGrafter) -> None:

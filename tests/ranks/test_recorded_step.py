@@ -89,6 +89,12 @@ def test_a_record_without_room_leaves_no_file_and_says_where_room_is_needed(
         path.write_bytes(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos\nmore")
 
+    def refuse(*_: object) -> None:
+        raise TypeError("cannot pickle this")
+
+    monkeypatch.setattr(torch, "save", refuse)
+    with pytest.raises(TypeError, match="cannot pickle this"):
+        record_step(str(tmp_path), 1 << 20)
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(SessionError, match=r"baseline-0\.pt: \[enforce fail .* pos; make room there, or set GRAFTLAB"):
         record_step(str(tmp_path), 1 << 20)

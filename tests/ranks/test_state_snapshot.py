@@ -39,7 +39,9 @@ def test_a_tensor_in_a_container_below_objects_is_brought_back(hold: Callable[[A
 def test_containers_have_their_items_in_their_order_again() -> None:
     first, second = torch.zeros(1), torch.ones(1)
     items, queue, names, table = [first, second], deque([1, 2]), {"a"}, {"x": first, "y": second}
-    snapshot = StateSnapshot([items, queue, names, table])
+    replaced = {"k": first}
+    snapshot = StateSnapshot([items, queue, names, table, replaced])
+    replaced["k"] = second
     items.reverse()
     queue.appendleft(0)
     names |= {"b"}
@@ -49,6 +51,7 @@ def test_containers_have_their_items_in_their_order_again() -> None:
     assert [id(each) for each in items] == [id(first), id(second)]
     assert (list(queue), names, [*table]) == ([1, 2], {"a"}, ["x", "y"])
     assert table["x"] is first
+    assert replaced["k"] is first
 
 
 def test_an_object_is_looked_at_once_even_if_it_holds_itself() -> None:

@@ -40,10 +40,11 @@ class Job:
 
     grafter: Grafter = field(default_factory=Grafter)
     number: int = 0
+    steps: int = 1
 
     def __post_init__(self) -> None:
-        wanted = [WantedCall("doubled", {}, 0, 0, 1)]
-        self.traced = TracedSteps(TraceRequest(wanted, frozenset()), 1, "target", self.grafter, self.grafter)
+        wanted = [WantedCall("doubled", {}, step, 0, 1) for step in range(self.steps)]
+        self.traced = TracedSteps(TraceRequest(wanted, frozenset()), self.steps, "target", self.grafter, self.grafter)
 
     def step(self, compute: Callable[[torch.Tensor], torch.Tensor] = lambda x: x * 2) -> torch.Tensor:
         """Begin a step as ``gl.step()`` does, and compute in it."""
@@ -69,6 +70,17 @@ def test_the_first_step_is_traced_and_nothing_is_left_in_the_loop_afterwards() -
     assert modes_in_force() == []
     assert job.traced.is_left
     assert job.grafter.taken == ["doubled", "doubled"]
+
+
+def test_a_trace_of_several_steps_has_the_wanted_call_of_each() -> None:
+    job = Job(steps=2)
+    # The first of them is a multiple of their number.
+    for _ in range(4):
+        job.step()
+    first, second = job.found() or []
+    assert first is not None
+    assert second is not None
+    assert [each.name for each in second.operations] == ["arange", "add", "mul"]
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -73,14 +73,14 @@ def test_weights_that_part_after_a_step_that_agrees_show_the_update(taps: Taps, 
 
 
 def test_a_value_that_differs_before_the_weights_is_not_an_update() -> None:
-    first = found({0: {}, 1: {1: 0.2, 2: 0.2, 4: 0.1}, 2: {0: 0.1, 1: 0.3}})
+    first = found({0: {}, 1: {1: 0.2, 2: 0.3, 4: 0.1}, 2: {0: 0.1, 1: 0.3}})
     assert first is not None
     assert not first.is_update
     assert first.sentence == "The jobs agree in step 0, and differ from step 1 on, first at y (by 0.2)."
 
 
 def test_the_first_tap_that_differs_is_named_where_the_weights_still_agree() -> None:
-    first = found({3: {1: 0.2, 2: 0.2, 4: 0.1}})
+    first = found({3: {1: 0.2, 2: 0.3, 4: 0.1}})
     assert first is not None
     assert not first.is_update
     assert first.sentence == (

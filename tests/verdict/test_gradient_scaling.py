@@ -9,7 +9,7 @@ import torch
 from graftlab.diffs.measure import measure
 from graftlab.rows.schema import STATISTICS, Row, statistics_of
 from graftlab.verdict.added import added_frame, named_groups
-from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
+from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling, left_over
 
 NAMED = ["out@grad", "up.weight@param_grad"]
 BASELINES = torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -159,6 +159,12 @@ def test_a_global_factor_does_not_hide_a_mistake_in_one_element() -> None:
     assert "w3@param_grad" not in found.groups
     assert "The factor does not explain w3, blocks.*.router.w." in found.text
     assert frame.loc[frame["ratio"] > 5, "name"].tolist() == ["w3", "blocks.1.router.w"]
+
+
+def test_what_a_factor_leaves_over_is_relative_to_the_scaled_baseline() -> None:
+    noise = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    (row,) = weights_rows({"w": 0.5}, {"w": 0.1}).to_dict("records")
+    assert left_over(row, 0.5) == pytest.approx(0.1 * float(noise.norm() / BASELINES.norm()), rel=1e-3)
 
 
 def test_a_global_factor_without_an_exception_is_itself_named() -> None:

@@ -38,6 +38,7 @@ def interleaved(x: Tensor) -> Tensor:
         (X * 1.2345, "1.2345 times the baseline's"),
         (X / math.sqrt(8), "0.3536 = 1/sqrt(8) times the baseline's"),
         (X / 3, "1/3 times the baseline's"),
+        (X * -2 / 3, "-2/3 times the baseline's"),
         (X + 0.25, "the baseline's + 0.25"),
         (X + torch.arange(8.0), "one vector over the last dim is added everywhere"),
         (X + torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), "one vector over the last two dims"),

@@ -54,7 +54,7 @@ def test_whole_numbers_alone_are_computed_and_no_inputs() -> None:
 
 def weight(dtype: str, rel_l2: float, max_abs: float = 0.0, cast: str | None = None) -> pd.DataFrame:
     made = row(1, "up.weight", dtype, rel_l2, kind="param")
-    return to_frame([made._replace(max_abs=max_abs, min_baseline=-1.0, max_baseline=1.0, cast=cast)])
+    return to_frame([made._replace(max_abs=max_abs, min_baseline=-1.0, max_baseline=0.5, cast=cast)])
 
 
 def test_a_weight_of_low_precision_may_be_rounded_once_and_not_more() -> None:

@@ -86,6 +86,17 @@ def test_a_graft_in_the_other_direction_is_a_newer_row_of_the_same_tap(tmp_path:
     store.close()
 
 
+def test_a_frame_without_a_needed_column_is_refused_by_its_name() -> None:
+    frame = to_frame([row("h", order=1)])
+    with pytest.raises(ValueError, match="status"):
+        group(frame.drop(columns="status"), "rel_l2")
+
+
+def test_whole_numbers_are_one_tag_whatever_their_type() -> None:
+    frame = pd.DataFrame({"name": ["h"] * 3, "order": 1, "status": "compared", "rel_l2": 0.0, "layer": [3, 3.0, [4]]})
+    assert len(group(frame, "rel_l2").keys) == 2
+
+
 def test_a_frame_made_by_hand_is_read_by_the_same_tags() -> None:
     frame = pd.DataFrame({"name": ["h", "h"], "order": [1, 2], "status": ["compared"] * 2, "rel_l2": [0.0, 1.0]})
     assert tag_columns(frame.assign(layer=3, tp_rank=[0, 1], recompute_status="original")) == [

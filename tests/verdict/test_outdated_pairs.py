@@ -42,6 +42,8 @@ def test_the_same_tap_in_another_layout_is_named_with_the_layout() -> None:
 def test_a_pair_that_still_holds_or_has_no_partner_keeps_its_place() -> None:
     planned = [Pair("layers.0.k", "blocks.0.q")]
     assert with_present_partners([OLD], planned, planned) == [OLD]
+    parts = [Pair("layers.0.v", "blocks.0.q"), *planned]
+    assert with_present_partners([OLD], planned, parts) == [OLD]
     assert with_present_partners([OLD], planned, []) == [OLD]
     first_call = replace(OLD, baseline="layers.0.k#0", target="blocks.0.q#0")
     assert with_present_partners([first_call], planned, planned) == [first_call]

@@ -154,6 +154,7 @@ def test_ranks_without_a_finite_number_are_not_reported_to_agree() -> None:
         "Not checked: x has no finite number on any rank.\nNothing was compared: no tap has a finite number."
     )
     fine = sketch("y", NUMBERS[0])
+    assert "no finite number" not in text_of_check(check([lost], [fine._replace(name="x", place=lost.place)]), [])
     text = text_of_check(check([lost, fine], [lost, fine]), [])
     assert text.endswith("The 2 ranks agree where they hold copies (1 group of taps).")
     assert text_of_check(check([], []), []).startswith("Nothing was compared: no tap was reached on every rank.")

@@ -64,6 +64,7 @@ def test_both_sides_are_shown_side_by_side_with_the_line_marked(model: Path) -> 
     assert "    3  \n    4  def attend(q, k):\n    5      scores = q @ k\n" in shown
     assert "    7      return scores * scale &lt; 1" in shown
     assert shown.count("confirmed") == 1
+    assert "()" not in page
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""The summary of a replay, from what both sides returned and from the rows of the run."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from kit.in_process import a_row
+
+from graftlab.control.replay import Replay, _with_skipped, replay
+from graftlab.errors import DumpError, RequestError
+from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
+
+FIRST_STEP = 10
+X = torch.ones(4)
+
+
+def recorded(rid: str, *prompt: int, output: list[int] | None = None) -> tuple[Any, ...]:
+    response = None if output is None else {"output_ids": output, "meta_info": {}}
+    return ({"rid": rid, "input_ids": list(prompt)}, response, 1.0, 2.0)
+
+
+def write(path: Path, requests: list[Any]) -> Path:
+    path.write_bytes(pickle.dumps({"server_args": None, "requests": requests, "launch_command": "", "dropped": []}))
+    return path
+
+
+class Session:
+    """Runs both functions here, one after the other, and has the rows that it is given."""
+
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
+        self.rows = rows
+
+    def start(self, baseline: Callable[..., Any], target: Callable[..., Any], args: Any) -> Any:
+        run = SimpleNamespace(done=True, failing={}, steps=0, first_step=FIRST_STEP, frame=to_frame(list(self.rows)))
+        run.baseline, run.target = [baseline(*args)], [target(*args)]
+        run.where = str
+        run.wait = lambda bar: None
+        return run
+
+
+def summary_of(
+    path: Path, requests: list[Any], ours: Callable[..., Any], theirs: Callable[..., Any], *rows: Row, **more: Any
+) -> pd.DataFrame:
+    session: Any = Session(rows)
+    return replay(session, write(path / "dump.pkl", requests), ours, theirs, **more).summary
+
+
+def each(answer: Callable[[list[int]], Any]) -> Callable[[list[Any]], list[Any]]:
+    """A function that answers each request by its tokens."""
+    return lambda requests: [answer(request["input_ids"]) for request in requests]
+
+
+def tap(step: int, name: str, order: int, rel_l2: float, **tags: Any) -> Row:
+    tags = {"name": name, "rid": "r", **tags}
+    return a_row(step=FIRST_STEP + step, name=name, order=order, rel_l2=rel_l2, nonfinite_differ=0, tags=tags)
+
+
+def test_a_request_has_the_first_and_the_last_tap_of_its_batch(tmp_path: Path) -> None:
+    rows = (
+        *(tap(0, "hidden", 0, 1e-7), tap(0, "logits", 1, 1e-7)),
+        *(tap(1, "hidden", 2, 0.1, layer=3), tap(1, "hidden", 3, 0.3, layer=4), tap(1, "logits", 4, 0.2)),
+    )
+    requests = [recorded(f"r{n}", n) for n in range(3)]
+    found = summary_of(tmp_path, requests, each(sum), each(sum), *rows, batch_size=2).set_index("rid")
+    assert found["step"].to_dict() == {"r0": 10, "r1": 10, "r2": 11}
+    assert found["first_divergent"].fillna("").to_dict() == {"r0": "", "r1": "", "r2": "hidden (layer=3)"}
+    assert found.loc["r2", "first_rel_l2"] == 0.1
+    assert found["final_difference"].to_dict() == {"r0": 1e-7, "r1": 1e-7, "r2": 0.2}
+    coarse = summary_of(tmp_path, requests, each(sum), each(sum), *rows, batch_size=2, noise_floor=0.2)
+    assert coarse.set_index("rid").loc["r2", "first_divergent"] == "hidden (layer=4)"
+
+
+def test_returned_logits_are_compared_in_place_of_the_last_tap(tmp_path: Path) -> None:
+    answers = {0: X * 1.5, 1: {"logits": X * 1.25}, 2: X * math.nan, 3: torch.ones(5)}
+    found = summary_of(
+        tmp_path,
+        [recorded(f"r{n}", n) for n in answers],
+        each(lambda tokens: {"logits": X} if tokens == [1] else X),
+        each(lambda tokens: answers[tokens[0]]),
+        *(tap(n, "logits", n, 0.125) for n in answers),
+    ).set_index("rid")
+    assert found["final_difference"].to_dict() == {"r0": 0.5, "r1": 0.25, "r2": math.inf, "r3": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        ([1, 2], [1, 2], True),
+        ([1, 2], [1, 3], False),
+        ((1, 2), torch.tensor([[1, 2]]), True),
+        ({"output_ids": [1]}, {"token_ids": [1]}, True),
+        ({"output_ids": None, "text": "a"}, {"text": "b"}, False),
+        ("a", "a", True),
+        ("a", [1], None),
+        ({"other": [1]}, [1], None),
+        (X, X, None),
+        ([1.0], [1.0], None),
+    ],
+)
+def test_tokens_are_compared_in_each_common_form(ours: Any, theirs: Any, same: bool | None, tmp_path: Path) -> None:
+    found = summary_of(tmp_path, [recorded("r", 1)], each(lambda tokens: ours), each(lambda tokens: theirs))
+    (said,) = found["same_tokens"].tolist()
+    assert said is same
+    assert math.isnan(found.loc[0, "final_difference"]) or ours is X
+
+
+def test_each_side_is_compared_with_what_was_recorded(tmp_path: Path) -> None:
+    requests = [recorded("known", 1, 2, output=[3]), recorded("unknown", 4)]
+    found = summary_of(tmp_path, requests, each(lambda tokens: [sum(tokens)]), each(lambda tokens: [9]))
+    table = found.set_index("rid")
+    assert table["baseline_as_recorded"].to_dict() == {"known": True, "unknown": None}
+    assert table["target_as_recorded"].to_dict() == {"known": False, "unknown": None}
+
+
+def test_a_batch_in_which_a_function_raises_fails_alone_and_comes_first(tmp_path: Path) -> None:
+    def picky(requests: list[Any]) -> list[Any]:
+        if requests[0]["input_ids"] == [2]:
+            raise ValueError("no twos, please")
+        return each(sum)(requests)
+
+    found = summary_of(tmp_path, [recorded(f"r{n}", n) for n in range(4)], picky, picky)
+    assert found["rid"].tolist() == ["r2", "r0", "r1", "r3"]
+    assert found["status"].tolist() == ["failed", "replayed", "replayed", "replayed"]
+    error = found.loc[0, "error"]
+    assert error.count("no twos, please") >= 2
+    assert error.startswith("baseline: ")
+    assert "\ntarget: " in error
+
+
+def test_differing_tokens_rank_before_any_numeric_difference() -> None:
+    def line(rid: str, index: int, same: bool | None, difference: float) -> dict[str, Any]:
+        found = {"same_tokens": same, "first_divergent": "h", "final_difference": difference}
+        return {"rid": rid, "index": index, "status": "replayed", **found}
+
+    lines = [line("far", 0, True, 0.9), line("other", 1, False, 0.1), line("unknown", 2, None, 0.5)]
+    assert _with_skipped(lines, [])["rid"].tolist() == ["other", "far", "unknown"]
+
+
+def test_a_replay_of_many_requests_is_shown_in_part() -> None:
+    run: Any = None
+    summary = pd.DataFrame({"rid": [f"r{i}" for i in range(500)], "status": "compared"})
+    shown = Replay(run, summary, [])._repr_mimebundle_()
+    assert shown["text/plain"].startswith("<Replay of 500 requests: 500 compared>\n")
+    assert shown["text/html"].count("<tr>") + shown["text/html"].count("<tr ") < 30
+    assert all(len(text.splitlines()) < 150 for text in shown.values())
+
+
+def test_a_file_without_anything_to_replay_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no request that can be replayed: it is empty"):
+        summary_of(tmp_path, [], each(sum), each(sum))
+    with pytest.raises(RequestError, match="this is a int"):
+        summary_of(tmp_path, [7], each(sum), each(sum))
+    (tmp_path / "other").write_bytes(b"something else")
+    session: Any = Session()
+    with pytest.raises(DumpError):
+        replay(session, tmp_path / "other", each(sum), each(sum))
+
+
+@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"batch_size": True}, {"limit": 0}, {"limit": 1.5}])
+def test_counts_are_whole_numbers_from_one_on(tmp_path: Path, bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(RequestError, match=f"replay: {name} must be a whole number of at least 1"):
+        summary_of(tmp_path, [recorded("a", 1)], each(sum), each(sum), **bad)
+
+
+def test_a_limit_counts_requests_from_the_first(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, [recorded(f"r{n}", n) for n in range(5)], each(sum), each(sum), limit=2)
+    assert found["rid"].tolist() == ["r0", "r1"]
